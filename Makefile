@@ -1,0 +1,69 @@
+# Everything runs from .venv, made from this repository's own files: `make demo` is all a newcomer needs.
+# The versions in constraints.txt were tried on Python 3.11, so that one is preferred; PYTHON=... overrides.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+PACKAGES := proto verifier_service drafter_service cluster
+ARGS ?=
+
+.PHONY: help demo serve bench train test soak lint proto install install-dev clean
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+
+demo: install  ## Serve the shipped model pair on this machine and show speculation at work
+	$(BIN)/outrider demo $(ARGS)
+
+serve: install  ## Serve the shipped model pair, or ARGS="MODEL --draft-model DRAFT"
+	$(BIN)/outrider serve $(ARGS)
+
+bench: install  ## Measure latency with and without speculation; ARGS="throughput" for the whole table
+	$(BIN)/outrider bench $(or $(ARGS),latency)
+
+train: install  ## Train the shipped model pair again from the standard library's sources
+	$(BIN)/python -m outrider.drafter_service.embedded.train $(ARGS)
+
+test: install-dev  ## Run the tests; those that need a GPU are reported as skipped where there is none
+	$(BIN)/python -m pytest -m "not soak" -rs $(ARGS)
+
+soak: install-dev  ## Repeat failures many times
+	$(BIN)/python -m pytest -m soak -rs $(ARGS)
+
+# mypy cannot see through setuptools' editable import hook, so it is shown the namespace as a folder of links.
+lint: install-dev  ## Check style, import rules and types
+	$(BIN)/ruff check .
+	@mkdir -p build/typing/outrider
+	@ln -sfn $(foreach package,$(PACKAGES),$(CURDIR)/$(package)) build/typing/outrider/
+	MYPYPATH=build/typing $(BIN)/mypy $(foreach package,$(PACKAGES),--package outrider.$(package)) \
+		| sed 's|build/typing/outrider/||'
+
+proto: install-dev  ## Regenerate the committed protobuf code
+	$(BIN)/python proto/generate.py
+
+install: $(VENV)/.installed
+
+install-dev: $(VENV)/.installed-dev
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Outrider needs Python 3.11 or newer" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and pinned exactly: with any open range pip prefers a build that brings gigabytes of CUDA libraries.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) torch
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --editable ".[dev]"
+	@touch $@
+
+clean:  ## Remove the environment, caches and build products (not the folder build/embedded of a training run)
+	rm -rf $(VENV) dist *.egg-info build/lib build/bdist.* build/typing .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find $(PACKAGES) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Everything that spans processes and nodes: router, gateway, Ray Serve deployments, command line."""

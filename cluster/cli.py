@@ -1,0 +1,177 @@
+"""The `outrider` command."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.cluster.bench_cli import CONTEXT_SETTINGS, bench
+
+if TYPE_CHECKING:
+    from outrider.cluster.config import ServiceConfig
+
+Command = Callable[..., None]
+
+_MODEL_OPTIONS = (
+    click.argument("model", required=False),
+    click.option(
+        "--draft-model",
+        help="Folder or hub id of the draft model. Default: the embedded one, with the embedded target.",
+    ),
+    click.option("--revision", help="Hub revision of MODEL."),
+    click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the checkpoint."),
+    click.option(
+        "--dtype", type=click.Choice(["auto", "float32", "float16", "bfloat16"]), default="auto", show_default=True
+    ),
+    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+    click.option("--max-model-len", type=int, help="Longest sequence in tokens. Default: the model's own limit."),
+    click.option("--tensor-parallel-size", "-tp", type=int, default=1, show_default=True, help="Ranks per verifier."),
+    click.option("--draft-tensor-parallel-size", type=int, default=1, show_default=True, help="Ranks per drafter."),
+    click.option(
+        "--num-speculative-tokens", type=int, default=4, show_default=True, help="Longest draft; 0: never speculate."
+    ),
+    click.option("--max-num-seqs", type=int, default=256, show_default=True, help="Most requests in one step."),
+    click.option(
+        "--max-num-batched-tokens", type=int, default=2048, show_default=True, help="Most tokens in one step."
+    ),
+    click.option("--kv-cache-memory-bytes", type=int, help="KV pool of one rank. Default: from the free memory."),
+    click.option("--block-size", type=int, default=16, show_default=True, help="Tokens per KV block."),
+    click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True),
+    click.option("--threads-per-rank", type=int, default=1, show_default=True, help="CPU threads of each rank."),
+    click.option("--seed", type=int, help="Seed of unseeded requests' sampling. Default: from the system."),
+)
+
+
+def model_options(command: Command) -> Command:
+    """Add the options that say what to load and how."""
+    for option in reversed(_MODEL_OPTIONS):
+        command = option(command)
+    return command
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Show a bad value as a usage error, not as a traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:  # OSError: no such model, here or at the hub
+        raise click.UsageError(str(error)) from error
+
+
+def configure(**options: Any) -> ServiceConfig:
+    """Build the configuration; imported here, so that `outrider --help` does not load torch."""
+    from outrider.cluster.config import ServiceConfig
+
+    with usage_errors():
+        return ServiceConfig.from_mapping(options)
+
+
+@click.group(context_settings=CONTEXT_SETTINGS)
+@click.option(
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="warning", show_default=True
+)
+@click.version_option(package_name="outrider")
+def main(log_level: str) -> None:
+    """Serve large language models with speculative decoding whose drafting is a service of its own."""
+    logging.basicConfig(
+        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+
+
+@main.command()
+@model_options
+@click.option("--num-verifiers", type=int, default=1, show_default=True, help="Replicas of the target model.")
+@click.option("--num-drafters", type=int, default=1, show_default=True, help="Replicas of the draft model.")
+@click.option(
+    "--speculation",
+    type=click.Choice(["auto", "always", "off"]),
+    default="auto",
+    show_default=True,
+    help="Who decides: the router by load (auto), or a pin.",
+)
+@click.option("--served-model-name", help="Name in the API. Default: MODEL.")
+@click.option(
+    "--internal-host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Where replicas listen for each other; auto: each node's own address.",
+)
+@click.option("--gpu-share", type=float, default=1.0, show_default=True, help="GPU per rank; 0.5: two ranks share one.")
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=int, default=8000, show_default=True, help="HTTP port.")
+@click.option("--grpc-port", type=int, default=50051, show_default=True)
+def serve(**options: Any) -> None:
+    """Serve MODEL (the embedded pair if none is given) over HTTP and gRPC until interrupted."""
+    from outrider.cluster.serving import serve_until_interrupted
+
+    config = configure(**options)
+    with usage_errors():
+        serve_until_interrupted(config)
+
+
+@main.command()
+def demo() -> None:
+    """Serve the embedded pair, stream over HTTP and gRPC with speculation off and on, stop."""
+    from outrider.cluster import demo as demonstration
+
+    # pinned, so that both sides are shown whatever pays on this machine
+    demonstration.run(configure(speculation="always"))
+
+
+@main.command()
+@model_options
+@click.option("--prompt", "prompt_texts", multiple=True, help="A prompt; may be repeated.")
+@click.option(
+    "--prompts",
+    "prompts_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSONL: prompt or prompt_token_ids per line, and sampling fields of its own.",
+)
+@click.option("--max-tokens", type=int, default=64, show_default=True)
+@click.option("--temperature", type=float, default=0.0, show_default=True)
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--top-k", type=int, default=0, show_default=True, help="0: off.")
+@click.option("--min-p", type=float, default=0.0, show_default=True)
+@click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token.")
+@click.option("--drafter-process", is_flag=True, help="Draft in a process on a core of its own.")
+@click.option("--json", "as_json", is_flag=True, help="A JSON line per prompt.")
+def generate(
+    prompt_texts: tuple[str, ...],
+    prompts_file: Path | None,
+    drafter_process: bool,
+    as_json: bool,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+    ignore_eos: bool,
+    **options: Any,
+) -> None:
+    """Generate without a server, with the same engine and drafter code. With --seed, text is the same every time."""
+    from outrider.cluster import generation
+    from outrider.verifier_service.request import SamplingParams
+
+    config = configure(**options)
+    with usage_errors():
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            ignore_eos=ignore_eos,
+            seed=config.seed,
+        )
+        for record in generation.run(config, sampling, prompt_texts, prompts_file, drafter_process=drafter_process):
+            click.echo(json.dumps(record) if as_json else record.get("error") or record["text"])
+
+
+main.add_command(bench)

@@ -1,0 +1,129 @@
+"""A drafter as a Serve replica: its engine, its end of the link, its reports to the router."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ray import serve
+
+from outrider.cluster.config import ServiceConfig
+from outrider.cluster.engine_host import EngineHost
+from outrider.cluster.fleet import DrafterReport
+from outrider.cluster.rank_actors import RankActors
+from outrider.cluster.reports import REPORT_INTERVAL_S, ask_router
+from outrider.cluster.tokenizer import draft_vocabulary_fingerprint
+from outrider.drafter_service.engine import DrafterLoad
+from outrider.drafter_service.engine_messages import FROM_DRAFT_ENGINE, DrafterReady, DrafterUpdate
+from outrider.drafter_service.rank_main import run_drafter_rank
+from outrider.drafter_service.service import DrafterLinkServicer, EngineDeadError
+from outrider.proto import link_pb2_grpc
+from outrider.verifier_service.engine_messages import PeerState, Relay
+from outrider.verifier_service.link_messages import DrafterIdentity
+
+
+class ShellPort:
+    """The servicer's way to a draft engine in another process."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+        self._load = DrafterLoad()
+        self._deliver: dict[str, Callable[[bytes], None]] = {}
+
+    def submit(self, peer: str, payload: bytes) -> None:
+        self._send(Relay(peer=peer, payload=payload))
+
+    def peer_gone(self, peer: str) -> None:
+        self._send(PeerState(peer=peer, is_up=False))
+
+    def subscribe(self, peer: str, deliver: Callable[[bytes], None]) -> None:
+        self._deliver[peer] = deliver
+
+    def unsubscribe(self, peer: str) -> None:
+        self._deliver.pop(peer, None)
+
+    def load(self) -> DrafterLoad:
+        if self._host.failure is not None:
+            raise EngineDeadError(self._host.failure)
+        return self._load
+
+    def on_update(self, update: DrafterUpdate) -> None:
+        """Pass drafts on to the links they are for."""
+        for relay in update.relays:
+            if (deliver := self._deliver.get(relay.peer)) is not None:
+                deliver(relay.payload)
+        self._load = update.load or self._load
+
+    def _send(self, message: Relay | PeerState) -> None:
+        try:
+            self._host.send(message)
+        except ConnectionError as error:
+            raise EngineDeadError(str(error)) from error
+
+
+class DrafterReplica:
+    """One replica of the drafter pool."""
+
+    async def __init__(self, config: ServiceConfig, router: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._host = EngineHost(on_message=self._on_update, on_failure=lambda _: None)
+        self._port = ShellPort(self._host)
+        self._router = router
+        self._drafter_id = serve.get_replica_context().replica_id.unique_id
+        self._epoch = time.time_ns()
+        spec = config.drafter_spec
+        assert spec is not None, "the pool is only built for a configured draft model"
+        ranks = RankActors(run_drafter_rank, spec, config.draft_tensor_parallel_size, num_gpus=config.gpus_per_rank)
+        self._ready: DrafterReady = await self._host.start(ranks, FROM_DRAFT_ENGINE)
+        identity = DrafterIdentity(
+            drafter_id=self._drafter_id,
+            vocab_size=self._ready.vocab_size,
+            vocab_fingerprint=draft_vocabulary_fingerprint(config),
+            max_draft_length=self._ready.max_draft_length,
+            max_model_len=self._ready.max_model_len,
+        )
+        servicer = DrafterLinkServicer(self._port, identity)
+        self._endpoint = await self._host.serve(
+            config.internal_address,
+            lambda server: link_pb2_grpc.add_DrafterLinkServicer_to_server(servicer, server),
+        )
+        self._host.tasks.start(self._report_forever(), "report to the router")
+
+    def _on_update(self, update: DrafterUpdate) -> None:
+        self._port.on_update(update)
+
+    async def _report_forever(self) -> None:
+        """Report for as long as there is an engine: a drafter that stays silent gets no new requests."""
+        while self._host.failure is None:
+            await ask_router(self._router.report_drafter, self._report())
+            await asyncio.sleep(REPORT_INTERVAL_S)
+        await ask_router(self._router.remove, self._drafter_id)
+
+    def _report(self) -> DrafterReport:
+        load = self._port.load()
+        return DrafterReport(
+            drafter_id=self._drafter_id,
+            endpoint=self._endpoint,
+            epoch=self._epoch,
+            num_sessions=load.num_sessions,
+            queue_depth=load.queue_depth,
+            max_draft_length=self._ready.max_draft_length,
+            mean_draft_s=load.mean_draft_s or 0.0,
+        )
+
+    async def load(self) -> DrafterLoad:
+        """Return the engine's last report of itself."""
+        return self._port.load()
+
+    async def rank_pids(self) -> list[int]:
+        """Return the processes of this replica's ranks, rank 0 first."""
+        return await self._host.rank_pids()
+
+    async def check_health(self) -> None:
+        """Raise when this replica can no longer draft."""
+        self._host.check()
+
+    async def __del__(self) -> None:
+        await ask_router(self._router.remove, self._drafter_id)
+        await self._host.close()

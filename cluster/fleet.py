@@ -1,0 +1,216 @@
+"""What verifiers and drafters report to the router, what it answers, and the policy it decides by.
+
+All are frozen dataclasses: they travel through `wire.encode`/`decode` and through Ray unchanged. Every time in them is
+of the router's clock (its wrapper and the gateways pass wall-clock seconds).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from outrider.verifier_service.engine_messages import DrafterTime, EngineLoad, RequestLoad, StepTime
+from outrider.verifier_service.request import SpeculationPlan
+
+
+class DisabledReason(enum.StrEnum):
+    """Why a request runs without drafts; the only values a `disabled_reason` takes."""
+
+    REQUEST_OPT_OUT = "request_opt_out"
+    LOAD = "load"  # the verifier is compute-bound: a draft token costs more than it brings
+    LOW_ACCEPTANCE = "low_acceptance"
+    DRAFTER_UNAVAILABLE = "drafter_unavailable"
+    DRAFTER_TIMEOUT = "drafter_timeout"
+    DRAFT_QUEUE = "draft_queue"  # drafts arrive too late to pay for the wait
+    MAX_MODEL_LEN = "max_model_len"
+    UNSUPPORTED_PARAMS = "unsupported_params"
+    WARMUP = "warmup"  # no step-time profile yet
+    CONFIG = "config"  # the operator switched it off
+
+
+def off(reason: DisabledReason) -> SpeculationPlan:
+    """Return the plan of a request that runs without drafts."""
+    return SpeculationPlan(disabled_reason=reason.value)
+
+
+class PolicyMode(enum.Enum):
+    AUTO = "auto"
+    ALWAYS = "always"  # the operator pins speculation on: no gain is computed
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierReport:
+    """A verifier's state, sent a few times a second."""
+
+    verifier_id: str
+    endpoint: str  # "host:port" of its gateway-facing gRPC
+    epoch: int
+    num_running: int
+    num_waiting: int
+    num_decoding: int
+    kv_usage: float  # used share of the KV blocks, 0 to 1
+    max_model_len: int | None = None  # longest sequence its KV pool holds; None: not known
+    step_times: tuple[StepTime, ...] = ()
+    requests: tuple[RequestLoad, ...] = ()  # the running ones first; those that wait may follow
+    drafters_up: tuple[str, ...] = ()  # drafters it has a live link to
+    round_trips: tuple[DrafterTime, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        verifier_id: str,
+        endpoint: str,
+        epoch: int,
+        load: EngineLoad,
+        max_model_len: int,
+        step_times: tuple[StepTime, ...],
+        drafters_up: tuple[str, ...],
+    ) -> VerifierReport:
+        """Make a report of what an engine says of itself."""
+        return cls(
+            verifier_id=verifier_id,
+            endpoint=endpoint,
+            epoch=epoch,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_decoding=load.num_decoding,
+            kv_usage=load.kv_usage,
+            max_model_len=max_model_len,
+            step_times=step_times,
+            requests=load.requests,
+            drafters_up=drafters_up,
+            round_trips=load.drafter_times,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterReport:
+    """A drafter's state, sent a few times a second."""
+
+    drafter_id: str
+    endpoint: str
+    epoch: int
+    num_sessions: int
+    queue_depth: int
+    max_draft_length: int
+    mean_draft_s: float
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterEndpoint:
+    drafter_id: str
+    endpoint: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directive:
+    """The router's answer to a verifier's report."""
+
+    plans: dict[str, SpeculationPlan]  # running requests whose plan changed
+    default_plan: SpeculationPlan  # for requests that arrive before the router has seen them
+    drafters: tuple[DrafterEndpoint, ...]  # to hold links to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierState:
+    """A verifier in a snapshot; in those given to gateways the report comes without its requests and profile."""
+
+    report: VerifierReport
+    reported_s: float
+    default_plan: SpeculationPlan
+    num_assigned: int = 0  # requests sent there since its last report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterState:
+    report: DrafterReport
+    reported_s: float
+    num_assigned: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSnapshot:
+    """Everything that `routing.route` looks at."""
+
+    verifiers: tuple[VerifierState, ...]
+    drafters: tuple[DrafterState, ...]
+    decided_at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteAsk:
+    request_id: str
+    num_prompt_tokens: int
+    num_speculative_tokens: int | None = None  # a cap on the draft length; 0: the request opted out
+    excluded_verifier_ids: tuple[str, ...] = ()  # just failed for this request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    verifier_id: str
+    endpoint: str
+    plan: SpeculationPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchPolicy:
+    """Hysteresis of every on/off decision: gains are throughput with speculation ÷ throughput without."""
+
+    on_gain: float = 1.10
+    off_gain: float = 1.00
+    on_dwell_s: float = 2.0
+    off_dwell_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.off_gain <= self.on_gain:
+            raise ValueError("off_gain must be positive and at most on_gain")
+        if self.on_dwell_s < 0 or self.off_dwell_s < 0:
+            raise ValueError("on_dwell_s and off_dwell_s must be at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptancePolicy:
+    """How acceptance is estimated: a Beta prior from the pool's requests, then the request's own history."""
+
+    initial_rate: float = 0.6  # of a pool that has not drafted yet
+    pool_prior_tokens: float = 16.0  # how many judged tokens `initial_rate` counts for in the pool's estimate
+    request_prior_tokens: float = 8.0  # how many the pool's estimate counts for in a request's
+    request_memory_tokens: float = 128.0  # older outcomes fade beyond this many
+    pool_memory_tokens: float = 8192.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.initial_rate < 1.0:
+            raise ValueError("initial_rate must be in (0, 1)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterPolicy:
+    """The operator's settings. Raises `ValueError` naming the field that is out of range."""
+
+    mode: PolicyMode = PolicyMode.AUTO
+    max_draft_length: int = 8
+    switch: SwitchPolicy = field(default_factory=SwitchPolicy)
+    acceptance: AcceptancePolicy = field(default_factory=AcceptancePolicy)
+    min_price: float = 0.1  # committed tokens that one draft token costs at least: the pool's work is not free
+    exposed_draft_share: float = 1.0  # the part of a draft's round trip that no other group's step hides
+    max_queue_depth: int = 64  # a drafter with more asks waiting gets no new requests
+    probe_every_s: float = 10.0  # a request that is off for its own acceptance tries again this often ...
+    probe_s: float = 1.5  # ... for this long ...
+    probe_length: int = 2  # ... with drafts of this length
+    expire_after_s: float = 3.0  # a replica that has not reported for so long is gone
+    stale_snapshot_s: float = 10.0  # an older snapshot says who is there, not who is busy
+
+    def __post_init__(self) -> None:
+        for name in ("max_draft_length", "max_queue_depth"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0")
+        for name in ("min_price", "exposed_draft_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be in [0, 1]")
+        for name in ("probe_every_s", "probe_s", "expire_after_s", "stale_snapshot_s", "probe_length"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive")

@@ -1,0 +1,38 @@
+"""`outrider generate`: prompts in, records out, no server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.cluster.config import ServiceConfig
+from outrider.cluster.offline import OfflineEngine
+from outrider.cluster.prompts import PromptError, collect, parse_request, read_prompt_lines, result_json
+from outrider.cluster.tokenizer import load_tokenizer
+from outrider.verifier_service.request import SamplingParams, SpeculationPlan
+
+
+def run(
+    config: ServiceConfig,
+    sampling: SamplingParams,
+    prompt_texts: Sequence[str],
+    prompts_file: Path | None,
+    *,
+    drafter_process: bool,
+) -> Iterator[dict[str, Any]]:
+    """Yield a record per prompt, in the order in which they finish."""
+    lines = [{"prompt": text} for text in prompt_texts]
+    if prompts_file is not None:
+        lines += read_prompt_lines(prompts_file)
+    if not lines:
+        raise PromptError("give --prompt or --prompts")
+    tokenizer = load_tokenizer(config.verifier_spec.model)
+    plan = SpeculationPlan(draft_length=config.num_speculative_tokens)
+    requests = [
+        parse_request(line, request_id=f"prompt-{index}", defaults=sampling, plan=plan, tokenizer=tokenizer)
+        for index, line in enumerate(lines)
+    ]
+    with OfflineEngine(config, drafter_process=drafter_process) as engine:
+        for result in collect(requests, engine.generate(requests)):
+            yield result_json(result, str(tokenizer.decode(result.token_ids, skip_special_tokens=True)))

@@ -1,0 +1,29 @@
+"""Send reports to the router; its absence is no failure of the one who reports."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+logger = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 0.25
+REPORT_TIMEOUT_S = 1.0
+ROUTER_ERRORS = (RayError, RayServeException, TimeoutError)
+
+
+async def ask_router(method: Any, *arguments: Any, timeout_s: float = REPORT_TIMEOUT_S) -> Any | None:
+    """Call a method of the router's deployment handle; None when it does not answer in time."""
+    try:
+        return await asyncio.wait_for(_awaited(method, arguments), timeout_s)
+    except ROUTER_ERRORS as error:
+        logger.warning("the router did not answer: %s: %s", type(error).__name__, error)
+        return None
+
+
+async def _awaited(method: Any, arguments: tuple[Any, ...]) -> Any:
+    return await method.remote(*arguments)

@@ -1,0 +1,146 @@
+"""The router's state: the last report of every replica, and what it takes to decide without flapping.
+
+Sans I/O: one actor wraps `RouterCore` and passes the clock in. Losing this state loses nothing that the next reports
+do not bring back: gateways route by their last snapshot meanwhile, verifiers go on with their last plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from outrider.cluster.cost_model import StepTimeModel
+from outrider.cluster.fleet import (
+    Assignment,
+    Directive,
+    DrafterEndpoint,
+    DrafterReport,
+    DrafterState,
+    FleetSnapshot,
+    RouteAsk,
+    RouterPolicy,
+    StepTime,
+    VerifierReport,
+    VerifierState,
+)
+from outrider.cluster.goodput import VerifierMemory
+from outrider.cluster.routing import is_fresh, plan_speculation, route
+from outrider.verifier_service.request import SpeculationPlan
+
+
+class StaleEpochError(RuntimeError):
+    """A report of an incarnation that a newer one has replaced."""
+
+
+@dataclass(slots=True)
+class _Verifier:
+    state: VerifierState
+    memory: VerifierMemory
+    points: tuple[StepTime, ...]
+    step_time: StepTimeModel | None
+
+
+class RouterCore:
+    """Take in reports, answer verifiers with plans and gateways with assignments.
+
+    Every `now_s` is of one clock that does not run backwards.
+    """
+
+    def __init__(self, policy: RouterPolicy | None = None) -> None:
+        self.policy = policy or RouterPolicy()
+        self._verifiers: dict[str, _Verifier] = {}
+        self._drafters: dict[str, DrafterState] = {}
+
+    def report_verifier(self, report: VerifierReport, now_s: float) -> Directive:
+        """Take in a verifier's report and answer with what changes; raise `StaleEpochError` for an old incarnation."""
+        self._expire(now_s)
+        known = self._verifiers.get(report.verifier_id)
+        if known is not None:
+            _refuse_stale(report.verifier_id, report.epoch, known.state.report.epoch)
+        if known is None or report.epoch > known.state.report.epoch:
+            memory, points, step_time = VerifierMemory(), tuple[StepTime, ...](), None
+        else:
+            memory, points, step_time = known.memory, known.points, known.step_time
+        if report.step_times and report.step_times != points:
+            points, step_time = report.step_times, _profile(report.step_times)
+        before = {request_id: kept.plan for request_id, kept in memory.requests.items()}
+        decision = plan_speculation(report, list(self._drafters.values()), memory, self.policy, now_s, step_time)
+        state = VerifierState(
+            report=replace(report, requests=(), step_times=()),  # what nobody routes by stays out of snapshots
+            reported_s=now_s,
+            default_plan=decision.default_plan,
+        )
+        self._verifiers[report.verifier_id] = _Verifier(state, decision.memory, points, step_time)
+        changed = _changed_plans(report, decision.plans, before)
+        return Directive(plans=changed, default_plan=decision.default_plan, drafters=self._endpoints())
+
+    def report_drafter(self, report: DrafterReport, now_s: float) -> None:
+        """Take in a drafter's report; raise `StaleEpochError` for an old incarnation."""
+        self._expire(now_s)
+        known = self._drafters.get(report.drafter_id)
+        if known is not None:
+            _refuse_stale(report.drafter_id, report.epoch, known.report.epoch)
+        self._drafters[report.drafter_id] = DrafterState(report=report, reported_s=now_s)
+
+    def route(self, ask: RouteAsk, now_s: float) -> Assignment:
+        """Choose for a new request and count it as load until the replicas' next reports."""
+        assignment = route(self.snapshot(now_s), ask, now_s, self.policy)
+        verifier = self._verifiers[assignment.verifier_id]
+        verifier.state = replace(verifier.state, num_assigned=verifier.state.num_assigned + 1)
+        drafter = self._drafters.get(assignment.plan.drafter_id or "")
+        if drafter is not None:
+            self._drafters[drafter.report.drafter_id] = replace(drafter, num_assigned=drafter.num_assigned + 1)
+        return assignment
+
+    def snapshot(self, now_s: float) -> FleetSnapshot:
+        """Return the live replicas, for gateways to route by while the router is away."""
+        self._expire(now_s)
+        return FleetSnapshot(
+            verifiers=tuple(verifier.state for verifier in self._verifiers.values()),
+            drafters=tuple(self._drafters.values()),
+            decided_at_s=now_s,
+        )
+
+    def remove(self, replica_id: str) -> None:
+        """Forget a verifier or drafter that is known to be gone; unknown ids are fine (it may have expired)."""
+        self._verifiers.pop(replica_id, None)
+        self._drafters.pop(replica_id, None)
+
+    def _expire(self, now_s: float) -> None:
+        for replica_id, verifier in list(self._verifiers.items()):
+            if not is_fresh(verifier.state.reported_s, now_s, self.policy):
+                del self._verifiers[replica_id]
+        for replica_id, drafter in list(self._drafters.items()):
+            if not is_fresh(drafter.reported_s, now_s, self.policy):
+                del self._drafters[replica_id]
+
+    def _endpoints(self) -> tuple[DrafterEndpoint, ...]:
+        """Return every live drafter: one that drains keeps its links until its last session is gone."""
+        return tuple(
+            DrafterEndpoint(
+                drafter_id=state.report.drafter_id, endpoint=state.report.endpoint, epoch=state.report.epoch
+            )
+            for state in sorted(self._drafters.values(), key=lambda state: state.report.drafter_id)
+        )
+
+
+def _refuse_stale(replica_id: str, epoch: int, known_epoch: int) -> None:
+    if epoch < known_epoch:
+        raise StaleEpochError(f"{replica_id!r} reports as epoch {epoch}, but epoch {known_epoch} is running")
+
+
+def _profile(points: tuple[StepTime, ...]) -> StepTimeModel | None:
+    """Fit the profile; None while it has fewer than two token counts."""
+    return StepTimeModel.from_points(points) if len({point.num_tokens for point in points}) >= 2 else None
+
+
+def _changed_plans(
+    report: VerifierReport, plans: dict[str, SpeculationPlan], before: dict[str, SpeculationPlan | None]
+) -> dict[str, SpeculationPlan]:
+    """Return the plans that differ from what was last said, or from what the verifier says it follows."""
+    changed: dict[str, SpeculationPlan] = {}
+    for request in report.requests:
+        plan = plans[request.request_id]
+        follows = (request.drafter_id, request.draft_length) == (plan.drafter_id, plan.draft_length)
+        if not follows or plan != before.get(request.request_id):
+            changed[request.request_id] = plan
+    return changed

@@ -1,0 +1,47 @@
+"""The router as a Serve deployment of exactly one replica: Serve restarts it, reports rebuild its state."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from outrider.cluster.fleet import (
+    Assignment,
+    Directive,
+    DrafterReport,
+    FleetSnapshot,
+    RouteAsk,
+    RouterPolicy,
+    VerifierReport,
+)
+from outrider.cluster.router import RouterCore
+from outrider.cluster.routing import NoVerifierError
+
+
+class RouterReplica:
+    """Translate calls into the core's, adding the time."""
+
+    def __init__(self, policy: RouterPolicy) -> None:
+        self._core = RouterCore(policy)
+
+    async def report_verifier(self, report: VerifierReport) -> Directive:
+        return self._core.report_verifier(report, time.time())
+
+    async def report_drafter(self, report: DrafterReport) -> None:
+        self._core.report_drafter(report, time.time())
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def remove(self, replica_id: str) -> None:
+        self._core.remove(replica_id)
+
+    async def route(self, ask: RouteAsk) -> Assignment | None:
+        """Return None when no verifier is ready."""
+        try:
+            return self._core.route(ask, time.time())
+        except NoVerifierError:
+            return None
+
+    async def snapshot(self) -> FleetSnapshot:
+        return self._core.snapshot(time.time())

@@ -1,0 +1,105 @@
+"""A verifier as a Serve replica: its engine, links to drafters, a gRPC port for gateways, reports to the router."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from ray import serve
+
+from outrider.cluster.config import ServiceConfig
+from outrider.cluster.engine_host import EngineHost
+from outrider.cluster.fleet import Directive, VerifierReport
+from outrider.cluster.link_pool import LinkPool
+from outrider.cluster.rank_actors import RankActors
+from outrider.cluster.reports import REPORT_INTERVAL_S, ask_router
+from outrider.cluster.tokenizer import target_vocabulary_fingerprint
+from outrider.proto import link_pb2_grpc
+from outrider.verifier_service.engine_factory import run_verifier_rank
+from outrider.verifier_service.engine_messages import FROM_ENGINE, EngineLoad, EngineReady, EngineUpdate, SetPlans
+from outrider.verifier_service.link_messages import Hello
+from outrider.verifier_service.service import RequestTable, VerifierLinkServicer
+
+
+class VerifierReplica:
+    """One replica of the target model."""
+
+    async def __init__(self, config: ServiceConfig, router: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._host = EngineHost(on_message=self._on_update, on_failure=self._on_failure)
+        self._router = router
+        self._verifier_id = serve.get_replica_context().replica_id.unique_id
+        self._epoch = time.time_ns()
+        self._load: EngineLoad | None = None
+        self._table = RequestTable(self._host.send)
+        hello = Hello(
+            verifier_id=self._verifier_id,
+            epoch=self._epoch,
+            vocab_size=config.target_vocab_size,
+            vocab_fingerprint=target_vocabulary_fingerprint(config),
+        )
+        self._links = LinkPool(hello, self._host.send)
+        ranks = RankActors(
+            run_verifier_rank, config.verifier_spec, config.tensor_parallel_size, num_gpus=config.gpus_per_rank
+        )
+        self._ready: EngineReady = await self._host.start(ranks, FROM_ENGINE)
+        self._endpoint = await self._host.serve(
+            config.internal_address,
+            lambda server: link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(self._table), server),
+        )
+        self._host.tasks.start(self._report_forever(), "report to the router")
+
+    def _on_update(self, update: EngineUpdate) -> None:
+        self._table.deliver(update.outputs)
+        self._links.send(update.relays)
+        self._load = update.load or self._load
+
+    def _on_failure(self, reason: str) -> None:
+        self._table.fail(reason)
+
+    async def _report_forever(self) -> None:
+        """Report for as long as there is an engine: a verifier that stays silent gets no new requests."""
+        while self._host.failure is None:
+            if self._load is not None:
+                directive = await ask_router(self._router.report_verifier, self._report(self._load))
+                if directive is not None:
+                    await self._follow(directive)
+            await asyncio.sleep(REPORT_INTERVAL_S)
+        await ask_router(self._router.remove, self._verifier_id)
+
+    async def _follow(self, directive: Directive) -> None:
+        if directive.plans:
+            self._host.send(SetPlans(plans=directive.plans))
+        await self._links.hold(directive.drafters)
+
+    def _report(self, load: EngineLoad) -> VerifierReport:
+        return VerifierReport.of(
+            verifier_id=self._verifier_id,
+            endpoint=self._endpoint,
+            epoch=self._epoch,
+            load=load,
+            max_model_len=self._ready.max_model_len,
+            step_times=self._ready.step_times,
+            drafters_up=self._links.drafters_up,
+        )
+
+    async def load(self) -> EngineLoad | None:
+        """Return the engine's last report of itself."""
+        return self._load
+
+    async def drafters_up(self) -> tuple[str, ...]:
+        """Return the drafters that this verifier has a live link to."""
+        return self._links.drafters_up
+
+    async def rank_pids(self) -> list[int]:
+        """Return the processes of this replica's ranks, rank 0 first."""
+        return await self._host.rank_pids()
+
+    async def check_health(self) -> None:
+        """Raise when this replica can no longer verify."""
+        self._host.check()
+
+    async def __del__(self) -> None:
+        await ask_router(self._router.remove, self._verifier_id)
+        await self._links.close()
+        await self._host.close()

@@ -1,0 +1,305 @@
+"""The drafting engine: sessions of many verifiers, one batched step over all of their asks.
+
+It knows nothing of processes, sockets or event loops: messages come in through `handle`, drafts go out of `step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.drafter_service.sessions import Round, Session, SessionKey, SessionTable, first_bad_token
+from outrider.verifier_service.drafting import (
+    Close,
+    Commit,
+    Draft,
+    DrafterMessage,
+    DraftSampling,
+    Open,
+    Resync,
+    SparseRow,
+    VerifierMessage,
+)
+from outrider.verifier_service.link_messages import VERIFIER_MESSAGES, peek_request_id
+from outrider.verifier_service.wire import WireError, decode, encode
+
+SMOOTHING = 1 / 8  # gain of the mean draft time, as TCP's retransmission timer uses it (RFC 6298)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Draft `length` tokens after `token_ids`; a new `ask_id` for a session replaces its older ask."""
+
+    key: SessionKey
+    ask_id: int  # unique within the engine; a verifier's round ids are its own affair
+    token_ids: Sequence[int]  # committed; the session's own list, to be read only
+    sampling: DraftSampling
+    length: int  # at least 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftResult:
+    """The complete answer to an ask; fewer tokens than `length` only where they are point masses, or none at all."""
+
+    key: SessionKey
+    ask_id: int
+    token_ids: tuple[int, ...]
+    draft_probs: tuple[SparseRow, ...] | None = None
+
+
+class Drafter(Protocol):
+    """Anything that drafts: one signature for models, heads, n-grams."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+        """Advance the asks (oldest first) by one batched step of at most `max_num_tokens` tokens.
+
+        Returns those that became complete. The others are passed again, so that new asks join a running batch.
+        Every call makes progress on at least one ask.
+        """
+
+    def release(self, key: SessionKey) -> None:
+        """Forget whatever is kept for a session; unknown keys are no error."""
+
+    def check_integrity(self, keys: Collection[SessionKey]) -> None:
+        """Raise `AssertionError` if its own state is inconsistent, or holds anything for a session not in `keys`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftEngineConfig:
+    """Limits of one drafter."""
+
+    max_sessions: int = 256
+    session_ttl_s: float = 300.0
+    max_num_batched_tokens: int = 512
+    max_draft_length: int = 16
+
+    def __post_init__(self) -> None:
+        if min(self.max_sessions, self.max_num_batched_tokens, self.max_draft_length) < 1 or self.session_ttl_s <= 0:
+            raise ValueError("max_sessions, session_ttl_s, max_num_batched_tokens, max_draft_length must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterLoad:
+    """How busy a drafter is."""
+
+    num_sessions: int = 0
+    queue_depth: int = 0  # unanswered asks
+    mean_draft_s: float | None = None  # smoothed time from ask to draft inside the engine; None: nothing drafted yet
+
+
+@dataclass(slots=True)
+class DrafterCounters:
+    """What happened at a drafter since its start."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_resyncs: int = 0
+    num_superseded_rounds: int = 0
+    num_evicted_sessions: int = 0
+    num_expired_sessions: int = 0
+    num_bad_messages: int = 0
+
+
+class DraftEngine:
+    """Continuous batching over every session of every verifier."""
+
+    def __init__(self, drafter: Drafter, *, clock: Callable[[], float], config: DraftEngineConfig) -> None:
+        self.counters = DrafterCounters()
+        self._drafter = drafter
+        self._clock = clock
+        self._config = config
+        self._sessions = SessionTable(max_sessions=config.max_sessions, ttl_s=config.session_ttl_s)
+        self._asked: dict[SessionKey, Session] = {}  # sessions with an unanswered round, oldest round first
+        self._outbox: list[tuple[str, DrafterMessage]] = []
+        self._num_asks = 0
+        self._mean_draft_s: float | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self._drafter.vocab_size
+
+    @property
+    def config(self) -> DraftEngineConfig:
+        return self._config
+
+    def handle(self, peer: str, message: VerifierMessage) -> None:
+        """Take in one message of a peer (one connection of one verifier incarnation)."""
+        key = SessionKey(peer, message.request_id)
+        match message:
+            case Open():
+                self._open(key, message)
+            case Commit():
+                self._commit(key, message)
+            case Close():
+                self._drop(key)
+
+    def forget_peer(self, peer: str) -> None:
+        """Free everything held for a peer that is gone or has come back as another incarnation."""
+        for session in self._sessions.of_peer(peer):
+            self._drop(session.key)
+        self._outbox = [(to, message) for to, message in self._outbox if to != peer]
+
+    def has_work(self) -> bool:
+        return bool(self._asked or self._outbox)
+
+    def load(self) -> DrafterLoad:
+        return DrafterLoad(
+            num_sessions=len(self._sessions),
+            queue_depth=len(self._asked),
+            mean_draft_s=self._mean_draft_s,
+        )
+
+    def step(self) -> list[tuple[str, DrafterMessage]]:
+        """Run one batched step; return (peer, message) for drafts that became complete and for resyncs."""
+        self._expire()
+        if self._asked:
+            asks = [_ask_of(session) for session in self._asked.values()]
+            for result in self._drafter.draft(asks, max_num_tokens=self._config.max_num_batched_tokens):
+                self._answer(result)
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if sessions, asks and the drafter's own state contradict each other."""
+        self._sessions.check_integrity()
+        waiting = {session.key for session in self._sessions if session.round is not None}
+        assert waiting == self._asked.keys(), "asks and unanswered rounds differ"
+        self._drafter.check_integrity({session.key for session in self._sessions})
+
+    # --- messages ---
+
+    def _open(self, key: SessionKey, message: Open) -> None:
+        self._asked.pop(key, None)
+        self._sessions.put(Session(key, message.sampling, list(message.token_ids), self._clock()))
+        self._check_tokens(key, message.token_ids, may_be_empty=False)
+        for session in self._sessions.surplus():
+            self.counters.num_evicted_sessions += 1
+            if session.round is not None:  # it waits for an answer: the honest one is that there is none
+                self._reply_empty(session.key, session.round.round_id, len(session.token_ids))
+            self._drop(session.key)
+
+    def _commit(self, key: SessionKey, message: Commit) -> None:
+        session = self._sessions.get(key)
+        if session is None or message.position != len(session.token_ids):
+            self._ask_for_resync(key)
+            return
+        now_s = self._clock()
+        self._sessions.touch(session, now_s)
+        self._supersede(session)
+        session.token_ids.extend(message.token_ids)
+        self._check_tokens(key, message.token_ids, may_be_empty=True)
+        if message.max_length <= 0:
+            return
+        length = self._draft_length(session, message.max_length)
+        if length == 0:
+            self._reply_empty(key, message.round_id, len(session.token_ids))
+            return
+        self._num_asks += 1
+        session.round = Round(self._num_asks, message.round_id, length, now_s)
+        self._asked[key] = session
+
+    def _check_tokens(self, key: SessionKey, token_ids: Sequence[int], *, may_be_empty: bool) -> None:
+        """Refuse a session whose tokens the drafter cannot know: a resync would only bring the same tokens again."""
+        session = self._sessions.get(key)
+        bad = first_bad_token(token_ids, self.vocab_size)
+        if session is None or (bad is None and (token_ids or may_be_empty)):
+            return
+        session.refusal = "empty prefix" if bad is None else f"token id {bad} outside [0, {self.vocab_size})"
+        self.counters.num_bad_messages += 1
+        self._drafter.release(key)
+
+    def _draft_length(self, session: Session, max_length: int) -> int:
+        """Return how many tokens to draft; only counts decide, never what would be drawn."""
+        if session.refusal is not None:
+            return 0
+        # the last drafted token is never computed, so it may lie one beyond the draft model's context
+        room = self._drafter.max_model_len - len(session.token_ids) + 1
+        return max(0, min(max_length, self._config.max_draft_length, room))
+
+    def _supersede(self, session: Session) -> None:
+        if session.round is not None:
+            self.counters.num_superseded_rounds += 1
+            session.round = None
+            del self._asked[session.key]
+
+    def _ask_for_resync(self, key: SessionKey) -> None:
+        """Give a session up and say so: what is known of it is not what the verifier believes."""
+        self._drop(key)
+        self.counters.num_resyncs += 1
+        self._outbox.append((key.peer, Resync(request_id=key.request_id)))
+
+    # --- sessions and answers ---
+
+    def _drop(self, key: SessionKey) -> None:
+        self._asked.pop(key, None)
+        if self._sessions.remove(key) is not None:
+            self._drafter.release(key)
+
+    def _expire(self) -> None:
+        for session in self._sessions.expired(self._clock()):
+            self.counters.num_expired_sessions += 1
+            self._drop(session.key)
+
+    def _answer(self, result: DraftResult) -> None:
+        session = self._asked.pop(result.key)
+        ask = session.round
+        assert ask is not None
+        assert ask.ask_id == result.ask_id, "a drafter answered what it was not asked for"
+        session.round = None
+        self._observe(self._clock() - ask.asked_s)
+        self.counters.num_drafts += 1
+        self.counters.num_draft_tokens += len(result.token_ids)
+        draft = Draft(
+            request_id=result.key.request_id,
+            round_id=ask.round_id,
+            position=len(session.token_ids),
+            token_ids=result.token_ids,
+            draft_probs=result.draft_probs,
+        )
+        self._outbox.append((result.key.peer, draft))
+
+    def _reply_empty(self, key: SessionKey, round_id: int, position: int) -> None:
+        draft = Draft(request_id=key.request_id, round_id=round_id, position=position, token_ids=())
+        self._outbox.append((key.peer, draft))
+
+    def _observe(self, draft_s: float) -> None:
+        mean_s = self._mean_draft_s
+        self._mean_draft_s = draft_s if mean_s is None else mean_s + SMOOTHING * (draft_s - mean_s)
+
+
+def _ask_of(session: Session) -> Ask:
+    assert session.round is not None
+    return Ask(
+        key=session.key,
+        ask_id=session.round.ask_id,
+        token_ids=session.token_ids,
+        sampling=session.sampling,
+        length=session.round.length,
+    )
+
+
+def handle_payload(engine: DraftEngine, peer: str, payload: bytes) -> list[bytes]:
+    """Decode one message and hand it to the engine; return encoded answers that need no step.
+
+    A message that does not decode fails its own session only: where its request can be read, the verifier is asked
+    to say everything again.
+    """
+    try:
+        message = decode(payload, VERIFIER_MESSAGES)
+    except WireError:
+        engine.counters.num_bad_messages += 1
+        request_id = peek_request_id(payload)
+        if request_id is None:
+            return []
+        engine.handle(peer, Close(request_id=request_id))
+        engine.counters.num_resyncs += 1
+        return [encode(Resync(request_id=request_id))]
+    engine.handle(peer, message)
+    return []

@@ -1,0 +1,29 @@
+"""What a draft engine's process says to the asyncio shell in front of it; towards it go `Relay` and `PeerState`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.drafter_service.engine import DrafterLoad
+from outrider.verifier_service.engine_messages import PeerState, Relay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterReady:
+    """First message of a draft engine: it is loaded and will draft."""
+
+    vocab_size: int
+    max_model_len: int
+    max_draft_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterUpdate:
+    """Everything one step produced, in one frame."""
+
+    relays: tuple[Relay, ...] = ()
+    load: DrafterLoad | None = None
+
+
+TO_DRAFT_ENGINE = (Relay, PeerState)
+FROM_DRAFT_ENGINE = (DrafterReady, DrafterUpdate)

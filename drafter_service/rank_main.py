@@ -1,0 +1,114 @@
+"""Run a draft engine in a process of its own: relayed frames of many verifiers in, drafts out, over one pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+
+from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig, handle_payload
+from outrider.drafter_service.engine_messages import TO_DRAFT_ENGINE, DrafterReady, DrafterUpdate
+from outrider.drafter_service.model_drafter import ModelDrafter
+from outrider.verifier_service.architectures import load_model_description, resolve_folder
+from outrider.verifier_service.engine import Runner
+from outrider.verifier_service.engine_factory import load_rank
+from outrider.verifier_service.engine_messages import PeerState, Relay
+from outrider.verifier_service.model_config import ModelConfig
+from outrider.verifier_service.model_runner import ParallelRunner, follow
+from outrider.verifier_service.ranks import RankSpec, arrived, connect
+from outrider.verifier_service.seeds import derive_seed
+from outrider.verifier_service.wire import decode, encode
+
+LOAD_INTERVAL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterSpec:
+    """Everything a drafter's ranks must know."""
+
+    model: ModelConfig
+    target: ModelConfig  # whose vocabulary drafts are made of
+    max_num_batched_tokens: int = 2048
+    max_draft_length: int = 16
+    max_sessions: int = 256
+    sampling_seed: int | None = None  # of unseeded drafts; None: from the operating system
+
+
+def build_draft_engine(runner: Runner, spec: DrafterSpec) -> DraftEngine:
+    """Put sessions and batching around a loaded draft model."""
+    target = load_model_description(resolve_folder(spec.target), spec.target)
+    drafter = ModelDrafter(
+        runner,
+        rng=torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "drafter")),
+        vocab_size=min(runner.vocab_size, target.vocab_size),
+    )
+    config = DraftEngineConfig(
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        max_draft_length=spec.max_draft_length,
+        max_sessions=spec.max_sessions,
+    )
+    return DraftEngine(drafter, clock=time.monotonic, config=config)
+
+
+def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
+    """Be one rank of a drafter until its shell, or rank 0, goes away."""
+    share, pipes = load_rank(spec.model, rank)
+    if rank.rank > 0:
+        follow(pipes[0], share)
+        return
+    runner = ParallelRunner(share, pipes)
+    shell = connect(rank.shell_address)
+    engine = build_draft_engine(runner, spec)
+    ready = DrafterReady(
+        vocab_size=runner.vocab_size, max_model_len=runner.max_model_len, max_draft_length=spec.max_draft_length
+    )
+    shell.send_bytes(encode(ready))
+    DraftLoop(engine, shell, clock=time.monotonic).run()
+
+
+class DraftLoop:
+    """Shovel messages between the pipe and the draft engine, step after step."""
+
+    def __init__(self, engine: DraftEngine, pipe: Connection, *, clock: Callable[[], float]) -> None:
+        self._engine = engine
+        self._pipe = pipe
+        self._clock = clock
+        self._answers: list[Relay] = []
+        self._next_load_s = 0.0
+
+    def run(self) -> None:
+        """Step until the shell closes the pipe."""
+        with contextlib.suppress(EOFError, ConnectionError):  # the shell is gone
+            while True:
+                self._receive(patience_s=0.0 if self._engine.has_work() else LOAD_INTERVAL_S)
+                self._publish([self._relay(peer, encode(message)) for peer, message in self._engine.step()])
+
+    def _receive(self, patience_s: float) -> None:
+        """Take in all that has arrived, waiting `patience_s` for the first of it."""
+        for frame in arrived(self._pipe, patience_s):
+            self._dispatch(decode(frame, TO_DRAFT_ENGINE))
+
+    def _dispatch(self, message: Relay | PeerState) -> None:
+        if isinstance(message, PeerState):
+            if not message.is_up:
+                self._engine.forget_peer(message.peer)
+            return
+        answers = handle_payload(self._engine, message.peer, message.payload)
+        self._answers.extend(self._relay(message.peer, answer) for answer in answers)
+
+    def _relay(self, peer: str, payload: bytes) -> Relay:
+        return Relay(peer=peer, payload=payload, received_s=self._clock())
+
+    def _publish(self, drafts: list[Relay]) -> None:
+        relays, self._answers = self._answers + drafts, []
+        now_s = self._clock()
+        is_due = now_s >= self._next_load_s
+        if is_due:
+            self._next_load_s = now_s + LOAD_INTERVAL_S
+        if relays or is_due:
+            load = self._engine.load() if is_due else None
+            self._pipe.send_bytes(encode(DrafterUpdate(relays=tuple(relays), load=load)))

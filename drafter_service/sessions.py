@@ -1,0 +1,114 @@
+"""What a drafter remembers of the requests it drafts for: all of it disposable.
+
+A session is known by (peer, request), where a peer is one connection of one incarnation of a verifier. Its tokens are
+the committed ones alone; what was drafted, and any KV, belongs to the drafter that drafts.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outrider.verifier_service.drafting import DraftSampling
+
+
+class SessionKey(NamedTuple):
+    peer: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One unanswered ask of a session."""
+
+    ask_id: int  # the engine's own number
+    round_id: int  # the verifier's
+    length: int  # fixed here, before any token of it is drawn
+    asked_s: float
+
+
+@dataclass(slots=True)
+class Session:
+    """One request's committed tokens and, at most, one unanswered round."""
+
+    key: SessionKey
+    sampling: DraftSampling
+    token_ids: list[int]
+    last_used_s: float
+    round: Round | None = None
+    refusal: str | None = None  # why nothing can be drafted for it: its asks are answered by empty drafts
+
+
+@dataclass(slots=True)
+class SessionTable:
+    """Sessions in the order of their last use, oldest first, at most `max_sessions`, forgotten after `ttl_s`."""
+
+    max_sessions: int
+    ttl_s: float
+    _sessions: collections.OrderedDict[SessionKey, Session] = field(default_factory=collections.OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __contains__(self, key: SessionKey) -> bool:
+        return key in self._sessions
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def get(self, key: SessionKey) -> Session | None:
+        return self._sessions.get(key)
+
+    def put(self, session: Session) -> None:
+        """Add a session, or replace the one of the same key."""
+        self._sessions[session.key] = session
+        self._sessions.move_to_end(session.key)
+
+    def touch(self, session: Session, now_s: float) -> None:
+        session.last_used_s = now_s
+        self._sessions.move_to_end(session.key)
+
+    def remove(self, key: SessionKey) -> Session | None:
+        return self._sessions.pop(key, None)
+
+    def of_peer(self, peer: str) -> list[Session]:
+        return [session for session in self._sessions.values() if session.key.peer == peer]
+
+    def expired(self, now_s: float) -> list[Session]:
+        """Return the sessions unused for `ttl_s`; one with an unanswered round is in use."""
+        idle: list[Session] = []
+        for session in self._sessions.values():
+            if session.last_used_s + self.ttl_s > now_s:
+                break  # in the order of last use: all that follow are younger
+            if session.round is None:
+                idle.append(session)
+        return idle
+
+    def surplus(self) -> list[Session]:
+        """Return the least recently used sessions beyond `max_sessions`, those without an unanswered round first.
+
+        The newest session is never among them: it is the one that the others make room for.
+        """
+        num_surplus = len(self._sessions) - self.max_sessions
+        if num_surplus <= 0:
+            return []
+        older = list(self._sessions.values())[:-1]
+        return sorted(older, key=lambda session: session.round is not None)[:num_surplus]
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if the table contradicts itself."""
+        assert len(self._sessions) <= self.max_sessions, "more sessions than allowed"
+        for key, session in self._sessions.items():
+            assert session.key == key, "session under another's key"
+            assert session.refusal is None or session.round is None, "a refused session waits for a draft"
+        uses = [session.last_used_s for session in self._sessions.values()]
+        assert uses == sorted(uses), "sessions are not in the order of their last use"
+
+
+def first_bad_token(token_ids: Sequence[int], vocab_size: int) -> int | None:
+    """Return the first id outside [0, vocab_size), or None."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return None
+    return next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)

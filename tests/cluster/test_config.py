@@ -1,0 +1,62 @@
+import pytest
+
+from outrider.cluster.config import ServiceConfig
+from outrider.cluster.fleet import PolicyMode
+from outrider.drafter_service import embedded
+
+
+def test_nothing_given_serves_the_embedded_pair():
+    config = ServiceConfig()
+    assert config.target_path == str(embedded.target_path())
+    assert config.draft_path == str(embedded.draft_path())
+    assert config.model_name == "outrider-embedded"
+
+
+def test_another_target_is_not_drafted_for_by_the_embedded_drafter():
+    config = ServiceConfig(model="some/model")
+    assert config.draft_path is None
+    assert config.drafter_spec is None
+
+
+def test_no_drafters_means_no_draft_model():
+    assert ServiceConfig(num_drafters=0).drafter_spec is None
+
+
+def test_each_side_gets_its_own_degree_of_tensor_parallelism():
+    config = ServiceConfig(
+        model="m", draft_model="d", tensor_parallel_size=4, draft_tensor_parallel_size=2, num_drafters=3
+    )
+    assert config.verifier_spec.model.tensor_parallel_size == 4
+    assert config.drafter_spec is not None
+    assert config.drafter_spec.model.tensor_parallel_size == 2
+    assert config.num_ranks == 4 + 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_drafter": 2}, "did you mean 'num_drafters'"),
+        ({"zzz": 2}, "unknown option 'zzz'"),
+        ({"num_verifiers": 0}, "num_verifiers must be at least 1"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens must be at least 0"),
+        ({"speculation": "sometimes"}, "speculation must be"),
+        ({"enable_prefix_caching": "maybe"}, "true or false"),
+    ],
+)
+def test_bad_options_are_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        ServiceConfig.from_mapping(values)
+
+
+def test_strings_of_the_serve_command_line_become_values():
+    config = ServiceConfig.from_mapping(
+        {"port": "81", "enable_prefix_caching": "false", "model": "123", "max_model_len": "64"}
+    )
+    assert (config.port, config.enable_prefix_caching, config.model, config.max_model_len) == (81, False, "123", 64)
+
+
+@pytest.mark.parametrize("mode", ["auto", "always", "off"])
+def test_speculation_option_becomes_the_routers_policy(mode: str):
+    policy = ServiceConfig(speculation=mode, num_speculative_tokens=5).router_policy
+    assert policy.mode is PolicyMode(mode)
+    assert policy.max_draft_length == 5

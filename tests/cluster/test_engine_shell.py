@@ -1,0 +1,55 @@
+import asyncio
+from multiprocessing import Pipe
+
+import pytest
+
+from outrider.cluster.engine_shell import EngineShell
+from outrider.verifier_service.engine_messages import FROM_ENGINE, TO_ENGINE, Cancel, EngineUpdate
+from outrider.verifier_service.request import RequestOutput
+from outrider.verifier_service.wire import decode, encode
+
+
+class Engine:
+    """The far end of the pipe, and what the shell told its owner."""
+
+    def __init__(self) -> None:
+        near, self.pipe = Pipe()
+        self.messages: list[object] = []
+        self.failures: list[str] = []
+        self.shell = EngineShell(near, FROM_ENGINE, on_message=self.messages.append, on_failure=self.failures.append)
+        self.shell.start()
+
+
+async def settle() -> None:
+    await asyncio.sleep(0.02)
+
+
+async def test_messages_pass_both_ways_in_order():
+    engine = Engine()
+    updates = [EngineUpdate(outputs=(RequestOutput(request_id=str(i), token_ids=(i,)),)) for i in range(3)]
+    for update in updates:
+        engine.pipe.send_bytes(encode(update))
+    await settle()
+    assert engine.messages == updates
+    engine.shell.send(Cancel(request_id="a"))
+    assert decode(engine.pipe.recv_bytes(), TO_ENGINE) == Cancel(request_id="a")
+    engine.shell.close()
+
+
+async def test_end_of_the_engine_is_told_once_and_sending_fails_from_then_on():
+    engine = Engine()
+    engine.pipe.close()
+    await settle()
+    assert len(engine.failures) == 1
+    assert engine.shell.failure == engine.failures[0]
+    with pytest.raises(ConnectionError, match="engine"):
+        engine.shell.send(Cancel(request_id="a"))
+    engine.shell.close()
+    assert len(engine.failures) == 1
+
+
+async def test_closing_ends_the_engines_pipe():
+    engine = Engine()
+    engine.shell.close()
+    with pytest.raises(EOFError):
+        engine.pipe.recv_bytes()

@@ -1,0 +1,161 @@
+"""The whole service with real processes: its public ports, and what happens when parts of it die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import openai
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from live_service import LiveService, live_service
+from outrider.drafter_service.embedded import held_out_prompts
+from outrider.proto import generation_pb2, generation_pb2_grpc
+
+PROMPT = held_out_prompts()[0]
+ROUND_DEADLINE_S = 1.0  # SpeculationConfig.max_deadline_s
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[LiveService]:
+    with live_service() as service:
+        yield service
+
+
+def test_openai_client_streams_and_speculation_does_not_change_greedy_text(service: LiveService):
+    client = openai.OpenAI(base_url=f"{service.base_url}/v1", api_key="unused")
+    texts = []
+    for disable in (True, False):
+        stream = client.completions.create(
+            model=service.config.model_name,
+            prompt=PROMPT,
+            max_tokens=64,
+            temperature=0,
+            stream=True,
+            extra_body={"disable_spec_decode": disable},
+        )
+        texts.append("".join(chunk.choices[0].text for chunk in stream))
+    assert texts[0] == texts[1] != ""
+
+
+def test_openai_chat_and_model_list(service: LiveService):
+    client = openai.OpenAI(base_url=f"{service.base_url}/v1", api_key="unused")
+    assert [model.id for model in client.models.list()] == [service.config.model_name]
+    answer = client.chat.completions.create(
+        model=service.config.model_name, messages=[{"role": "user", "content": "def add(a, b):"}], max_tokens=8
+    )
+    assert answer.usage is not None
+    assert 0 < answer.usage.completion_tokens <= 8
+
+
+def test_opt_out_says_why(service: LiveService):
+    speculation = service.stream(PROMPT, max_tokens=16, num_speculative_tokens=0).speculation
+    assert speculation["enabled"] is False
+    assert speculation["disabled_reason"] == "request_opt_out"
+    assert speculation["num_drafts"] == 0
+
+
+def test_grpc_equals_http(service: LiveService):
+    with grpc.insecure_channel(service.grpc_address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert check.status == health_pb2.HealthCheckResponse.SERVING
+        sampling = generation_pb2.SamplingParams(max_tokens=64, temperature=0.0)
+        request = generation_pb2.GenerateRequest(text=PROMPT, sampling=sampling)
+        text = "".join(chunk.text for chunk in generation_pb2_grpc.InferenceStub(channel).Generate(request))
+    assert text == service.stream(PROMPT, max_tokens=64).text
+
+
+def test_metrics_and_health(service: LiveService):
+    metrics = urllib.request.urlopen(f"{service.base_url}/metrics").read().decode()
+    assert "vllm:generation_tokens_total" in metrics
+    assert urllib.request.urlopen(f"{service.base_url}/health").status == 200
+
+
+def test_seeded_text_is_the_same_alone_and_in_company(service: LiveService):
+    alone = service.stream(PROMPT, max_tokens=48, temperature=0.8, seed=7).text
+    off = service.stream(PROMPT, max_tokens=48, temperature=0.8, seed=7, disable_spec_decode=True).text
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(service.stream, PROMPT, max_tokens=48, temperature=0.8, seed=seed) for seed in range(8)]
+        texts = [future.result().text for future in futures]
+    assert texts[7] == alone == off
+    assert len(set(texts)) == 8
+
+
+def test_client_that_leaves_frees_kv_and_session(service: LiveService):
+    class Leave(Exception):
+        pass
+
+    def leave(num_chunks: int) -> None:
+        if num_chunks == 3:
+            raise Leave
+
+    with pytest.raises(Leave):
+        service.stream(PROMPT, max_tokens=800, ignore_eos=True, on_chunk=leave)
+    service.wait_until_idle()
+
+
+def test_killed_drafter_costs_speed_but_never_a_token(service: LiveService):
+    """The stream goes on within the round deadline, text unchanged; the pool restarts the drafter and it is used."""
+    for sampling in ({"temperature": 0}, {"temperature": 0.8, "seed": 11}):
+        service.wait_for_drafts()
+        expected = service.stream(PROMPT, max_tokens=200, ignore_eos=True, disable_spec_decode=True, **sampling)
+        killed: list[int] = []
+
+        def kill_once(num_chunks: int, killed: list[int] = killed) -> None:
+            if num_chunks == 5:
+                killed.append(service.kill("Drafter"))
+
+        streamed = service.stream(PROMPT, max_tokens=200, ignore_eos=True, on_chunk=kill_once, **sampling)
+        assert killed
+        assert streamed.text == expected.text
+        assert streamed.finish_reason == "length"
+        assert streamed.speculation["num_drafts"] > 0, "drafts were in use when the drafter died"
+        assert streamed.longest_pause_s < ROUND_DEADLINE_S + 1.0
+    service.wait_for_drafts()
+    assert service.call("Drafter", "rank_pids")[0] not in killed
+
+
+def test_router_is_not_needed_for_tokens(service: LiveService):
+    """Running streams go on, new requests are admitted from the last snapshot, and the router comes back."""
+    service.wait_for_drafts()
+    expected = service.stream(PROMPT, max_tokens=200, ignore_eos=True).text
+    pid = service.call("Router", "pid")
+
+    def kill(num_chunks: int) -> None:
+        if num_chunks == 5:
+            os.kill(pid, signal.SIGKILL)
+
+    assert service.stream(PROMPT, max_tokens=200, ignore_eos=True, on_chunk=kill).text == expected
+    assert service.stream(PROMPT, max_tokens=200, ignore_eos=True).text == expected
+    assert service.call("Router", "pid") != pid
+    service.wait_for_drafts()
+
+
+def test_killed_verifier_fails_its_requests_clearly_and_comes_back(service: LiveService):
+    service.wait_for_drafts()
+    started = threading.Event()
+
+    def stream() -> str:
+        try:
+            service.stream(PROMPT, max_tokens=1000, ignore_eos=True, on_chunk=lambda _: started.set())
+        except (AssertionError, OSError) as error:
+            return str(error)
+        return "finished"
+
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(stream)
+        assert started.wait(30)
+        service.kill("Verifier")
+        assert "engine" in outcome.result(timeout=30)
+    deadline_s = time.monotonic() + 90
+    while (status := service.status_of_a_request()) != 200:
+        assert status == 503
+        assert time.monotonic() < deadline_s
+        time.sleep(0.5)

@@ -1,0 +1,56 @@
+"""A service of several ranks and several drafters, and its router left to decide."""
+
+from __future__ import annotations
+
+import time
+
+from live_service import live_service
+from outrider.cluster.config import ServiceConfig
+from outrider.cluster.fleet import DisabledReason
+from outrider.cluster.offline import OfflineEngine
+from outrider.cluster.prompts import collect
+from outrider.cluster.tokenizer import load_tokenizer
+from outrider.drafter_service.embedded import held_out_prompts
+from outrider.verifier_service.request import GenerationRequest, SamplingParams
+
+PROMPT = held_out_prompts()[1]
+MAX_TOKENS = 120
+
+
+def plain_text() -> str:
+    """The embedded target's greedy text, decoded offline by one rank without a drafter."""
+    config = ServiceConfig(num_drafters=0)
+    tokenizer = load_tokenizer(config.verifier_spec.model)
+    request = GenerationRequest(
+        request_id="plain",
+        prompt_token_ids=tuple(tokenizer(PROMPT)["input_ids"]),
+        sampling=SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True),
+    )
+    with OfflineEngine(config) as engine:
+        (result,) = collect([request], engine.generate([request]))
+    return tokenizer.decode(result.token_ids, skip_special_tokens=True)
+
+
+def test_two_rank_verifier_goes_on_drafting_when_one_of_two_drafters_dies():
+    expected = plain_text()
+    with live_service(tensor_parallel_size=2, num_drafters=2) as service:
+        deadline_s = time.monotonic() + 60
+        while len(service.call("Verifier", "drafters_up")) < 2:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+
+        def kill(num_chunks: int) -> None:
+            if num_chunks == 5:
+                service.kill("Drafter")
+
+        streamed = service.stream(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, on_chunk=kill)
+        assert streamed.text == expected
+        assert streamed.speculation["disabled_reason"] is None, "the other drafter took over"
+
+
+def test_router_left_to_decide_says_why_not_where_it_does_not_speculate():
+    with live_service(speculation="auto", wait_for_drafts=False) as service:
+        streamed = service.stream(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True)
+        assert streamed.finish_reason == "length"
+        reason = streamed.speculation["disabled_reason"]
+        assert (reason is None) == (streamed.speculation["num_drafts"] > 0) or reason in set(DisabledReason)

@@ -1,0 +1,153 @@
+import dataclasses
+
+import pytest
+
+from outrider.cluster.fleet import (
+    DrafterReport,
+    DrafterState,
+    FleetSnapshot,
+    RouteAsk,
+    RouterPolicy,
+    VerifierReport,
+    VerifierState,
+)
+from outrider.cluster.routing import NoVerifierError, route, with_assignment
+from outrider.verifier_service.request import SpeculationPlan
+from outrider.verifier_service.wire import decode, encode
+
+POLICY = RouterPolicy(expire_after_s=3.0, stale_snapshot_s=10.0, max_queue_depth=8)
+NOW_S = 100.0
+
+
+def verifier(verifier_id, *, reported_s=NOW_S, default_length=4, reason=None, drafters_up=("d0", "d1"), **load):
+    figures = {"num_running": 0, "num_waiting": 0, "num_decoding": 0, "kv_usage": 0.0} | load
+    report = VerifierReport(
+        verifier_id=verifier_id, endpoint=f"{verifier_id}:1", epoch=1, drafters_up=drafters_up, **figures
+    )
+    drafter_id = "d0" if default_length else None
+    plan = SpeculationPlan(drafter_id=drafter_id, draft_length=default_length, disabled_reason=reason)
+    return VerifierState(report=report, reported_s=reported_s, default_plan=plan)
+
+
+def drafter(drafter_id, *, reported_s=NOW_S, **figures):
+    fields = {"num_sessions": 0, "queue_depth": 0, "max_draft_length": 8, "mean_draft_s": 0.001} | figures
+    report = DrafterReport(drafter_id=drafter_id, endpoint=f"{drafter_id}:1", epoch=1, **fields)
+    return DrafterState(report=report, reported_s=reported_s)
+
+
+def snapshot(verifiers, drafters=(), decided_at_s=NOW_S):
+    return FleetSnapshot(verifiers=tuple(verifiers), drafters=tuple(drafters), decided_at_s=decided_at_s)
+
+
+def ask(request_id="r", **fields):
+    return RouteAsk(request_id=request_id, num_prompt_tokens=10, **fields)
+
+
+def chosen(fleet, request=None, now_s=NOW_S):
+    return route(fleet, request or ask(), now_s, POLICY)
+
+
+class TestVerifier:
+    def test_least_loaded_wins(self):
+        fleet = snapshot([verifier("busy", num_running=9), verifier("calm", num_running=2)])
+        assert chosen(fleet).verifier_id == "calm"
+        assert chosen(fleet).endpoint == "calm:1"
+
+    def test_waiting_weighs_more_than_running(self):
+        fleet = snapshot([verifier("queue", num_running=4, num_waiting=3), verifier("runs", num_running=9)])
+        assert chosen(fleet).verifier_id == "runs"
+
+    def test_a_full_cache_counts_as_load(self):
+        fleet = snapshot([verifier("full", num_running=4, kv_usage=0.98), verifier("free", num_running=9)])
+        assert chosen(fleet).verifier_id == "free"
+
+    def test_a_silent_verifier_is_not_idle(self):
+        fleet = snapshot([verifier("silent", reported_s=NOW_S - 3.1), verifier("busy", num_running=500)])
+        assert chosen(fleet).verifier_id == "busy"
+
+    def test_excluded_verifiers_are_left_out(self):
+        fleet = snapshot([verifier("failed"), verifier("busy", num_running=5)])
+        assert chosen(fleet, ask(excluded_verifier_ids=("failed",))).verifier_id == "busy"
+
+    def test_says_why_there_is_none(self):
+        fleet = snapshot([verifier("silent", reported_s=0.0), verifier("failed")])
+        with pytest.raises(NoVerifierError, match="2 known, 1 reporting, 1 of those excluded"):
+            chosen(fleet, ask(excluded_verifier_ids=("failed",)))
+        with pytest.raises(NoVerifierError, match="0 known"):
+            chosen(snapshot([]))
+
+    def test_ties_spread_by_request_and_repeat(self):
+        verifiers = [verifier(f"v{i}") for i in range(4)]
+        picks = [chosen(snapshot(verifiers), ask(f"r{i}")).verifier_id for i in range(400)]
+        assert min(picks.count(f"v{i}") for i in range(4)) > 60
+        assert picks == [chosen(snapshot(verifiers[::-1]), ask(f"r{i}")).verifier_id for i in range(400)]
+
+    def test_counted_assignments_spread_a_burst(self):
+        fleet, picks = snapshot([verifier("a", num_running=3), verifier("b")], [drafter("d0"), drafter("d1")]), []
+        for i in range(7):
+            assignment = chosen(fleet, ask(f"r{i}"))
+            fleet = with_assignment(fleet, assignment)
+            picks.append((assignment.verifier_id, assignment.plan.drafter_id))
+        assert [verifier_id for verifier_id, _ in picks[:3]] == ["b"] * 3
+        assert {verifier_id for verifier_id, _ in picks[3:]} == {"a", "b"}
+        assert abs(sum(1 if drafter_id == "d0" else -1 for _, drafter_id in picks)) == 1
+
+
+class TestWhileTheRouterIsAway:
+    def test_its_silence_does_not_kill_the_fleet(self):
+        fleet = snapshot([verifier("a"), verifier("dead", reported_s=NOW_S - 50)], [drafter("d0")])
+        assignment = chosen(fleet, now_s=NOW_S + 3600)
+        assert assignment.verifier_id == "a"
+        assert assignment.plan.drafter_id == "d0"
+
+    def test_old_loads_no_longer_attract_everything(self):
+        fleet = snapshot([verifier("was_idle"), verifier("was_busy", num_running=50)])
+        fresh = {chosen(fleet, ask(f"r{i}"), NOW_S + 9).verifier_id for i in range(50)}
+        stale = {chosen(fleet, ask(f"r{i}"), NOW_S + 11).verifier_id for i in range(50)}
+        assert fresh == {"was_idle"}
+        assert stale == {"was_idle", "was_busy"}
+
+    def test_the_snapshot_crosses_the_wire(self):
+        fleet = snapshot([verifier("a", default_length=0, reason="load")], [drafter("d0", draining=True)])
+        assert decode(encode(fleet), (FleetSnapshot,)) == fleet
+
+
+class TestPlan:
+    def plan(self, drafters, request=None, **verifier_fields):
+        return chosen(snapshot([verifier("v", **verifier_fields)], drafters), request).plan
+
+    def test_least_loaded_drafter_wins(self):
+        drafters = [drafter("d0", num_sessions=5), drafter("d1", num_sessions=2, queue_depth=1)]
+        assert self.plan(drafters) == SpeculationPlan(drafter_id="d1", draft_length=4)
+
+    def test_opt_out(self):
+        plan = self.plan([drafter("d0")], ask(num_speculative_tokens=0))
+        assert plan == SpeculationPlan(disabled_reason="request_opt_out")
+
+    @pytest.mark.parametrize(("cap", "length"), [(1, 1), (4, 4), (9, 4), (None, 4)])
+    def test_the_request_caps_its_draft(self, cap, length):
+        assert self.plan([drafter("d0")], ask(num_speculative_tokens=cap)).draft_length == length
+
+    def test_the_drafter_caps_too(self):
+        assert self.plan([drafter("d0", max_draft_length=2)]).draft_length == 2
+
+    def test_the_verifiers_reason_holds(self):
+        assert self.plan([drafter("d0")], default_length=0, reason="load") == SpeculationPlan(disabled_reason="load")
+
+    @pytest.mark.parametrize("out", [{"draining": True}, {"reported_s": NOW_S - 4.0}])
+    def test_a_drafter_that_is_out_gets_nothing(self, out):
+        assert self.plan([drafter("d0", **out), drafter("d1", num_sessions=50)]).drafter_id == "d1"
+        assert self.plan([drafter("d0", **out)]).disabled_reason == "drafter_unavailable"
+
+    def test_a_drafter_without_a_link_gets_nothing(self):
+        """It reports to the router and looks idle, but this verifier cannot reach it."""
+        assert self.plan([drafter("d0"), drafter("d1", num_sessions=9)], drafters_up=("d1",)).drafter_id == "d1"
+        assert self.plan([drafter("d0")], drafters_up=()).disabled_reason == "drafter_unavailable"
+
+    def test_a_queue_at_every_drafter(self):
+        assert self.plan([drafter("d0", queue_depth=9)]).disabled_reason == "draft_queue"
+
+
+def test_messages_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ask().request_id = "other"

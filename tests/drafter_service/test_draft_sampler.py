@@ -1,0 +1,112 @@
+"""Draft tokens come from exactly the row that is sent with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from law import assert_law
+from outrider.drafter_service.draft_sampler import draft_tokens, quantised_rows
+from outrider.verifier_service.coupled_sampler import coupled_choice, gumbel_noise
+from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Draft, DraftSampling, SparseRow, check_draft
+from outrider.verifier_service.sampler import target_probs
+
+GREEDY = DraftSampling(temperature=0.0)
+SAMPLED = DraftSampling(temperature=1.0)
+SEEDED = DraftSampling(temperature=1.0, seed=11, choice_index=2)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
+    return 2 * torch.randn(num_rows, vocab_size, generator=generator(5))
+
+
+def as_law(row: SparseRow, vocab_size: int) -> np.ndarray:
+    law = np.zeros(vocab_size)
+    law[list(row.token_ids)] = np.array(row.weights) / DRAFT_PROB_SCALE
+    return law
+
+
+def test_greedy_takes_the_argmax_and_sends_no_row() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0], [9.0, 0.0, 1.0]])
+    samplings = [GREEDY, DraftSampling(temperature=1e-5, seed=3)]
+    assert draft_tokens(logits, samplings, [4, 4], generator(), vocab_size=3) == [(1, None), (0, None)]
+
+
+def test_a_seed_gives_the_targets_own_choice() -> None:
+    logits = random_logits(50, 40)
+    expected = coupled_choice(target_probs(logits, [SEEDED] * 50), gumbel_noise(11, 2, torch.arange(9, 59), 40, "cpu"))
+    drafted = draft_tokens(logits, [SEEDED] * 50, range(9, 59), generator(), vocab_size=40)
+    assert drafted == [(token_id, None) for token_id in expected.tolist()]
+
+
+def test_a_padded_vocabulary_changes_no_seeded_choice() -> None:
+    logits = random_logits(20, 40)
+    padded = torch.cat([logits, torch.full((20, 8), 50.0)], dim=1)
+    of = [draft_tokens(rows, [SEEDED] * 20, range(20), generator(), vocab_size=40) for rows in (logits, padded)]
+    assert of[0] == of[1]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, SEEDED])
+def test_ids_beyond_the_shared_vocabulary_are_never_proposed(sampling: DraftSampling) -> None:
+    logits = torch.zeros(200, 12)
+    logits[:, 8:] = 30.0
+    for token_id, row in draft_tokens(logits, [sampling] * 200, range(200), generator(), vocab_size=8):
+        assert token_id < 8
+        assert row is None or max(row.token_ids) < 8
+
+
+@pytest.mark.parametrize("top_n", [1, 4, 32])
+def test_rows_are_valid_and_close_to_the_drafters_law(top_n: int) -> None:
+    logits, shape = random_logits(100, 64), DraftSampling(temperature=0.8, top_k=20, top_p=0.95, min_p=0.01)
+    laws = target_probs(logits, [shape] * 100)
+    drafted = draft_tokens(logits, [shape] * 100, range(100), generator(), vocab_size=64, top_n=top_n)
+    for law, (token_id, row) in zip(laws, drafted, strict=True):
+        assert row is not None
+        draft = Draft(request_id="r", round_id=1, position=0, token_ids=(token_id,), draft_probs=(row,))
+        assert check_draft(draft, draft_vocab_size=64, max_length=1) is None
+        assert len(row.token_ids) <= top_n
+        assert (law[list(row.token_ids)] > 0).all()
+        best = law.topk(top_n).values.double()
+        kept = torch.zeros(64, dtype=torch.float64)
+        kept[law.topk(top_n).indices] = best / best.sum()
+        assert np.abs(as_law(row, 64) - kept.numpy()).max() <= 1 / DRAFT_PROB_SCALE
+
+
+def test_quantised_by_hand() -> None:
+    third = torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0.0], [1 - 2**-20, 2**-20, 0.0, 0.0]])
+    ids, weights = quantised_rows(third, top_n=4)
+    assert ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert weights.tolist() == [[21846, 21845, 21845, 0], [65536, 0, 0, 0]]
+
+
+def test_tokens_that_round_to_nothing_are_left_out() -> None:
+    logits = torch.tensor([[0.0, -20.0, -1.0]])
+    [(_, row)] = draft_tokens(logits, [SAMPLED], [0], generator(), vocab_size=3)
+    assert row is not None
+    assert row.token_ids == (0, 2)
+
+
+def test_tokens_are_drawn_from_exactly_their_row() -> None:
+    logits = random_logits(1, 8).expand(100_000, 8)
+    drafted = draft_tokens(logits, [SAMPLED] * 100_000, [0] * 100_000, generator(), vocab_size=8, top_n=5)
+    row = drafted[0][1]
+    assert row is not None
+    assert all(other == row for _, other in drafted)
+    assert_law(np.bincount([token_id for token_id, _ in drafted], minlength=8), as_law(row, 8))
+
+
+def test_rows_of_every_kind_share_a_batch() -> None:
+    logits = random_logits(6, 16)
+    kinds = [SAMPLED, GREEDY, SEEDED, SAMPLED, SEEDED, GREEDY]
+    drafted = draft_tokens(logits, kinds, range(6), generator(), vocab_size=16)
+    assert [row is None for _, row in drafted] == [False, True, True, False, True, True]
+    for index in (1, 2, 4, 5):
+        alone = draft_tokens(logits[index : index + 1], [kinds[index]], [index], generator(), vocab_size=16)
+        assert alone == [drafted[index]]
+    assert drafted == draft_tokens(logits, kinds, range(6), generator(), vocab_size=16)
+    assert draft_tokens(logits[:0], [], [], generator(), vocab_size=16) == []

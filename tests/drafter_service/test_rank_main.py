@@ -1,0 +1,223 @@
+"""The draft loop on a thread of its own, at the end of a real pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fake_runner import FakeRunner, continuation
+from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig, DrafterLoad
+from outrider.drafter_service.engine_messages import FROM_DRAFT_ENGINE
+from outrider.drafter_service.model_drafter import ModelDrafter
+from outrider.drafter_service.rank_main import DrafterSpec, DraftLoop, build_draft_engine
+from outrider.verifier_service.drafting import Close, Commit, Draft, DraftSampling, Open, Resync
+from outrider.verifier_service.engine_messages import PeerState, Relay
+from outrider.verifier_service.model_config import ModelConfig
+from outrider.verifier_service.wire import decode, encode
+from tiny_models import make_checkpoint
+
+PATIENCE_S = 20.0  # never reached unless something is wrong
+GREEDY = DraftSampling(temperature=0.0)
+PROMPT = (4, 8, 15)
+
+
+def open_(request_id: str = "r", token_ids: tuple[int, ...] = PROMPT) -> Open:
+    return Open(request_id=request_id, sampling=GREEDY, token_ids=token_ids)
+
+
+def commit(request_id: str = "r", *, round_id: int = 1, position: int = len(PROMPT), length: int = 3) -> Commit:
+    return Commit(request_id=request_id, round_id=round_id, position=position, token_ids=(), max_length=length)
+
+
+def draft(request_id: str = "r", token_ids: tuple[int, ...] = PROMPT, *, round_id: int = 1, length: int = 3) -> Draft:
+    return Draft(
+        request_id=request_id,
+        round_id=round_id,
+        position=len(token_ids),
+        token_ids=continuation(list(token_ids), length, 97),
+    )
+
+
+class Loop:
+    """The shell's end of the pipe to a draft loop on a thread."""
+
+    def __init__(self) -> None:
+        self.pipe, far = Pipe()
+        self.runner = FakeRunner()
+        drafter = ModelDrafter(self.runner, torch.Generator().manual_seed(0))
+        self.engine = DraftEngine(drafter, clock=time.monotonic, config=DraftEngineConfig())
+        self.answers: list[tuple[str, Any]] = []
+        self.loads: list[DrafterLoad] = []
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(far,), daemon=True)
+        self.thread.start()
+
+    def _run(self, far: Any) -> None:
+        try:
+            DraftLoop(self.engine, far, clock=time.monotonic).run()
+        except BaseException as error:
+            self.error = error
+        finally:
+            far.close()
+
+    def say(self, peer: str, *messages: Any) -> None:
+        for message in messages:
+            payload = message if isinstance(message, bytes) else encode(message)
+            self.pipe.send_bytes(encode(Relay(peer=peer, payload=payload)))
+
+    def state(self, peer: str, *, is_up: bool) -> None:
+        self.pipe.send_bytes(encode(PeerState(peer=peer, is_up=is_up)))
+
+    def hear_until(self, condition: Callable[[], Any]) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.pipe.poll(max(0.0, deadline_s - time.monotonic())), "the loop says nothing more"
+            assert time.monotonic() < deadline_s, "what was waited for does not come"
+            update = decode(self.pipe.recv_bytes(), FROM_DRAFT_ENGINE)
+            self.answers += [(relay.peer, decode(relay.payload, (Draft, Resync))) for relay in update.relays]
+            self.loads += [update.load] if update.load is not None else []
+
+    def end(self) -> None:
+        """Close the pipe; the loop must then end by itself, quietly."""
+        self.pipe.close()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+        assert self.error is None
+
+
+@contextlib.contextmanager
+def looping() -> Iterator[Loop]:
+    loop = Loop()
+    try:
+        yield loop
+    finally:
+        loop.end()
+
+
+def test_asks_go_in_and_drafts_come_out():
+    with looping() as loop:
+        loop.say("v", open_(), commit())
+        loop.hear_until(lambda: loop.answers)
+        assert loop.answers == [("v", draft())]
+
+
+def test_peers_with_the_same_request_id_are_told_apart():
+    with looping() as loop:
+        loop.say("v", open_(), commit())
+        loop.say("w", open_(token_ids=(1,)), commit(position=1, length=2))
+        loop.hear_until(lambda: len(loop.answers) == 2)
+        assert dict(loop.answers) == {"v": draft(), "w": draft(token_ids=(1,), length=2)}
+
+
+def test_a_commit_for_an_unknown_session_is_answered_by_resync():
+    with looping() as loop:
+        loop.say("v", commit("unknown"))
+        loop.hear_until(lambda: loop.answers)
+        assert loop.answers == [("v", Resync(request_id="unknown"))]
+
+
+def test_bad_frames_harm_their_own_session_only():
+    with looping() as loop:
+        loop.say("v", open_("good"), open_("bad"))
+        loop.say("v", b"\xc1 garbage", encode(commit("bad")).replace(b"position", b"poSition"))
+        loop.hear_until(lambda: loop.answers)
+        assert loop.answers == [("v", Resync(request_id="bad"))]
+        assert loop.engine.counters.num_bad_messages == 2
+        loop.say("v", commit("good"), commit("bad"))
+        loop.hear_until(lambda: len(loop.answers) == 3)
+        assert loop.answers[1:] == [("v", Resync(request_id="bad")), ("v", draft("good"))] or loop.answers[1:] == [
+            ("v", draft("good")),
+            ("v", Resync(request_id="bad")),
+        ]
+
+
+def test_a_peer_that_goes_away_is_forgotten_and_the_others_are_not():
+    with looping() as loop:
+        loop.say("v", open_())
+        loop.say("w", open_())
+        loop.state("w", is_up=True)  # no news to a drafter
+        loop.state("v", is_up=False)
+        loop.say("v", commit())
+        loop.say("w", commit())
+        loop.hear_until(lambda: len(loop.answers) == 2)
+        assert dict(loop.answers) == {"v": Resync(request_id="r"), "w": draft()}
+
+
+def test_loads_are_reported_while_nothing_happens():
+    with looping() as loop:
+        loop.say("v", open_(), open_("s"))
+        loop.hear_until(lambda: loop.loads and loop.loads[-1].num_sessions == 2)
+        num_before = len(loop.loads)
+        loop.hear_until(lambda: len(loop.loads) >= num_before + 2)
+        assert loop.loads[-1] == DrafterLoad(num_sessions=2, queue_depth=0, mean_draft_s=None)
+        loop.say("v", commit(), Close(request_id="s"))
+        loop.hear_until(lambda: loop.loads[-1].num_sessions == 1 and loop.loads[-1].mean_draft_s is not None)
+
+
+@pytest.mark.parametrize("has_session", [False, True])
+def test_the_loop_ends_quietly_when_the_pipe_closes(has_session: bool):
+    loop = Loop()
+    if has_session:
+        loop.say("v", open_(), commit())
+        loop.hear_until(lambda: loop.answers)
+    loop.end()
+
+
+def test_the_loop_ends_quietly_when_the_pipe_closes_while_it_drafts():
+    loop = Loop()
+    execute, entered, release = loop.runner.execute, threading.Event(), threading.Event()
+
+    def slow(batch):
+        entered.set()
+        release.wait(PATIENCE_S)
+        return execute(batch)
+
+    loop.runner.execute = slow
+    loop.say("v", open_(), commit())
+    assert entered.wait(PATIENCE_S)
+    loop.pipe.close()
+    release.set()
+    loop.end()
+
+
+def test_an_engine_that_fails_ends_the_loop_and_the_shell_sees_the_end_of_the_pipe():
+    loop = Loop()
+
+    def fail(batch):
+        raise ArithmeticError("no device")
+
+    loop.runner.execute = fail
+    loop.say("v", open_(), commit())
+    with pytest.raises((EOFError, ConnectionError)):
+        loop.hear_until(lambda: False)
+    loop.thread.join(PATIENCE_S)
+    assert isinstance(loop.error, ArithmeticError)
+
+
+@pytest.mark.parametrize(("target_vocab_size", "limit"), [(48, 48), (128, 97)])
+def test_drafts_stay_inside_the_targets_vocabulary(tmp_path: Path, target_vocab_size: int, limit: int):
+    make_checkpoint(tmp_path, vocab_size=target_vocab_size)
+    model = ModelConfig(path=str(tmp_path), device="cpu")
+    spec = DrafterSpec(model=model, target=model, max_draft_length=12, sampling_seed=1)
+    engine = build_draft_engine(FakeRunner(), spec)
+    sampling = DraftSampling(temperature=50.0)  # nearly uniform over what may be drawn
+    for index in range(8):
+        request_id = str(index)
+        engine.handle("v", Open(request_id=request_id, sampling=sampling, token_ids=(index, 3)))
+        engine.handle("v", commit(request_id, position=2, length=40))
+    drafts = []
+    while engine.has_work():
+        drafts += [message for _, message in engine.step()]
+    assert [len(message.token_ids) for message in drafts] == [12] * 8, "max_draft_length holds"
+    drawn = {token_id for message in drafts for token_id in message.token_ids}
+    offered = {token_id for message in drafts for row in message.draft_probs for token_id in row.token_ids}
+    assert max(drawn | offered) < limit
+    assert limit == 48 or max(offered) >= 48, "or the limit could not show"

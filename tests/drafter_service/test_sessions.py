@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+
+from outrider.drafter_service.sessions import Round, Session, SessionKey, SessionTable, first_bad_token
+from outrider.verifier_service.drafting import DraftSampling
+
+GREEDY = DraftSampling(temperature=0.0)
+ROUND = Round(ask_id=1, round_id=1, length=1, asked_s=0.0)
+
+
+def session(name: str, used_s: float = 0.0, *, peer: str = "v", asked: bool = False) -> Session:
+    return Session(SessionKey(peer, name), GREEDY, [1], used_s, round=ROUND if asked else None)
+
+
+def table_of(*sessions: Session, max_sessions: int = 8) -> SessionTable:
+    table = SessionTable(max_sessions=max_sessions, ttl_s=10.0)
+    for item in sessions:
+        table.put(item)
+    return table
+
+
+def names(sessions: list[Session]) -> list[str]:
+    return [item.key.request_id for item in sessions]
+
+
+def test_sessions_expire_by_last_use_but_not_while_they_wait_for_a_draft():
+    table = table_of(session("old"), session("asked", asked=True), session("young", 5.0))
+    assert names(table.expired(9.9)) == []
+    assert names(table.expired(10.0)) == ["old"]
+    assert names(table.expired(15.0)) == ["old", "young"]
+
+
+def test_touch_makes_a_session_the_youngest():
+    first = session("first")
+    table = table_of(first, session("second", 1.0))
+    table.touch(first, 2.0)
+    assert names(list(table)) == ["second", "first"]
+    table.check_integrity()
+
+
+def test_surplus_takes_idle_sessions_before_waiting_ones():
+    table = table_of(session("a", asked=True), session("b"), session("c"), max_sessions=2)
+    assert names(table.surplus()) == ["b"]
+    table = table_of(session("a", asked=True), session("new"), max_sessions=1)
+    assert names(table.surplus()) == ["a"], "never the newest"
+    assert table_of(session("a")).surplus() == []
+
+
+def test_the_same_request_of_two_peers_is_two_sessions():
+    table = table_of(session("r", peer="v1"), session("r", peer="v2"))
+    assert [item.key.peer for item in table.of_peer("v1")] == ["v1"]
+    assert len(table) == 2
+
+
+def test_integrity_check_sees_disorder():
+    table = table_of(session("late", 5.0), session("early", 1.0))
+    with pytest.raises(AssertionError, match="order"):
+        table.check_integrity()
+
+
+@pytest.mark.parametrize(("tokens", "bad"), [([], None), ([0, 9], None), ([0, 10], 10), ([3, -1], -1)])
+def test_first_bad_token(tokens: list[int], bad: int | None):
+    assert first_bad_token(tokens, 10) == bad

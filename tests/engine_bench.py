@@ -1,0 +1,127 @@
+"""A verifier engine over the fake runner, with drafters in memory and a clock that the test advances."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fake_runner import FakeRunner, continuation
+from outrider.verifier_service.drafting import Commit, Draft, DrafterEvent, VerifierMessage
+from outrider.verifier_service.engine import VerifierEngine
+from outrider.verifier_service.kv_cache import BlockPool
+from outrider.verifier_service.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
+from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
+from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
+
+PROMPT = (5, 9, 2)
+
+
+def greedy_tokens(length: int, prompt: Sequence[int] = PROMPT) -> tuple[int, ...]:
+    """What the fake target says after `prompt`."""
+    return continuation(list(prompt), length, 97)
+
+
+def make_runner(*, eos_token_ids: tuple[int, ...] = (), **sizes: int) -> FakeRunner:
+    runner = FakeRunner(**sizes)
+    runner.eos_token_ids = eos_token_ids
+    return runner
+
+
+def make_request(
+    request_id: str = "a",
+    *,
+    prompt: Sequence[int] = PROMPT,
+    draft_length: int = 0,
+    drafter_id: str | None = None,
+    **sampling: object,
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(**{"temperature": 0.0, "max_tokens": 32, **sampling}),
+        plan=SpeculationPlan(drafter_id=drafter_id, draft_length=draft_length),
+    )
+
+
+class MemoryDrafts:
+    """A `DraftClient` that records what is sent and delivers what the test queues."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, VerifierMessage]] = []
+        self.events: list[DrafterEvent] = []
+
+    def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
+        self.sent.extend((drafter_id, message) for message in messages)
+
+    def poll(self) -> list[DrafterEvent]:
+        events, self.events = self.events, []
+        return events
+
+    def take(self) -> list[tuple[str, VerifierMessage]]:
+        """Return, and forget, what was sent."""
+        sent, self.sent = self.sent, []
+        return sent
+
+    def last_ask(self) -> tuple[str, Commit]:
+        return next((to, message) for to, message in reversed(self.sent) if isinstance(message, Commit))
+
+    def answer(self, token_ids: Sequence[int]) -> None:
+        """Draft `token_ids` for the last ask."""
+        drafter_id, ask = self.last_ask()
+        draft = Draft(
+            request_id=ask.request_id,
+            round_id=ask.round_id,
+            position=ask.position + len(ask.token_ids),
+            token_ids=tuple(token_ids),
+        )
+        self.events.append(DrafterEvent(drafter_id=drafter_id, message=draft))
+
+
+class EngineBench:
+    """One engine and everything around it."""
+
+    def __init__(
+        self, *, drafters: Sequence[str] = ("d",), max_num_batched_tokens: int = 256, **runner: object
+    ) -> None:
+        self.now_s = 0.0
+        self.drafts = MemoryDrafts()
+        self.drafts.events = [DrafterEvent(drafter_id=drafter_id, vocab_size=97) for drafter_id in drafters]
+        self.runner = make_runner(**runner)
+        limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
+        config = SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens, **limits)
+        self.engine = VerifierEngine(
+            self.runner,
+            Scheduler(config, BlockPool(self.runner.num_blocks, self.runner.block_size)),
+            DraftCoordinator(self.drafts, SpeculationConfig(**limits)),
+            clock=lambda: self.now_s,
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    def add(self, request_id: str = "a", **options: object) -> RequestOutput | None:
+        return self.engine.add(make_request(request_id, **options))
+
+    def step(self) -> list[RequestOutput] | None:
+        outputs = self.engine.step()
+        self.engine.scheduler.check_integrity()
+        return outputs
+
+    def step_one(self) -> RequestOutput:
+        """Run a step that has one output."""
+        (output,) = self.step()
+        return output
+
+    def finish(self, max_steps: int = 200) -> dict[str, list[RequestOutput]]:
+        """Step until nothing is left, passing over what no drafter answers."""
+        outputs: dict[str, list[RequestOutput]] = {}
+        for _ in range(max_steps):
+            if not self.engine.has_work():
+                return outputs
+            for output in self.step() or []:
+                outputs.setdefault(output.request_id, []).append(output)
+            self.now_s += self.engine.idle_s() or 0.0
+        raise AssertionError("requests do not finish")
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> tuple[int, ...]:
+    return tuple(token_id for output in outputs for token_id in output.token_ids)

@@ -1,0 +1,115 @@
+"""A backend that plays scripts: tokens, pauses, failures; it records what was asked and what was cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from outrider.cluster.gateway import Gateway, ModelInfo
+from outrider.cluster.metrics import GatewayMetrics
+from outrider.verifier_service.request import FinishReason, GenerationRequest, RequestOutput, SpeculationMetrics
+
+EOS = "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+    "<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+Step = Sequence[int] | Exception | None  # tokens of one step; an error; None: wait for ever
+
+
+def build_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """Train a tiny byte-level BPE: every byte is a token, so characters are split over tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<|start|>", EOS], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog, größer 日本語"] * 4, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
+    wrapped.chat_template = chat_template
+    return wrapped
+
+
+@dataclass(slots=True)
+class FakeBackend:
+    """Play `script(request)`; the last step's output finishes with `finish_reason` and `speculation`."""
+
+    script: Callable[[GenerationRequest], Sequence[Step]]
+    finish_reason: FinishReason | None = FinishReason.LENGTH
+    speculation: SpeculationMetrics | None = None
+    error: str | None = None
+    requests: list[GenerationRequest] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    num_waiting: int = 0
+    waiting: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        self.requests.append(request)
+        steps = self.script(request)
+        finished = False
+        try:
+            for number, step in enumerate(steps, start=1):
+                output = await self._output(request, step, is_last=number == len(steps))
+                finished = output.finish_reason is not None
+                yield output
+        except (asyncio.CancelledError, GeneratorExit):
+            if not finished:
+                self.cancelled.append(request.request_id)
+            raise
+
+    async def until_waiting(self, num_waiting: int) -> None:
+        """Return once so many generations wait for ever."""
+        while self.num_waiting < num_waiting:
+            self.waiting.clear()
+            await self.waiting.wait()
+
+    async def _output(self, request: GenerationRequest, step: Step, *, is_last: bool) -> RequestOutput:
+        await asyncio.sleep(0)
+        if isinstance(step, Exception):
+            raise step
+        if step is None:
+            self.num_waiting += 1
+            self.waiting.set()
+            await asyncio.get_running_loop().create_future()
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=tuple(step or ()),
+            num_cached_tokens=2,
+            finish_reason=self.finish_reason if is_last else None,
+            error=self.error,
+            speculation=self.speculation if is_last else None,
+        )
+
+
+class TickingClock:
+    """A clock that advances by one second every time it is read."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def build_gateway(backend: FakeBackend, tokenizer: PreTrainedTokenizerFast, *, max_model_len: int = 64) -> Gateway:
+    model = ModelInfo(
+        name="tiny",
+        max_model_len=max_model_len,
+        vocab_size=len(tokenizer),
+        eos_token_ids=(tokenizer.eos_token_id,),
+        created=1_700_000_000,
+    )
+    metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
+    return Gateway(model, tokenizer, backend, metrics, TickingClock())
+
+
+def says(tokenizer: PreTrainedTokenizerFast, text: str) -> list[list[int]]:
+    """Return a script that says `text`, a token a step."""
+    return [[token_id] for token_id in tokenizer.encode(text)]

@@ -1,0 +1,51 @@
+"""A model runner with known logits that reads its context through the block tables, so that wrong KV shows."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.verifier_service.batch import ScheduledBatch
+
+_MASK = (1 << 61) - 1
+
+
+def next_token(context: list[int], vocab_size: int) -> int:
+    """Return the greedy continuation: a hash of the whole context, every token and its place counted."""
+    value = len(context)
+    for token_id in context:
+        value = (value * 1_000_003 + token_id + 1) & _MASK
+    return (value >> 7) % vocab_size
+
+
+def continuation(context: list[int], length: int, vocab_size: int) -> tuple[int, ...]:
+    """Return `length` greedy tokens after `context`."""
+    tokens = list(context)
+    for _ in range(length):
+        tokens.append(next_token(tokens, vocab_size))
+    return tuple(tokens[len(context) :])
+
+
+class FakeRunner:
+    """KV is the token id itself, kept by slot; `batches` records every forward."""
+
+    def __init__(self, *, vocab_size: int = 97, max_model_len: int = 64, num_blocks: int = 64, block_size: int = 4):
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.batches: list[ScheduledBatch] = []
+        self._kv = [-1] * (num_blocks * block_size)
+
+    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+        self.batches.append(batch)
+        for token_id, slot in zip(batch.token_ids, batch.slot_mapping, strict=True):
+            self._kv[slot] = token_id
+        contexts: list[list[int]] = []
+        for query, context, table in zip(batch.query_lengths, batch.context_lengths, batch.block_tables, strict=True):
+            assert len(table) == -(-context // self.block_size), "table does not cover the context exactly"
+            kv = [self._kv[table[i // self.block_size] * self.block_size + i % self.block_size] for i in range(context)]
+            contexts += [kv[: end + 1] for end in range(context - query, context)]
+        assert batch.positions == [len(context) - 1 for context in contexts], "positions"
+        assert max(batch.positions) < self.max_model_len, "beyond the model's context"
+        logits = torch.zeros(len(batch.logits_indices), self.vocab_size)
+        for row, index in enumerate(batch.logits_indices):
+            logits[row, next_token(contexts[index], self.vocab_size)] = 10.0
+        return logits

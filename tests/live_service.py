@@ -1,0 +1,117 @@
+"""A service of the embedded pair on a Ray of its own, as tests drive it: over its public ports, and by pid."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray import serve
+
+from outrider.cluster.config import APP_NAME, ServiceConfig
+from outrider.cluster.serving import running_service
+from outrider.verifier_service.ranks import free_port
+
+
+@dataclass
+class Streamed:
+    """What a stream brought, and when."""
+
+    text: str = ""
+    arrivals_s: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    speculation: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def longest_pause_s(self) -> float:
+        return max(after - before for before, after in zip(self.arrivals_s, self.arrivals_s[1:], strict=False))
+
+
+@dataclass(frozen=True)
+class LiveService:
+    config: ServiceConfig
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self.config.host}:{self.config.port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{self.config.host}:{self.config.grpc_port}"
+
+    def stream(self, prompt: str, *, on_chunk: Callable[[int], None] = lambda _: None, **body: Any) -> Streamed:
+        """Stream a completion; `on_chunk` is told the number of chunks so far."""
+        body = {"model": self.config.model_name, "prompt": prompt, "stream": True, "temperature": 0, **body}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.base_url}/v1/completions", json.dumps(body).encode(), headers)
+        streamed = Streamed()
+        with urllib.request.urlopen(request, timeout=60) as response:
+            for line in response:
+                payload = line.decode().removeprefix("data:").strip()
+                if not payload or payload == "[DONE]":
+                    continue
+                event = json.loads(payload)
+                assert "error" not in event, event
+                streamed.arrivals_s.append(time.monotonic())
+                streamed.text += event["choices"][0]["text"]
+                streamed.finish_reason = event["choices"][0]["finish_reason"] or streamed.finish_reason
+                streamed.speculation = (event.get("metrics") or {}).get("speculative_decoding", streamed.speculation)
+                on_chunk(len(streamed.arrivals_s))
+        return streamed
+
+    def status_of_a_request(self) -> int:
+        """Return the HTTP status that a small request gets."""
+        try:
+            self.stream("import os\n", max_tokens=4)
+        except urllib.error.HTTPError as error:
+            return error.code
+        return 200
+
+    def call(self, deployment: str, method: str) -> Any:
+        """Call a method of some replica of a deployment."""
+        handle = serve.get_deployment_handle(deployment, APP_NAME)
+        return getattr(handle, method).remote().result(timeout_s=30)
+
+    def kill(self, deployment: str, *, rank: int = 0, number: int = signal.SIGKILL) -> int:
+        """Send a signal to a rank of a deployment; return its pid."""
+        pid = self.call(deployment, "rank_pids")[rank]
+        os.kill(pid, number)
+        return pid
+
+    def wait_for_drafts(self, timeout_s: float = 90.0) -> None:
+        """Wait until a request is served with drafts again."""
+        self._wait(lambda: self.stream("import os\n", max_tokens=8).speculation["num_drafts"] > 0, timeout_s)
+
+    def wait_until_idle(self, timeout_s: float = 30.0) -> None:
+        """Wait until neither a request nor a session nor a KV block is held anywhere."""
+        self._wait(self._is_idle, timeout_s)
+
+    def _is_idle(self) -> bool:
+        verifier, drafter = self.call("Verifier", "load"), self.call("Drafter", "load")
+        return verifier.num_running + verifier.num_waiting == 0 and verifier.kv_usage == 0 == drafter.num_sessions
+
+    @staticmethod
+    def _wait(condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline_s, f"condition not met within {timeout_s} s"
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def live_service(*, wait_for_drafts: bool = True, **options: Any) -> Iterator[LiveService]:
+    """Start a service on free ports and wait for its first draft. Speculation is pinned on unless said otherwise."""
+    options = {"speculation": "always", "port": free_port(), "grpc_port": free_port(), **options}
+    config = ServiceConfig(**options)
+    with running_service(config):
+        service = LiveService(config)
+        if wait_for_drafts:
+            service.wait_for_drafts()
+        yield service

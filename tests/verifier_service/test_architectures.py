@@ -1,0 +1,90 @@
+"""What cannot be served is refused at start, by name and with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from outrider.verifier_service.architectures import (
+    ARCHITECTURES,
+    UnsupportedModelError,
+    load_model_description,
+    require_supported,
+    resolve_folder,
+)
+from outrider.verifier_service.model_config import ModelConfig
+from tiny_models import COMMON
+
+
+def describe(model_type: str, **fields):
+    return AutoConfig.for_model(model_type, **{**COMMON, **fields})
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gptj", "codegen", "llama4_text", "gpt_oss", "mamba", "bloom"])
+def test_refused_by_name(name):
+    description = AutoConfig.for_model(name)
+    with pytest.raises(UnsupportedModelError, match=f"^{name}: "):
+        require_supported(description, 1)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    ],
+)
+def test_rope_that_depends_on_the_batch_is_refused(rope):
+    with pytest.raises(UnsupportedModelError, match=f"llama: .*{rope['rope_type']}"):
+        require_supported(describe("llama", rope_parameters=rope), 1)
+
+
+def test_rope_of_one_layer_type_is_enough_to_refuse():
+    rope = {
+        "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    with pytest.raises(UnsupportedModelError, match=r"gemma3_text: .*dynamic"):
+        require_supported(describe("gemma3_text", rope_parameters=rope), 1)
+
+
+def test_scaled_rope_that_is_fixed_is_served():
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    assert require_supported(describe("llama", rope_parameters=rope), 1) is ARCHITECTURES["llama"]
+
+
+def test_quantised_checkpoints_are_refused(tmp_path):
+    describe("llama", quantization_config={"quant_method": "gptq", "bits": 4}).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"llama: .*quantised"):
+        load_model_description(tmp_path, ModelConfig(path=str(tmp_path)))
+
+
+def test_the_description_is_read_and_checked(tmp_path):
+    describe("llama").save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    assert load_model_description(resolve_folder(config), config).model_type == "llama"
+    rewritten = {**json.loads((tmp_path / "config.json").read_text()), "model_type": "gptj"}
+    (tmp_path / "config.json").write_text(json.dumps(rewritten))
+    with pytest.raises(UnsupportedModelError, match="gptj"):
+        load_model_description(Path(config.path), config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"path": ""}, "path"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"device": "tpu"}, "device"),
+        ({"block_size": 0}, "block_size"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size"),
+        ({"max_model_len": -1}, "max_model_len"),
+        ({"num_kv_blocks": 1.5}, "num_kv_blocks"),
+        ({"num_threads": 0}, "num_threads"),
+    ],
+)
+def test_a_bad_config_names_its_field(fields, name):
+    with pytest.raises(ValueError, match=f"^{name} must be"):
+        ModelConfig(**{"path": "x", **fields})

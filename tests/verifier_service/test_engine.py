@@ -1,0 +1,332 @@
+"""The step loop against the fake runner, whose tokens are known, with drafts that the test writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_bench import PROMPT, EngineBench, greedy_tokens, tokens_of
+from outrider.verifier_service.drafting import Close, Commit, DrafterEvent, Open
+from outrider.verifier_service.request import FinishReason, SpeculationPlan
+
+EXPECTED = greedy_tokens(40)
+WRONG = {token_id: (token_id + 1) % 97 for token_id in range(97)}
+
+
+def bench_before_draft(**options) -> EngineBench:
+    """A bench whose request "a" has its first token and waits for its first draft."""
+    bench = EngineBench(**{key: options.pop(key) for key in ("eos_token_ids", "drafters") if key in options})
+    assert bench.add(draft_length=4, **options) is None
+    assert bench.step_one().token_ids == EXPECTED[:1]
+    assert bench.step() is None, "held until its draft or its deadline"
+    return bench
+
+
+def test_the_scripts_tokens_are_distinct():
+    assert len(set(EXPECTED[:6])) == 6, "or the stop tokens below would come earlier than meant"
+
+
+def test_plain_generation_ends_at_max_tokens():
+    bench = EngineBench(drafters=())
+    bench.add(max_tokens=7)
+    outputs = bench.finish()["a"]
+    assert [output.token_ids for output in outputs] == [(token_id,) for token_id in EXPECTED[:7]]
+    assert [output.finish_reason for output in outputs] == [None] * 6 + [FinishReason.LENGTH]
+    assert bench.engine.scheduler.kv_usage == 0.0
+
+
+def test_a_long_prompt_is_computed_in_chunks_that_yield_nothing():
+    prompt = range(10)
+    bench = EngineBench(max_num_batched_tokens=4)
+    bench.add(prompt=prompt, max_tokens=2)
+    assert bench.step() == []
+    assert bench.step() == []
+    assert bench.step_one().token_ids == greedy_tokens(1, prompt)
+    assert [batch.num_tokens for batch in bench.runner.batches] == [4, 4, 2]
+
+
+def test_a_request_that_finishes_leaves_the_others_running():
+    bench = EngineBench()
+    bench.add("a", max_tokens=1)
+    bench.add("b", prompt=(7, 7), max_tokens=3)
+    first, second = bench.step()
+    assert (first.finish_reason, second.finish_reason) == (FinishReason.LENGTH, None)
+    assert bench.engine.requests.keys() == {"b"}
+    assert tokens_of([second, *bench.finish()["b"]]) == greedy_tokens(3, (7, 7))
+
+
+def test_an_accepted_draft_and_its_bonus_come_in_one_output():
+    bench = bench_before_draft()
+    bench.drafts.answer(EXPECTED[1:5])
+    assert bench.step_one().token_ids == EXPECTED[1:6]
+
+
+def test_a_rejected_token_is_recovered_and_leaves_no_trace():
+    bench = bench_before_draft(max_tokens=12)
+    bench.drafts.answer((EXPECTED[1], WRONG[EXPECTED[2]], EXPECTED[3]))
+    output = bench.step_one()
+    assert output.token_ids == EXPECTED[1:3]
+    assert tokens_of(bench.finish()["a"]) == EXPECTED[3:12]
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 3])
+def test_a_stop_token_inside_an_accepted_draft_ends_the_output_there(num_before: int):
+    bench = bench_before_draft(stop_token_ids=(EXPECTED[1 + num_before],))
+    bench.drafts.answer(EXPECTED[1:5])
+    output = bench.step_one()
+    assert output.token_ids == EXPECTED[1 : 2 + num_before]
+    assert output.finish_reason is FinishReason.STOP
+    assert not bench.engine.has_work()
+    assert bench.engine.scheduler.kv_usage == 0.0
+    assert bench.drafts.sent[-1] == ("d", Close(request_id="a"))
+
+
+def test_a_stop_token_as_bonus_stops():
+    bench = bench_before_draft(stop_token_ids=(EXPECTED[3],))
+    bench.drafts.answer(EXPECTED[1:3])
+    output = bench.step_one()
+    assert (output.token_ids, output.finish_reason) == (EXPECTED[1:4], FinishReason.STOP)
+
+
+def test_a_stop_token_that_was_drafted_wrongly_stops_nothing():
+    stop = next(token_id for token_id in range(97) if token_id not in EXPECTED)
+    bench = bench_before_draft(stop_token_ids=(stop,), max_tokens=8)
+    bench.drafts.answer((EXPECTED[1], stop))
+    assert bench.step_one().finish_reason is None
+    assert tokens_of(bench.finish()["a"])[-1] == EXPECTED[7]
+
+
+def test_max_tokens_limits_what_is_asked_and_a_full_draft_reaches_it_exactly():
+    bench = bench_before_draft(max_tokens=4)
+    assert bench.drafts.last_ask()[1].max_length == 2, "one place is the bonus token's"
+    bench.drafts.answer(EXPECTED[1:3])
+    output = bench.step_one()
+    assert (output.token_ids, output.finish_reason) == (EXPECTED[1:4], FinishReason.LENGTH)
+
+
+def test_a_stop_token_at_max_tokens_is_a_stop():
+    bench = EngineBench()
+    bench.add(max_tokens=3, stop_token_ids=(EXPECTED[2],))
+    assert bench.finish()["a"][-1].finish_reason is FinishReason.STOP
+
+
+def test_the_models_maximum_length_ends_a_request():
+    prompt = tuple(range(60))
+    bench = EngineBench(max_model_len=64)
+    bench.add(prompt=prompt, max_tokens=100, draft_length=4)
+    outputs = [bench.step_one()]
+    assert bench.drafts.last_ask()[1].max_length == 2
+    bench.drafts.answer(greedy_tokens(3, prompt)[1:])
+    outputs.append(bench.step_one())
+    assert tokens_of(outputs) == greedy_tokens(4, prompt)
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("options", "num_tokens", "reason"),
+    [
+        ({}, 3, FinishReason.STOP),
+        ({"ignore_eos": True}, 8, FinishReason.LENGTH),
+        ({"ignore_eos": True, "stop_token_ids": (EXPECTED[4],)}, 5, FinishReason.STOP),
+        ({"stop_token_ids": (EXPECTED[4],)}, 3, FinishReason.STOP),
+    ],
+)
+def test_end_of_sequence_stops_unless_it_is_ignored(options, num_tokens: int, reason: FinishReason):
+    bench = EngineBench(eos_token_ids=(96, EXPECTED[2]))
+    bench.add(max_tokens=8, **options)
+    outputs = bench.finish()["a"]
+    assert tokens_of(outputs) == EXPECTED[:num_tokens]
+    assert outputs[-1].finish_reason is reason
+
+
+def test_an_end_of_sequence_inside_a_draft_is_passed_over_when_ignored():
+    bench = bench_before_draft(eos_token_ids=(EXPECTED[2],), ignore_eos=True)
+    bench.drafts.answer(EXPECTED[1:5])
+    output = bench.step_one()
+    assert (output.token_ids, output.finish_reason) == (EXPECTED[1:6], None)
+
+
+# --- requests that are refused ---
+
+
+def test_a_duplicate_id_is_refused_and_the_first_request_goes_on():
+    bench = EngineBench()
+    bench.add(max_tokens=4)
+    bench.step()
+    failure = bench.add(prompt=(1, 1), max_tokens=9)
+    assert failure.finish_reason is FinishReason.ERROR
+    assert failure.request_id == "a"
+    assert "request_id" in failure.error
+    assert tokens_of(bench.finish()["a"]) == EXPECTED[1:4]
+    assert bench.add(max_tokens=1) is None, "a finished request's id is free again"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [((5, 97), "prompt_token_ids"), ((-1,), "prompt_token_ids"), ((), "prompt"), (range(64), "64 tokens")],
+)
+def test_an_impossible_prompt_is_answered_at_once_and_leaves_nothing(prompt, named: str):
+    bench = EngineBench(max_model_len=64)
+    failure = bench.add(prompt=prompt)
+    assert (failure.token_ids, failure.finish_reason) == ((), FinishReason.ERROR)
+    assert named in failure.error
+    assert not bench.engine.has_work()
+    assert bench.step() is None
+    assert bench.add() is None, "its id is free"
+
+
+def test_the_vocabularys_edges_are_inside():
+    bench = EngineBench()
+    assert bench.add(prompt=(0, 96), max_tokens=2) is None
+    assert tokens_of(bench.finish()["a"]) == greedy_tokens(2, (0, 96))
+
+
+# --- cancelling ---
+
+
+def test_cancelling_a_held_request_frees_everything_and_its_late_draft_is_stale():
+    bench = bench_before_draft()
+    assert bench.engine.idle_s() == pytest.approx(1.0)
+    bench.engine.cancel("a")
+    assert not bench.engine.has_work()
+    assert bench.engine.idle_s() is None
+    assert bench.engine.scheduler.kv_usage == 0.0
+    assert bench.drafts.sent[-1] == ("d", Close(request_id="a"))
+    bench.drafts.answer(EXPECTED[1:3])
+    assert bench.step() is None
+    assert bench.engine.drafting.num_stale_drafts == 1
+    bench.engine.cancel("a")
+    bench.engine.cancel("never seen")
+
+
+def test_cancelling_one_request_leaves_the_others_tokens_alone():
+    bench = EngineBench()
+    for name in ("a", "b"):
+        bench.add(name, max_tokens=6)
+    bench.step()
+    bench.engine.cancel("a")
+    outputs = bench.finish()
+    assert outputs.keys() == {"b"}
+    assert tokens_of(outputs["b"]) == EXPECTED[1:6]
+
+
+def test_a_waiting_request_can_be_cancelled():
+    bench = EngineBench()
+    bench.add()
+    bench.engine.cancel("a")
+    assert bench.step() is None
+    assert not bench.runner.batches
+
+
+# --- speculation ---
+
+
+def test_counters_tell_positions_apart():
+    bench = bench_before_draft(max_tokens=30)
+    bench.drafts.answer((EXPECTED[1], EXPECTED[2], WRONG[EXPECTED[3]]))  # 2 of 3: tokens 1, 2, recovered 3
+    bench.step()
+    bench.drafts.answer((EXPECTED[4],))  # 1 of 1: token 4, bonus 5
+    bench.step()
+    bench.drafts.answer((WRONG[EXPECTED[6]], EXPECTED[7]))  # 0 of 2: recovered 6
+    bench.step()
+    bench.drafts.answer(EXPECTED[7:11])  # 4 of 4
+    metrics = bench.step_one().speculation
+    assert metrics.num_accepted_per_position == [3, 2, 1, 1]
+    assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (4, 10, 7)
+    assert (metrics.num_empty_rounds, metrics.num_cut_tokens) == (0, 0)
+    assert metrics.mean_acceptance_length == pytest.approx(1 + 7 / 4)
+    assert metrics.enabled
+
+
+def test_a_draft_that_is_late_or_empty_is_a_round_without_one():
+    bench = bench_before_draft()
+    bench.now_s += bench.engine.idle_s()
+    output = bench.step_one()
+    assert output.token_ids == EXPECTED[1:2]
+    assert output.speculation.num_empty_rounds == 1
+    bench.drafts.answer(())
+    output = bench.step_one()
+    assert output.token_ids == EXPECTED[2:3]
+    assert (output.speculation.num_empty_rounds, output.speculation.num_drafts) == (2, 0)
+    assert output.speculation.mean_acceptance_length is None
+    assert bench.engine.drafting.fallbacks == {"timeout": 1}
+
+
+def test_a_request_without_speculation_counts_no_rounds_and_asks_nobody():
+    bench = EngineBench()
+    bench.add(max_tokens=3, draft_length=0)
+    metrics = bench.finish()["a"][-1].speculation
+    assert not metrics.enabled
+    assert (metrics.num_drafts, metrics.num_empty_rounds) == (0, 0)
+    assert not bench.drafts.sent
+
+
+def test_losing_the_drafter_lets_a_held_request_go_on():
+    bench = bench_before_draft(max_tokens=5)
+    bench.drafts.events.append(DrafterEvent(drafter_id="d", is_up=False))
+    outputs = [bench.step_one(), *bench.finish()["a"]]
+    assert bench.now_s == 0.0, "nothing waited for a deadline"
+    assert tokens_of(outputs) == EXPECTED[1:5]
+    assert outputs[-1].speculation.disabled_reason == "drafter_unavailable"
+
+
+def test_plans_are_followed_from_the_next_ask_on():
+    bench = bench_before_draft(drafter_id="d", drafters=("d", "e"))
+    bench.engine.set_plans(
+        {"a": SpeculationPlan(drafter_id="e", draft_length=2), "gone": SpeculationPlan(draft_length=9)}
+    )
+    bench.drafts.answer(EXPECTED[1:4])
+    assert bench.step_one().token_ids == EXPECTED[1:5], "the round that was on its way still counts"
+    drafter_id, ask = bench.drafts.last_ask()
+    assert (drafter_id, ask.max_length) == ("e", 2)
+    assert [(to, type(message)) for to, message in bench.drafts.sent[-3:]] == [("d", Close), ("e", Open), ("e", Commit)]
+    assert bench.engine.requests.keys() == {"a"}
+
+
+def test_a_plan_of_length_zero_turns_speculation_off_and_says_why():
+    bench = bench_before_draft(max_tokens=6)
+    bench.engine.set_plans({"a": SpeculationPlan(disabled_reason="load")})
+    bench.drafts.answer(EXPECTED[1:2])
+    num_sent = len(bench.drafts.sent)
+    outputs = [bench.step_one(), *bench.finish()["a"]]
+    assert tokens_of(outputs) == EXPECTED[1:6]
+    assert outputs[-1].speculation.disabled_reason == "load"
+    assert [type(message) for _, message in bench.drafts.sent[num_sent:]] == [Close]
+
+
+def test_a_second_request_with_the_same_prompt_reports_its_cached_tokens():
+    prompt = tuple(range(9))  # two full blocks of 4, and the last token
+    bench = EngineBench()
+    for name in ("a", "b"):
+        bench.add(name, prompt=prompt, max_tokens=2)
+        outputs = bench.finish()[name]
+        assert tokens_of(outputs) == greedy_tokens(2, prompt)
+    assert outputs[0].num_cached_tokens == 8
+
+
+# --- what a step says of itself ---
+
+
+def test_a_step_times_itself_and_counts_its_tokens():
+    bench = EngineBench()
+    execute = bench.runner.execute
+
+    def slow(batch):
+        bench.now_s += 0.25
+        return execute(batch)
+
+    bench.runner.execute = slow
+    bench.add(max_tokens=3, draft_length=4)
+    bench.step()
+    bench.drafts.answer(EXPECTED[1:2])
+    bench.step()
+    stats = bench.engine.stats
+    assert stats.num_steps == 2
+    assert stats.num_scheduled_tokens == len(PROMPT) + 2
+    assert stats.num_committed_tokens == 3
+    assert stats.busy_s == pytest.approx(0.5)
+
+
+def test_steps_that_run_nothing_are_not_counted():
+    bench = bench_before_draft()
+    bench.step()
+    assert bench.engine.stats.num_steps == 1

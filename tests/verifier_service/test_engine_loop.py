@@ -1,0 +1,305 @@
+"""The loop on a thread of its own, at the end of a real pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+import torch
+
+from engine_bench import PROMPT, greedy_tokens, make_request, make_runner, tokens_of
+from outrider.verifier_service.drafting import Close, Commit, Draft, Open
+from outrider.verifier_service.engine import VerifierEngine
+from outrider.verifier_service.engine_loop import EngineLoop
+from outrider.verifier_service.engine_messages import (
+    FROM_ENGINE,
+    Cancel,
+    EngineLoad,
+    EngineUpdate,
+    PeerState,
+    Relay,
+    SetPlans,
+)
+from outrider.verifier_service.kv_cache import BlockPool
+from outrider.verifier_service.relay_client import RelayDraftClient
+from outrider.verifier_service.request import FinishReason, RequestOutput, SpeculationPlan
+from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
+from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.wire import decode, encode
+
+PATIENCE_S = 20.0  # of the tests: never reached unless something is wrong
+NEVER_S = 1000.0  # a draft's deadline that no test waits for
+
+
+def wait_for_drafts(num_tokens: int) -> dict[str, Any]:
+    return {"draft_length": num_tokens, "drafter_id": "d"}
+
+
+class Loop:
+    """The shell's end of the pipe to a loop on a thread."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.pipe, far = Pipe()
+        self.runner = make_runner()
+        self.drafts = RelayDraftClient()
+        limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
+        deadlines = dict.fromkeys(("first_deadline_s", "min_deadline_s", "max_deadline_s"), deadline_s)
+        speculation = SpeculationConfig(**limits, **deadlines)
+        self.engine = VerifierEngine(
+            self.runner,
+            Scheduler(SchedulerConfig(**limits), BlockPool(self.runner.num_blocks, self.runner.block_size)),
+            DraftCoordinator(self.drafts, speculation),
+            clock=time.monotonic,
+            generator=torch.Generator().manual_seed(0),
+        )
+        self.outputs: list[RequestOutput] = []
+        self.relays: list[Relay] = []
+        self.loads: list[EngineLoad] = []
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(far,), daemon=True)
+        self.thread.start()
+
+    def _run(self, far: Any) -> None:
+        try:
+            EngineLoop(self.engine, self.drafts, far, clock=time.monotonic).run()
+        except BaseException as error:
+            self.error = error
+        finally:
+            far.close()
+
+    def say(self, *messages: Any) -> None:
+        for message in messages:
+            self.pipe.send_bytes(encode(message))
+
+    def hear_until(self, condition: Callable[[], Any]) -> None:
+        """Read updates until `condition()` holds."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.pipe.poll(max(0.0, deadline_s - time.monotonic())), "the loop says nothing more"
+            assert time.monotonic() < deadline_s, "what was waited for does not come"
+            update = decode(self.pipe.recv_bytes(), FROM_ENGINE)
+            assert isinstance(update, EngineUpdate)
+            self.outputs += update.outputs
+            self.relays += update.relays
+            self.loads += [update.load] if update.load is not None else []
+
+    def finished(self) -> set[str]:
+        return {output.request_id for output in self.outputs if output.finish_reason is not None}
+
+    def tokens(self, request_id: str) -> tuple[int, ...]:
+        return tokens_of([output for output in self.outputs if output.request_id == request_id])
+
+    def heard_by_drafter(self) -> list[Any]:
+        return [decode(relay.payload, (Open, Commit, Close)) for relay in self.relays]
+
+    def asks(self) -> list[Commit]:
+        return [message for message in self.heard_by_drafter() if isinstance(message, Commit)]
+
+    def end(self) -> None:
+        """Close the pipe; the loop must then end by itself, quietly."""
+        self.pipe.close()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+        assert self.error is None
+
+
+@contextlib.contextmanager
+def looping(deadline_s: float = NEVER_S) -> Iterator[Loop]:
+    loop = Loop(deadline_s)
+    try:
+        yield loop
+    finally:
+        loop.end()
+
+
+def draft_for(ask: Commit, token_ids: tuple[int, ...]) -> Relay:
+    draft = Draft(
+        request_id=ask.request_id,
+        round_id=ask.round_id,
+        position=ask.position + len(ask.token_ids),
+        token_ids=token_ids,
+    )
+    return Relay(peer="d", payload=encode(draft))
+
+
+def test_requests_go_in_and_their_tokens_come_out():
+    with looping() as loop:
+        loop.say(make_request("a", max_tokens=5), make_request("b", prompt=(1,), max_tokens=3))
+        loop.hear_until(lambda: loop.finished() == {"a", "b"})
+        assert loop.tokens("a") == greedy_tokens(5)
+        assert loop.tokens("b") == greedy_tokens(3, (1,))
+
+
+def test_a_request_that_cannot_run_is_answered_though_no_step_runs():
+    with looping() as loop:
+        loop.say(make_request("bad", prompt=(97,)))
+        loop.hear_until(lambda: loop.outputs)
+        (output,) = loop.outputs
+        assert (output.request_id, output.finish_reason) == ("bad", FinishReason.ERROR)
+        assert "prompt_token_ids" in output.error
+        loop.say(make_request("good", max_tokens=1))
+        loop.hear_until(lambda: "good" in loop.finished())
+        assert sum(output.request_id == "bad" for output in loop.outputs) == 1, "told once"
+
+
+def test_asks_are_relayed_and_drafts_taken_in():
+    expected = greedy_tokens(10)
+    with looping() as loop:
+        loop.say(
+            PeerState(peer="d", is_up=True, vocab_size=97), make_request("a", max_tokens=5, **wait_for_drafts(3))
+        )
+        loop.hear_until(loop.asks)
+        assert {relay.peer for relay in loop.relays} == {"d"}
+        opened, ask = loop.heard_by_drafter()
+        assert (opened.token_ids, ask.max_length) == ((*PROMPT, expected[0]), 3)
+        loop.say(draft_for(ask, expected[1:4]))
+        loop.hear_until(lambda: "a" in loop.finished())
+        assert [output.token_ids for output in loop.outputs] == [expected[:1], expected[1:5]]
+        loop.hear_until(lambda: loop.heard_by_drafter()[-1] == Close(request_id="a"))
+
+
+def test_a_bad_relay_is_counted_and_the_round_still_open():
+    expected = greedy_tokens(10)
+    with looping() as loop:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", max_tokens=5, **wait_for_drafts(3)))
+        loop.hear_until(loop.asks)
+        loop.say(Relay(peer="d", payload=b"\xc1 garbage"), draft_for(loop.asks()[0], expected[1:4]))
+        loop.hear_until(lambda: "a" in loop.finished())
+        assert loop.drafts.num_bad_frames == 1
+        assert loop.outputs[-1].speculation.num_accepted_tokens == 3
+
+
+def test_a_lost_peer_frees_the_requests_that_wait_for_it():
+    with looping() as loop:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", max_tokens=4, **wait_for_drafts(3)))
+        loop.hear_until(loop.asks)
+        loop.say(PeerState(peer="d", is_up=False))
+        loop.hear_until(lambda: "a" in loop.finished())
+        assert loop.tokens("a") == greedy_tokens(4)
+        assert loop.outputs[-1].speculation.disabled_reason == "drafter_unavailable"
+
+
+def test_a_draft_that_never_comes_is_waited_for_until_its_deadline():
+    with looping(deadline_s=0.05) as loop:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", max_tokens=3, **wait_for_drafts(3)))
+        loop.hear_until(lambda: "a" in loop.finished())
+        assert loop.tokens("a") == greedy_tokens(3)
+        assert loop.outputs[-1].speculation.num_empty_rounds >= 1
+        assert loop.engine.drafting.fallbacks["timeout"] >= 1
+
+
+def test_a_cancelled_request_is_heard_of_no_more():
+    with looping() as loop:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", **wait_for_drafts(3)))
+        loop.hear_until(loop.asks)
+        loop.say(Cancel(request_id="a"), Cancel(request_id="unknown"))
+        loop.hear_until(lambda: loop.heard_by_drafter()[-1] == Close(request_id="a"))
+        loop.say(make_request("b", max_tokens=1))
+        loop.hear_until(lambda: "b" in loop.finished())
+        assert "a" not in loop.finished()
+        assert not loop.engine.requests
+
+
+def test_plans_reach_the_engine():
+    expected = greedy_tokens(10)
+    with looping() as loop:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", max_tokens=6, **wait_for_drafts(3)))
+        loop.hear_until(loop.asks)
+        plan = SpeculationPlan(disabled_reason="load")
+        loop.say(SetPlans(plans={"a": plan}), draft_for(loop.asks()[0], expected[1:2]))
+        loop.hear_until(lambda: "a" in loop.finished())
+        assert len(loop.asks()) == 1, "off: no ask after the plan"
+        assert loop.outputs[-1].speculation.disabled_reason == "load"
+
+
+def test_loads_are_reported_while_nothing_happens():
+    with looping() as loop:
+        loop.hear_until(lambda: len(loop.loads) >= 2)
+        for load in loop.loads:
+            assert (load.num_running, load.num_waiting, load.num_steps, load.requests) == (0, 0, 0, ())
+
+
+def test_loads_are_reported_while_every_request_waits_for_its_draft():
+    with looping() as loop:
+        loop.say(
+            PeerState(peer="d", is_up=True), make_request("a", num_speculative_tokens=2, **wait_for_drafts(3))
+        )
+        loop.hear_until(loop.asks)
+        num_before = len(loop.loads)
+        loop.hear_until(lambda: len(loop.loads) >= num_before + 2)
+        load = loop.loads[-1]
+        assert (load.num_running, load.num_waiting, load.num_decoding) == (1, 0, 1)
+        assert load.kv_usage > 0
+        assert (load.num_steps, load.num_scheduled_tokens, load.num_committed_tokens) == (1, len(PROMPT), 1)
+        (request,) = load.requests
+        assert (request.request_id, request.drafter_id) == ("a", "d")
+        assert (request.draft_length, request.num_speculative_tokens) == (3, 2)
+        assert load.drafter_times == ()
+
+
+def test_loads_count_what_drafters_did():
+    expected = greedy_tokens(30)
+    with looping() as loop:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", **wait_for_drafts(3)))
+        loop.hear_until(loop.asks)
+        loop.say(draft_for(loop.asks()[0], expected[1:4]))
+        loop.hear_until(lambda: len(loop.asks()) == 2)
+        loop.say(draft_for(loop.asks()[0], expected[1:4]))  # the old round's: stale
+        loop.say(draft_for(loop.asks()[1], expected[5:7]))
+        loop.hear_until(lambda: len(loop.asks()) == 3)
+        num_before = len(loop.loads)
+        loop.hear_until(lambda: len(loop.loads) > num_before)
+        load = loop.loads[-1]
+        (request,) = load.requests
+        assert (request.num_drafts, request.num_draft_tokens, request.num_accepted_tokens) == (2, 5, 5)
+        assert load.num_stale_drafts == 1
+        (time_of_d,) = load.drafter_times
+        assert time_of_d.drafter_id == "d"
+        assert 0 < time_of_d.seconds < PATIENCE_S
+
+
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "with a held request"])
+def test_the_loop_ends_quietly_when_the_pipe_closes(is_busy: bool):
+    loop = Loop(NEVER_S)
+    if is_busy:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", **wait_for_drafts(3)))
+        loop.hear_until(loop.asks)
+    begin_s = time.monotonic()
+    loop.end()
+    assert time.monotonic() - begin_s < PATIENCE_S / 2
+
+
+def test_the_loop_ends_quietly_when_the_pipe_closes_between_steps():
+    loop = Loop(NEVER_S)
+    execute, entered, release = loop.runner.execute, threading.Event(), threading.Event()
+
+    def slow(batch):
+        entered.set()
+        release.wait(PATIENCE_S)
+        return execute(batch)
+
+    loop.runner.execute = slow
+    loop.say(make_request("a"))
+    assert entered.wait(PATIENCE_S)
+    loop.pipe.close()
+    release.set()
+    loop.end()
+
+
+def test_an_engine_that_fails_ends_the_loop_and_the_shell_sees_the_end_of_the_pipe():
+    loop = Loop(NEVER_S)
+
+    def fail(batch):
+        raise ArithmeticError("no device")
+
+    loop.runner.execute = fail
+    loop.say(make_request("a"))
+    with pytest.raises((EOFError, ConnectionError)):
+        loop.hear_until(lambda: False)
+    loop.thread.join(PATIENCE_S)
+    assert isinstance(loop.error, ArithmeticError)

@@ -1,0 +1,45 @@
+from outrider.verifier_service.round_timer import RoundTimer
+
+
+def make_timer() -> RoundTimer:
+    return RoundTimer(first_s=1.0, min_s=0.002, max_s=0.5)
+
+
+def test_first_deadline_is_the_configured_one():
+    assert make_timer().deadline_s == 1.0
+
+
+def test_steady_rounds_bring_the_deadline_near_the_round_time():
+    timer = make_timer()
+    for _ in range(100):
+        timer.observe(0.010)
+    assert 0.010 <= timer.deadline_s < 0.0105
+
+
+def test_varying_rounds_get_more_patience_than_steady_ones():
+    steady, varying = make_timer(), make_timer()
+    for index in range(100):
+        steady.observe(0.010)
+        varying.observe(0.005 if index % 2 else 0.015)
+    assert varying.deadline_s > 0.015 > steady.deadline_s
+
+
+def test_missed_rounds_double_the_deadline_up_to_its_bound_until_one_is_answered():
+    timer = make_timer()
+    for _ in range(100):
+        timer.observe(0.010)
+    usual_s = timer.deadline_s
+    timer.back_off()
+    assert timer.deadline_s == 2 * usual_s
+    for _ in range(20):
+        timer.back_off()
+    assert timer.deadline_s == 0.5
+    timer.observe(0.010)
+    assert timer.deadline_s < 2 * usual_s
+
+
+def test_deadline_has_a_floor():
+    timer = make_timer()
+    for _ in range(200):
+        timer.observe(1e-5)
+    assert timer.deadline_s == 0.002

@@ -1,0 +1,765 @@
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Draft, SparseRow
+from outrider.verifier_service.kv_cache import BlockPool
+from outrider.verifier_service.request import Request, SamplingParams, SpeculationPlan
+from outrider.verifier_service.scheduler import Schedule, ScheduledRequest, Scheduler, SchedulerConfig
+
+BLOCK_SIZE = 4
+
+
+def make_scheduler(num_blocks: int = 16, **config) -> Scheduler:
+    config = {"max_model_len": 64, "vocab_size": 100, **config}
+    return Scheduler(SchedulerConfig(**config), BlockPool(num_blocks, BLOCK_SIZE))
+
+
+def make_request(name: str, prompt, max_tokens: int = 16) -> Request:
+    return Request(
+        request_id=name,
+        sampling=SamplingParams(max_tokens=max_tokens),
+        token_ids=list(prompt),
+        num_prompt_tokens=len(prompt),
+        plan=SpeculationPlan(),
+        arrival_s=0.0,
+    )
+
+
+def make_draft(request: Request, token_ids, sampled: bool = False) -> Draft:
+    rows = tuple(SparseRow(token_ids=(t,), weights=(DRAFT_PROB_SCALE,)) for t in token_ids)
+    return Draft(
+        request_id=request.request_id,
+        round_id=0,
+        position=request.num_tokens,
+        token_ids=tuple(token_ids),
+        draft_probs=rows if sampled else None,
+    )
+
+
+def added(scheduler: Scheduler, name: str, prompt, max_tokens: int = 16) -> Request:
+    request = make_request(name, prompt, max_tokens)
+    scheduler.add(request)
+    return request
+
+
+def step(scheduler: Scheduler, committed=None, now_s: float = 0.0) -> Schedule:
+    """Schedule and commit: `committed` per request id, by default one token 7."""
+    schedule = scheduler.schedule(now_s)
+    assert schedule is not None
+    for item in schedule.items:
+        tokens = (committed or {}).get(item.request.request_id, [7]) if item.samples else []
+        scheduler.commit(item, tokens)
+    scheduler.check_integrity()
+    return schedule
+
+
+def shares(schedule: Schedule) -> dict[str, int]:
+    return {item.request.request_id: item.num_new_tokens for item in schedule.items}
+
+
+# --- the batch -------------------------------------------------------------------------------------------------------
+
+
+def test_prefill_then_decode():
+    scheduler = make_scheduler()
+    request = added(scheduler, "a", [1, 2, 3, 4, 5])
+    assert scheduler.has_work()
+    batch = step(scheduler, {"a": [6]}).batch
+    assert batch.token_ids == [1, 2, 3, 4, 5]
+    assert batch.positions == [0, 1, 2, 3, 4]
+    assert batch.slot_mapping == [0, 1, 2, 3, 4]
+    assert (batch.query_lengths, batch.context_lengths, batch.block_tables) == ([5], [5], [[0, 1]])
+    assert batch.logits_indices == [4]
+    assert (request.token_ids, request.num_computed_tokens) == ([1, 2, 3, 4, 5, 6], 5)
+
+    batch = step(scheduler).batch
+    assert (batch.token_ids, batch.positions, batch.slot_mapping) == ([6], [5], [5])
+    assert (batch.query_lengths, batch.context_lengths, batch.logits_indices) == ([1], [6], [0])
+
+
+def test_several_sequences_are_packed_in_order_of_arrival():
+    scheduler = make_scheduler()
+    added(scheduler, "a", [1, 2])
+    step(scheduler, {"a": [3]})
+    added(scheduler, "b", [11, 12, 13])
+    request_a = scheduler.running[0]
+    request_a.draft = make_draft(request_a, [4, 5])
+    schedule = step(scheduler)
+    assert schedule.batch.token_ids == [3, 4, 5, 11, 12, 13]
+    assert schedule.batch.positions == [2, 3, 4, 0, 1, 2]
+    assert schedule.batch.slot_mapping == [2, 3, 4, 8, 9, 10]
+    assert schedule.batch.block_tables[1] == [2]
+    assert schedule.batch.logits_indices == [0, 1, 2, 5], "1 + len(draft) rows, then the end of the prompt"
+    assert [item.samples for item in schedule.items] == [True, True]
+
+
+def test_nothing_to_do_is_none():
+    scheduler = make_scheduler()
+    assert scheduler.schedule(0.0) is None
+    assert not scheduler.has_work()
+
+
+def test_draft_ids_beyond_the_vocabulary_are_clamped_in_the_batch_only():
+    scheduler = make_scheduler(vocab_size=10)
+    request = added(scheduler, "a", [1])
+    step(scheduler, {"a": [2]})
+    request.draft = make_draft(request, [9, 10, 31])
+    schedule = scheduler.schedule(0.0)
+    assert schedule.batch.token_ids == [2, 9, 9, 9]
+    assert schedule.items[0].draft.token_ids == (9, 10, 31), "verification must see what was drawn"
+
+
+# --- chunked prefill and budget --------------------------------------------------------------------------------------
+
+
+def test_long_prompt_is_computed_in_chunks():
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    request = added(scheduler, "a", range(1, 15))
+    first = step(scheduler)
+    assert (shares(first), first.items[0].samples, first.batch.logits_indices) == ({"a": 6}, False, [])
+    assert (request.num_computed_tokens, len(request.block_table)) == (6, 2)
+    second = step(scheduler)
+    assert (second.batch.positions, second.batch.slot_mapping) == ([6, 7, 8, 9, 10, 11], [6, 7, 8, 9, 10, 11])
+    third = step(scheduler, {"a": [50]})
+    assert (shares(third), third.items[0].samples, third.batch.logits_indices) == ({"a": 2}, True, [1])
+    assert request.token_ids[-1] == 50
+
+
+def test_running_requests_go_before_new_ones():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    added(scheduler, "a", [1])
+    step(scheduler)
+    added(scheduler, "b", range(10))
+    assert shares(step(scheduler)) == {"a": 1, "b": 3}
+
+
+def test_budget_cuts_the_draft_not_the_request():
+    scheduler = make_scheduler(max_num_batched_tokens=3)
+    request = added(scheduler, "a", [1])
+    step(scheduler)
+    request.draft = make_draft(request, [1, 2, 3, 4], sampled=True)
+    (item,) = scheduler.schedule(0.0).items
+    assert (item.num_new_tokens, item.draft.token_ids, len(item.draft.draft_probs)) == (3, (1, 2), 2)
+    assert request.metrics.num_cut_tokens == 2
+
+
+def test_a_draft_waits_while_a_prefill_is_chunked():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    request = added(scheduler, "a", range(1, 7))
+    request.draft = make_draft(request, [8, 9])
+    assert scheduler.schedule(0.0).items[0].draft is None
+    scheduler.commit(ScheduledRequest(request=request, num_new_tokens=4, draft=None, samples=False), [])
+    (item,) = scheduler.schedule(0.0).items
+    assert (item.num_new_tokens, item.draft.token_ids, item.samples) == (4, (8, 9), True)
+    assert request.metrics.num_cut_tokens == 0
+
+
+def test_max_num_seqs_limits_admission():
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in "abc":
+        added(scheduler, name, [1])
+    assert shares(step(scheduler)) == {"a": 1, "b": 1}
+    scheduler.remove("a")
+    assert shares(step(scheduler)) == {"b": 1, "c": 1}
+
+
+# --- verification, rollback ------------------------------------------------------------------------------------------
+
+
+def with_draft(num_tokens: int, draft_tokens, **config) -> tuple[Scheduler, Request]:
+    """A request of `num_tokens` tokens, all but the last computed, with a draft."""
+    scheduler = make_scheduler(**config)
+    request = added(scheduler, "a", range(1, num_tokens))
+    step(scheduler, {"a": [num_tokens]})
+    request.draft = make_draft(request, draft_tokens)
+    return scheduler, request
+
+
+def test_rejection_rolls_blocks_back_across_a_boundary():
+    # |1 2 3 4|5 6 _ _|        7 is next; the draft of 6 reaches into the fourth block
+    # |1 2 3 4|5 6 7 d|d d d d|d    one accepted: computed 8, blocks 2 and 3 go back
+    scheduler, request = with_draft(7, [8, 70, 70, 70, 70, 70])
+    schedule = scheduler.schedule(0.0)
+    assert len(request.block_table) == 4
+    scheduler.commit(schedule.items[0], [8, 9])
+    scheduler.check_integrity()
+    assert request.token_ids == list(range(1, 10))
+    assert (request.num_computed_tokens, request.block_table) == (8, [0, 1])
+    assert request.draft is None
+    batch = scheduler.schedule(0.0).batch
+    assert (batch.token_ids, batch.positions, batch.slot_mapping) == ([9], [8], [8])
+
+
+def test_full_acceptance_keeps_the_drafts_kv():
+    scheduler, request = with_draft(7, [8, 9])
+    step(scheduler, {"a": [8, 9, 10]})
+    assert (request.num_tokens, request.num_computed_tokens, len(request.block_table)) == (10, 9, 3)
+
+
+def test_total_rejection_leaves_one_recovered_token():
+    scheduler, request = with_draft(7, [70, 71])
+    step(scheduler, {"a": [8]})
+    assert (request.num_tokens, request.num_computed_tokens, len(request.block_table)) == (8, 7, 2)
+
+
+def test_rejected_kv_is_never_published():
+    scheduler, _ = with_draft(7, [70, 71])  # the second block would be full with the rejected 70
+    step(scheduler, {"a": [8]})
+    other = added(scheduler, "b", [1, 2, 3, 4, 5, 6, 7, 70, 71])
+    step(scheduler)
+    assert other.num_cached_tokens == 4
+
+
+def test_empty_draft_is_no_draft():
+    scheduler, _ = with_draft(7, [])
+    (item,) = scheduler.schedule(0.0).items
+    assert (item.draft, item.num_new_tokens) == (None, 1)
+
+
+def test_stale_draft_is_a_bug_of_the_caller():
+    scheduler, request = with_draft(7, [1])
+    request.token_ids.append(5)
+    with pytest.raises(AssertionError, match="draft for 7 at 8 tokens"):
+        scheduler.schedule(0.0)
+
+
+def test_commit_checks_how_much_was_committed():
+    scheduler, request = with_draft(7, [1])
+    (item,) = scheduler.schedule(0.0).items
+    for tokens in ([], [1, 2, 3]):
+        with pytest.raises(AssertionError, match="tokens committed"):
+            scheduler.commit(item, tokens)
+    with pytest.raises(AssertionError, match="samples nothing"):
+        scheduler.commit(ScheduledRequest(request=request, num_new_tokens=1, draft=None, samples=False), [1])
+
+
+# --- cut drafts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "max_model_len", "expected"),
+    [
+        (16, 64, (8, 9, 10, 11)),
+        (5, 64, (8, 9, 10)),  # 1 output token so far, 3 accepted, 1 bonus: 5
+        (2, 64, None),
+        (16, 11, (8, 9, 10)),  # 7 tokens, 3 accepted, 1 bonus: 11
+        (16, 8, None),
+    ],
+)
+def test_accepted_and_bonus_tokens_stay_within_the_limits(max_tokens, max_model_len, expected):
+    scheduler = make_scheduler(max_model_len=max_model_len)
+    request = added(scheduler, "a", range(1, 7), max_tokens)
+    step(scheduler)
+    request.draft = make_draft(request, [8, 9, 10, 11])
+    (item,) = scheduler.schedule(0.0).items
+    assert (item.draft.token_ids if item.draft else None) == expected
+    assert request.metrics.num_cut_tokens == 4 - len(expected or ())
+
+
+def test_where_a_draft_is_cut_does_not_depend_on_its_tokens():
+    """The trap of design.md's fifth idea: same counts, other tokens (invalid ones too), same cut."""
+    cuts = set()
+    for token_ids in ([8, 9, 10, 11], [99, 5000, 5000, 5000], [0, 0, 0, 0]):
+        scheduler = make_scheduler(max_num_batched_tokens=8)
+        request = added(scheduler, "a", range(1, 7), max_tokens=4)
+        step(scheduler)
+        request.draft = make_draft(request, token_ids, sampled=True)
+        (item,) = scheduler.schedule(0.0).items
+        cuts.add(len(item.draft.token_ids))
+    assert cuts == {2}
+
+
+def test_short_of_blocks_the_draft_is_cut_and_nobody_preempted():
+    scheduler = make_scheduler(num_blocks=4)
+    first = added(scheduler, "a", range(1, 7), max_tokens=8)
+    second = added(scheduler, "b", range(21, 27), max_tokens=8)
+    step(scheduler)
+    first.draft = make_draft(first, [1, 2, 3, 4])  # one more slot in the second block, and no free block
+    schedule = step(scheduler)
+    assert shares(schedule) == {"a": 2, "b": 1}
+    assert schedule.items[0].draft.token_ids == (1,)
+    assert (first.metrics.num_cut_tokens, schedule.preempted, second.num_preemptions) == (3, (), 0)
+
+
+# --- preemption ------------------------------------------------------------------------------------------------------
+
+
+def crowded() -> tuple[Scheduler, Request, Request]:
+    """Two requests that fill the pool of four blocks: 8 computed tokens each, a ninth to come."""
+    scheduler = make_scheduler(num_blocks=4)
+    first = added(scheduler, "a", range(1, 9), max_tokens=8)
+    second = added(scheduler, "b", range(21, 29), max_tokens=8)
+    step(scheduler, {"a": [9], "b": [29]})
+    assert len(first.block_table) + len(second.block_table) == 4
+    return scheduler, first, second
+
+
+def test_the_latest_arrival_is_preempted_and_recomputed():
+    scheduler, _, second = crowded()
+    second.draft = make_draft(second, [30, 31])
+    second.hold_until_s = 99.0
+    schedule = step(scheduler)
+    assert (shares(schedule), schedule.preempted) == ({"a": 1}, (second,))
+    assert (second.block_table, second.num_computed_tokens, second.num_preemptions) == ([], 0, 1)
+    assert (second.draft, second.hold_until_s, second.metrics.num_cut_tokens) == (None, None, 2)
+    assert scheduler.waiting == (second,)
+    late = added(scheduler, "c", [1])
+    step(scheduler)
+    assert scheduler.waiting == (second, late), "first come, first served: nobody overtakes"
+
+    scheduler.remove("a")
+    schedule = step(scheduler)
+    assert second.token_ids[:9] == [*range(21, 29), 29]
+    # `a` took the LRU block, the tail of b's prefix: block 0 of b is still cached.
+    assert shares(schedule) == {"b": 5, "c": 1}
+    assert second.num_cached_tokens == 0, "recorded at the first admission"
+    assert (second.num_tokens, second.num_computed_tokens) == (10, 9)
+
+
+def test_preempted_requests_go_to_the_front_of_the_queue_in_order_of_arrival():
+    scheduler = make_scheduler(num_blocks=5, enable_prefix_caching=False)
+    first = added(scheduler, "a", range(1, 9), max_tokens=8)
+    second, third = added(scheduler, "b", [21, 22, 23, 24], max_tokens=8), added(scheduler, "c", [31, 32], max_tokens=8)
+    step(scheduler)
+    late = added(scheduler, "d", range(41, 53), max_tokens=8)
+    assert shares(step(scheduler)) == {"a": 1, "b": 1}
+    assert (third.num_preemptions, scheduler.waiting) == (1, (third, late))
+    while not second.num_preemptions:
+        step(scheduler)
+    assert (scheduler.running, scheduler.waiting) == ((first,), (second, third, late))
+
+
+def test_the_latest_arrival_waits_with_its_kv_rather_than_preempt_an_older_one():
+    scheduler, first, second = crowded()
+    first.hold_until_s = 5.0
+    assert scheduler.schedule(0.0) is None
+    assert (len(second.block_table), second.num_preemptions) == (2, 0)
+    assert scheduler.next_deadline_s() == 5.0
+    schedule = step(scheduler, now_s=5.0)
+    assert (shares(schedule), schedule.preempted) == ({"a": 1}, (second,))
+
+
+def test_a_prefill_is_preempted_half_way_and_starts_again():
+    scheduler = make_scheduler(num_blocks=5, max_num_batched_tokens=5, enable_prefix_caching=False)
+    first = added(scheduler, "a", range(1, 8), max_tokens=12)
+    step(scheduler)
+    step(scheduler)
+    second = added(scheduler, "b", range(21, 33), max_tokens=4)  # 12 tokens: the 3 free blocks
+    assert shares(step(scheduler)) == {"a": 1, "b": 4}
+    assert shares(step(scheduler)) == {"a": 1, "b": 4}
+    for _ in range(3):
+        assert shares(step(scheduler)) == {"a": 1}  # `a` took the third block: `b` keeps what it has and waits
+    assert second.num_computed_tokens == 8
+    assert step(scheduler).preempted == (second,)
+    assert second.token_ids[:12] == list(range(21, 33))
+    scheduler.remove(first.request_id)
+    assert shares(step(scheduler)) == {"b": 5}
+    assert shares(step(scheduler)) == {"b": 5}
+
+
+def test_a_request_is_admitted_only_if_all_of_it_fits():
+    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=8)
+    added(scheduler, "a", range(1, 7), max_tokens=4)
+    step(scheduler)
+    added(scheduler, "b", range(21, 31), max_tokens=4)  # three blocks, two are free
+    added(scheduler, "c", [1], max_tokens=4)
+    assert shares(step(scheduler)) == {"a": 1}, "and the small one behind it does not overtake"
+    scheduler.remove("a")
+    assert shares(step(scheduler)) == {"b": 8}
+
+
+# --- what can never run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "text"),
+    [
+        ([], 4, "at least 1"),
+        (range(64), 4, "model's maximum of 64"),
+        (range(10), 20, r"need 8 KV blocks of 4 tokens, the whole pool has 7"),
+    ],
+)
+def test_add_refuses_what_could_never_run(prompt, max_tokens, text):
+    scheduler = make_scheduler(num_blocks=7)
+    with pytest.raises(ValueError, match=text):
+        scheduler.add(make_request("a", prompt, max_tokens))
+    assert not scheduler.has_work()
+
+
+def test_add_refuses_a_known_id():
+    scheduler = make_scheduler()
+    added(scheduler, "a", [1])
+    with pytest.raises(ValueError, match="already here"):
+        scheduler.add(make_request("a", [1]))
+
+
+def test_a_request_that_just_fits_runs_to_its_end_alone():
+    scheduler = make_scheduler(num_blocks=7)
+    request = added(scheduler, "a", range(10), max_tokens=19)  # 29 tokens, the last is never computed: 28 = 7 blocks
+    while request.num_output_tokens < 19:
+        step(scheduler)
+    assert len(request.block_table) == 7
+
+
+def test_config_names_the_bad_field():
+    for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "vocab_size"):
+        with pytest.raises(ValueError, match=name):
+            make_scheduler(**{name: 0})
+
+
+# --- held requests, removal ------------------------------------------------------------------------------------------
+
+
+def test_held_request_is_left_out_until_its_deadline():
+    scheduler = make_scheduler()
+    first, second = added(scheduler, "a", [1]), added(scheduler, "b", [2])
+    step(scheduler)
+    first.hold_until_s, second.hold_until_s = 3.0, 2.0
+    assert (scheduler.schedule(1.0), scheduler.next_deadline_s()) == (None, 2.0)
+    assert (len(first.block_table), len(second.block_table)) == (1, 1)
+    assert shares(step(scheduler, now_s=2.0)) == {"b": 1}
+    assert (second.hold_until_s, scheduler.next_deadline_s()) == (None, 3.0)
+    assert shares(step(scheduler, now_s=3.5)) == {"a": 1, "b": 1}
+    assert scheduler.next_deadline_s() is None
+
+
+def test_remove_frees_at_once_wherever_the_request_is():
+    scheduler = make_scheduler(max_num_seqs=2)
+    held, running, waiting = (added(scheduler, name, [1, 2, 3]) for name in "abc")
+    step(scheduler)
+    held.hold_until_s = 9.0
+    for request in (waiting, held, running):
+        assert scheduler.remove(request.request_id) is request
+        assert (request.block_table, request.num_computed_tokens) == ([], 0)
+        scheduler.check_integrity()
+    assert scheduler.remove("a") is None
+    assert not scheduler.has_work()
+    assert scheduler.schedule(0.0) is None
+
+
+def test_commit_after_removal_is_left_alone():
+    scheduler = make_scheduler()
+    request = added(scheduler, "a", [1, 2, 3])
+    schedule = scheduler.schedule(0.0)
+    scheduler.remove("a")
+    assert schedule.batch.block_tables == [[0]], "the batch under way keeps its tables"
+    scheduler.commit(schedule.items[0], [4])
+    assert (request.token_ids, request.block_table) == ([1, 2, 3], [])
+    scheduler.check_integrity()
+
+
+# --- prefix cache ----------------------------------------------------------------------------------------------------
+
+
+def test_prefix_of_a_running_request_is_shared():
+    scheduler = make_scheduler()
+    first = added(scheduler, "a", range(1, 11))
+    step(scheduler)
+    second = added(scheduler, "b", [*range(1, 9), 50])
+    schedule = scheduler.schedule(0.0)
+    assert shares(schedule) == {"a": 1, "b": 1}
+    assert (second.num_cached_tokens, second.block_table[:2]) == (8, first.block_table[:2])
+    assert schedule.batch.positions[1:] == [8]
+
+
+def test_prefix_is_found_after_its_request_has_left_output_included():
+    scheduler = make_scheduler()
+    added(scheduler, "a", range(1, 8))
+    step(scheduler, {"a": [8]})
+    step(scheduler, {"a": [9]})
+    scheduler.remove("a")
+    second = added(scheduler, "b", range(1, 12))
+    assert shares(step(scheduler)) == {"b": 3}
+    assert second.num_cached_tokens == 8
+
+
+def test_at_least_the_last_token_is_computed():
+    scheduler = make_scheduler()
+    added(scheduler, "a", range(1, 9))
+    step(scheduler)
+    second = added(scheduler, "b", range(1, 9))
+    schedule = step(scheduler)
+    assert shares(schedule)["b"] == 4
+    assert second.num_cached_tokens == 4
+
+
+def test_no_prefix_caching_when_switched_off():
+    scheduler = make_scheduler(enable_prefix_caching=False)
+    added(scheduler, "a", range(1, 9))
+    step(scheduler)
+    second = added(scheduler, "b", range(1, 9))
+    step(scheduler)
+    assert (second.num_cached_tokens, second.block_hashes) == (0, [])
+
+
+def test_shared_blocks_let_a_request_in_that_would_not_fit_alone():
+    scheduler = make_scheduler(num_blocks=4)
+    added(scheduler, "a", range(1, 11), max_tokens=4)  # three blocks
+    step(scheduler)
+    added(scheduler, "b", range(31, 41), max_tokens=4)
+    assert shares(step(scheduler)) == {"a": 1}
+    scheduler.remove("b")
+    added(scheduler, "c", [*range(1, 9), 50, 51], max_tokens=4)  # three blocks, two of them shared
+    assert shares(step(scheduler)) == {"a": 1, "c": 2}
+
+
+def test_a_cached_prefix_that_nobody_uses_makes_no_room():
+    scheduler = make_scheduler(num_blocks=4)
+    added(scheduler, "a", range(1, 9), max_tokens=4)
+    step(scheduler)
+    scheduler.remove("a")
+    added(scheduler, "b", range(21, 27), max_tokens=4)  # the two empty blocks
+    step(scheduler)
+    waiting = added(scheduler, "c", range(1, 12), max_tokens=4)  # three blocks; the two free ones hold its prefix
+    assert shares(step(scheduler)) == {"b": 1}
+    assert scheduler.waiting == (waiting,)
+    scheduler.remove("b")
+    assert shares(step(scheduler)) == {"c": 3}
+
+
+# --- speed -----------------------------------------------------------------------------------------------------------
+
+
+def test_scheduling_256_requests_with_drafts_is_cheap():
+    scheduler = Scheduler(SchedulerConfig(max_model_len=4096, vocab_size=100), BlockPool(1024, 16))
+    for index in range(256):
+        added(scheduler, str(index), [index % 100, index // 100, 1])
+    step(scheduler)
+    times_s = []
+    for _ in range(9):
+        for request in scheduler.running:
+            request.draft = make_draft(request, [1, 2, 3, 4])
+        begin_s = time.perf_counter()
+        schedule = scheduler.schedule(0.0)
+        times_s.append(time.perf_counter() - begin_s)
+        for item in schedule.items:
+            scheduler.commit(item, [1])
+    # About 1 ms on an idle core; the margin is for machines that are shared.
+    assert min(times_s) < 0.010
+
+
+# --- simulation ------------------------------------------------------------------------------------------------------
+
+VOCAB_SIZE = 5  # small, so that prefixes are often shared and wrong drafts often right
+
+
+def mix(context: int, token_id: int) -> int:
+    """What the KV at a position holds: a digest of all tokens up to it, made from the KV before it."""
+    return (context * 1_000_003 + token_id + 1) % (1 << 61)
+
+
+def next_token(context: int) -> int:
+    return (context >> 7) % VOCAB_SIZE
+
+
+def plain_decoding(prompt: list[int], num_tokens: int) -> list[int]:
+    """The reference: no batch, no blocks, no drafts."""
+    tokens, context = list(prompt), 0
+    for token_id in prompt:
+        context = mix(context, token_id)
+    while len(tokens) < num_tokens:
+        tokens.append(next_token(context))
+        context = mix(context, tokens[-1])
+    return tokens
+
+
+@dataclass
+class PagedModel:
+    """A model that knows nothing but its batch and the KV slots: a stale slot derails everything after it."""
+
+    block_size: int
+    kv: dict[int, int] = field(default_factory=dict)
+
+    def execute(self, batch) -> list[int]:
+        """Return the next token after every row that wants logits."""
+        outputs, row = [], 0
+        rows = zip(batch.query_lengths, batch.context_lengths, batch.block_tables, strict=True)
+        for query_length, context_length, block_table in rows:
+            assert len(block_table) == -(-context_length // self.block_size), "the table covers the context, no more"
+            for position in range(context_length - query_length, context_length):
+                assert batch.positions[row] == position
+                slot = self._slot(block_table, position)
+                assert batch.slot_mapping[row] == slot
+                before = self.kv[self._slot(block_table, position - 1)] if position else 0
+                self.kv[slot] = mix(before, batch.token_ids[row])
+                outputs.append(next_token(self.kv[slot]))
+                row += 1
+        assert row == batch.num_tokens
+        return [outputs[index] for index in batch.logits_indices]
+
+    def check(self, request: Request) -> None:
+        """Every computed position of a sequence must hold exactly what its own tokens would have written."""
+        context = 0
+        for position in range(request.num_computed_tokens):
+            context = mix(context, request.token_ids[position])
+            assert self.kv[self._slot(request.block_table, position)] == context, f"stale KV at {position}"
+
+    def _slot(self, block_table: list[int], position: int) -> int:
+        return block_table[position // self.block_size] * self.block_size + position % self.block_size
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random arrivals, drafts, holds, cancellations and steps over a small pool."""
+
+    @initialize(
+        num_blocks=st.integers(4, 14),
+        block_size=st.integers(1, 4),
+        max_num_batched_tokens=st.integers(1, 14),
+        max_num_seqs=st.integers(1, 5),
+        caching=st.booleans(),
+    )
+    def start(self, num_blocks, block_size, max_num_batched_tokens, max_num_seqs, caching):
+        self.config = SchedulerConfig(
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=24,
+            vocab_size=VOCAB_SIZE,
+            enable_prefix_caching=caching,
+        )
+        self.scheduler = Scheduler(self.config, BlockPool(num_blocks, block_size, caching))
+        self.model = PagedModel(block_size)
+        self.now_s = 0.0
+        self.num_added = 0
+        self.num_drafted: dict[str, int] = {}
+        self.num_verified: dict[str, int] = {}
+
+    @rule(
+        prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=4),
+        max_tokens=st.integers(1, 12),
+    )
+    def add(self, prompts, max_tokens):
+        for prompt in prompts:
+            request = make_request(str(self.num_added), prompt, max_tokens)
+            limit = min(self.config.max_model_len, len(prompt) + max_tokens)
+            if self.scheduler._pool.num_blocks_for(limit - 1) > self.scheduler._pool.num_blocks:
+                with pytest.raises(ValueError, match="the whole pool"):
+                    self.scheduler.add(request)
+                continue
+            self.scheduler.add(request)
+            self.num_added += 1
+            self.num_drafted[request.request_id] = self.num_verified[request.request_id] = 0
+
+    @precondition(lambda self: self.scheduler.has_work())
+    @rule(data=st.data(), length=st.integers(0, 6), num_right=st.integers(0, 6), sampled=st.booleans())
+    def draft_arrives(self, data, length, num_right, sampled):
+        request = self.pick(data)
+        if request.draft is not None:
+            return
+        right = plain_decoding(request.token_ids, request.num_tokens + length)[request.num_tokens :]
+        wrong = data.draw(st.lists(st.integers(0, VOCAB_SIZE + 2), min_size=length, max_size=length))
+        request.draft = make_draft(request, [*right[:num_right], *wrong[num_right:]], sampled)
+        request.hold_until_s = None
+        self.num_drafted[request.request_id] += length
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(data=st.data(), wait_s=st.integers(1, 3))
+    def hold(self, data, wait_s):
+        data.draw(st.sampled_from(self.scheduler.running)).hold_until_s = self.now_s + wait_s
+
+    @precondition(lambda self: self.scheduler.has_work())
+    @rule(data=st.data())
+    def cancel(self, data):
+        request = self.pick(data)
+        assert self.scheduler.remove(request.request_id) is request
+
+    @rule(seconds=st.integers(1, 3))
+    def time_passes(self, seconds):
+        self.now_s += seconds
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count):
+        for _ in range(count):
+            self.run_step()
+            self.books_agree()
+
+    @precondition(lambda self: self.scheduler.has_work())
+    @rule(data=st.data())
+    def step_with_a_cancellation_in_flight(self, data):
+        self.run_step(cancel=self.pick(data))
+
+    @invariant()
+    def books_agree(self):
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_integrity()
+        for request in self.scheduler.running:
+            self.model.check(request)
+
+    def teardown(self):
+        """Nothing is stuck: whatever is left runs to its end."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(5000):
+            if not self.scheduler.has_work():
+                break
+            self.now_s = max(self.now_s, self.scheduler.next_deadline_s() or 0.0)
+            assert self.run_step(), "nothing is held, so something must run"
+            self.books_agree()
+        assert not self.scheduler.has_work()
+        self.scheduler._pool.check_integrity([])
+
+    def pick(self, data) -> Request:
+        return data.draw(st.sampled_from([*self.scheduler.running, *self.scheduler.waiting]))
+
+    def run_step(self, cancel: Request | None = None) -> bool:
+        is_free = any(r.hold_until_s is None for r in self.scheduler.running[:1])
+        schedule = self.scheduler.schedule(self.now_s)
+        if schedule is None:
+            assert not is_free, "the oldest running request can always go on"
+            return False
+        self.check_schedule(schedule)
+        sampled = iter(self.model.execute(schedule.batch))
+        outputs = {
+            item.request.request_id: [next(sampled) for _ in range(1 + self.num_draft_tokens(item))]
+            for item in schedule.items
+            if item.samples
+        }
+        if cancel is not None:
+            self.scheduler.remove(cancel.request_id)
+        for item in schedule.items:
+            self.commit(item, outputs.get(item.request.request_id, []))
+        return True
+
+    def check_schedule(self, schedule: Schedule) -> None:
+        assert schedule.batch.num_tokens <= self.config.max_num_batched_tokens
+        scheduled = {item.request.request_id for item in schedule.items}
+        assert not scheduled & {request.request_id for request in schedule.preempted}
+        for item in schedule.items:
+            request = item.request
+            assert request.hold_until_s is None or request.hold_until_s <= self.now_s
+            assert item.draft is None or (item.samples and item.draft.token_ids)
+            if item.draft is not None and item.draft.draft_probs is not None:
+                assert len(item.draft.draft_probs) == len(item.draft.token_ids)
+            limit = min(self.config.max_model_len, request.num_prompt_tokens + request.sampling.max_tokens)
+            assert request.num_tokens + self.num_draft_tokens(item) + 1 <= limit or not item.samples
+
+    def commit(self, item: ScheduledRequest, outputs: list[int]) -> None:
+        """Verify greedily, commit, and finish what has reached its limit."""
+        request = item.request
+        self.num_verified[request.request_id] += self.num_draft_tokens(item)
+        draft_ids = item.draft.token_ids if item.draft else ()
+        num_accepted = 0
+        while num_accepted < len(draft_ids) and draft_ids[num_accepted] == outputs[num_accepted]:
+            num_accepted += 1
+        self.scheduler.commit(item, outputs[: num_accepted + 1])
+        limit = min(self.config.max_model_len, request.num_prompt_tokens + request.sampling.max_tokens)
+        assert request.num_tokens <= limit
+        if request.num_tokens == limit and self.scheduler.remove(request.request_id):
+            assert request.token_ids == plain_decoding(request.token_ids[: request.num_prompt_tokens], limit)
+            num_drafted = self.num_drafted[request.request_id]
+            assert num_drafted == self.num_verified[request.request_id] + request.metrics.num_cut_tokens
+
+    @staticmethod
+    def num_draft_tokens(item: ScheduledRequest) -> int:
+        return len(item.draft.token_ids) if item.draft else 0
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)

@@ -1,0 +1,271 @@
+"""The coordinator against a client in memory and a clock that the test advances."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_bench import MemoryDrafts
+from outrider.verifier_service.circuit_breaker import BreakerConfig
+from outrider.verifier_service.drafting import (
+    DRAFT_PROB_SCALE,
+    Close,
+    Commit,
+    Draft,
+    DrafterEvent,
+    Open,
+    Resync,
+    SparseRow,
+    VerifierMessage,
+)
+from outrider.verifier_service.request import GenerationRequest, Request, SamplingParams, SpeculationPlan
+from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
+
+VOCAB_SIZE = 100
+
+
+class Bench:
+    """One coordinator, one client, one clock, some requests."""
+
+    def __init__(self, **config: float) -> None:
+        self.client = MemoryDrafts()
+        settings = {"vocab_size": VOCAB_SIZE, "max_model_len": 64, "first_deadline_s": 0.5, **config}
+        self.coordinator = DraftCoordinator(self.client, SpeculationConfig(**settings))
+        self.requests: dict[str, Request] = {}
+        self.now_s = 0.0
+
+    def request(
+        self, request_id: str = "a", *, draft_length: int = 3, drafter_id: str | None = None, **sampling
+    ) -> Request:
+        sampling = {"temperature": 0.0, "max_tokens": 32, **sampling}
+        message = GenerationRequest(
+            request_id=request_id,
+            prompt_token_ids=(1, 2, 3),
+            sampling=SamplingParams(**sampling),
+            plan=SpeculationPlan(drafter_id=drafter_id, draft_length=draft_length),
+        )
+        self.requests[request_id] = Request.of(message, self.now_s)
+        return self.requests[request_id]
+
+    def receive(self, *events: DrafterEvent) -> None:
+        self.client.events.extend(events)
+        self.coordinator.receive(self.requests, self.now_s)
+
+    def ask(self, *requests: Request) -> list[tuple[str, VerifierMessage]]:
+        self.coordinator.ask(requests or self.requests.values(), self.now_s)
+        return self.client.take()
+
+
+def up(drafter_id: str = "d") -> DrafterEvent:
+    return DrafterEvent(drafter_id=drafter_id)
+
+
+def down(drafter_id: str = "d") -> DrafterEvent:
+    return DrafterEvent(drafter_id=drafter_id, is_up=False)
+
+
+def said(message: Draft | Resync, drafter_id: str = "d") -> DrafterEvent:
+    return DrafterEvent(drafter_id=drafter_id, message=message)
+
+
+def answer(commit: VerifierMessage, *token_ids: int, **changes) -> Draft:
+    """The draft that fits a commit, unless changed."""
+    assert isinstance(commit, Commit)
+    fields = {
+        "request_id": commit.request_id,
+        "round_id": commit.round_id,
+        "position": commit.position + len(commit.token_ids),
+        "token_ids": token_ids,
+    }
+    return Draft(**{**fields, **changes})
+
+
+@pytest.fixture
+def bench() -> Bench:
+    bench = Bench()
+    bench.receive(up())
+    return bench
+
+
+def test_first_ask_opens_with_the_whole_prefix_and_later_ones_send_deltas(bench: Bench):
+    request = bench.request()
+    (_, opening), (_, first) = bench.ask()
+    assert isinstance(opening, Open)
+    assert opening.token_ids == (1, 2, 3)
+    assert first == Commit(request_id="a", round_id=1, position=3, token_ids=(), max_length=3)
+    bench.receive(said(answer(first, 7)))
+    request.token_ids += [7, 8]
+    ((_, second),) = bench.ask()
+    assert second == Commit(request_id="a", round_id=2, position=3, token_ids=(7, 8), max_length=3)
+
+
+def test_draft_reaches_its_request_and_ends_the_hold(bench: Bench):
+    request = bench.request()
+    commit = bench.ask()[-1][1]
+    assert request.hold_until_s == 0.5
+    bench.receive(said(answer(commit, 7, 8)))
+    assert request.draft is not None
+    assert request.draft.token_ids == (7, 8)
+    assert request.hold_until_s is None
+
+
+@pytest.mark.parametrize("change", [{"round_id": 99}, {"request_id": "unknown"}])
+def test_stale_drafts_are_dropped_and_counted(bench: Bench, change: dict):
+    request = bench.request()
+    commit = bench.ask()[-1][1]
+    bench.receive(said(answer(commit, 7, **change)))
+    assert request.draft is None
+    assert request.hold_until_s is not None
+    assert bench.coordinator.num_stale_drafts == 1
+
+
+def test_draft_of_another_drafter_is_stale(bench: Bench):
+    request = bench.request(drafter_id="d")
+    bench.receive(up("other"))
+    commit = bench.ask()[-1][1]
+    bench.receive(said(answer(commit, 7), "other"))
+    assert request.draft is None
+    assert bench.coordinator.num_stale_drafts == 1
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "changes"),
+    [
+        ((7, 8, 9, 10), {}),  # longer than asked for
+        ((VOCAB_SIZE,), {}),
+        ((7,), {"position": 2}),
+        ((7,), {"draft_probs": (SparseRow(token_ids=(8,), weights=(DRAFT_PROB_SCALE,)),)}),
+        ((7,), {"draft_probs": (SparseRow(token_ids=(7,), weights=(1,)),)}),
+    ],
+)
+def test_bad_drafts_end_their_round_without_a_draft(bench: Bench, token_ids: tuple[int, ...], changes: dict):
+    request = bench.request()
+    commit = bench.ask()[-1][1]
+    bench.receive(said(answer(commit, *token_ids, **changes)))
+    assert request.draft is None
+    assert request.hold_until_s is None, "the request must not wait for a second answer"
+    assert bench.coordinator.fallbacks == {"bad_draft": 1}
+
+
+def test_padded_drafter_vocabulary_is_no_fault():
+    bench = Bench()
+    bench.receive(DrafterEvent(drafter_id="d", vocab_size=VOCAB_SIZE + 28))
+    request = bench.request()
+    commit = bench.ask()[-1][1]
+    bench.receive(said(answer(commit, VOCAB_SIZE + 27)))
+    assert request.draft is not None, "a drawn token beyond the target's vocabulary is verified, never cut"
+
+
+def test_missed_deadline_lets_the_request_run_and_the_late_draft_is_stale(bench: Bench):
+    request = bench.request()
+    commit = bench.ask()[-1][1]
+    bench.now_s = 0.6
+    bench.receive()
+    assert request.hold_until_s is None
+    assert request.draft is None
+    assert bench.coordinator.fallbacks == {"timeout": 1}
+    bench.receive(said(answer(commit, 7)))
+    assert request.draft is None
+    assert bench.coordinator.num_stale_drafts == 1
+
+
+def test_lost_drafter_lets_its_requests_go_on_and_another_takes_over(bench: Bench):
+    request = bench.request(drafter_id="d")
+    bench.receive(up("spare"))
+    bench.ask()
+    bench.receive(down())
+    assert request.hold_until_s is None
+    request.token_ids.append(9)
+    (to, opening), _ = bench.ask()
+    assert to == "spare"
+    assert isinstance(opening, Open)
+    assert opening.token_ids == (1, 2, 3, 9), "a new drafter gets everything"
+
+
+def test_drafter_that_comes_back_is_told_everything_again(bench: Bench):
+    request = bench.request()
+    bench.ask()
+    bench.receive(down())
+    bench.receive(up())
+    request.token_ids.append(9)
+    assert isinstance(bench.ask()[0][1], Open)
+
+
+def test_resync_reopens_within_the_same_deadline(bench: Bench):
+    request = bench.request()
+    bench.ask()
+    bench.now_s = 0.1
+    bench.receive(said(Resync(request_id="a")))
+    (_, opening), (_, commit) = bench.client.take()
+    assert isinstance(opening, Open)
+    assert request.hold_until_s == 0.5
+    bench.receive(said(answer(commit, 7)))
+    assert request.draft is not None
+
+
+def test_nobody_to_ask_is_said_and_costs_nothing():
+    bench = Bench()
+    request = bench.request()
+    assert bench.ask() == []
+    assert request.hold_until_s is None
+    assert request.metrics.disabled_reason == "drafter_unavailable"
+
+
+def test_opt_out_sends_nothing_at_all(bench: Bench):
+    request = bench.request(num_speculative_tokens=0)
+    assert bench.ask() == []
+    assert request.hold_until_s is None
+    assert request.metrics.disabled_reason == "request_opt_out"
+
+
+def test_speculation_that_comes_back_catches_up_with_one_delta(bench: Bench):
+    request = bench.request()
+    commit = bench.ask()[-1][1]
+    bench.receive(said(answer(commit)))
+    request.plan = SpeculationPlan(draft_length=0, disabled_reason="load")
+    request.token_ids += [4, 5]
+    assert bench.ask() == []
+    assert request.metrics.disabled_reason == "load"
+    request.plan = SpeculationPlan(draft_length=2)
+    request.token_ids += [6]
+    ((_, again),) = bench.ask()
+    assert again == Commit(request_id="a", round_id=2, position=3, token_ids=(4, 5, 6), max_length=2)
+    assert request.metrics.disabled_reason is None
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_speculative_tokens", "expected"), [(32, None, 3), (32, 2, 2), (3, None, 2), (2, None, 1)]
+)
+def test_draft_length_leaves_room_for_the_bonus_token(bench: Bench, max_tokens, num_speculative_tokens, expected):
+    bench.request(max_tokens=max_tokens, num_speculative_tokens=num_speculative_tokens)
+    assert bench.ask()[-1][1].max_length == expected
+
+
+def test_last_token_needs_no_draft(bench: Bench):
+    bench.request(max_tokens=1)
+    assert bench.ask() == []
+
+
+def test_finished_request_is_closed_at_its_drafter(bench: Bench):
+    request = bench.request()
+    bench.ask()
+    bench.coordinator.close(bench.requests.pop("a"))
+    assert bench.client.take() == [("d", Close(request_id="a"))]
+    bench.coordinator.close(request)
+    assert bench.client.take() == []
+
+
+def test_failing_drafter_is_left_alone_until_a_probe_succeeds(bench: Bench):
+    """Rounds that miss their deadlines open the breaker; then one probe at a time is asked."""
+    config = BreakerConfig()
+    requests = [bench.request(f"r{index}") for index in range(2)]
+    for _ in range(config.failure_threshold):
+        assert bench.ask(requests[0])
+        bench.now_s = requests[0].hold_until_s + 1e-6
+        bench.receive()
+    assert bench.ask() == []
+    assert requests[0].metrics.disabled_reason == "drafter_unavailable"
+    bench.now_s += config.open_s
+    probe = bench.ask()
+    assert {message.request_id for _, message in probe} == {"r0"}, "one probe, not everybody"
+    bench.receive(said(answer(probe[-1][1], 7)))
+    assert {message.request_id for _, message in bench.ask()} == {"r0", "r1"}

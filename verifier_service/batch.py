@@ -1,0 +1,26 @@
+"""The scheduler's order to the model runner: integers only, the same for verifier and drafter, for every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledBatch:
+    """Packed tokens of several sequences for one forward pass.
+
+    Sequence i owns `query_lengths[i]` consecutive tokens; after the step its KV holds `context_lengths[i]` tokens, in
+    the blocks of `block_tables[i]`. Prefill chunk, decode and verification differ only in these numbers.
+    """
+
+    token_ids: list[int]  # [num_tokens]
+    positions: list[int]  # [num_tokens] absolute position of each token in its sequence
+    slot_mapping: list[int]  # [num_tokens] block_id * block_size + offset: where the token's KV is written
+    query_lengths: list[int]  # [num_sequences]
+    context_lengths: list[int]  # [num_sequences] includes the query
+    block_tables: list[list[int]]  # [num_sequences][blocks that cover context_lengths]
+    logits_indices: list[int]  # [num_rows] indices into the packed tokens whose logits are wanted
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)

@@ -1,0 +1,163 @@
+"""What verifier and drafter say to each other, one frozen dataclass per message.
+
+Only these cross between the two sides. A drafter's state is disposable: `Open` with the whole prefix rebuilds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+PROTOCOL_VERSION = 1
+DRAFT_PROB_SCALE = 1 << 16  # quantised draft probabilities are integers that sum to this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSampling:
+    """The part of a request's sampling that shapes its draft.
+
+    `temperature` 0 asks for a greedy draft (a point mass, no draft_probs). With a `seed` the drafter takes the argmax
+    under the shared counter-based noise (coupled sampling) and again sends ids alone.
+    """
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    choice_index: int = 0
+
+    def __post_init__(self) -> None:
+        check_sampling_shape(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+def check_sampling_shape(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """Raise `ValueError` naming the field that is out of range."""
+    require(math.isfinite(temperature) and 0.0 <= temperature <= 100.0, "temperature", "in [0, 100]")
+    require(top_k >= 0, "top_k", "0 (off) or positive")
+    require(0.0 < top_p <= 1.0, "top_p", "in (0, 1]")
+    require(0.0 <= min_p <= 1.0, "min_p", "in [0, 1]")
+
+
+def require(condition: bool, field_name: str, expectation: str) -> None:
+    """Raise `ValueError` naming a field, unless the condition holds."""
+    if not condition:
+        raise ValueError(f"{field_name} must be {expectation}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """Start, or start again, the session of a request whose committed tokens are `token_ids` (never empty)."""
+
+    request_id: str
+    sampling: DraftSampling
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Append `token_ids` (may be empty) at `position` (tokens known before them) and ask for a draft after them.
+
+    `max_length` 0 asks for nothing and is answered by nothing.
+    """
+
+    request_id: str
+    round_id: int
+    position: int
+    token_ids: tuple[int, ...]
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseRow:
+    """One position's draft distribution, exactly as it was drawn from: weight / DRAFT_PROB_SCALE per token id."""
+
+    token_ids: tuple[int, ...]  # unique
+    weights: tuple[int, ...]  # positive, sum to DRAFT_PROB_SCALE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A chain of proposed tokens after `position` committed tokens.
+
+    `draft_probs` has one row per token when the tokens were drawn at random, and is None for point masses (greedy and
+    coupled drafts). An empty draft is the honest answer of a drafter that has nothing.
+    """
+
+    request_id: str
+    round_id: int
+    position: int
+    token_ids: tuple[int, ...]
+    draft_probs: tuple[SparseRow, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resync:
+    """The drafter does not know the session, or commits left a gap: it wants `Open` with the whole prefix."""
+
+    request_id: str
+
+
+VerifierMessage = Open | Commit | Close
+DrafterMessage = Draft | Resync
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterEvent:
+    """Something that happened at a drafter: it came up, went down, or said something."""
+
+    drafter_id: str
+    is_up: bool = True
+    vocab_size: int | None = None  # the drafter's, when it says so: its vocabulary may be padded beyond the target's
+    message: DrafterMessage | None = None  # None: only the change of `is_up`
+    received_s: float | None = None  # when it arrived, by this machine's monotonic clock; None: just now
+
+
+class DraftClient(Protocol):
+    """The engine's whole view of the drafters, wherever they run. Neither call blocks."""
+
+    def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
+        """Hand messages over, in order; a drafter that is down loses them."""
+
+    def poll(self) -> list[DrafterEvent]:
+        """Return what arrived since the last call, oldest first."""
+
+
+def check_draft(draft: Draft, *, draft_vocab_size: int, max_length: int) -> str | None:
+    """Return what is wrong with a draft as text, or None when it may be verified.
+
+    A drafter that misreports its draft_probs biases sampling silently, so rows are checked: unique ids within the
+    drafter's vocabulary, positive weights with the right sum, the drawn id among them. An id beyond the *target's*
+    vocabulary (padding) is no fault: it was drawn, so it is verified, with target probability 0.
+    """
+    if len(draft.token_ids) > max_length:
+        return f"draft of {len(draft.token_ids)} tokens, {max_length} were asked for"
+    if any(not 0 <= token_id < draft_vocab_size for token_id in draft.token_ids):
+        return "draft token id outside the vocabulary"
+    if draft.draft_probs is None:
+        return None
+    if len(draft.draft_probs) != len(draft.token_ids):
+        return "draft_probs and token_ids differ in length"
+    for row, token_id in zip(draft.draft_probs, draft.token_ids, strict=True):
+        if problem := _check_row(row, token_id, draft_vocab_size):
+            return problem
+    return None
+
+
+def _check_row(row: SparseRow, token_id: int, draft_vocab_size: int) -> str | None:
+    if len(row.token_ids) != len(row.weights) or len(set(row.token_ids)) != len(row.token_ids):
+        return "draft_probs ids are not unique or do not match their weights"
+    if any(not 0 <= id_ < draft_vocab_size for id_ in row.token_ids):
+        return "draft_probs id outside the vocabulary"
+    if any(weight <= 0 for weight in row.weights) or sum(row.weights) != DRAFT_PROB_SCALE:
+        return "draft_probs weights do not sum to one"
+    if token_id not in row.token_ids:
+        return "the drawn token is not in its draft_probs"
+    return None

@@ -1,0 +1,103 @@
+"""Assemble a verifier engine from its parts, the same way in every process that hosts one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+
+import torch
+
+from outrider.verifier_service.coupled_sampler import gumbel_noise
+from outrider.verifier_service.drafting import DraftClient
+from outrider.verifier_service.engine import Runner, VerifierEngine
+from outrider.verifier_service.engine_loop import EngineLoop
+from outrider.verifier_service.engine_messages import EngineReady
+from outrider.verifier_service.kv_cache import BlockPool
+from outrider.verifier_service.model_config import ModelConfig
+from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner, follow, resolve_device
+from outrider.verifier_service.ranks import RankSpec, connect, gather
+from outrider.verifier_service.relay_client import RelayDraftClient
+from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
+from outrider.verifier_service.seeds import derive_seed
+from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.step_profile import measure_step_times
+from outrider.verifier_service.wire import encode
+
+COLLECTIVE_TIMEOUT_S = 60.0  # a rank that is this late is dead: the group fails and its replica is replaced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierSpec:
+    """Everything a verifier's ranks must know."""
+
+    model: ModelConfig
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    enable_prefix_caching: bool = True
+    sampling_seed: int | None = None  # of unseeded requests; None: from the operating system
+    max_draft_deadline_s: float = 1.0
+
+
+def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> VerifierEngine:
+    """Put scheduler, KV pool and drafting around a loaded model."""
+    pool = BlockPool(runner.num_blocks, runner.block_size, spec.enable_prefix_caching)
+    config = SchedulerConfig(
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        max_num_seqs=spec.max_num_seqs,
+        max_model_len=runner.max_model_len,
+        vocab_size=runner.vocab_size,
+        enable_prefix_caching=spec.enable_prefix_caching,
+    )
+    speculation = SpeculationConfig(
+        vocab_size=runner.vocab_size,
+        max_model_len=runner.max_model_len,
+        first_deadline_s=spec.max_draft_deadline_s,
+        max_deadline_s=spec.max_draft_deadline_s,
+    )
+    return VerifierEngine(
+        runner,
+        Scheduler(config, pool),
+        DraftCoordinator(drafts, speculation),
+        clock=time.monotonic,
+        generator=torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "verifier")),
+    )
+
+
+def load_rank(
+    model: ModelConfig, rank: RankSpec, *, are_followers_alive: Callable[[], bool] = lambda: True
+) -> tuple[ModelRunner, list[Connection]]:
+    """Join the tensor-parallel group and load this rank's share of the model.
+
+    Rank 0 gets a pipe to each of its followers, a follower one pipe to rank 0.
+    """
+    backend = "nccl" if resolve_device(model.device).type == "cuda" else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(rank.rank % torch.cuda.device_count())  # under Ray each rank sees its own device only
+    group, pipes = gather(rank, backend, COLLECTIVE_TIMEOUT_S, are_followers_alive=are_followers_alive)
+    runner = ModelRunner(replace(model, tensor_parallel_size=rank.size), group)
+    # the table of logarithms behind coupled sampling takes 0.3 s once: no request should wait for it
+    gumbel_noise(0, 0, torch.zeros(1, dtype=torch.int64, device=runner.device), 1, runner.device)
+    return runner, pipes
+
+
+def run_verifier_rank(spec: VerifierSpec, rank: RankSpec) -> None:
+    """Be one rank of a verifier until its shell, or rank 0, goes away."""
+    share, pipes = load_rank(spec.model, rank)
+    if rank.rank > 0:
+        follow(pipes[0], share)
+        return
+    runner = ParallelRunner(share, pipes)
+    shell = connect(rank.shell_address)
+    drafts = RelayDraftClient()
+    engine = build_engine(runner, spec, drafts)
+    ready = EngineReady(
+        vocab_size=runner.vocab_size,
+        max_model_len=runner.max_model_len,
+        eos_token_ids=runner.eos_token_ids,
+        num_kv_blocks=runner.num_blocks,
+        step_times=measure_step_times(runner, max_tokens=min(64, spec.max_num_batched_tokens)),
+    )
+    shell.send_bytes(encode(ready))
+    EngineLoop(engine, drafts, shell, clock=time.monotonic).run()

@@ -1,0 +1,129 @@
+"""Run a verifier engine in a process of its own: requests and drafts in, tokens out, over one pipe.
+
+The process does nothing else, so that no server thread can starve the step loop. When no step can run it sleeps on
+the pipe until something arrives or the next draft deadline passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from outrider.verifier_service.engine import VerifierEngine
+from outrider.verifier_service.engine_messages import (
+    TO_ENGINE,
+    Cancel,
+    DrafterTime,
+    EngineLoad,
+    EngineUpdate,
+    PeerState,
+    Relay,
+    RequestLoad,
+    SetPlans,
+    ToEngine,
+)
+from outrider.verifier_service.ranks import arrived
+from outrider.verifier_service.relay_client import RelayDraftClient
+from outrider.verifier_service.request import GenerationRequest, Request, RequestOutput
+from outrider.verifier_service.wire import decode, encode
+
+LOAD_INTERVAL_S = 0.2
+
+
+class EngineLoop:
+    """Shovel messages between the pipe and the engine, step after step."""
+
+    def __init__(
+        self,
+        engine: VerifierEngine,
+        drafts: RelayDraftClient,
+        pipe: Connection,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._drafts = drafts
+        self._pipe = pipe
+        self._clock = clock
+        self._failures: list[RequestOutput] = []
+        self._next_load_s = 0.0
+
+    def run(self) -> None:
+        """Step until the shell closes the pipe."""
+        outputs: list[RequestOutput] | None = None
+        with contextlib.suppress(EOFError, ConnectionError):  # the shell is gone
+            while True:
+                self._receive(patience_s=0.0 if outputs is not None else self._patience_s())
+                outputs = self._engine.step()
+                self._publish(outputs or [])
+
+    def _patience_s(self) -> float:
+        """Return how long to sleep on the pipe when nothing could run; load reports go on even then."""
+        idle_s = self._engine.idle_s()
+        return LOAD_INTERVAL_S if idle_s is None else min(idle_s, LOAD_INTERVAL_S)
+
+    def _receive(self, patience_s: float) -> None:
+        """Take in all that has arrived, waiting `patience_s` for the first of it."""
+        for frame in arrived(self._pipe, patience_s):
+            self._dispatch(decode(frame, TO_ENGINE))
+
+    def _dispatch(self, message: ToEngine) -> None:
+        match message:
+            case GenerationRequest():
+                if (failure := self._engine.add(message)) is not None:
+                    self._failures.append(failure)
+            case Cancel(request_id=request_id):
+                self._engine.cancel(request_id)
+            case SetPlans(plans=plans):
+                self._engine.set_plans(plans)
+            case Relay() | PeerState():
+                self._drafts.feed(message)
+
+    def _publish(self, outputs: list[RequestOutput]) -> None:
+        outputs, self._failures = self._failures + outputs, []
+        update = EngineUpdate(outputs=tuple(outputs), relays=self._drafts.take_outbox(), load=self._due_load())
+        if update != EngineUpdate():
+            self._pipe.send_bytes(encode(update))
+
+    def _due_load(self) -> EngineLoad | None:
+        now_s = self._clock()
+        if now_s < self._next_load_s:
+            return None
+        self._next_load_s = now_s + LOAD_INTERVAL_S
+        return engine_load(self._engine)
+
+
+def engine_load(engine: VerifierEngine) -> EngineLoad:
+    """Describe the engine's state for the router."""
+    scheduler, drafting, stats = engine.scheduler, engine.drafting, engine.stats
+    return EngineLoad(
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_decoding=sum(request.is_decoding for request in scheduler.running),
+        kv_usage=scheduler.kv_usage,
+        num_steps=stats.num_steps,
+        num_scheduled_tokens=stats.num_scheduled_tokens,
+        num_committed_tokens=stats.num_committed_tokens,
+        busy_s=stats.busy_s,
+        num_stale_drafts=drafting.num_stale_drafts,
+        fallbacks=dict(drafting.fallbacks),
+        requests=tuple(_request_load(request) for request in engine.requests.values()),
+        drafter_times=tuple(
+            DrafterTime(drafter_id=drafter_id, seconds=seconds)
+            for drafter_id, seconds in drafting.round_trips_s().items()
+        ),
+    )
+
+
+def _request_load(request: Request) -> RequestLoad:
+    metrics = request.metrics
+    return RequestLoad(
+        request_id=request.request_id,
+        drafter_id=request.plan.drafter_id,
+        draft_length=request.plan.draft_length,
+        num_drafts=metrics.num_drafts,
+        num_draft_tokens=metrics.num_draft_tokens,
+        num_accepted_tokens=metrics.num_accepted_tokens,
+        num_speculative_tokens=request.sampling.num_speculative_tokens,
+    )

@@ -1,0 +1,125 @@
+"""Who owns which KV block: reference counts, the free list, and the index of blocks that can be found again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+
+class OutOfBlocksError(RuntimeError):
+    """More KV blocks were asked for than are free, even after evicting every cached one."""
+
+
+class BlockPool:
+    """Hand out KV blocks 0..num_blocks-1; every block is in exactly one of three states.
+
+    empty   free, nothing worth keeping          taken first
+    cached  free, but published under a hash     evicted least recently used first, when no empty one is left
+    used    referenced by one or more sequences
+
+            allocate            release, last reference
+    empty ------------> used ---------------------------> empty (no hash) or cached (published)
+    cached -----------> used   by match_prefix (keeps its hash) or by allocate (evicted: loses its hash)
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool needs blocks of at least one token, not {num_blocks} of {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first, recently used memory first
+        self._cached: dict[int, None] = {}  # an ordered set, least recently used first
+        self._num_references = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that `allocate` can hand out: empty ones, and cached ones that it would evict."""
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that sequences reference, in [0, 1]."""
+        return 1.0 - self.num_free_blocks / self.num_blocks
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks with one reference each, all or none; raises `OutOfBlocksError`."""
+        if count > self.num_free_blocks:
+            raise OutOfBlocksError(f"{count} KV blocks wanted, {self.num_free_blocks} of {self.num_blocks} are free")
+        block_ids = [self._empty.pop() if self._empty else self._evict() for _ in range(count)]
+        for block_id in block_ids:
+            self._num_references[block_id] = 1
+        return block_ids
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give one reference to each block back.
+
+        Tail first: a block is only found through its whole prefix, so a sequence must be evicted from its end.
+        """
+        for block_id in reversed(block_ids):
+            assert self._num_references[block_id] > 0, f"block {block_id} released more often than taken"
+            self._num_references[block_id] -= 1
+            if self._num_references[block_id]:
+                continue
+            if self._hash_of[block_id] is None:
+                self._empty.append(block_id)
+            else:
+                self._cached[block_id] = None
+
+    def is_cached(self, hash_: bytes) -> bool:
+        """Return whether a block is findable under this hash, used or not."""
+        return hash_ in self._block_of
+
+    def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
+        """Return the blocks of the longest cached chain from the start, with a reference taken on each."""
+        block_ids = []
+        for hash_ in hashes:
+            block_id = self._block_of.get(hash_)
+            if block_id is None:
+                break
+            self._cached.pop(block_id, None)
+            self._num_references[block_id] += 1
+            block_ids.append(block_id)
+        return block_ids
+
+    def publish(self, block_id: int, hash_: bytes) -> None:
+        """Make a full, computed block findable by its hash.
+
+        A hash that is already known keeps its first block: others may hold references to it.
+        """
+        assert self._num_references[block_id] > 0, f"block {block_id} published by nobody"
+        if not self.enable_prefix_caching or hash_ in self._block_of:
+            return
+        assert self._hash_of[block_id] is None, f"block {block_id} published under a second hash"
+        self._hash_of[block_id] = hash_
+        self._block_of[hash_] = block_id
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raise `AssertionError` unless the books agree with each other and with the sequences' block tables."""
+        empty, cached = set(self._empty), set(self._cached)
+        used = {block_id for block_id, count in enumerate(self._num_references) if count}
+        assert len(empty) == len(self._empty), "a block is in the free list twice"
+        num_states = len(empty) + len(cached) + len(used)
+        assert num_states == self.num_blocks == len(empty | cached | used), (
+            f"empty {len(empty)} + cached {len(cached)} + used {len(used)} is not every block of {self.num_blocks}"
+        )
+        uses = Counter(block_id for table in tables for block_id in table)
+        wrong = {i: (n, uses[i]) for i, n in enumerate(self._num_references) if n != uses[i]}
+        assert not wrong, f"block id -> (references, uses in block tables) differ: {wrong}"
+        index = {hash_: block_id for block_id, hash_ in enumerate(self._hash_of) if hash_ is not None}
+        assert index == self._block_of, "the prefix index and the blocks' hashes differ"
+        assert all((self._hash_of[i] is None) == (i in empty) for i in empty | cached), "a free block is misfiled"
+
+    def _evict(self) -> int:
+        block_id = next(iter(self._cached))
+        del self._cached[block_id]
+        hash_ = self._hash_of[block_id]
+        assert hash_ is not None
+        del self._block_of[hash_]
+        self._hash_of[block_id] = None
+        return block_id

@@ -1,0 +1,45 @@
+"""What model to serve and how: one frozen dataclass, checked where it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Name a checkpoint and the shape of its engine. Raises `ValueError` naming the field that is out of range."""
+
+    path: str  # a folder, or a model id of the Hugging Face hub
+    revision: str | None = None
+    dtype: str = "auto"  # auto: the checkpoint's own on CUDA, float32 on CPU
+    device: str = "auto"  # auto: CUDA where there is one
+    max_model_len: int | None = None  # None: the model's own limit
+    block_size: int = 16
+    num_kv_blocks: int | None = None  # None: from kv_cache_memory_bytes
+    kv_cache_memory_bytes: int | None = None  # of one rank; None: a share of the free memory
+    tensor_parallel_size: int = 1
+    trust_remote_code: bool = False
+    num_threads: int | None = None  # torch's intra-op threads of each rank; None: as torch decides
+    check_logits: bool = True  # compare the engine's logits with the library's own at start
+
+    def __post_init__(self) -> None:
+        _require(bool(self.path), "path", "a folder or a model id")
+        _require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+        _require(self.device in DEVICES, "device", f"one of {', '.join(DEVICES)}")
+        for name in ("block_size", "tensor_parallel_size"):
+            _require(_is_positive(getattr(self, name)), name, "a positive integer")
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "num_threads"):
+            value = getattr(self, name)
+            _require(value is None or _is_positive(value), name, "a positive integer or None")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _require(condition: bool, field_name: str, expectation: str) -> None:
+    if not condition:
+        raise ValueError(f"{field_name} must be {expectation}")

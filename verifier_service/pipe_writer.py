@@ -1,0 +1,36 @@
+"""Write to a pipe from a thread of its own, so that a reader who is busy never blocks the writer's loop.
+
+Two processes that both block in writing to each other would wait for ever; one writer like this breaks the circle.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+
+class PipeWriter:
+    """Queue frames for a pipe, in order; `on_failure` hears once, on the thread, when the other end is gone."""
+
+    def __init__(self, pipe: Connection, on_failure: Callable[[OSError], None]) -> None:
+        self._pipe = pipe
+        self._on_failure = on_failure
+        self._frames: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_all, name="pipe-writer", daemon=True)
+        self._thread.start()
+
+    def write(self, frame: bytes) -> None:
+        self._frames.put(frame)
+
+    def close(self) -> None:
+        """Let the thread end once what is queued is written; what a dead reader does not take is lost with it."""
+        self._frames.put(None)
+
+    def _write_all(self) -> None:
+        try:
+            while (frame := self._frames.get()) is not None:
+                self._pipe.send_bytes(frame)
+        except OSError as error:
+            self._on_failure(error)

@@ -1,0 +1,38 @@
+"""Estimate how long to wait for a draft, from earlier rounds only (so that waiting cannot bias what is sampled)."""
+
+from __future__ import annotations
+
+SMOOTHING = 1 / 8  # gains of the mean and of its deviation, as TCP's retransmission timer uses them (RFC 6298)
+DEVIATION_SMOOTHING = 1 / 4
+NUM_DEVIATIONS = 4
+
+
+class RoundTimer:
+    """A deadline for the next round: smoothed time plus four deviations, doubled after every round that missed it."""
+
+    def __init__(self, *, first_s: float, min_s: float, max_s: float) -> None:
+        self._first_s, self._min_s, self._max_s = first_s, min_s, max_s
+        self.smoothed_s: float | None = None
+        self._deviation_s = 0.0
+        self._back_off = 1
+
+    @property
+    def deadline_s(self) -> float:
+        """Return how long to wait for the next draft."""
+        if self.smoothed_s is None:
+            return self._first_s / self._back_off  # it has never answered: be ever less patient with it
+        estimate_s = (self.smoothed_s + NUM_DEVIATIONS * self._deviation_s) * self._back_off
+        return min(max(estimate_s, self._min_s), self._max_s)
+
+    def observe(self, seconds: float) -> None:
+        """Take in the time of a round that was answered."""
+        self._back_off = 1
+        if self.smoothed_s is None:
+            self.smoothed_s, self._deviation_s = seconds, seconds / 2
+            return
+        self._deviation_s += DEVIATION_SMOOTHING * (abs(seconds - self.smoothed_s) - self._deviation_s)
+        self.smoothed_s += SMOOTHING * (seconds - self.smoothed_s)
+
+    def back_off(self) -> None:
+        """Allow the next round more time: this one was not answered."""
+        self._back_off = min(self._back_off * 2, 64)

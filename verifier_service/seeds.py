@@ -1,0 +1,18 @@
+"""Seeds of the services' own random numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+
+def derive_seed(seed: int | None, role: str) -> int:
+    """Return a 63-bit seed of its own for a role; from the operating system where no seed is given.
+
+    Target and drafter must never draw from one stream: rejection sampling is exact only if the number that judges a
+    draft token is independent of the one that drew it.
+    """
+    if seed is None:
+        return random.SystemRandom().getrandbits(63)
+    digest = hashlib.blake2b(f"{role}/{seed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,299 @@
+"""Keep every request's drafting going: who was asked what, how long to wait, and what came back.
+
+Sans I/O: drafters are reached through a `DraftClient`, time is passed in. Nothing here can hold a step up: a request
+whose draft is on its way is *held* until a deadline estimated from earlier rounds only, then it runs without one. No
+drafter, late draft, stale draft, bad draft: each ends in an empty draft, which is plain decoding.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from outrider.verifier_service.circuit_breaker import CircuitBreaker
+from outrider.verifier_service.drafting import (
+    Close,
+    Commit,
+    Draft,
+    DraftClient,
+    DrafterEvent,
+    DraftSampling,
+    Open,
+    Resync,
+    VerifierMessage,
+    check_draft,
+)
+from outrider.verifier_service.request import Request
+from outrider.verifier_service.round_timer import RoundTimer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """What the verifier assumes of its drafters before and beyond what it measures."""
+
+    vocab_size: int
+    max_model_len: int
+    first_deadline_s: float = 1.0  # how long to wait for a drafter that has not answered yet (it may be loading)
+    max_deadline_s: float = 1.0
+    min_deadline_s: float = 0.02  # a stall of the machine must not cost every draft in flight
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_deadline_s <= self.max_deadline_s:
+            raise ValueError("min_deadline_s must be positive and at most max_deadline_s")
+
+
+@dataclass(slots=True)
+class _Round:
+    """One outstanding ask."""
+
+    round_id: int
+    position: int
+    max_length: int
+    asked_s: float
+
+
+@dataclass(slots=True)
+class _Session:
+    """What one drafter has been told about one request."""
+
+    drafter_id: str
+    num_sent_tokens: int = 0  # 0: not open
+    has_answered: bool = False  # since it was opened; until then its rounds contain a prefill
+    round: _Round | None = None
+
+
+@dataclass(slots=True)
+class _Drafter:
+    """What the verifier knows of one drafter that is up."""
+
+    vocab_size: int
+    timer: RoundTimer
+    opening_timer: RoundTimer  # of rounds that contain the drafter's prefill
+    breaker: CircuitBreaker
+    session_ids: set[str] = field(default_factory=set)
+
+    def timer_of(self, session: _Session) -> RoundTimer:
+        return self.timer if session.has_answered else self.opening_timer
+
+
+class DraftCoordinator:
+    """The drafting side of the step loop: `receive` before scheduling, `ask` after committing."""
+
+    def __init__(self, client: DraftClient, config: SpeculationConfig) -> None:
+        self._client = client
+        self._config = config
+        self._drafters: dict[str, _Drafter] = {}
+        self._sessions: dict[str, _Session] = {}
+        self._num_rounds = 0
+        self.fallbacks: collections.Counter[str] = collections.Counter()  # rounds that ended without a draft, by reason
+        self.num_stale_drafts = 0
+
+    def round_trips_s(self) -> dict[str, float]:
+        """Return the smoothed time from ask to draft of every drafter that has answered."""
+        known = ((drafter_id, drafter.timer.smoothed_s) for drafter_id, drafter in self._drafters.items())
+        return {drafter_id: seconds for drafter_id, seconds in known if seconds is not None}
+
+    # --- before scheduling ---
+
+    def receive(self, requests: Mapping[str, Request], now_s: float) -> None:
+        """Take in what drafters said: attach drafts, drop stale ones, let requests of lost drafters go on."""
+        for event in self._client.poll():
+            self._on_event(event, requests, now_s)
+        self._expire_rounds(requests, now_s)
+
+    def _on_event(self, event: DrafterEvent, requests: Mapping[str, Request], now_s: float) -> None:
+        if not event.is_up:
+            self._lose_drafter(event.drafter_id, requests)
+            return
+        if event.drafter_id not in self._drafters:
+            self._drafters[event.drafter_id] = self._new_drafter(event.vocab_size)
+        match event.message:
+            case Draft() as draft:
+                received_s = now_s if event.received_s is None else min(event.received_s, now_s)
+                self._on_draft(event.drafter_id, draft, requests, received_s)
+            case Resync(request_id=request_id):
+                self._on_resync(event.drafter_id, request_id, requests, now_s)
+
+    def _new_drafter(self, vocab_size: int | None) -> _Drafter:
+        config = self._config
+        limits = {"first_s": config.first_deadline_s, "max_s": config.max_deadline_s}
+        return _Drafter(
+            vocab_size or config.vocab_size,
+            timer=RoundTimer(min_s=config.min_deadline_s, **limits),
+            opening_timer=RoundTimer(min_s=config.max_deadline_s / 4, **limits),
+            breaker=CircuitBreaker(),
+        )
+
+    def _on_draft(self, drafter_id: str, draft: Draft, requests: Mapping[str, Request], now_s: float) -> None:
+        request, session = requests.get(draft.request_id), self._sessions.get(draft.request_id)
+        outstanding = session.round if session is not None and session.drafter_id == drafter_id else None
+        if request is None or session is None or outstanding is None or outstanding.round_id != draft.round_id:
+            self.num_stale_drafts += 1
+            return
+        session.round = None
+        if outstanding.position != request.num_tokens:  # preempted meanwhile, it went on without this draft
+            self.num_stale_drafts += 1
+            return
+        request.hold_until_s = None
+        drafter = self._drafters[drafter_id]
+        problem = check_draft(draft, draft_vocab_size=drafter.vocab_size, max_length=outstanding.max_length)
+        if problem or draft.position != outstanding.position:
+            self.fallbacks["bad_draft"] += 1
+            drafter.breaker.record_failure(now_s)
+            return
+        drafter.breaker.record_success(now_s)
+        drafter.timer_of(session).observe(now_s - outstanding.asked_s)
+        session.has_answered = True
+        request.draft = draft
+
+    def _on_resync(self, drafter_id: str, request_id: str, requests: Mapping[str, Request], now_s: float) -> None:
+        """Tell the drafter the whole prefix again; the round's deadline stays, so nothing waits longer for it."""
+        request, session = requests.get(request_id), self._sessions.get(request_id)
+        if request is None or session is None or session.drafter_id != drafter_id:
+            return
+        session.num_sent_tokens = 0
+        session.has_answered = False
+        if (outstanding := session.round) is not None:
+            messages = self._messages(request, session, outstanding.max_length, now_s)
+            self._client.send(drafter_id, messages)
+
+    def _lose_drafter(self, drafter_id: str, requests: Mapping[str, Request]) -> None:
+        drafter = self._drafters.pop(drafter_id, None)
+        if drafter is None:
+            return
+        for request_id in drafter.session_ids:
+            session = self._sessions.pop(request_id)
+            if session.round is not None:
+                self.fallbacks["drafter_lost"] += 1
+                requests[request_id].hold_until_s = None
+
+    def _expire_rounds(self, requests: Mapping[str, Request], now_s: float) -> None:
+        """End the rounds whose deadline has passed: those requests run without a draft in this step.
+
+        A drafter that stalls misses the rounds of many requests at once: that is one failure of it, not many.
+        """
+        late: dict[str, _Session] = {}
+        for request in requests.values():
+            if request.hold_until_s is None or request.hold_until_s > now_s:
+                continue
+            request.hold_until_s = None
+            session = self._sessions[request.request_id]
+            session.round = None
+            self.fallbacks["timeout"] += 1
+            late[session.drafter_id] = session
+        for drafter_id, session in late.items():
+            drafter = self._drafters[drafter_id]
+            drafter.timer_of(session).back_off()
+            drafter.breaker.record_failure(now_s)
+
+    # --- after committing ---
+
+    def ask(self, requests: Iterable[Request], now_s: float) -> None:
+        """Send each request's new tokens to its drafter and hold the request until the draft's deadline."""
+        outbox: dict[str, list[VerifierMessage]] = {}
+        for request in requests:
+            length = self._draft_length(request)
+            drafter_id = self._choose_drafter(request, now_s) if length > 0 else None
+            request.metrics.enabled = request.metrics.enabled or drafter_id is not None
+            if drafter_id is None:
+                if length > 0:
+                    request.metrics.disabled_reason = "drafter_unavailable"
+                self._end_round(request)
+                continue
+            request.metrics.disabled_reason = None
+            session = self._session_at(request, drafter_id, outbox)
+            outbox.setdefault(drafter_id, []).extend(self._messages(request, session, length, now_s))
+            request.hold_until_s = now_s + self._drafters[drafter_id].timer_of(session).deadline_s
+        for drafter_id, messages in outbox.items():
+            self._client.send(drafter_id, messages)
+
+    def _end_round(self, request: Request) -> None:
+        """Expect nothing any more: whatever still comes is stale."""
+        if (session := self._sessions.get(request.request_id)) is not None:
+            session.round = None
+
+    def close(self, request: Request) -> None:
+        """Forget a finished request and let its drafter free the session."""
+        outbox: dict[str, list[VerifierMessage]] = {}
+        self._end_session(request.request_id, outbox)
+        for drafter_id, messages in outbox.items():
+            self._client.send(drafter_id, messages)
+
+    def _draft_length(self, request: Request) -> int:
+        """Return how many tokens to ask for; only counts decide, never what a drafter drew."""
+        sampling = request.sampling
+        if sampling.num_speculative_tokens == 0:
+            request.metrics.disabled_reason = "request_opt_out"
+            return 0
+        length = request.plan.draft_length
+        if length == 0:
+            request.metrics.disabled_reason = request.plan.disabled_reason
+        if sampling.num_speculative_tokens is not None:
+            length = min(length, sampling.num_speculative_tokens)
+        # the bonus token always follows, so a draft may fill all but one of the remaining places
+        remaining_output = sampling.max_tokens - request.num_output_tokens - 1
+        remaining_context = self._config.max_model_len - request.num_tokens - 1
+        return max(0, min(length, remaining_output, remaining_context))
+
+    def _choose_drafter(self, request: Request, now_s: float) -> str | None:
+        """Return the planned drafter if it is usable, else the usable one with the fewest sessions."""
+        planned = request.plan.drafter_id
+        if planned in self._drafters and self._drafters[planned].breaker.allow(now_s):
+            return planned
+        by_load = sorted(
+            self._drafters, key=lambda drafter_id: (len(self._drafters[drafter_id].session_ids), drafter_id)
+        )
+        return next((drafter_id for drafter_id in by_load if self._drafters[drafter_id].breaker.allow(now_s)), None)
+
+    def _session_at(self, request: Request, drafter_id: str, outbox: dict[str, list[VerifierMessage]]) -> _Session:
+        session = self._sessions.get(request.request_id)
+        if session is None or session.drafter_id != drafter_id:
+            self._end_session(request.request_id, outbox)
+            session = self._sessions[request.request_id] = _Session(drafter_id)
+            self._drafters[drafter_id].session_ids.add(request.request_id)
+        return session
+
+    def _end_session(self, request_id: str, outbox: dict[str, list[VerifierMessage]]) -> None:
+        session = self._sessions.pop(request_id, None)
+        if session is not None:
+            self._drafters[session.drafter_id].session_ids.discard(request_id)
+            outbox.setdefault(session.drafter_id, []).append(Close(request_id=request_id))
+
+    def _messages(self, request: Request, session: _Session, max_length: int, now_s: float) -> list[VerifierMessage]:
+        """Say what the drafter does not know yet and ask for `max_length` tokens after it, as a new round."""
+        messages: list[VerifierMessage] = []
+        if session.num_sent_tokens == 0:
+            messages.append(
+                Open(
+                    request_id=request.request_id,
+                    sampling=_draft_sampling(request),
+                    token_ids=tuple(request.token_ids),
+                )
+            )
+            session.num_sent_tokens = request.num_tokens
+        self._num_rounds += 1
+        messages.append(
+            Commit(
+                request_id=request.request_id,
+                round_id=self._num_rounds,
+                position=session.num_sent_tokens,
+                token_ids=tuple(request.token_ids[session.num_sent_tokens :]),
+                max_length=max_length,
+            )
+        )
+        session.num_sent_tokens = request.num_tokens
+        session.round = _Round(self._num_rounds, request.num_tokens, max_length, now_s)
+        return messages
+
+
+def _draft_sampling(request: Request) -> DraftSampling:
+    sampling = request.sampling
+    return DraftSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        choice_index=sampling.choice_index,
+    )

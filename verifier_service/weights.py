@@ -1,0 +1,253 @@
+"""Stream a checkpoint's tensors into a model that was built without memory; each rank reads only its slices."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+
+INDEX_NAME = "model.safetensors.index.json"
+_EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)$")
+
+
+class WeightError(ValueError):
+    """A checkpoint that does not fit its model; the text names the tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """The half-open range `[start, stop)` of dimension `dim` that this rank holds of a checkpoint tensor."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+class TensorSource(Protocol):
+    """Named tensors that can be read slice by slice."""
+
+    @property
+    def names(self) -> Iterable[str]: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, shard: Shard | None = None) -> torch.Tensor: ...
+
+
+class StateDictSource:
+    """Tensors that are in memory already."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
+        tensor = self._tensors[name]
+        part = tensor if shard is None else tensor.narrow(shard.dim, shard.start, shard.stop - shard.start)
+        return part.clone()
+
+
+class Checkpoint:
+    """The tensors of a folder of safetensors files, read slice by slice; counts what it reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bytes_read = 0
+        self._stack = ExitStack()
+        self._files = {path: self._stack.enter_context(safe_open(path, framework="pt")) for path in _files(folder)}
+        self._owner = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
+        if not self._owner:
+            raise WeightError(f"{folder}: no tensors in *.safetensors")
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._owner.keys()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._owner
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._owner[name].get_slice(name).get_shape())
+
+    def read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
+        """Read a tensor, or one rank's slice of it."""
+        handle: Any = self._owner[name].get_slice(name)
+        index = [slice(None)] * len(handle.get_shape())
+        if shard is not None:
+            index[shard.dim] = slice(shard.start, shard.stop)
+        tensor = handle[tuple(index)] if index else self._owner[name].get_tensor(name)
+        self.bytes_read += tensor.nbytes
+        return tensor
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    paths = [folder / name for name in names]
+    for path in paths:
+        if not path.is_file():
+            raise WeightError(f"{INDEX_NAME} names {path.name}, which is not there")
+    return paths
+
+
+def load_weights(
+    model: torch.nn.Module,
+    checkpoint: TensorSource,
+    *,
+    shards: Mapping[str, Shard],
+    aliases: Sequence[tuple[str, str]] = (),
+    ignored: Sequence[str] = (),
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Give every parameter and persistent buffer of `model` (on the meta device) its values.
+
+    `shards` says which slice of the checkpoint's tensor a (already smaller) parameter holds; `aliases` are
+    `(pattern, replacement)` rewrites of a model's name into the checkpoint's, tried in order after the name itself;
+    `ignored` are patterns of checkpoint tensors that the model does not use. Raises `WeightError`.
+    """
+    used: set[str] = set()
+    for names in _tensors_of(model):
+        value, sources = _read_first(checkpoint, names, model, shards, aliases)
+        used |= sources
+        _assign(model, names, value.to(device=device, dtype=dtype))
+    used |= {source for names in _tensors_of(model) for name in names for source in _candidates(name, aliases)}
+    unexpected = [name for name in checkpoint.names if name not in used and not _matches(name, ignored)]
+    if unexpected:
+        raise WeightError(f"checkpoint tensor {sorted(unexpected)[0]!r} has no place in the model")
+
+
+def _tensors_of(model: torch.nn.Module) -> list[list[str]]:
+    """List the names of each distinct parameter and persistent buffer; tied parameters have several names."""
+    persistent = model.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
+    for name, tensor in persistent.items():
+        names.setdefault(id(tensor), []).append(name)
+    return list(names.values())
+
+
+def _read_first(
+    checkpoint: TensorSource,
+    names: Sequence[str],
+    model: torch.nn.Module,
+    shards: Mapping[str, Shard],
+    aliases: Sequence[tuple[str, str]],
+) -> tuple[torch.Tensor, set[str]]:
+    expected = tuple(_lookup(model, names[0]).shape)
+    for name in names:
+        for source in _candidates(name, aliases):
+            if source in checkpoint:
+                return _read_whole(checkpoint, source, expected, shards.get(name)), {source}
+            if fused := _expert_sources(checkpoint, source, expected[0] if expected else 0):
+                return _read_experts(checkpoint, fused, expected, shards.get(name)), set(chain.from_iterable(fused))
+    raise WeightError(f"checkpoint has no tensor for {names[0]!r}")
+
+
+def _candidates(name: str, aliases: Sequence[tuple[str, str]]) -> list[str]:
+    return [name, *(re.sub(pattern, replacement, name) for pattern, replacement in aliases if re.search(pattern, name))]
+
+
+def _read_checked(
+    checkpoint: TensorSource, source: str, expected: tuple[int, ...], shard: Shard | None
+) -> torch.Tensor:
+    shape = list(checkpoint.shape(source))
+    if shard is not None and len(shape) > shard.dim and shape[shard.dim] >= shard.stop:
+        shape[shard.dim] = shard.stop - shard.start
+    if tuple(shape) != expected:
+        raise WeightError(f"checkpoint tensor {source!r} has shape {tuple(shape)}, the model expects {expected}")
+    return checkpoint.read(source, shard)
+
+
+def _read_whole(checkpoint: TensorSource, source: str, expected: tuple[int, ...], shard: Shard | None) -> torch.Tensor:
+    """Read a tensor that the checkpoint holds under one name, fused experts included."""
+    match = _EXPERT.match(source)
+    if match is None or shard is None:
+        return _read_checked(checkpoint, source, expected, shard)
+    # [num_experts, rows, columns]: the shard counts within one expert's own gate, up or down tensor
+    num_parts = 2 if match["kind"] == "gate_up_proj" else 1
+    full = checkpoint.shape(source)
+    stride = full[shard.dim + 1] // num_parts
+    shape = list(expected)
+    shape[shard.dim + 1] //= num_parts
+    shards = [
+        Shard(dim=shard.dim + 1, start=part * stride + shard.start, stop=part * stride + shard.stop)
+        for part in range(num_parts)
+    ]
+    return torch.cat([_read_checked(checkpoint, source, tuple(shape), one) for one in shards], dim=shard.dim + 1)
+
+
+def _expert_sources(checkpoint: TensorSource, name: str, num_experts: int) -> list[list[str]]:
+    """Name the per-expert tensors that make up a fused one: [num_experts][gate and up, or down]."""
+    match = _EXPERT.match(name)
+    if match is None:
+        return []
+    for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
+        parts = [gate, up] if match["kind"] == "gate_up_proj" else [down]
+        rows = [[f"{match['experts']}.{e}.{part}.weight" for part in parts] for e in range(num_experts)]
+        if rows[0][0] in checkpoint:
+            missing = [source for row in rows for source in row if source not in checkpoint]
+            if missing:
+                raise WeightError(f"checkpoint has no tensor {missing[0]!r}")
+            return rows
+    return []
+
+
+def _read_experts(
+    checkpoint: TensorSource, sources: list[list[str]], expected: tuple[int, ...], shard: Shard | None
+) -> torch.Tensor:
+    """Fuse [num_experts, parts * rows, columns] from tensors of one expert each; `shard.dim` counts within those."""
+    part_shape = (expected[1] // len(sources[0]), expected[2])
+    fused = None
+    for expert, parts in enumerate(sources):
+        pieces = [_read_checked(checkpoint, source, part_shape, shard) for source in parts]
+        if fused is None:
+            fused = torch.empty(expected, dtype=pieces[0].dtype)
+        torch.cat(pieces, out=fused[expert])
+    assert fused is not None
+    return fused
+
+
+def _assign(model: torch.nn.Module, names: Sequence[str], value: torch.Tensor) -> None:
+    is_parameter = isinstance(_lookup(model, names[0]), torch.nn.Parameter)
+    tensor = torch.nn.Parameter(value, requires_grad=False) if is_parameter else value
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, tensor)
+
+
+def _lookup(model: torch.nn.Module, name: str) -> torch.Tensor:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(owner), leaf)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
