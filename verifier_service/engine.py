@@ -72,8 +72,9 @@ class VerifierEngine:
     def _check(self, message: GenerationRequest) -> None:
         if message.request_id in self._requests:
             raise ValueError(f"request_id: {message.request_id!r} is already running")
-        if any(not 0 <= token_id < self._runner.vocab_size for token_id in message.prompt_token_ids):
-            raise ValueError(f"prompt_token_ids: ids must be in [0, {self._runner.vocab_size})")
+        for name in ("prompt_token_ids", "output_token_ids"):
+            if any(not 0 <= token_id < self._runner.vocab_size for token_id in getattr(message, name)):
+                raise ValueError(f"{name}: ids must be in [0, {self._runner.vocab_size})")
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free what it holds; unknown ids (already finished) are no error."""

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from outrider.verifier_service.drafting import Draft, check_sampling_shape, require
 
 GREEDY_TEMPERATURE = 1e-5  # at and below this a request is greedy, as in vLLM
+MAX_LOGPROBS = 20  # alternatives per token, as OpenAI and vLLM
+MAX_LOGIT_BIASES = 300  # as OpenAI
+MAX_PRIORITY = 1000
 
 
 class FinishReason(enum.Enum):
@@ -15,6 +18,15 @@ class FinishReason(enum.Enum):
     LENGTH = "length"  # max_tokens or the model's maximum length
     ABORT = "abort"  # cancelled by the client
     ERROR = "error"
+
+
+class TokenOrigin(enum.StrEnum):
+    """Where a committed token came from; see design.md, Words."""
+
+    ACCEPTED = "accepted"  # the draft token was right
+    RECOVERED = "recovered"  # sampled in place of the first rejected draft token
+    BONUS = "bonus"  # sampled after a fully accepted draft
+    PLAIN = "plain"  # sampled without a draft
 
 
 class VerificationMode(enum.Enum):
@@ -39,6 +51,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     num_speculative_tokens: int | None = None  # a cap on the draft length; 0: never speculate; None: the router decides
+    presence_penalty: float = 0.0  # subtracted from the logit of every token that the output contains
+    frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
+    repetition_penalty: float = 1.0  # divides (multiplies, below zero) the logits of tokens in prompt or output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    min_tokens: int = 0  # neither an end-of-sequence nor a stop token before so many output tokens
+    logprobs: int | None = None  # of each output token and so many alternatives; None: not wanted
+    prompt_logprobs: int | None = None  # the same of each prompt token but the first
 
     def __post_init__(self) -> None:
         check_sampling_shape(self.temperature, self.top_k, self.top_p, self.min_p)
@@ -47,6 +66,15 @@ class SamplingParams:
         require(self.seed is None or -(1 << 63) <= self.seed < 1 << 63, "seed", "a 64-bit integer")
         cap = self.num_speculative_tokens
         require(cap is None or cap >= 0, "num_speculative_tokens", "at least 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            require(-2.0 <= getattr(self, name) <= 2.0, name, "in [-2, 2]")
+        require(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "in (0, 100]")
+        require(len(self.logit_bias) <= MAX_LOGIT_BIASES, "logit_bias", f"at most {MAX_LOGIT_BIASES} tokens")
+        require(all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias), "logit_bias", "in [-100, 100]")
+        require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "in [0, max_tokens]")
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name)
+            require(wanted is None or 0 <= wanted <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]")
 
     @property
     def mode(self) -> VerificationMode:
@@ -66,12 +94,20 @@ class SpeculationPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One choice of one prompt, as it reaches the engine."""
+    """One choice of one prompt, as it reaches the engine. Raises `ValueError` naming the field out of range."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     plan: SpeculationPlan = SpeculationPlan()
+    output_token_ids: tuple[int, ...] = ()  # published by a verifier that was lost: generation goes on after them
+    group_id: str | None = None  # shared by the n choices of one prompt: they share its KV
+    cache_salt: str = ""  # prefixes are only shared between requests of one salt
+    priority: int = 0  # lower is served earlier
+    trace_parent: str | None = None  # W3C traceparent of the request's span; None: not traced
+
+    def __post_init__(self) -> None:
+        require(abs(self.priority) <= MAX_PRIORITY, "priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,15 +137,53 @@ class SpeculationMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """The model's own log probability (before penalties, biases and temperature) of one token and the likeliest."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: the likeliest
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log probability), likeliest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTiming:
+    """When the step that committed some tokens ran, in Unix seconds; only of requests that are traced."""
+
+    began_s: float
+    ended_s: float
+    num_scheduled_tokens: int
+    drafter_id: str | None = None  # of the draft that was verified
+    draft_asked_s: float | None = None
+    draft_received_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """Tokens committed by one step for one request, with its counters so far; the last one has a finish reason."""
 
     request_id: str
     token_ids: tuple[int, ...]
+    num_draft_tokens: int = 0  # verified in this step
+    num_accepted_tokens: int = 0  # of those, committed: the first of `token_ids`
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token, where asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # one per prompt token, on the first output
+    timing: StepTiming | None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     finish_reason: FinishReason | None = None
     error: str | None = None
     speculation: SpeculationMetrics | None = None
+
+    @property
+    def origins(self) -> tuple[TokenOrigin, ...]:
+        """Return where each of `token_ids` came from."""
+        accepted = (TokenOrigin.ACCEPTED,) * self.num_accepted_tokens
+        if len(accepted) == len(self.token_ids):
+            return accepted  # a stop token within the draft ended the request
+        if self.num_draft_tokens == 0:
+            return (TokenOrigin.PLAIN,)
+        is_full = self.num_accepted_tokens == self.num_draft_tokens
+        return (*accepted, TokenOrigin.BONUS if is_full else TokenOrigin.RECOVERED)
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +200,10 @@ class Request:
     num_prompt_tokens: int
     plan: SpeculationPlan
     arrival_s: float
+    group_id: str | None = None
+    cache_salt: str = ""
+    priority: int = 0
+    trace_parent: str | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -140,10 +218,14 @@ class Request:
         return cls(
             request_id=message.request_id,
             sampling=message.sampling,
-            token_ids=list(message.prompt_token_ids),
+            token_ids=[*message.prompt_token_ids, *message.output_token_ids],
             num_prompt_tokens=len(message.prompt_token_ids),
             plan=message.plan,
             arrival_s=now_s,
+            group_id=message.group_id,
+            cache_salt=message.cache_salt,
+            priority=message.priority,
+            trace_parent=message.trace_parent,
         )
 
     @property
