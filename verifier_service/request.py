@@ -38,6 +38,14 @@ class VerificationMode(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogitBias:
+    """What is added to one token's logit."""
+
+    token_id: int
+    bias: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens. Raises `ValueError` naming the field that is out of range."""
 
@@ -54,7 +62,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtracted from the logit of every token that the output contains
     frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
     repetition_penalty: float = 1.0  # divides (multiplies, below zero) the logits of tokens in prompt or output
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    logit_bias: tuple[LogitBias, ...] = ()
     min_tokens: int = 0  # neither an end-of-sequence nor a stop token before so many output tokens
     logprobs: int | None = None  # of each output token and so many alternatives; None: not wanted
     prompt_logprobs: int | None = None  # the same of each prompt token but the first
@@ -70,7 +78,7 @@ class SamplingParams:
             require(-2.0 <= getattr(self, name) <= 2.0, name, "in [-2, 2]")
         require(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "in (0, 100]")
         require(len(self.logit_bias) <= MAX_LOGIT_BIASES, "logit_bias", f"at most {MAX_LOGIT_BIASES} tokens")
-        require(all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias), "logit_bias", "in [-100, 100]")
+        require(all(-100.0 <= item.bias <= 100.0 for item in self.logit_bias), "logit_bias", "in [-100, 100]")
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "in [0, max_tokens]")
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, name)
@@ -143,7 +151,8 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     rank: int  # 1: the likeliest
-    top: tuple[tuple[int, float], ...] = ()  # (token id, log probability), likeliest first
+    top_token_ids: tuple[int, ...] = ()  # the likeliest first
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
