@@ -6,60 +6,93 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
+from outrider.cluster.api_keys import with_api_key_hashes
+from outrider.cluster.autoscaling import ReplicaRange
 from outrider.cluster.config import ServiceConfig
 from outrider.cluster.drafter_replica import DrafterReplica
 from outrider.cluster.gateway_replica import GatewayReplica
-from outrider.cluster.rank_actors import RANK_CPUS
+from outrider.cluster.placement import SHELL_CPUS
 from outrider.cluster.router_replica import RouterReplica
 from outrider.cluster.verifier_replica import VerifierReplica
 
-_SHELL_CPUS = 0.1  # gateways, routers and the shells of engines wait for I/O
 MAX_ONGOING_REQUESTS = 4096
+STOP_MARGIN_S = 5.0  # for what a replica does after it has drained, before Serve kills it
+# What one replica should carry at most, by the figures that it exports; Serve scales by the one that needs most.
+VERIFIER_TARGETS = {"num_requests": 32.0, "kv_usage": 0.8}
+DRAFTER_TARGETS = {"num_requests": 32.0}
+GATEWAY_TARGETS = {"num_requests": 256.0}
 
 
 def build_app(options: dict[str, Any]) -> Application:
     """Build the application from plain options, as Serve's command line and YAML pass them."""
-    return build(ServiceConfig.from_mapping(options))
+    return build(ServiceConfig.from_mapping(with_api_key_hashes(options, os.environ)))
 
 
 def build(config: ServiceConfig) -> Application:
     """Build the application of a configuration."""
-    router = _deployment(RouterReplica, "Router").bind(config.router_policy)
+    router = _deployment(RouterReplica, "Router", num_replicas=1).bind(config.router_policy)
+    drain_s = config.drain_timeout_s
+    verifier = _deployment(
+        VerifierReplica,
+        "Verifier",
+        **_scaling(config.verifier_range, VERIFIER_TARGETS),
+        **config.verifier_placement.serve_options,
+        graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
+    )
     # Serve deploys what the ingress is bound to
-    pools = [_pool(VerifierReplica, "Verifier", config.num_verifiers, config.tensor_parallel_size, config, router)]
+    pools = [verifier.bind(config, router)]
     if config.draft_path is not None:
-        ranks = config.draft_tensor_parallel_size
-        pools.append(_pool(DrafterReplica, "Drafter", config.num_drafters, ranks, config, router))
-    return _deployment(GatewayReplica, "Gateway").bind(config, router, *pools)
+        drafter = _deployment(
+            DrafterReplica,
+            "Drafter",
+            **_scaling(config.drafter_range, DRAFTER_TARGETS),
+            **config.drafter_placement.serve_options,
+            graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
+        )
+        pools.append(drafter.bind(config, router))
+    gateway = _deployment(
+        GatewayReplica,
+        "Gateway",
+        **_scaling(config.gateway_range, GATEWAY_TARGETS),
+        graceful_shutdown_timeout_s=2 * drain_s + STOP_MARGIN_S,  # Serve waits for HTTP's streams, then we for gRPC's
+        max_surge_percent=100,  # a new gateway takes calls before the old one stops: they share their port
+    )
+    return gateway.bind(config, router, *pools)
 
 
-def _deployment(replica: type, name: str) -> serve.Deployment:
-    make = serve.deployment(
-        name=name,
-        num_replicas=1,
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
-        ray_actor_options={"num_cpus": _SHELL_CPUS},
-        logging_config={"enable_access_log": False},  # reports to the router come several times a second
+def _deployment(replica: type, name: str, **options: Any) -> serve.Deployment:
+    defaults: dict[str, Any] = {
+        "name": name,
+        "max_ongoing_requests": MAX_ONGOING_REQUESTS,
+        "ray_actor_options": {"num_cpus": SHELL_CPUS},
+        "logging_config": {"enable_access_log": False},  # reports to the router come several times a second
         # a replica that fails its health checks is replaced within seconds, not after Serve's half a minute
-        health_check_period_s=1.0,
-        health_check_timeout_s=5.0,
-        graceful_shutdown_timeout_s=5.0,
-    )
-    return make(replica)
+        "health_check_period_s": 1.0,
+        "health_check_timeout_s": 5.0,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "graceful_shutdown_timeout_s": STOP_MARGIN_S,
+    }
+    return serve.deployment(**(defaults | options))(replica)
 
 
-def _pool(
-    replica: type, name: str, num_replicas: int, num_ranks: int, config: ServiceConfig, router: Application
-) -> Application:
-    rank_bundle = {"CPU": RANK_CPUS} | ({"GPU": config.gpus_per_rank} if config.gpus_per_rank else {})
-    deployment = _deployment(replica, name).options(
-        num_replicas=num_replicas,
-        placement_group_bundles=[{"CPU": _SHELL_CPUS}, *[rank_bundle] * num_ranks],
-        placement_group_strategy="STRICT_PACK",  # ranks meet through Unix sockets
+def _scaling(replicas: ReplicaRange, targets: dict[str, float]) -> dict[str, Any]:
+    if replicas.is_fixed:
+        return {"num_replicas": replicas.fewest}
+    policy = AutoscalingPolicy(
+        policy_function="outrider.cluster.autoscaling:PoolPolicy", policy_kwargs={"targets": targets}
     )
-    return deployment.bind(config, router)
+    scaling = AutoscalingConfig(
+        min_replicas=replicas.fewest,
+        max_replicas=replicas.most,
+        upscale_delay_s=5.0,
+        downscale_delay_s=60.0,
+        policy=policy,
+    )
+    return {"autoscaling_config": scaling}

@@ -1,4 +1,4 @@
-"""`outrider bench latency` and `outrider bench throughput`: options in, table and files out.
+"""The verbs of `outrider bench`: options in, table and files out.
 
 Nothing heavy is imported before a verb runs.
 """
@@ -9,16 +9,26 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from outrider.cluster.server_options import server_options
+
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from outrider.cluster.bench import BenchOptions
+    from outrider.cluster.bench_load import LoadPoint
     from outrider.cluster.bench_report import Column
+    from outrider.cluster.bench_serve import ServeBenchOptions
 
 PLAIN_WIDTH = 140  # columns of text where the output is no terminal
+SERVE_PLAIN_WIDTH = 180
 EMBEDDED_INFLATE_TO = 100e6
+DEFAULT_CONCURRENCIES = (1, 4, 16)
+
+NumberT = TypeVar("NumberT", int, float)
 
 _COMMON_OPTIONS = (
     click.argument("model", required=False),
@@ -52,9 +62,17 @@ def common_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _concurrencies(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
+def _concurrencies(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(_numbers(value, int))
+
+
+def _rates(_: click.Context, __: click.Parameter, value: str | None) -> tuple[float, ...] | None:
+    return None if value is None else tuple(_numbers(value, float))
+
+
+def _numbers(text: str, kind: Callable[[str], NumberT]) -> list[NumberT]:
     try:
-        return tuple(int(part) for part in value.split(","))
+        return [kind(part) for part in text.split(",")]
     except ValueError as error:
         raise click.BadParameter("expected numbers with commas between them") from error
 
@@ -64,7 +82,7 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 @click.group(context_settings=CONTEXT_SETTINGS)
 def bench() -> None:
-    """Measure Outrider beside transformers: same prompts, one run, no server."""
+    """Measure: latency and throughput beside transformers, without a server; serve: a running server under load."""
 
 
 @bench.command()
@@ -96,8 +114,6 @@ def throughput(**options: Any) -> None:
 
 
 def _run(columns: Sequence[Column], *, json_file: Path | None, markdown_file: Path | None, **options: Any) -> None:
-    from rich.console import Console
-
     from outrider.cluster.bench import pairs, run_bench
     from outrider.cluster.bench_arms import BenchError
     from outrider.cluster.bench_report import to_json, to_markdown, to_table
@@ -111,14 +127,20 @@ def _run(columns: Sequence[Column], *, json_file: Path | None, markdown_file: Pa
             result = run_bench(bench_options, named_pairs, clock=clock, on_run=on_run)
         except BenchError as error:
             raise click.ClickException(str(error)) from error
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
-    console.print(to_table(result, columns))
+    _show(to_table(result, columns))
     if json_file is not None:
         json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
     if markdown_file is not None:
         markdown_file.write_text(to_markdown(result, columns))
+
+
+def _show(table: RenderableType, width: int = PLAIN_WIDTH) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=width)
+    console.print(table)
 
 
 @contextlib.contextmanager
@@ -187,3 +209,131 @@ def _progress(num_runs: int) -> Iterator[tuple[Callable[[], float], Callable[[st
 
         yield time.perf_counter, on_run
         progress.update(task, completed=len(started), description="done", refresh=True)
+
+
+# --- serve ---
+
+_SERVE_OPTIONS = (
+    click.option("--model", help="Default: the first that the server lists."),
+    click.option(
+        "--concurrency",
+        "--max-concurrency",
+        "concurrencies",
+        callback=_concurrencies,
+        help="How many requests at a time: one number, or several with commas for a sweep. Default: 1,4,16.",
+    ),
+    click.option(
+        "--request-rate",
+        "request_rates",
+        callback=_rates,
+        help="Instead: requests per second of Poisson arrivals, one number or several; inf: all at once.",
+    ),
+    click.option(
+        "--prompts",
+        "prompts_file",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="JSONL: prompt or prompt_token_ids per line. Default: the embedded pair's held-out prompts.",
+    ),
+    click.option("--num-prompts", type=click.IntRange(1, 100_000), default=64, show_default=True, help="Of a point."),
+    click.option("--max-tokens", type=int, default=128, show_default=True, help="Of one request."),
+    click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True),
+    click.option("--ignore-eos", is_flag=True, help="Ask for exactly --max-tokens; not every server knows this."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Of the arrival times."),
+    click.option("--slo-ttft-ms", type=float, help="Goodput: time to first token at most this."),
+    click.option("--slo-itl-ms", type=float, help="Goodput: p99 of a request's inter-token gaps at most this."),
+    click.option(
+        "--max-seconds", type=float, default=300.0, show_default=True, help="Of a point; what is left then is an error."
+    ),
+    click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path)),
+    click.option("--plot", "plot_file", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="PNG."),
+)
+
+
+def _serve_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(_SERVE_OPTIONS):
+        command = option(command)
+    return command
+
+
+@bench.command()
+@server_options
+@_serve_options
+def serve(
+    url: str,
+    api_key: str | None,
+    ssl_ca_certs: Path | None,
+    ssl_certfile: Path | None,
+    ssl_keyfile: Path | None,
+    json_file: Path | None,
+    plot_file: Path | None,
+    **options: Any,
+) -> None:
+    """Load any OpenAI-compatible server: throughput, goodput, latencies and errors at several loads."""
+    import time
+
+    from outrider.cluster.bench_serve import run
+    from outrider.cluster.bench_serve_report import plot, to_json, to_table
+    from outrider.cluster.openai_client import Server, ServerError
+
+    server = Server(
+        url=url, api_key=api_key, ssl_ca_certs=ssl_ca_certs, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile
+    )
+    with _usage_errors():
+        bench_options = _parse_serve(**options)
+        with _serve_progress(len(bench_options.prompts)) as on_point:
+            try:
+                result = run(server, bench_options, clock=time.perf_counter, on_point=on_point)
+            except ServerError as error:
+                raise click.ClickException(str(error)) from error
+    _show(to_table(result), SERVE_PLAIN_WIDTH)
+    if json_file is not None:
+        json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
+    if plot_file is not None:
+        plot(result, plot_file)
+    if not any(figures.num_completed for figures in result.figures):
+        raise click.ClickException("no request was completed")
+
+
+def _parse_serve(
+    *,
+    concurrencies: tuple[int, ...] | None,
+    request_rates: tuple[float, ...] | None,
+    prompts_file: Path | None,
+    num_prompts: int,
+    slo_ttft_ms: float | None,
+    slo_itl_ms: float | None,
+    **options: Any,
+) -> ServeBenchOptions:
+    from outrider.cluster.bench_load import LoadPoint
+    from outrider.cluster.bench_serve import ServeBenchOptions, read_prompts
+    from outrider.cluster.bench_serve_figures import Slo
+
+    if concurrencies and request_rates:
+        raise ValueError("give either --concurrency or --request-rate")
+    points: list[LoadPoint] = [LoadPoint(request_rate=rate) for rate in request_rates or ()]
+    if not points:
+        points = [LoadPoint(concurrency=number) for number in concurrencies or DEFAULT_CONCURRENCIES]
+    return ServeBenchOptions(
+        prompts=read_prompts(prompts_file, num_prompts),
+        points=tuple(points),
+        slo=Slo(
+            ttft_s=None if slo_ttft_ms is None else slo_ttft_ms / 1e3,
+            itl_s=None if slo_itl_ms is None else slo_itl_ms / 1e3,
+        ),
+        **options,
+    )
+
+
+@contextlib.contextmanager
+def _serve_progress(num_requests: int) -> Iterator[Callable[[LoadPoint], Callable[[], None]]]:
+    """Show on stderr how many replies each point has had."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as progress:
+
+        def on_point(point: LoadPoint) -> Callable[[], None]:
+            task = progress.add_task(f"load {point.value}", total=num_requests)
+            return lambda: progress.advance(task)
+
+        yield on_point

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cluster.bench_cli import CONTEXT_SETTINGS, bench
+from outrider.cluster.config_file import read_config_file, read_speculative_config
+from outrider.cluster.security_options import security_options
+from outrider.cluster.server_options import server_options
 
 if TYPE_CHECKING:
     from outrider.cluster.config import ServiceConfig
@@ -21,6 +25,23 @@ Command = Callable[..., None]
 
 _MODEL_OPTIONS = (
     click.argument("model", required=False),
+    click.option(
+        "--config",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        is_eager=True,
+        expose_value=False,
+        callback=read_config_file,
+        help="YAML: these options by their names; those on the command line win.",
+    ),
+    click.option(
+        "--speculative-config",
+        "-sc",
+        metavar="JSON",
+        is_eager=True,
+        expose_value=False,
+        callback=read_speculative_config,
+        help="vLLM's object: method (draft_model), model, num_speculative_tokens, draft_tensor_parallel_size.",
+    ),
     click.option(
         "--draft-model",
         help="Folder or hub id of the draft model. Default: the embedded one, with the embedded target.",
@@ -87,8 +108,24 @@ def main(log_level: str) -> None:
 
 @main.command()
 @model_options
-@click.option("--num-verifiers", type=int, default=1, show_default=True, help="Replicas of the target model.")
-@click.option("--num-drafters", type=int, default=1, show_default=True, help="Replicas of the draft model.")
+@click.option(
+    "--num-verifiers", default="1", show_default=True, help="Replicas of the target model; min:max: scaled by load."
+)
+@click.option(
+    "--num-drafters", default="1", show_default=True, help="Replicas of the draft model; min:max: scaled by load."
+)
+@click.option("--num-gateways", default="1", show_default=True, help="Replicas of the API; min:max: scaled by load.")
+@click.option("--verifier-resources", metavar="JSON", default="{}", help="Custom Ray resources of each verifier.")
+@click.option("--drafter-resources", metavar="JSON", default="{}", help="Custom Ray resources of each drafter.")
+@click.option("--verifier-labels", metavar="JSON", default="{}", help="Ray label selector of verifiers' nodes.")
+@click.option("--drafter-labels", metavar="JSON", default="{}", help="Ray label selector of drafters' nodes.")
+@click.option(
+    "--drain-timeout-s",
+    type=float,
+    default=30.0,
+    show_default=True,
+    help="How long a replica that shall stop waits for its streams.",
+)
 @click.option(
     "--speculation",
     type=click.Choice(["auto", "always", "off"]),
@@ -107,11 +144,28 @@ def main(log_level: str) -> None:
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=int, default=8000, show_default=True, help="HTTP port.")
 @click.option("--grpc-port", type=int, default=50051, show_default=True)
+@click.option(
+    "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of every replica."
+)
+@click.option("--otlp-traces-endpoint", metavar="URL", help="Send traces there by OTLP over gRPC. Default: no traces.")
+@click.option(
+    "--trace-sample-ratio",
+    type=click.FloatRange(0, 1),
+    default=1.0,
+    show_default=True,
+    help="Share of requests to trace, where the caller's traceparent does not decide.",
+)
+@security_options
 def serve(**options: Any) -> None:
     """Serve MODEL (the embedded pair if none is given) over HTTP and gRPC until interrupted."""
+    from outrider.cluster.api_keys import with_api_key_hashes
+    from outrider.cluster.logs import configure_logging
     from outrider.cluster.serving import serve_until_interrupted
 
+    with usage_errors():
+        options = with_api_key_hashes(options, os.environ)
     config = configure(**options)
+    configure_logging(config.log_format, level=logging.getLogger().level)
     with usage_errors():
         serve_until_interrupted(config)
 
@@ -172,6 +226,27 @@ def generate(
         )
         for record in generation.run(config, sampling, prompt_texts, prompts_file, drafter_process=drafter_process):
             click.echo(json.dumps(record) if as_json else record.get("error") or record["text"])
+
+
+@main.command()
+@server_options
+@click.option("--model", help="Default: the first that the server lists.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of one answer.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True)
+@click.option("--system", help="A first message that tells the model how to behave.")
+def chat(model: str | None, max_tokens: int, temperature: float, system: str | None, **server: Any) -> None:
+    """Talk to a running server; shows each answer's tokens/s, time to first token and acceptance."""
+    import time
+
+    from outrider.cluster import chat as conversation
+    from outrider.cluster.openai_client import Server, ServerError
+
+    options = conversation.ChatOptions(model=model, max_tokens=max_tokens, temperature=temperature, system=system)
+    with usage_errors():
+        try:
+            conversation.run(Server(**server), options, time.perf_counter)
+        except ServerError as error:
+            raise click.ClickException(str(error)) from error
 
 
 main.add_command(bench)

@@ -4,35 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import ray
 import torch
 
+from outrider.cluster.api_keys import require_hashes
+from outrider.cluster.autoscaling import ReplicaRange
 from outrider.cluster.fleet import PolicyMode, RouterPolicy
+from outrider.cluster.logs import LOG_FORMATS
+from outrider.cluster.placement import PoolPlacement
+from outrider.cluster.security import TlsConfig, link_tls, public_tls
 from outrider.drafter_service import embedded
 from outrider.drafter_service.rank_main import DrafterSpec
 from outrider.verifier_service.architectures import load_model_description, resolve_folder
 from outrider.verifier_service.engine_factory import VerifierSpec
+from outrider.verifier_service.link_channel import LinkCredentials
 from outrider.verifier_service.model_config import ModelConfig
 
 APP_NAME = "outrider"
 _POSITIVE = (
     "tensor_parallel_size",
     "draft_tensor_parallel_size",
-    "num_verifiers",
     "threads_per_rank",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "max_queued_requests",
     "block_size",
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
-    """A service: one target model on verifiers, one draft model (or none) on drafters, one gateway.
+    """A service: one target model on verifiers, one draft model (or none) on drafters, gateways in front.
 
     With neither `model` nor `draft_model` the embedded pair is served. Raises `ValueError` naming the field.
     """
@@ -47,8 +55,17 @@ class ServiceConfig:
     max_model_len: int | None = None
     tensor_parallel_size: int = 1
     draft_tensor_parallel_size: int = 1
-    num_verifiers: int = 1
-    num_drafters: int = 1
+    num_verifiers: int | str = 1  # a number, or "min:max" for Serve to choose by load; so the next two
+    num_drafters: int | str = 1
+    num_gateways: int | str = 1
+    verifier_resources: dict[str, float] = field(default_factory=dict)  # custom Ray resources of each replica
+    drafter_resources: dict[str, float] = field(default_factory=dict)
+    verifier_labels: dict[str, str] = field(default_factory=dict)  # Ray label selector of each replica's node
+    drafter_labels: dict[str, str] = field(default_factory=dict)
+    max_queued_requests: int = 1024  # waiting per verifier; more are refused until the queue is shorter
+    failover_timeout_s: float = 60.0  # how long a request that has lost its verifier waits for another
+    engine_timeout_s: float = 10.0  # an engine silent for longer is given up and its replica replaced
+    drain_timeout_s: float = 30.0  # how long a replica that shall stop waits for its streams to finish or move
     num_speculative_tokens: int = 4
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -63,6 +80,17 @@ class ServiceConfig:
     internal_host: str = "127.0.0.1"  # of the ports between our own services; auto: each node's own address
     port: int = 8000
     grpc_port: int = 50051
+    ssl_certfile: str | None = None  # PEM files, on every node that has a gateway
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None  # given: clients must present a certificate that it signed
+    link_ssl_certfile: str | None = None  # of the links between our own services, always mutual; on every node
+    link_ssl_keyfile: str | None = None
+    link_ssl_ca_certs: str | None = None
+    link_ssl_server_name: str | None = None  # expected in peers' certificates; None: the address they listen at
+    api_key_hashes: tuple[str, ...] = ()  # SHA-256 in hex; none: no key is asked for
+    log_format: str = "text"  # text | json: one object a line
+    otlp_traces_endpoint: str | None = None  # "http://host:4317", OTLP over gRPC; None: no traces
+    trace_sample_ratio: float = 1.0  # of the requests whose caller does not say whether to trace
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -70,11 +98,27 @@ class ServiceConfig:
                 raise ValueError(f"{name} must be at least 1")
         if not 0.0 < self.gpu_share <= 1.0:
             raise ValueError("gpu_share must be in (0, 1]")
-        for name in ("num_drafters", "num_speculative_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0")
+        if self.num_speculative_tokens < 0:
+            raise ValueError("num_speculative_tokens must be at least 0")
+        for name in ("verifier_resources", "drafter_resources", "verifier_labels", "drafter_labels"):
+            if not isinstance(getattr(self, name), dict):
+                raise ValueError(f"{name} must map names to values")
+        for name in ("drain_timeout_s", "failover_timeout_s", "engine_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive")
+        for name, fewest in (("num_verifiers", 1), ("num_drafters", 0), ("num_gateways", 1)):
+            if self._range(name).fewest < fewest:
+                raise ValueError(f"{name} must be at least {fewest}")
         if self.speculation not in ("auto", "always", "off"):
             raise ValueError("speculation must be auto, always or off")
+        if self.log_format not in LOG_FORMATS:
+            raise ValueError("log_format must be text or json")
+        if not 0.0 <= self.trace_sample_ratio <= 1.0:
+            raise ValueError("trace_sample_ratio must be in [0, 1]")
+        require_hashes(self.api_key_hashes)
+        public_tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)  # refuses an incomplete set
+        if self.link_tls is None and self.link_ssl_server_name is not None:
+            raise ValueError("link_ssl_server_name needs link_ssl_certfile, link_ssl_keyfile and link_ssl_ca_certs")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ServiceConfig:
@@ -91,9 +135,63 @@ class ServiceConfig:
         return self.model or str(embedded.target_path())
 
     @property
+    def tls(self) -> TlsConfig | None:
+        """TLS of the public ports."""
+        return public_tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+
+    @property
+    def link_tls(self) -> TlsConfig | None:
+        """TLS between our own services."""
+        return link_tls(self.link_ssl_certfile, self.link_ssl_keyfile, self.link_ssl_ca_certs)
+
+    @property
+    def link_server_credentials(self) -> grpc.ServerCredentials | None:
+        return None if self.link_tls is None else self.link_tls.server_credentials()
+
+    @property
+    def link_credentials(self) -> LinkCredentials | None:
+        return None if self.link_tls is None else self.link_tls.link_credentials(self.link_ssl_server_name)
+
+    @property
+    def verifier_range(self) -> ReplicaRange:
+        return self._range("num_verifiers")
+
+    @property
+    def drafter_range(self) -> ReplicaRange:
+        return self._range("num_drafters")
+
+    @property
+    def gateway_range(self) -> ReplicaRange:
+        return self._range("num_gateways")
+
+    def _range(self, name: str) -> ReplicaRange:
+        try:
+            return ReplicaRange.parse(getattr(self, name))
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from error
+
+    @property
+    def verifier_placement(self) -> PoolPlacement:
+        return PoolPlacement(
+            num_ranks=self.tensor_parallel_size,
+            gpus_per_rank=self.gpus_per_rank,
+            resources=self.verifier_resources,
+            labels=self.verifier_labels,
+        )
+
+    @property
+    def drafter_placement(self) -> PoolPlacement:
+        return PoolPlacement(
+            num_ranks=self.draft_tensor_parallel_size,
+            gpus_per_rank=self.gpus_per_rank,
+            resources=self.drafter_resources,
+            labels=self.drafter_labels,
+        )
+
+    @property
     def draft_path(self) -> str | None:
         """Where the draft model is; None: nothing drafts."""
-        if self.num_drafters == 0:
+        if self.drafter_range.most == 0:
             return None
         if self.draft_model is not None:
             return self.draft_model
@@ -126,8 +224,14 @@ class ServiceConfig:
 
     @property
     def num_ranks(self) -> int:
-        verifier_ranks = self.num_verifiers * self.tensor_parallel_size
-        return verifier_ranks + self.num_drafters * self.draft_tensor_parallel_size
+        """Return the ranks of both pools at their largest."""
+        verifier_ranks = self.verifier_range.most * self.tensor_parallel_size
+        return verifier_ranks + self.drafter_range.most * self.draft_tensor_parallel_size
+
+    @property
+    def num_shells(self) -> int:
+        """Return the replicas of all pools at their largest, ranks not counted."""
+        return self.verifier_range.most + self.drafter_range.most + self.gateway_range.most
 
     @property
     def verifier_spec(self) -> VerifierSpec:
@@ -148,7 +252,7 @@ class ServiceConfig:
             target=self._model(self.target_path, 1),
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_draft_length=max(1, self.num_speculative_tokens),
-            max_sessions=self.num_verifiers * self.max_num_seqs,
+            max_sessions=self.verifier_range.most * self.max_num_seqs,
             sampling_seed=self.seed,
         )
 
@@ -169,10 +273,24 @@ class ServiceConfig:
 
 def _coerce(value: Any, annotation: str) -> Any:
     """Convert the strings that `serve run module:build_app key=value` passes."""
-    if not isinstance(value, str) or "str" in annotation:
+    if not isinstance(value, str):
+        return value
+    if annotation.startswith("dict"):
+        return _mapping_of_json(value)
+    if "str" in annotation:
         return value
     if annotation.startswith("bool"):
         if value.lower() not in ("true", "false"):
             raise ValueError(f"expected true or false, got {value!r}")
         return value.lower() == "true"
     return float(value) if annotation == "float" else int(value)
+
+
+def _mapping_of_json(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected a JSON object, got {text!r}: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {text!r}")
+    return value

@@ -9,6 +9,9 @@ space in front of the first token it sees. So a short window of tokens is decode
 
 Once the window's text ends in a finished character, `new` becomes the context of the next window: constant work per
 token, whatever the length of the text.
+
+What is published is whole tokens: the texts of the tokens published so far concatenate to the text published so far.
+So a token is held back while its last character is unfinished, or while its text may become part of a stop string.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class IncrementalDecoder:
         self._window: list[int] = []
         self._num_context_tokens = 0
         self._num_published_chars = 0
+        self.is_unfinished = False  # the text ends within a character
 
     def push(self, token_id: int) -> str:
         """Append one token and return the text that it makes final, often its own, sometimes none."""
@@ -61,9 +65,10 @@ class IncrementalDecoder:
         self._window.append(token_id)
         text = self._decode(self._window)
         final_text = text.rstrip(REPLACEMENT_CHARACTER)
+        self.is_unfinished = len(final_text) < len(text)
         delta = final_text[self._num_published_chars :]
         self._num_published_chars += len(delta)
-        if delta and len(final_text) == len(text):
+        if delta and not self.is_unfinished:
             self._forget(self._num_context_tokens)
         elif len(self._window) > MAX_WINDOW_TOKENS:
             delta += self._cut_garbage(text)
@@ -103,28 +108,61 @@ class IncrementalDecoder:
 
 @dataclass(slots=True)
 class StopStringFinder:
-    """Find the first of some stop strings in a text that arrives in pieces, holding back only what may become one."""
+    """Find the first of some stop strings in the texts of tokens, holding back tokens that may be part of one.
+
+    A stop string counts only where a token beyond the first `min_tokens` completes it; it may begin before.
+    """
 
     stop: tuple[str, ...]
+    include: bool = False  # keep the stop string in the text
+    min_tokens: int = 0
     found: bool = False
-    _held: str = field(default="")
+    _num_tokens: int = 0
+    _held: list[str] = field(default_factory=list)
 
-    def push(self, delta: str) -> str:
-        """Return the text that is certainly before any stop string."""
-        if not self.stop or self.found:
-            return "" if self.found else delta
-        text = self._held + delta
-        starts = [start for stop in self.stop if (start := text.find(stop)) >= 0]
-        if starts:
-            self.found, self._held = True, ""
-            return text[: min(starts)]
-        num_safe_chars = len(text) - max(_overlap(text, stop) for stop in self.stop)
-        self._held = text[num_safe_chars:]
-        return text[:num_safe_chars]
+    def push(self, token_text: str) -> list[str]:
+        """Return the texts of the tokens that are settled now, oldest first; all, cut to length, once one is found."""
+        self._num_tokens += 1
+        self._held.append(token_text)
+        text = "".join(self._held)
+        if token_text and self._num_tokens > self.min_tokens:
+            self._search(text, num_new_chars=len(token_text))
+        if self.found:
+            return self.flush()
+        return self._release(len(text) - max((_overlap(text, stop) for stop in self.stop), default=0))
 
-    def flush(self) -> str:
-        held, self._held = self._held, ""
+    def flush(self) -> list[str]:
+        held, self._held = self._held, []
         return held
+
+    def _search(self, text: str, num_new_chars: int) -> None:
+        """Cut the held texts at the first stop string that ends in the new characters."""
+        num_old_chars = len(text) - num_new_chars
+        starts = ((text.find(stop, max(0, num_old_chars - len(stop) + 1)), stop) for stop in self.stop)
+        matches = [(start, start + len(stop)) for start, stop in starts if start >= 0]
+        if matches:
+            self.found = True
+            start, end = min(matches)
+            self._held = _cut(self._held, end if self.include else start)
+
+    def _release(self, num_safe_chars: int) -> list[str]:
+        num_chars = num_tokens = 0
+        for token_text in self._held:
+            num_chars += len(token_text)
+            if num_chars > num_safe_chars:
+                break
+            num_tokens += 1
+        released, self._held = self._held[:num_tokens], self._held[num_tokens:]
+        return released
+
+
+def _cut(texts: Sequence[str], num_chars: int) -> list[str]:
+    """Shorten texts so that together they have `num_chars`."""
+    cut = []
+    for text in texts:
+        cut.append(text[:num_chars])
+        num_chars -= len(cut[-1])
+    return cut
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -133,34 +171,55 @@ def _overlap(text: str, stop: str) -> int:
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Detokenized:
-    """What some tokens became: `num_tokens` of them were used, all unless a stop string ended the text."""
-
-    text: str
-    num_tokens: int
-    stopped: bool = False
-
-
 class Detokenizer:
-    """The text of one choice: incremental decoding, then stop strings."""
+    """The text of one choice, token by token: incremental decoding, then stop strings."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stop: tuple[str, ...] = (), silent_ids: frozenset[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        *,
+        silent_ids: frozenset[int] = frozenset(),
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self._decoder = IncrementalDecoder(tokenizer, silent_ids=silent_ids)
-        self._finder = StopStringFinder(stop)
+        self._finder = StopStringFinder(stop, include=include_stop, min_tokens=min_tokens)
+        self._undecoded: list[str] = []  # of the last tokens, where they end in an unfinished character
 
-    def push(self, token_ids: Sequence[int]) -> Detokenized:
-        """Append tokens; those behind the one that completes a stop string are not used."""
-        pieces = []
-        for num_tokens, token_id in enumerate(token_ids, start=1):
-            pieces.append(self._finder.push(self._decoder.push(token_id)))
-            if self._finder.found:
-                return Detokenized(text="".join(pieces), num_tokens=num_tokens, stopped=True)
-        return Detokenized(text="".join(pieces), num_tokens=len(token_ids))
+    @property
+    def stopped(self) -> bool:
+        """True once a stop string ended the text."""
+        return self._finder.found
 
-    def flush(self) -> Detokenized:
-        """Return what was held back, once no more tokens will come."""
-        text = self._finder.push(self._decoder.flush())
-        return Detokenized(text=text + self._finder.flush(), num_tokens=0, stopped=self._finder.found)
+    def push(self, token_ids: Sequence[int]) -> list[str]:
+        """Append tokens; return the texts of those that are settled now, oldest first.
+
+        Tokens behind the one that completes a stop string are not used, and get no text.
+        """
+        settled = []
+        for token_id in token_ids:
+            for text in self._decode(token_id):
+                settled += self._finder.push(text)
+                if self.stopped:
+                    return settled
+        return settled
+
+    def flush(self) -> list[str]:
+        """Return the texts of the tokens that were held back, once no more will come."""
+        if self._undecoded:
+            self._undecoded[-1] += self._decoder.flush()
+        settled = [text for undecoded in self._undecoded if not self.stopped for text in self._finder.push(undecoded)]
+        self._undecoded = []
+        return settled + self._finder.flush()
+
+    def _decode(self, token_id: int) -> list[str]:
+        """Return the texts of the tokens that are decoded now; the one with an unfinished character waits."""
+        delta = self._decoder.push(token_id)
+        self._undecoded.append(delta)
+        if not self._decoder.is_unfinished:
+            num_decoded = len(self._undecoded)
+        else:
+            num_decoded = len(self._undecoded) - 1 if delta else 0
+        decoded, self._undecoded = self._undecoded[:num_decoded], self._undecoded[num_decoded:]
+        return decoded

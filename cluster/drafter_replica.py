@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 from ray import serve
 
 from outrider.cluster.config import ServiceConfig
+from outrider.cluster.draining import HEARD_S, wait_until
 from outrider.cluster.engine_host import EngineHost
 from outrider.cluster.fleet import DrafterReport
+from outrider.cluster.logs import configure_logging
 from outrider.cluster.rank_actors import RankActors
 from outrider.cluster.reports import REPORT_INTERVAL_S, ask_router
 from outrider.cluster.tokenizer import draft_vocabulary_fingerprint
@@ -23,16 +26,26 @@ from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine_messages import PeerState, Relay
 from outrider.verifier_service.link_messages import DrafterIdentity
 
+QUIET_S = 1.0  # a drafter that nobody has asked for so long is not in use, whatever sessions it still holds
+
 
 class ShellPort:
     """The servicer's way to a draft engine in another process."""
 
-    def __init__(self, host: EngineHost) -> None:
+    def __init__(self, host: EngineHost, clock: Callable[[], float] = time.monotonic) -> None:
         self._host = host
+        self._clock = clock
+        self._last_ask_s = clock()
         self._load = DrafterLoad()
         self._deliver: dict[str, Callable[[bytes], None]] = {}
 
+    @property
+    def is_quiet(self) -> bool:
+        """Return whether the verifiers have left: no session, or none that is asked for drafts."""
+        return self._load.num_sessions == 0 or self._clock() - self._last_ask_s >= QUIET_S
+
     def submit(self, peer: str, payload: bytes) -> None:
+        self._last_ask_s = self._clock()
         self._send(Relay(peer=peer, payload=payload))
 
     def peer_gone(self, peer: str) -> None:
@@ -67,10 +80,15 @@ class DrafterReplica:
     """One replica of the drafter pool."""
 
     async def __init__(self, config: ServiceConfig, router: Any) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._host = EngineHost(on_message=self._on_update, on_failure=lambda _: None)
+        self._host = EngineHost(
+            on_message=self._on_update, on_failure=lambda _: None, timeout_s=config.engine_timeout_s
+        )
         self._port = ShellPort(self._host)
         self._router = router
+        self._drain_timeout_s = config.drain_timeout_s
+        self._is_draining = False
         self._drafter_id = serve.get_replica_context().replica_id.unique_id
+        configure_logging(config.log_format, replica=f"drafter/{self._drafter_id}")
         self._epoch = time.time_ns()
         spec = config.drafter_spec
         assert spec is not None, "the pool is only built for a configured draft model"
@@ -83,10 +101,11 @@ class DrafterReplica:
             max_draft_length=self._ready.max_draft_length,
             max_model_len=self._ready.max_model_len,
         )
-        servicer = DrafterLinkServicer(self._port, identity)
+        self._servicer = DrafterLinkServicer(self._port, identity)
         self._endpoint = await self._host.serve(
             config.internal_address,
-            lambda server: link_pb2_grpc.add_DrafterLinkServicer_to_server(servicer, server),
+            lambda server: link_pb2_grpc.add_DrafterLinkServicer_to_server(self._servicer, server),
+            config.link_server_credentials,
         )
         self._host.tasks.start(self._report_forever(), "report to the router")
 
@@ -110,11 +129,18 @@ class DrafterReplica:
             queue_depth=load.queue_depth,
             max_draft_length=self._ready.max_draft_length,
             mean_draft_s=load.mean_draft_s or 0.0,
+            draining=self._is_draining,
+            counters=load.counters,
+            num_bad_frames=self._servicer.counters.num_bad_frames + load.counters.num_bad_messages,
         )
 
     async def load(self) -> DrafterLoad:
         """Return the engine's last report of itself."""
         return self._port.load()
+
+    async def pid(self) -> int:
+        """Return this replica's own process: the shell in front of the engine."""
+        return os.getpid()
 
     async def rank_pids(self) -> list[int]:
         """Return the processes of this replica's ranks, rank 0 first."""
@@ -124,6 +150,20 @@ class DrafterReplica:
         """Raise when this replica can no longer draft."""
         self._host.check()
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the pool is scaled by."""
+        load = self._port.load()
+        return {"num_requests": float(load.num_sessions + load.queue_depth)}
+
+    async def _drain(self) -> None:
+        """Let the verifiers move their requests to other drafters; those that stay lose speed, never a token."""
+        self._is_draining = True
+        await ask_router(self._router.report_drafter, self._report())
+        await asyncio.sleep(HEARD_S)
+        await wait_until(lambda: self._port.is_quiet, self._drain_timeout_s)
+
     async def __del__(self) -> None:
+        if self._host.failure is None:
+            await self._drain()
         await ask_router(self._router.remove, self._drafter_id)
         await self._host.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,22 +12,34 @@ import grpc
 from outrider.cluster.background import BackgroundTasks
 from outrider.cluster.engine_shell import EngineShell
 from outrider.cluster.rank_actors import RankActors
+from outrider.cluster.security import bind
 from outrider.verifier_service.link_messages import CHANNEL_OPTIONS
 
-ENGINE_SILENCE_S = 30.0  # engines report several times a second; one silent for longer than any step hangs
+NUM_LISTENS = 10  # in which the time-out is counted off
 SERVER_GRACE_S = 0.5
 
 
 class EngineHost:
     """One engine behind a Serve replica: its ranks, its pipe, its gRPC port, its background tasks."""
 
-    def __init__(self, *, on_message: Callable[[Any], None], on_failure: Callable[[str], None]) -> None:
-        """`on_message` hears every frame after the first; `on_failure` hears once why there is no engine any more."""
+    def __init__(
+        self,
+        *,
+        on_message: Callable[[Any], None],
+        on_failure: Callable[[str], None],
+        timeout_s: float,
+    ) -> None:
+        """`on_message` hears every frame after the first; `on_failure` hears once why there is no engine any more.
+
+        Engines report several times a second: one that has been silent for `timeout_s`, longer than any step takes, is
+        given up.
+        """
         self.tasks = BackgroundTasks()
         self._on_message = on_message
         self._on_failure = on_failure
         self._ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._last_frame_s = time.monotonic()
+        self._timeout_s = timeout_s
+        self._num_frames = 0
         self._exit = contextlib.AsyncExitStack()
         self._ranks: RankActors | None = None
         self._shell: EngineShell | None = None
@@ -41,13 +52,20 @@ class EngineHost:
         self._shell = EngineShell(pipe, message_types, on_message=self._hear, on_failure=self._fail)
         self._exit.callback(self._shell.close)
         self._shell.start()
-        return await self._ready
+        ready = await self._ready
+        self.tasks.start(self._give_up_when_silent(self._shell), "listen to the engine")
+        return ready
 
-    async def serve(self, host: str, register: Callable[[grpc.aio.Server], None]) -> str:
-        """Open a gRPC port of its own; return its "host:port"."""
+    async def serve(
+        self,
+        host: str,
+        register: Callable[[grpc.aio.Server], None],
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> str:
+        """Open a gRPC port of its own, plaintext without credentials; return its "host:port"."""
         server = grpc.aio.server(options=CHANNEL_OPTIONS)
         register(server)
-        port = server.add_insecure_port(f"{host}:0")
+        port = bind(server, f"{host}:0", credentials)
         await server.start()
         self._exit.push_async_callback(server.stop, SERVER_GRACE_S)
         return f"{host}:{port}"
@@ -63,10 +81,7 @@ class EngineHost:
         """Return why the engine can no longer be used, None while it can."""
         if self._shell is None:
             return "the engine has not started"
-        if self._shell.failure is not None:
-            return self._shell.failure
-        silence_s = time.monotonic() - self._last_frame_s
-        return f"the engine has been silent for {silence_s:.0f} s" if silence_s > ENGINE_SILENCE_S else None
+        return self._shell.failure
 
     def check(self) -> None:
         """Raise `RuntimeError` when the engine, a rank or a background task is gone."""
@@ -84,8 +99,21 @@ class EngineHost:
         await self.tasks.stop()
         await self._exit.aclose()
 
+    async def _give_up_when_silent(self, shell: EngineShell) -> None:
+        """Fail the engine once it is silent for too long.
+
+        Counted in short waits, not read from a clock: after a pause of this process all that it missed is still to be
+        read, and counts as one wait.
+        """
+        num_silent = 0
+        while num_silent < NUM_LISTENS:
+            num_frames = self._num_frames
+            await asyncio.sleep(self._timeout_s / NUM_LISTENS)
+            num_silent = num_silent + 1 if self._num_frames == num_frames else 0
+        shell.fail(f"the engine has been silent for {self._timeout_s:g} s")
+
     def _hear(self, message: Any) -> None:
-        self._last_frame_s = time.monotonic()
+        self._num_frames += 1
         if self._ready.done():
             self._on_message(message)
         else:

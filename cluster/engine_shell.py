@@ -45,25 +45,26 @@ class EngineShell:
 
     def close(self) -> None:
         """Let go of the pipe: the engine sees the end of file and stops."""
-        self._fail("closed by its replica")
+        self.fail("closed by its replica")
 
     def _read(self) -> None:
         try:
             while self.failure is None and self._pipe.poll(0):
                 self._on_message(decode(self._pipe.recv_bytes(), self._message_types))
         except EOFError:
-            self._fail("engine process is gone: end of file")
+            self.fail("engine process is gone: end of file")
         except OSError as error:
-            self._fail(f"engine process is gone: {error}")
+            self.fail(f"engine process is gone: {error}")
         except Exception as error:  # whatever it is, frames are lost: better no engine than a silent stream
             logger.exception("a frame of the engine could not be handled")
-            self._fail(f"a frame of the engine could not be handled: {error}")
+            self.fail(f"a frame of the engine could not be handled: {error}")
 
     def _on_write_error(self, error: OSError) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._fail, f"engine process is gone: {error}")
+            self._loop.call_soon_threadsafe(self.fail, f"engine process is gone: {error}")
 
-    def _fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
+        """Give the engine up, once: let go of its pipe and tell `on_failure`."""
         if self.failure is not None:
             return
         self.failure = reason

@@ -2,17 +2,24 @@
 
 OutriderError                      500  INTERNAL
 ├── InvalidRequest(field)          400  INVALID_ARGUMENT    the client must change something
-│   └── ModelNotFound              404  NOT_FOUND
-├── Overloaded(retry_after_s)      503  RESOURCE_EXHAUSTED  try again later
-├── Unavailable                    503  UNAVAILABLE         no verifier can serve it now
+│   ├── ModelNotFound              404  NOT_FOUND
+│   └── BodyTooLarge               413  INVALID_ARGUMENT
+├── Unauthenticated                401  UNAUTHENTICATED     no API key, or not a known one
+├── Overloaded(retry_after_s)      429  RESOURCE_EXHAUSTED  a queue or a rate is at its limit: try again later
+├── Unavailable(retry_after_s)     503  UNAVAILABLE         no verifier can serve it now
+│   └── Draining                   503  UNAVAILABLE         this replica is about to stop
+├── DeadlineExceeded               504  DEADLINE_EXCEEDED   it took longer than it was allowed to
 └── RequestFailed                  500  INTERNAL            it was accepted and did not finish
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import grpc
+
+MAX_TEXT_CHARS = 1000  # an error may quote what the client sent
 
 
 class OutriderError(Exception):
@@ -34,6 +41,14 @@ class ModelNotFound(InvalidRequest):
         super().__init__(f"the model {name!r} does not exist", field="model")
 
 
+class BodyTooLarge(InvalidRequest):
+    """The request's body is longer than the server reads."""
+
+
+class Unauthenticated(OutriderError):
+    """The request carries no API key, or none that is known here."""
+
+
 class Overloaded(OutriderError):
     """Refused for load; worth another try after `retry_after_s`."""
 
@@ -43,7 +58,22 @@ class Overloaded(OutriderError):
 
 
 class Unavailable(OutriderError):
-    """No verifier can take the request at the moment."""
+    """No verifier can take the request at the moment; worth another try after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Draining(Unavailable):
+    """This replica finishes what it has and takes nothing new; another one will."""
+
+    def __init__(self) -> None:
+        super().__init__("this server is shutting down")
+
+
+class DeadlineExceeded(OutriderError):
+    """The request took longer than it was allowed to."""
 
 
 class RequestFailed(OutriderError):
@@ -67,11 +97,23 @@ ERROR_MAPPINGS: dict[type[OutriderError], ErrorMapping] = {
         openai_type="invalid_request_error",
         openai_code="model_not_found",
     ),
+    BodyTooLarge: ErrorMapping(
+        http_status=413,
+        grpc_status=grpc.StatusCode.INVALID_ARGUMENT,
+        openai_type="invalid_request_error",
+        openai_code="body_too_large",
+    ),
     InvalidRequest: ErrorMapping(
         http_status=400, grpc_status=grpc.StatusCode.INVALID_ARGUMENT, openai_type="invalid_request_error"
     ),
+    Unauthenticated: ErrorMapping(
+        http_status=401,
+        grpc_status=grpc.StatusCode.UNAUTHENTICATED,
+        openai_type="authentication_error",
+        openai_code="invalid_api_key",
+    ),
     Overloaded: ErrorMapping(
-        http_status=503,
+        http_status=429,
         grpc_status=grpc.StatusCode.RESOURCE_EXHAUSTED,
         openai_type="overloaded_error",
         openai_code="overloaded",
@@ -81,6 +123,12 @@ ERROR_MAPPINGS: dict[type[OutriderError], ErrorMapping] = {
         grpc_status=grpc.StatusCode.UNAVAILABLE,
         openai_type="service_unavailable_error",
         openai_code="unavailable",
+    ),
+    DeadlineExceeded: ErrorMapping(
+        http_status=504,
+        grpc_status=grpc.StatusCode.DEADLINE_EXCEEDED,
+        openai_type="timeout_error",
+        openai_code="deadline_exceeded",
     ),
     RequestFailed: ErrorMapping(
         http_status=500, grpc_status=grpc.StatusCode.INTERNAL, openai_type="server_error", openai_code="request_failed"
@@ -92,3 +140,21 @@ ERROR_MAPPINGS: dict[type[OutriderError], ErrorMapping] = {
 def mapping_of(error: OutriderError) -> ErrorMapping:
     """Return the table's row for an error: that of its own class, else of the nearest base class."""
     return next(ERROR_MAPPINGS[kind] for kind in type(error).__mro__ if kind in ERROR_MAPPINGS)
+
+
+def text_of(error: OutriderError) -> str:
+    """Return the text a client is shown, shortened where it quotes too much of what was sent."""
+    text = str(error)
+    return text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + "…"
+
+
+def field_of(error: OutriderError) -> str | None:
+    """Return the wire name of the field that is wrong, where one is."""
+    return error.field[:MAX_TEXT_CHARS] if isinstance(error, InvalidRequest) and error.field is not None else None
+
+
+def retry_after(error: OutriderError) -> str | None:
+    """Return when to come back, in whole seconds as both protocols' headers want it, where that is known."""
+    if isinstance(error, Overloaded | Unavailable):
+        return str(max(1, math.ceil(error.retry_after_s)))
+    return None

@@ -6,10 +6,22 @@ of the router's clock (its wrapper and the gateways pass wall-clock seconds).
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from outrider.verifier_service.engine_messages import DrafterTime, EngineLoad, RequestLoad, StepTime
+from outrider.drafter_service.engine import DrafterCounters
+from outrider.verifier_service.engine_messages import (
+    DrafterCircuit,
+    DrafterTime,
+    EngineCounters,
+    EngineLoad,
+    RequestLoad,
+    StepTime,
+)
 from outrider.verifier_service.request import SpeculationPlan
 
 
@@ -53,8 +65,14 @@ class VerifierReport:
     max_model_len: int | None = None  # longest sequence its KV pool holds; None: not known
     step_times: tuple[StepTime, ...] = ()
     requests: tuple[RequestLoad, ...] = ()  # the running ones first; those that wait may follow
-    drafters_up: tuple[str, ...] = ()  # drafters it has a live link to
+    drafters_up: tuple[str, ...] = ()  # drafters it has a live link to and that have not failed it lately
     round_trips: tuple[DrafterTime, ...] = ()
+    draining: bool = False  # takes no new requests and ends when the running ones have
+    tokens_per_s: float = 0.0
+    mean_step_s: float | None = None
+    counters: EngineCounters = field(default_factory=EngineCounters)
+    circuits: tuple[DrafterCircuit, ...] = ()
+    num_bad_frames: int = 0  # that drafters sent
 
     @classmethod
     def of(
@@ -67,8 +85,11 @@ class VerifierReport:
         max_model_len: int,
         step_times: tuple[StepTime, ...],
         drafters_up: tuple[str, ...],
+        draining: bool = False,
+        num_bad_frames: int = 0,
     ) -> VerifierReport:
-        """Make a report of what an engine says of itself."""
+        """Make a report of what an engine says of itself; `drafters_up` are those it has a link to."""
+        failing = {circuit.drafter_id for circuit in load.circuits if circuit.state == "open"}
         return cls(
             verifier_id=verifier_id,
             endpoint=endpoint,
@@ -80,8 +101,14 @@ class VerifierReport:
             max_model_len=max_model_len,
             step_times=step_times,
             requests=load.requests,
-            drafters_up=drafters_up,
+            drafters_up=tuple(drafter_id for drafter_id in drafters_up if drafter_id not in failing),
             round_trips=load.drafter_times,
+            draining=draining,
+            tokens_per_s=load.tokens_per_s,
+            mean_step_s=load.mean_step_s,
+            counters=load.counters,
+            circuits=load.circuits,
+            num_bad_frames=num_bad_frames,
         )
 
 
@@ -97,6 +124,8 @@ class DrafterReport:
     max_draft_length: int
     mean_draft_s: float
     draining: bool = False
+    counters: DrafterCounters = field(default_factory=DrafterCounters)
+    num_bad_frames: int = 0  # that verifiers sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +162,22 @@ class DrafterState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionCount:
+    """How often the router decided so since its start."""
+
+    decision: str  # on | off
+    reason: str  # a `DisabledReason`; none where speculation is on
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSnapshot:
-    """Everything that `routing.route` looks at."""
+    """Everything that `routing.route` looks at, and what the router has decided, for operators."""
 
     verifiers: tuple[VerifierState, ...]
     drafters: tuple[DrafterState, ...]
     decided_at_s: float
+    decisions: tuple[DecisionCount, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +186,7 @@ class RouteAsk:
     num_prompt_tokens: int
     num_speculative_tokens: int | None = None  # a cap on the draft length; 0: the request opted out
     excluded_verifier_ids: tuple[str, ...] = ()  # just failed for this request
+    affinity_key: str | None = None  # requests that share it share a prefix: their verifier is best the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,3 +254,35 @@ class RouterPolicy:
         for name in ("probe_every_s", "probe_s", "expire_after_s", "stale_snapshot_s", "probe_length"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive")
+
+
+_Settings = TypeVar("_Settings", RouterPolicy, SwitchPolicy, AcceptancePolicy)
+
+
+def with_changes(settings: _Settings, changes: Mapping[str, Any]) -> _Settings:
+    """Return settings with some fields changed, those of a group by a mapping of their own.
+
+    Raises `ValueError` naming the field; an unknown one is refused with the closest match.
+    """
+    known = [known.name for known in dataclasses.fields(settings)]
+    for name in changes:
+        if name not in known:
+            hint = difflib.get_close_matches(str(name), known, n=1)
+            raise ValueError(f"unknown policy setting {name!r}" + (f"; did you mean {hint[0]!r}?" if hint else ""))
+    return dataclasses.replace(
+        settings, **{name: _changed(name, getattr(settings, name), value) for name, value in changes.items()}
+    )
+
+
+def _changed(name: str, old: Any, value: Any) -> Any:
+    if isinstance(old, PolicyMode):
+        if value not in [mode.value for mode in PolicyMode]:
+            raise ValueError(f"{name} must be auto, always or off, not {value!r}")
+        return PolicyMode(value)
+    if isinstance(old, SwitchPolicy | AcceptancePolicy):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name} must be a mapping of its settings")
+        return with_changes(old, value)
+    if isinstance(value, bool) or not isinstance(value, int if isinstance(old, int) else int | float):
+        raise ValueError(f"{name} must be a {'whole ' if isinstance(old, int) else ''}number, not {value!r}")
+    return value

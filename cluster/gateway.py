@@ -5,32 +5,43 @@ Knows nothing of HTTP, gRPC or Ray; those shells only translate.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from outrider.cluster.detokenizer import Detokenizer, silent_token_ids
-from outrider.cluster.errors import InvalidRequest, ModelNotFound, OutriderError, RequestFailed
+from outrider.cluster.choice import Backend, Choice, GatewayChunk, Generation
+from outrider.cluster.errors import Draining, InvalidRequest, ModelNotFound, OutriderError
 from outrider.cluster.metrics import GatewayMetrics
-from outrider.verifier_service.request import (
-    FinishReason,
-    GenerationRequest,
-    RequestOutput,
-    SamplingParams,
-    SpeculationMetrics,
-)
+from outrider.cluster.text_codec import TextCodec
+from outrider.verifier_service.request import MAX_PRIORITY, GenerationRequest, LogitBias, SamplingParams
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from outrider.cluster.tracing import Tracing
+
+request_logger = logging.getLogger("outrider.request")
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOP_STRINGS = 4  # as OpenAI
 MAX_STOP_STRING_CHARS = 1024  # the search for a partial stop string is quadratic in it
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LABEL_CHARS = 256  # of a session id or a cache salt
+MAX_REQUEST_ID_CHARS = 128
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI
+_SAMPLING_FIELDS = (  # the same in RequestInput and in SamplingParams
+    "temperature",
+    "top_p",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "ignore_eos",
+    "logprobs",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +53,6 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     created: int  # Unix time
-
-
-class Backend(Protocol):
-    """Where a gateway sends requests: routing, verifier link and failover live behind it."""
-
-    def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
-        """Yield committed tokens, the last with a finish reason; `aclose()` of the iterator cancels the generation."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +67,30 @@ class RequestInput:
     n: int | None = None
     max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"
+    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None  # 0 and -1: off
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None  # by token id
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logprobs: int | None = None
+    logprobs_field: str = "logprobs"
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
     disable_spec_decode: bool | None = None
     num_speculative_tokens: int | None = None  # a cap; 0: off
+    priority: int | None = None
+    session_id: str | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +101,17 @@ class ValidRequest:
     prompt_token_ids: tuple[int, ...]
     n: int
     stop: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
     sampling: SamplingParams
+    num_prompt_logprobs: int | None  # what the client asked for: with echo the engine may be asked for more
+    echo: tuple[str, ...]  # the prompt, where it is shown before the output; with logprobs a text for each token
+    is_prompt_only: bool  # max_tokens was 0: the engine's one token is not shown
+    group_id: str | None
+    priority: int
+    session_id: str | None
+    cache_salt: str
+    trace_parent: str | None = None  # of the span that the choices are children of; None: not traced
 
     def choices(self) -> list[GenerationRequest]:
         """Return one request per choice; the choice index keeps seeded choices apart."""
@@ -93,35 +120,14 @@ class ValidRequest:
                 request_id=self.request_id if self.n == 1 else f"{self.request_id}-{index}",
                 prompt_token_ids=self.prompt_token_ids,
                 sampling=dataclasses.replace(self.sampling, choice_index=index),
+                group_id=self.group_id,
+                cache_salt=self.cache_salt,
+                priority=self.priority,
+                session_id=self.session_id,
+                trace_parent=self.trace_parent,
             )
             for index in range(self.n)
         ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Token counts of one choice."""
-
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayChunk:
-    """What one step added to one choice.
-
-    Text may trail its tokens: an unfinished character, or what may become a stop string, is held back.
-    The last chunk of a choice has a finish reason and a usage, and speculation metrics where the engine sent them.
-    """
-
-    request_id: str
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    usage: Usage | None = None
-    speculation: SpeculationMetrics | None = None
 
 
 class Gateway:
@@ -134,87 +140,149 @@ class Gateway:
         backend: Backend,
         metrics: GatewayMetrics,
         clock: Callable[[], float],  # monotonic, seconds
+        *,
+        fleet_load: Callable[[], dict[str, Any]] = dict,  # JSON-ready
+        tracing: Tracing | None = None,
     ) -> None:
         self.model = model
-        self.tokenizer = tokenizer
+        self.text = TextCodec(tokenizer)
         self.metrics = metrics
-        self._backend = backend
+        self.is_draining = False
+        self._fleet_load = fleet_load
+        self._tracing = tracing
+        self._backend = backend if tracing is None else tracing.backend(backend)
         self._clock = clock
-        self._silent_ids = silent_token_ids(tokenizer)
-        self._running: dict[str, _Generation] = {}
+        self._running: dict[str, Generation] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Return how many prompts are being generated."""
+        return len(self._running)
+
+    def load(self) -> dict[str, Any]:
+        """Return the load of this gateway, under vLLM's name, and of the fleet."""
+        return {"server_load": self.num_running, **self._fleet_load()}
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those that run go on."""
+        self.is_draining = True
 
     def check_model_name(self, name: str | None) -> None:
         if name is not None and name != self.model.name:
             raise ModelNotFound(name)
 
-    def parse(self, request: RequestInput) -> ValidRequest:
+    async def parse(self, request: RequestInput) -> ValidRequest:
         """Turn wire input into a request that can be served, or raise `InvalidRequest` naming the field."""
-        prompt_token_ids = self._prompt_token_ids(request)
         num_choices = 1 if request.n is None else request.n
         _require(1 <= num_choices <= MAX_CHOICES, "n", f"in [1, {MAX_CHOICES}]")
+        priority = request.priority or 0
+        _require(abs(priority) <= MAX_PRIORITY, "priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+        stop = _stop_strings(request.stop)
+        prompt_token_ids = await self._prompt_token_ids(request)
         return ValidRequest(
-            request_id=request.request_id or uuid.uuid4().hex,
+            request_id=_request_id(request.request_id),
             prompt_token_ids=prompt_token_ids,
             n=num_choices,
-            stop=_stop_strings(request.stop),
+            stop=stop,
+            include_stop=bool(request.include_stop_str_in_output),
+            skip_special_tokens=request.skip_special_tokens is not False,
             sampling=self._sampling(request, self.model.max_model_len - len(prompt_token_ids)),
+            num_prompt_logprobs=request.prompt_logprobs,
+            echo=await self._echo(request, prompt_token_ids) if request.echo else (),
+            is_prompt_only=request.max_tokens == 0,
+            group_id=uuid.uuid4().hex if num_choices > 1 else None,
+            priority=priority,
+            session_id=_label(request.session_id, "session_id"),
+            cache_salt=_label(request.cache_salt, "cache_salt") or "",
         )
 
-    def _prompt_token_ids(self, request: RequestInput) -> tuple[int, ...]:
-        field = request.prompt_field
+    async def _prompt_token_ids(self, request: RequestInput) -> tuple[int, ...]:
+        field, limit = request.prompt_field, self.model.max_model_len
         if isinstance(request.prompt, str):
-            ids = tuple(self.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens))
+            if self.text.is_longer_than(request.prompt, limit):
+                raise InvalidRequest(f"{field} has {len(request.prompt)} characters; {limit} tokens have fewer", field)
+            ids = await self.text.encode(request.prompt, add_special_tokens=request.add_special_tokens)
         else:
             ids = tuple(request.prompt)
-            self._require_in_vocabulary(ids, field)
         _require(bool(ids), field, "at least one token: it is empty, and the tokenizer adds none")
-        limit = self.model.max_model_len
         if len(ids) >= limit:
             raise InvalidRequest(
                 f"{field} has {len(ids)} tokens; with at least one of output they must fit in {limit}", field
             )
+        self.require_in_vocabulary(ids, field)
         return ids
 
-    def _require_in_vocabulary(self, ids: Sequence[int], field: str) -> None:
+    async def _echo(self, request: RequestInput, prompt_token_ids: tuple[int, ...]) -> tuple[str, ...]:
+        if request.logprobs is not None:
+            skip_special_tokens = request.skip_special_tokens is not False
+            return tuple(await self.text.token_texts(prompt_token_ids, skip_special_tokens=skip_special_tokens))
+        return (request.prompt if isinstance(request.prompt, str) else await self.text.decode(request.prompt),)
+
+    def require_in_vocabulary(self, ids: Iterable[int], field: str) -> None:
+        """Raise `InvalidRequest` naming the field unless all ids are the model's."""
         in_bounds = all(0 <= id_ < self.model.vocab_size for id_ in ids)
         _require(in_bounds, field, f"token ids in [0, {self.model.vocab_size})")
 
     def _sampling(self, request: RequestInput, num_free_tokens: int) -> SamplingParams:
         stop_token_ids = tuple(request.stop_token_ids or ())
-        self._require_in_vocabulary(stop_token_ids, "stop_token_ids")
-        given = {
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "top_k": 0 if request.top_k == -1 else request.top_k,
-            "min_p": request.min_p,
-            "seed": request.seed,
-            "ignore_eos": request.ignore_eos,
-            "num_speculative_tokens": 0 if request.disable_spec_decode else request.num_speculative_tokens,
+        _require(len(stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}")
+        self.require_in_vocabulary(stop_token_ids, "stop_token_ids")
+        logit_bias = request.logit_bias or {}
+        self.require_in_vocabulary(logit_bias, "logit_bias")
+        optional = {
+            **{name: getattr(request, name) for name in _SAMPLING_FIELDS},
+            "top_k": self._top_k(request.top_k),
+            "prompt_logprobs": _num_prompt_logprobs(request),
+            "num_speculative_tokens": self._draft_cap(request),
         }
-        set_fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        set_fields: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
         max_tokens = _max_tokens(request, num_free_tokens)
         try:
-            return SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids, **set_fields)
+            return SamplingParams(
+                max_tokens=max_tokens,
+                stop_token_ids=stop_token_ids,
+                logit_bias=tuple(LogitBias(token_id=id_, bias=bias) for id_, bias in logit_bias.items()),
+                **set_fields,
+            )
         except ValueError as error:  # its text begins with the field's name
-            raise InvalidRequest(str(error), field=str(error).split(" ", 1)[0]) from error
+            name, _, rest = str(error).partition(" ")
+            field = request.logprobs_field if name == "logprobs" else name
+            raise InvalidRequest(f"{field} {rest}", field) from error
 
-    async def generate(self, request: ValidRequest) -> AsyncIterator[GatewayChunk]:
+    def _top_k(self, top_k: int | None) -> int | None:
+        if top_k is None or top_k < -1:
+            return top_k
+        return 0 if top_k >= self.model.vocab_size else max(0, top_k)
+
+    def _draft_cap(self, request: RequestInput) -> int | None:
+        cap = 0 if request.disable_spec_decode else request.num_speculative_tokens
+        return None if cap is None else min(cap, self.model.max_model_len)
+
+    def generate(self, request: ValidRequest) -> AsyncIterator[GatewayChunk]:
         """Yield the chunks of all choices, interleaved as they come. Closing the iterator cancels every choice.
 
         Raises an `OutriderError` when a choice fails; the others are cancelled then.
         """
-        generation = self._begin(request)
+        return self._generate(request) if self._tracing is None else self._tracing.request(request, self._generate)
+
+    async def _generate(self, request: ValidRequest) -> AsyncIterator[GatewayChunk]:
+        started_s = self._clock()
+        generation = self._begin(request, started_s)
+        status = "cancelled"
         try:
             while generation.unfinished:
                 for chunk in await generation.next_chunks():
                     yield chunk
+            status = "ok"
         except OutriderError as error:
-            self.metrics.request_failed(type(error).__name__)
+            status = type(error).__name__
+            self.metrics.request_failed(status)
             raise
         finally:
             del self._running[request.request_id]
             self.metrics.request_ended()
             await generation.close()
+            log_end(generation.choices, status, e2e_s=self._clock() - started_s)
 
     def abort(self, request_id: str) -> bool:
         """Finish a running request with the reason "abort"; return whether it was running."""
@@ -223,169 +291,60 @@ class Gateway:
             generation.abort()
         return generation is not None
 
-    def _begin(self, request: ValidRequest) -> _Generation:
+    def _begin(self, request: ValidRequest, started_s: float) -> Generation:
+        if self.is_draining:
+            raise Draining
         taken = {id_ for generation in self._running.values() for id_ in generation.backend_ids}
         choices = request.choices()
         if request.request_id in self._running or any(choice.request_id in taken for choice in choices):
             raise InvalidRequest(f"request id {request.request_id!r} is already running", "request_id")
-        self.metrics.request_began(len(request.prompt_token_ids))
-        started_s = self._clock()
-        generation = _Generation(
+        self.metrics.request_began(
+            len(request.prompt_token_ids), num_choices=request.n, max_tokens=request.sampling.max_tokens
+        )
+        generation = Generation(
             [self._choice(index, choice, request, started_s) for index, choice in enumerate(choices)], self._backend
         )
         self._running[request.request_id] = generation
         return generation
 
-    def _choice(self, index: int, message: GenerationRequest, request: ValidRequest, started_s: float) -> _Choice:
-        eos = () if request.sampling.ignore_eos else self.model.eos_token_ids
-        return _Choice(
+    def _choice(self, index: int, message: GenerationRequest, request: ValidRequest, started_s: float) -> Choice:
+        sampling = request.sampling
+        eos = () if sampling.ignore_eos else self.model.eos_token_ids
+        return Choice(
             request_id=request.request_id,
             index=index,
             message=message,
-            stop_ids=frozenset((*request.sampling.stop_token_ids, *eos)),
-            detokenizer=Detokenizer(self.tokenizer, stop=request.stop, silent_ids=self._silent_ids),
+            silent_stop_ids=frozenset() if request.include_stop else frozenset((*sampling.stop_token_ids, *eos)),
+            detokenizer=self.text.detokenizer(
+                skip_special_tokens=request.skip_special_tokens,
+                stop=request.stop,
+                include_stop=request.include_stop,
+                min_tokens=sampling.min_tokens,
+            ),
+            is_prompt_only=request.is_prompt_only,
             metrics=self.metrics,
             clock=self._clock,
             started_s=started_s,
         )
 
 
-@dataclass(slots=True, kw_only=True)
-class _Choice:
-    """One choice under way: what has been published of it, and when."""
-
-    request_id: str
-    index: int
-    message: GenerationRequest
-    stop_ids: frozenset[int]
-    detokenizer: Detokenizer
-    metrics: GatewayMetrics
-    clock: Callable[[], float]
-    started_s: float
-    previous_s: float | None = None
-    num_completion_tokens: int = 0
-    num_cached_tokens: int = 0
-    speculation: SpeculationMetrics | None = None
-
-    def absorb(self, output: RequestOutput) -> GatewayChunk:
-        """Turn one output of the backend into a chunk; its finish reason, or a stop string, makes it the last."""
-        if output.finish_reason is FinishReason.ERROR:
-            raise RequestFailed(output.error or "the engine failed")
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        self.speculation = output.speculation or self.speculation
-        shown = output.token_ids
-        if output.finish_reason is FinishReason.STOP and shown and shown[-1] in self.stop_ids:
-            shown = shown[:-1]  # a stop token ends the text and is no part of it
-        new = self.detokenizer.push(shown)
-        if new.stopped:
-            token_ids = output.token_ids[: new.num_tokens]
-            return self._counted(self.final_chunk(new.text, token_ids, FinishReason.STOP))
-        if output.finish_reason is None:
-            return self._counted(self._chunk(new.text, output.token_ids))
-        rest = self.detokenizer.flush()
-        reason = FinishReason.STOP if rest.stopped else output.finish_reason
-        return self._counted(self.final_chunk(new.text + rest.text, output.token_ids, reason))
-
-    def final_chunk(self, text: str, token_ids: tuple[int, ...], reason: FinishReason) -> GatewayChunk:
-        if reason is FinishReason.ABORT:
-            text += self.detokenizer.flush().text
-        usage = Usage(
-            num_prompt_tokens=len(self.message.prompt_token_ids),
-            num_completion_tokens=self.num_completion_tokens + len(token_ids),
-            num_cached_tokens=self.num_cached_tokens,
-        )
-        chunk = self._chunk(text, token_ids)
-        return dataclasses.replace(chunk, finish_reason=reason, usage=usage, speculation=self.speculation)
-
-    def count_finish(self, reason: FinishReason) -> None:
-        self.metrics.choice_finished(reason.value, since_arrival_s=self.clock() - self.started_s)
-
-    def _chunk(self, text: str, token_ids: tuple[int, ...]) -> GatewayChunk:
-        return GatewayChunk(request_id=self.request_id, index=self.index, text=text, token_ids=token_ids)
-
-    def _counted(self, chunk: GatewayChunk) -> GatewayChunk:
-        self.num_completion_tokens += len(chunk.token_ids)
-        if chunk.token_ids:
-            now_s = self.clock()
-            self.metrics.tokens_published(
-                len(chunk.token_ids),
-                since_arrival_s=now_s - self.started_s,
-                since_previous_s=None if self.previous_s is None else now_s - self.previous_s,
-            )
-            self.previous_s = now_s
-        return chunk
-
-
-class _Generation:
-    """The choices of one prompt: a task each, their chunks merged in one queue.
-
-    The queue is unbounded on purpose: a slow client holds at most `max_tokens` chunks here and no KV in a verifier.
-    """
-
-    def __init__(self, choices: Sequence[_Choice], backend: Backend) -> None:
-        self.unfinished = {choice.index: choice for choice in choices}
-        self.backend_ids = [choice.message.request_id for choice in choices]
-        self._choices = choices
-        self._queue: asyncio.Queue[GatewayChunk | OutriderError | None] = asyncio.Queue()
-        self._tasks = [asyncio.create_task(self._run(choice, backend)) for choice in choices]
-
-    async def next_chunks(self) -> list[GatewayChunk]:
-        """Wait for the next chunk of any choice; once aborted, return the last chunk of every unfinished one."""
-        item = await self._queue.get()
-        if isinstance(item, OutriderError):
-            self.unfinished.clear()
-            raise item
-        if item is None:
-            chunks = [choice.final_chunk("", (), FinishReason.ABORT) for choice in self.unfinished.values()]
-        else:
-            chunks = [item]
-        for chunk in chunks:
-            if chunk.finish_reason is not None:
-                self.unfinished.pop(chunk.index).count_finish(chunk.finish_reason)
-        return chunks
-
-    def abort(self) -> None:
-        self._queue.put_nowait(None)
-
-    async def close(self) -> None:
-        """Cancel what still runs, wait until its backend iterators are closed, and count what was left."""
-        for choice in self.unfinished.values():
-            choice.count_finish(FinishReason.ABORT)
-        for task in self._tasks:
-            task.cancel()
-        for result in await asyncio.gather(*self._tasks, return_exceptions=True):
-            if isinstance(result, Exception):
-                logger.error("a backend stream failed while it was closed", exc_info=result)
-        for choice in self._choices:
-            if choice.speculation is not None:
-                choice.metrics.speculation_ended(choice.speculation)
-
-    async def _run(self, choice: _Choice, backend: Backend) -> None:
-        try:
-            async with _closing(backend.generate(choice.message)) as outputs:
-                async for output in outputs:
-                    chunk = choice.absorb(output)
-                    self._queue.put_nowait(chunk)
-                    if chunk.finish_reason is not None:
-                        return
-            raise RequestFailed("the backend ended the stream without a finish reason")
-        except OutriderError as error:
-            self._queue.put_nowait(error)
-        except Exception as error:  # a fault of ours: told to the log, not to the client
-            logger.exception("request %s failed", choice.message.request_id)
-            failure = RequestFailed("internal error")
-            failure.__cause__ = error
-            self._queue.put_nowait(failure)
-
-
-@asynccontextmanager
-async def _closing(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[AsyncIterator[RequestOutput]]:
-    """Close a backend's iterator in any case: that is what frees KV and draft session."""
-    try:
-        yield outputs
-    finally:
-        if (aclose := getattr(outputs, "aclose", None)) is not None:
-            await aclose()
+def log_end(choices: Sequence[Choice], status: str, *, e2e_s: float) -> None:
+    """Log a request's end, one record with its figures as extra fields; never its text."""
+    first = [choice.first_s - choice.started_s for choice in choices if choice.first_s is not None]
+    known = [choice.speculation for choice in choices if choice.speculation is not None]
+    num_draft_tokens = sum(speculation.num_draft_tokens for speculation in known)
+    num_accepted_tokens = sum(speculation.num_accepted_tokens for speculation in known)
+    fields = {
+        "request_id": choices[0].request_id,
+        "status": status,  # ok, cancelled, or the error's class
+        "num_prompt_tokens": len(choices[0].message.prompt_token_ids),
+        "num_completion_tokens": sum(choice.num_completion_tokens for choice in choices),
+        "ttft_s": min(first, default=None),
+        "e2e_s": e2e_s,
+        "finish_reason": ",".join(sorted({choice.finish_reason.value for choice in choices if choice.finish_reason})),
+        "acceptance": num_accepted_tokens / num_draft_tokens if num_draft_tokens else None,
+    }
+    request_logger.info("request %s: %s", fields["request_id"], status, extra=fields)
 
 
 def _max_tokens(request: RequestInput, num_free_tokens: int) -> int:
@@ -394,9 +353,16 @@ def _max_tokens(request: RequestInput, num_free_tokens: int) -> int:
         default = request.default_max_tokens
         return num_free_tokens if default is None else min(default, num_free_tokens)
     field = request.max_tokens_field
-    _require(request.max_tokens >= 1, field, "at least 1")
+    smallest = 0 if request.echo else 1
+    _require(request.max_tokens >= smallest, field, f"at least {smallest}")
     _require(request.max_tokens <= num_free_tokens, field, f"at most {num_free_tokens} after this prompt")
-    return request.max_tokens
+    return max(1, request.max_tokens)
+
+
+def _num_prompt_logprobs(request: RequestInput) -> int | None:
+    """Return how many the engine is asked for: an echoed prompt shows its log probabilities as the output does."""
+    wanted = [request.prompt_logprobs, request.logprobs if request.echo else None]
+    return max((num for num in wanted if num is not None), default=None)
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -405,6 +371,23 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     fits = all(1 <= len(string) <= MAX_STOP_STRING_CHARS for string in strings)
     _require(fits, "stop", f"strings of 1 to {MAX_STOP_STRING_CHARS} characters")
     return strings
+
+
+def is_safe_id(text: str) -> bool:
+    """Return whether a client's id can be echoed in headers and written to logs."""
+    return 1 <= len(text) <= MAX_REQUEST_ID_CHARS and text.isascii() and text.isprintable()
+
+
+def _request_id(given: str | None) -> str:
+    if not given:
+        return uuid.uuid4().hex
+    _require(is_safe_id(given), "request_id", f"at most {MAX_REQUEST_ID_CHARS} printable ASCII characters")
+    return given
+
+
+def _label(given: str | None, field: str) -> str | None:
+    _require(given is None or len(given) <= MAX_LABEL_CHARS, field, f"at most {MAX_LABEL_CHARS} characters")
+    return given or None
 
 
 def _require(condition: bool, field: str, expectation: str) -> None:

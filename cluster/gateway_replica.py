@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from ray import serve
+from starlette.types import ASGIApp
 
+from outrider.cluster.api_keys import ApiKeys
+from outrider.cluster.authentication import ApiKeyInterceptor, ApiKeyMiddleware
 from outrider.cluster.background import BackgroundTasks
 from outrider.cluster.config import ServiceConfig
+from outrider.cluster.fleet_load import fleet_load
+from outrider.cluster.fleet_metrics import FleetMetrics
 from outrider.cluster.gateway import Gateway, ModelInfo
-from outrider.cluster.grpc_api import start_grpc_server
+from outrider.cluster.grpc_api import SERVER_OPTIONS, start_grpc_server
+from outrider.cluster.http_server import HttpsServer
+from outrider.cluster.logs import configure_logging
 from outrider.cluster.metrics import GatewayMetrics
 from outrider.cluster.openai_api import build_api
+from outrider.cluster.request_ids import RequestIdInterceptor, RequestIdMiddleware
 from outrider.cluster.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.tokenizer import load_tokenizer
+from outrider.cluster.tracing import TraceContextInterceptor, TraceContextMiddleware, Tracing, otlp_provider
 from outrider.verifier_service.architectures import load_model_description, resolve_folder
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import read_eos_token_ids
+
+# the gateways of a node share its port; `serving` refuses one that a stranger holds
+GRPC_OPTIONS = {**SERVER_OPTIONS, "grpc.so_reuseport": 1}
 
 
 @serve.ingress()
@@ -27,36 +41,95 @@ class GatewayReplica:
     """One replica of the gateway. `pools` only makes Serve deploy the pools with it."""
 
     async def __init__(self, config: ServiceConfig, router: Any, *pools: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._drain_timeout_s = config.drain_timeout_s
+        self._is_draining = False
         self._router = RouterClient(router, config.router_policy)
         self._tasks = BackgroundTasks()
         self._tasks.start(self._router.follow(), "follow the router")
         gateway_id = serve.get_replica_context().replica_id.unique_id
-        self._backend = RoutedBackend(self._router, gateway_id)
+        configure_logging(config.log_format, replica=f"gateway/{gateway_id}")
+        self._tracing = tracing_of(config, gateway_id)
         model = config.verifier_spec.model
+        info = model_info(config.model_name, model, await self._router.max_model_len())
+        self._backend = RoutedBackend(
+            self._router,
+            gateway_id,
+            info,
+            config.link_credentials,
+            max_queued_requests=config.max_queued_requests,
+            failover_timeout_s=config.failover_timeout_s,
+        )
         self._gateway = Gateway(
-            model_info(config.model_name, model, await self._router.max_model_len()),
+            info,
             load_tokenizer(model),
             self._backend,
-            GatewayMetrics(CollectorRegistry(), model_name=config.model_name),
+            GatewayMetrics(self._registry(config.model_name), model_name=config.model_name, engine=gateway_id),
             time.monotonic,
+            fleet_load=lambda: fleet_load(self._router.snapshot, time.time()),
+            tracing=self._tracing,
         )
-        self._grpc_server = await start_grpc_server(self._gateway, f"{config.host}:{config.grpc_port}")
+        keys = ApiKeys(config.api_key_hashes)
+        self._grpc_server = await start_grpc_server(
+            self._gateway,
+            f"{config.host}:{config.grpc_port}",
+            credentials=None if config.tls is None else config.tls.server_credentials(),
+            options=GRPC_OPTIONS,
+            interceptors=[
+                RequestIdInterceptor(),
+                *([ApiKeyInterceptor(keys)] if keys else []),
+                *([TraceContextInterceptor()] if self._tracing is not None else []),
+            ],
+        )
+        self._api: ASGIApp = build_api(self._gateway, self._is_ready)
+        if self._tracing is not None:
+            self._api = TraceContextMiddleware(self._api)
+        if keys:
+            self._api = ApiKeyMiddleware(self._api, keys)
+        self._api = RequestIdMiddleware(self._api)
+        self._https_server: HttpsServer | None = None
+        if config.tls is not None:
+            self._https_server = HttpsServer(self._api, config.host, config.port, config.tls)
+            self._tasks.start(self._https_server.run(), "serve HTTPS")
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self._gateway, self._has_verifier)
+    def _registry(self, model_name: str) -> CollectorRegistry:
+        registry = CollectorRegistry()
+        registry.register(FleetMetrics(lambda: self._router.snapshot, model_name=model_name, wall_clock=time.time))
+        return registry
 
-    async def _has_verifier(self) -> bool:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        # with TLS nothing may be reached through Serve's proxies, which verify no client
+        return self._api if self._https_server is None else FastAPI(openapi_url=None)
+
+    async def _is_ready(self) -> bool:
+        """Return whether a new request would be served."""
         snapshot = self._router.snapshot
-        return snapshot is not None and bool(snapshot.verifiers)
+        has_verifier = snapshot is not None and any(not state.report.draining for state in snapshot.verifiers)
+        return has_verifier and not self._is_draining
+
+    async def pid(self) -> int:
+        return os.getpid()
 
     async def check_health(self) -> None:
         """Raise when this replica can no longer serve."""
         self._tasks.check()
 
     async def __del__(self) -> None:
+        self._is_draining = True
+        drains = [self._grpc_server.drain(self._drain_timeout_s)]
+        if self._https_server is not None:
+            drains.append(self._https_server.drain(self._drain_timeout_s))
+        await asyncio.gather(*drains)
         await self._tasks.stop()
-        await self._grpc_server.drain(1.0)
         await self._backend.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+
+
+def tracing_of(config: ServiceConfig, replica: str) -> Tracing | None:
+    """Return what makes spans; None without a collector to send them to."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    return Tracing(otlp_provider(config.otlp_traces_endpoint, sample_ratio=config.trace_sample_ratio, replica=replica))
 
 
 def model_info(name: str, model: ModelConfig, max_model_len: int) -> ModelInfo:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
+from google.protobuf import json_format
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-from outrider.cluster.errors import InvalidRequest, OutriderError, Overloaded, mapping_of
-from outrider.cluster.gateway import Gateway, GatewayChunk, RequestInput, Usage
+from outrider.cluster.choice import GatewayChunk, Usage, joined
+from outrider.cluster.errors import InvalidRequest, OutriderError, field_of, mapping_of, retry_after, text_of
+from outrider.cluster.gateway import Gateway, RequestInput
+from outrider.cluster.security import bind
+from outrider.cluster.version import VERSION
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
-from outrider.verifier_service.request import FinishReason, SpeculationMetrics
+from outrider.verifier_service.request import FinishReason, SpeculationMetrics, TokenLogprobs, TokenOrigin
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 MAX_MESSAGE_BYTES = 16 << 20
-MAX_REQUEST_ID_CHARS = 128
 SERVER_OPTIONS: Mapping[str, int] = {
     "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
     "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
@@ -36,24 +39,18 @@ FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
 }
-OPTIONAL_FIELDS = (  # the same in the message and in RequestInput
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "ignore_eos",
-    "n",
-    "num_speculative_tokens",
-    "disable_spec_decode",
-)
+TOKEN_ORIGINS = {
+    TokenOrigin.ACCEPTED: pb.TOKEN_ORIGIN_ACCEPTED,
+    TokenOrigin.RECOVERED: pb.TOKEN_ORIGIN_RECOVERED,
+    TokenOrigin.BONUS: pb.TOKEN_ORIGIN_BONUS,
+    TokenOrigin.PLAIN: pb.TOKEN_ORIGIN_PLAIN,
+}
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class InferenceServicer(generation_pb2_grpc.InferenceServicer):
-    """The four calls of the service. A cancelled call, or one past its deadline, stops its generation."""
+    """The calls of the service. A cancelled call, or one past its deadline, stops its generation."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -88,8 +85,21 @@ class InferenceServicer(generation_pb2_grpc.InferenceServicer):
             eos_token_ids=model.eos_token_ids,
         )
 
-    def _chunks(self, request: pb.GenerateRequest) -> AsyncIterator[GatewayChunk]:
-        return self._gateway.generate(self._gateway.parse(request_input(request)))
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(
+            version=VERSION,
+            is_draining=self._gateway.is_draining,
+            num_running_requests=self._gateway.num_running,
+        )
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
+        return json_format.ParseDict({"load": self._gateway.load()}, pb.GetLoadsResponse())
+
+    async def _chunks(self, request: pb.GenerateRequest) -> AsyncIterator[GatewayChunk]:
+        valid = await self._gateway.parse(request_input(request))
+        async with aclosing(self._gateway.generate(valid)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                yield chunk
 
 
 def request_input(request: pb.GenerateRequest) -> RequestInput:
@@ -97,30 +107,34 @@ def request_input(request: pb.GenerateRequest) -> RequestInput:
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("prompt must be given as text or token_ids", "prompt")
-    if len(request.request_id) > MAX_REQUEST_ID_CHARS:
-        raise InvalidRequest(f"request_id must be at most {MAX_REQUEST_ID_CHARS} characters", "request_id")
     sampling = request.sampling
-    fields: dict[str, Any] = {name: getattr(sampling, name) for name in OPTIONAL_FIELDS if sampling.HasField(name)}
     return RequestInput(
         request_id=request.request_id or None,
         prompt=request.text if kind == "text" else list(request.token_ids.ids),
         prompt_field=kind,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
-        **fields,
+        logit_bias=dict(sampling.logit_bias),
+        **_optional_fields(sampling),
+        **_optional_fields(request),
     )
+
+
+def _optional_fields(message: pb.SamplingParams | pb.GenerateRequest) -> dict[str, Any]:
+    """Return the `optional` fields that are set; their names are those of `RequestInput`."""
+    names = [
+        field.name
+        for field in message.DESCRIPTOR.fields
+        if field.has_presence and field.message_type is None and field.containing_oneof.name.startswith("_")
+    ]
+    return {name: getattr(message, name) for name in names if message.HasField(name)}
 
 
 def _chunk_message(chunk: GatewayChunk) -> pb.GenerateChunk:
-    message = pb.GenerateChunk(
-        request_id=chunk.request_id, index=chunk.index, text=chunk.text, token_ids=chunk.token_ids
-    )
-    if chunk.finish_reason is not None:
-        message.finish_reason = FINISH_REASONS[chunk.finish_reason]
+    message = pb.GenerateChunk(request_id=chunk.request_id, index=chunk.index)
+    _fill(message, chunk)
     if chunk.usage is not None:
         message.usage.CopyFrom(_usage_message([chunk.usage]))
-    if chunk.speculation is not None:
-        message.speculative_decoding.CopyFrom(_speculation_message(chunk.speculation))
     return message
 
 
@@ -128,23 +142,40 @@ def _response_message(choices: list[list[GatewayChunk]]) -> pb.GenerateResponse:
     usages = [chunks[-1].usage for chunks in choices]
     return pb.GenerateResponse(
         request_id=choices[0][0].request_id,
-        choices=[_choice_message(chunks) for chunks in choices],
+        choices=[_choice_message(joined(chunks)) for chunks in choices],
         usage=_usage_message([usage for usage in usages if usage is not None]),
     )
 
 
-def _choice_message(chunks: list[GatewayChunk]) -> pb.Choice:
-    last = chunks[-1]
-    message = pb.Choice(
-        index=last.index,
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
-    )
-    if last.finish_reason is not None:
-        message.finish_reason = FINISH_REASONS[last.finish_reason]
-    if last.speculation is not None:
-        message.speculative_decoding.CopyFrom(_speculation_message(last.speculation))
+def _choice_message(chunk: GatewayChunk) -> pb.Choice:
+    message = pb.Choice(index=chunk.index)
+    _fill(message, chunk)
     return message
+
+
+def _fill(message: pb.GenerateChunk | pb.Choice, chunk: GatewayChunk) -> None:
+    """Set what a chunk and a whole choice have in common."""
+    message.text = chunk.text
+    message.token_ids.extend(chunk.token_ids)
+    message.token_origins.extend(TOKEN_ORIGINS[origin] for origin in chunk.origins)
+    message.logprobs.extend(_logprobs_message(token.logprobs) for token in chunk.tokens if token.logprobs is not None)
+    message.prompt_logprobs.extend(
+        pb.TokenLogprobs() if entry is None else _logprobs_message(entry) for entry in chunk.prompt_logprobs or ()
+    )
+    if chunk.finish_reason is not None:
+        message.finish_reason = FINISH_REASONS[chunk.finish_reason]
+    if chunk.speculation is not None:
+        message.speculative_decoding.CopyFrom(_speculation_message(chunk.speculation))
+
+
+def _logprobs_message(entry: TokenLogprobs) -> pb.TokenLogprobs:
+    top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+    return pb.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top=[pb.TopLogprob(token_id=id_, logprob=logprob) for id_, logprob in top],
+    )
 
 
 def _usage_message(usages: list[Usage]) -> pb.Usage:
@@ -169,11 +200,22 @@ def _speculation_message(speculation: SpeculationMetrics) -> pb.SpeculativeDecod
 
 
 async def _abort(context: Context, error: OutriderError) -> NoReturn:
-    metadata: tuple[tuple[str, str], ...] = ()
-    if isinstance(error, Overloaded):
-        metadata = (("retry-after", str(max(1, math.ceil(error.retry_after_s)))),)
-    await context.abort(mapping_of(error).grpc_status, str(error), trailing_metadata=metadata)
+    status, text = mapping_of(error).grpc_status, text_of(error)
+    metadata: list[tuple[str, str | bytes]] = []
+    if (seconds := retry_after(error)) is not None:
+        metadata.append(("retry-after", seconds))
+    if (field := field_of(error)) is not None:
+        metadata.append(("grpc-status-details-bin", _bad_field(status, text, field)))
+    await context.abort(status, text, trailing_metadata=tuple(metadata))
     raise AssertionError("context.abort returned")
+
+
+def _bad_field(status: grpc.StatusCode, text: str, field: str) -> bytes:
+    """Return the rich error that names the field, as google.rpc spells it."""
+    violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=text)
+    message = status_pb2.Status(code=status.value[0], message=text)
+    message.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    return bytes(message.SerializeToString())
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,26 +237,21 @@ async def start_grpc_server(
     address: str,
     *,
     credentials: grpc.ServerCredentials | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     options: Mapping[str, int] = SERVER_OPTIONS,
 ) -> RunningGrpcServer:
     """Serve the gateway at `address` ("host:port"), with health and reflection; plaintext without credentials.
 
     Raises `RuntimeError` when the address cannot be bound.
     """
-    server = grpc.aio.server(options=list(options.items()))
+    server = grpc.aio.server(interceptors=interceptors, options=list(options.items()))
     generation_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    port = _bind(server, address, credentials)
-    for name in ("", SERVICE_NAME):
+    port = bind(server, address, credentials)
+    for name in ("", *names):
         await health.set(name, health_pb2.HealthCheckResponse.SERVING)
     await server.start()
     return RunningGrpcServer(server, port, health)
-
-
-def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    if credentials is None:
-        return server.add_insecure_port(address)
-    return server.add_secure_port(address, credentials)

@@ -10,16 +10,26 @@ from typing import Any
 from outrider.cluster.fleet import DrafterEndpoint
 from outrider.verifier_service.drafter_link import DrafterLink, LinkEvent
 from outrider.verifier_service.engine_messages import PeerState, Relay
+from outrider.verifier_service.link_channel import LinkCredentials
 from outrider.verifier_service.link_messages import Hello
 
 
 class LinkPool:
     """Hold a link to every drafter of the fleet, and none to those that left it."""
 
-    def __init__(self, hello: Hello, send_to_engine: Callable[[Any], None]) -> None:
+    def __init__(
+        self, hello: Hello, send_to_engine: Callable[[Any], None], credentials: LinkCredentials | None = None
+    ) -> None:
         self._hello = hello
+        self._credentials = credentials
         self._send_to_engine = send_to_engine
         self._links: dict[DrafterEndpoint, DrafterLink] = {}
+        self._num_old_bad_frames = 0  # of links that are closed
+
+    @property
+    def num_bad_frames(self) -> int:
+        """Return how many frames of drafters could not be decoded, since start."""
+        return self._num_old_bad_frames + sum(link.counters.num_bad_frames for link in self._links.values())
 
     @property
     def drafters_up(self) -> tuple[str, ...]:
@@ -37,12 +47,17 @@ class LinkPool:
                 await self._drop(endpoint)
         for endpoint in wanted - self._links.keys():
             self._links[endpoint] = link = DrafterLink(
-                endpoint.endpoint, drafter_id=endpoint.drafter_id, hello=self._hello, on_event=self._on_event
+                endpoint.endpoint,
+                drafter_id=endpoint.drafter_id,
+                hello=self._hello,
+                on_event=self._on_event,
+                credentials=self._credentials,
             )
             link.start()
 
     async def _drop(self, endpoint: DrafterEndpoint) -> None:
         link = self._links.pop(endpoint)
+        self._num_old_bad_frames += link.counters.num_bad_frames
         was_up = link.is_up
         await link.stop()
         if was_up:

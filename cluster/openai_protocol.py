@@ -1,18 +1,23 @@
-"""The OpenAI wire format: request bodies in, response objects out."""
+"""The OpenAI wire format, request side: JSON bodies become `RequestInput`s. openai_format.py has the other side."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+import json
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
-from outrider.cluster.errors import InvalidRequest, OutriderError, mapping_of
-from outrider.cluster.gateway import GatewayChunk, RequestInput, Usage
-from outrider.verifier_service.request import SpeculationMetrics
+from outrider.cluster.errors import InvalidRequest
+from outrider.cluster.gateway import RequestInput
 
 MAX_PROMPTS = 256  # of one completions body
+MAX_TOTAL_CHOICES = 1024  # of all prompts of one completions body
+MAX_MESSAGES = 4096  # of one chat
+MAX_TOKENIZED_CHARS = 1 << 20  # of /tokenize
+MAX_DETOKENIZED_TOKENS = 1 << 20
+MAX_HINT_CHARS = 64  # a longer unknown field is no slip of the pen
 
 # Accepted and without effect on the tokens.
 IGNORED_FIELDS = frozenset(
@@ -26,37 +31,14 @@ IGNORED_FIELDS = frozenset(
         "prompt_cache_retention",
         "parallel_tool_calls",
         "prediction",
-        "priority",
-        "session_id",
-        "cache_salt",
     )
 )
 # Would change the result and are not served yet: only these values, which change nothing, are accepted.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (),
-    "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "best_of": (1,),
     "suffix": ("",),
     "echo": (False,),
-    "min_tokens": (0,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "modalities": (["text"],),
     "audio": (),
@@ -68,8 +50,22 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
+# The same, of what comes with structured output.
+STRUCTURED_VALUES: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+}
 
-BodyT = TypeVar("BodyT", bound="_Body")
+BodyT = TypeVar("BodyT", bound=BaseModel)
+TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one complaint is enough, whatever the length of the list
 
 
 class StreamOptions(BaseModel):
@@ -78,22 +74,39 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class _Body(BaseModel):
-    """What completions and chat completions share. Unknown fields are kept, to be refused by name."""
+class _ModelBody(BaseModel):
+    """What all bodies share. Unknown fields are kept, to be refused by name."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
+
+
+class _Body(_ModelBody):
+    """What completions and chat completions share."""
+
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    session_id: str | None = None
+    cache_salt: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     disable_spec_decode: bool | None = Field(
@@ -105,17 +118,26 @@ class _Body(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling_fields(self) -> dict[str, Any]:
+    def shared_fields(self) -> dict[str, Any]:
         """Return the fields that `RequestInput` has under the same name."""
-        names = (
-            "n temperature top_p top_k min_p seed stop stop_token_ids ignore_eos max_tokens disable_spec_decode "
-            "num_speculative_tokens"
-        )
-        return {name: getattr(self, name) for name in names.split()}
+        shared = {field.name for field in dataclasses.fields(RequestInput)} & _Body.model_fields.keys()
+        fields: dict[str, Any] = {name: getattr(self, name) for name in shared}
+        return fields | {"logit_bias": _token_biases(self.logit_bias or {})}
+
+
+def _token_biases(logit_bias: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): bias for token_id, bias in logit_bias.items()}
+    except ValueError as error:
+        raise InvalidRequest("logit_bias must have token ids as keys", "logit_bias") from error
 
 
 class CompletionBody(_Body):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
+    logprobs: int | None = None
+    echo: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts one by one, whichever of the four forms they came in."""
@@ -128,8 +150,10 @@ class CompletionBody(_Body):
 
     def inputs(self, request_id: str) -> list[RequestInput]:
         prompts = self.prompts()
+        if len(prompts) * (self.n or 1) > MAX_TOTAL_CHOICES:
+            raise InvalidRequest(f"n times the number of prompts must be at most {MAX_TOTAL_CHOICES}", "n")
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
-        fields = self.sampling_fields()
+        fields = {**self.shared_fields(), "logprobs": self.logprobs, "echo": self.echo}
         return [RequestInput(request_id=id_, prompt=prompt, **fields) for id_, prompt in zip(ids, prompts, strict=True)]
 
 
@@ -156,34 +180,70 @@ class ChatMessage(BaseModel):
         return {"role": self.role, "content": self.content or ""}
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatBody(_Body):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     max_completion_tokens: int | None = None
 
-    def input(self, request_id: str, tokenizer: Any) -> RequestInput:
-        """Write the messages through the tokenizer's chat template."""
-        fields = self.sampling_fields()
+    def input(self, request_id: str, prompt: str) -> RequestInput:
+        """Return the request; `prompt` is what the model's chat template made of the messages."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+        fields = self.shared_fields()
         if self.max_completion_tokens is not None:
             fields |= {"max_tokens": self.max_completion_tokens, "max_tokens_field": "max_completion_tokens"}
         return RequestInput(
             request_id=request_id,
-            prompt=self._templated(tokenizer),
+            prompt=prompt,
             prompt_field="messages",
             add_special_tokens=False,
             default_max_tokens=None,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            logprobs_field="top_logprobs",
             **fields,
         )
 
-    def _templated(self, tokenizer: Any) -> str:
-        if not getattr(tokenizer, "chat_template", None):
-            raise InvalidRequest(
-                "messages: this model's tokenizer has no chat template; use /v1/completions", "messages"
-            )
-        messages = [message.as_template_input() for message in self.messages]
-        try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # whatever a model's template raises, these messages do not fit it
-            raise InvalidRequest(f"messages do not fit the model's chat template: {error}", "messages") from error
+
+class TokenizeBody(_ModelBody):
+    """The body of /tokenize: a prompt or messages."""
+
+    prompt: str | None = Field(default=None, max_length=MAX_TOKENIZED_CHARS)
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True  # of messages
+    return_token_strs: bool | None = None
+
+    def model_post_init(self, _: Any) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("prompt or messages must be given, and not both", "prompt")
+
+
+class DetokenizeBody(_ModelBody):
+    tokens: TokenIds = Field(max_length=MAX_DETOKENIZED_TOKENS)
+
+
+def template_input(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages as chat templates expect them."""
+    return [message.as_template_input() for message in messages]
+
+
+def parse_json(body: bytes) -> object:
+    """Read a JSON body; raises `InvalidRequest` where it is none, or holds text that cannot be written as UTF-8."""
+    try:
+        value: object = json.loads(body)
+        if b"\\u" in body:  # only an escape can smuggle half a surrogate pair in
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("the body has half of a surrogate pair in a string") from error
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequest("the body is nested too deeply") from error
+    return value
 
 
 def parse_body(body: object, kind: type[BodyT]) -> BodyT:
@@ -193,7 +253,7 @@ def parse_body(body: object, kind: type[BodyT]) -> BodyT:
     try:
         parsed = kind.model_validate(body)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_input=False, include_url=False)[0]
         field = str(first["loc"][0]) if first["loc"] else None
         raise InvalidRequest(f"{field}: {first['msg']}", field) from error
     for name, value in (parsed.model_extra or {}).items():
@@ -201,108 +261,14 @@ def parse_body(body: object, kind: type[BodyT]) -> BodyT:
     return parsed
 
 
-def _check_extra(name: str, value: object, kind: type[_Body]) -> None:
+def _check_extra(name: str, value: object, kind: type[BaseModel]) -> None:
     if value is None or name in IGNORED_FIELDS:
         return
-    if name not in NEUTRAL_VALUES:
-        known = [*kind.model_fields, *NEUTRAL_VALUES]
-        close = difflib.get_close_matches(name, known, n=1)
+    neutral_values = NEUTRAL_VALUES | STRUCTURED_VALUES
+    if name not in neutral_values:
+        close = difflib.get_close_matches(name[:MAX_HINT_CHARS], [*kind.model_fields, *neutral_values], n=1)
         raise InvalidRequest(f"unknown field {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""), name)
-    # `0 == False`, but logprobs=0 asks for something and presence_penalty=0.0 does not
-    neutral = any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in NEUTRAL_VALUES[name])
-    if not neutral:
-        raise InvalidRequest(f"{name} is not supported yet", name)
-
-
-def error_object(error: OutriderError) -> dict[str, Any]:
-    """Render an error as OpenAI does."""
-    mapping = mapping_of(error)
-    param = error.field if isinstance(error, InvalidRequest) else None
-    return {"error": {"message": str(error), "type": mapping.openai_type, "param": param, "code": mapping.openai_code}}
-
-
-def usage_object(usages: Iterable[Usage], prompts: Iterable[Usage]) -> dict[str, Any]:
-    """Sum the choices' completion tokens, and count each prompt once: `prompts` has one usage per prompt."""
-    prompts = list(prompts)
-    num_prompt_tokens = sum(usage.num_prompt_tokens for usage in prompts)
-    num_completion_tokens = sum(usage.num_completion_tokens for usage in usages)
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_completion_tokens,
-        "total_tokens": num_prompt_tokens + num_completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.num_cached_tokens for usage in prompts)},
-    }
-
-
-def metrics_object(speculations: Sequence[SpeculationMetrics | None]) -> dict[str, Any]:
-    """Render the speculation of one or several choices; null where the engine reported none."""
-    known = [speculation for speculation in speculations if speculation is not None]
-    return {"speculative_decoding": _speculation_object(_total(known)) if known else None}
-
-
-def _total(speculations: Sequence[SpeculationMetrics]) -> SpeculationMetrics:
-    positions = max(len(speculation.num_accepted_per_position) for speculation in speculations)
-    per_position = [
-        sum(s.num_accepted_per_position[i] for s in speculations if i < len(s.num_accepted_per_position))
-        for i in range(positions)
-    ]
-    return SpeculationMetrics(
-        enabled=any(s.enabled for s in speculations),
-        disabled_reason=next((s.disabled_reason for s in speculations if s.disabled_reason is not None), None),
-        num_drafts=sum(s.num_drafts for s in speculations),
-        num_draft_tokens=sum(s.num_draft_tokens for s in speculations),
-        num_accepted_tokens=sum(s.num_accepted_tokens for s in speculations),
-        num_cut_tokens=sum(s.num_cut_tokens for s in speculations),
-        num_empty_rounds=sum(s.num_empty_rounds for s in speculations),
-        num_accepted_per_position=per_position,
-    )
-
-
-def _speculation_object(speculation: SpeculationMetrics) -> dict[str, Any]:
-    return {
-        "enabled": speculation.enabled,
-        "disabled_reason": speculation.disabled_reason,
-        "mean_acceptance_length": speculation.mean_acceptance_length,
-        "draft_acceptance_rate": speculation.draft_acceptance_rate,
-        "num_drafts": speculation.num_drafts,
-        "num_draft_tokens": speculation.num_draft_tokens,
-        "num_accepted_tokens": speculation.num_accepted_tokens,
-        "num_cut_tokens": speculation.num_cut_tokens,
-        "num_empty_rounds": speculation.num_empty_rounds,
-        "num_accepted_per_position": list(speculation.num_accepted_per_position),
-    }
-
-
-class CompletionFormat:
-    """How /v1/completions shapes its objects."""
-
-    id_prefix = "cmpl-"
-    object_name = chunk_object_name = "text_completion"
-
-    def choice(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
-
-    def chunk_choice(self, chunk: GatewayChunk, index: int, *, is_first: bool) -> dict[str, Any]:
-        return self.choice(index, chunk.text, chunk.finish_reason.value if chunk.finish_reason else None)
-
-
-class ChatFormat:
-    """How /v1/chat/completions shapes its objects: the first chunk of a choice carries the role."""
-
-    id_prefix = "chatcmpl-"
-    object_name = "chat.completion"
-    chunk_object_name = "chat.completion.chunk"
-
-    def choice(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
-
-    def chunk_choice(self, chunk: GatewayChunk, index: int, *, is_first: bool) -> dict[str, Any]:
-        delta: Mapping[str, str] = {"content": chunk.text} if chunk.text or is_first else {}
-        if is_first:
-            delta = {"role": "assistant", **delta}
-        reason = chunk.finish_reason.value if chunk.finish_reason else None
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-
-
-Format = CompletionFormat | ChatFormat
+    # `0 == False`, but best_of=True asks for nothing that is known
+    if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral_values[name]):
+        comes_with = ": it comes with structured output" if name in STRUCTURED_VALUES else ""
+        raise InvalidRequest(f"{name} is not supported yet{comes_with}", name)

@@ -1,4 +1,4 @@
-"""The gateway's way to the verifiers: ask the router where, then stream from there.
+"""The gateway's way to the verifiers: ask the router where, stream from there, go on elsewhere when it is lost.
 
 The router may be away: the last snapshot and the same pure function then decide here, so requests go on.
 """
@@ -7,26 +7,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import hashlib
 import itertools
+import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 import grpc
 
-from outrider.cluster.errors import InvalidRequest, OutriderError, RequestFailed, Unavailable
+from outrider.cluster.admission import OwnQueue, Turnover, refusal
+from outrider.cluster.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
 from outrider.cluster.fleet import Assignment, FleetSnapshot, RouteAsk, RouterPolicy
+from outrider.cluster.gateway import ModelInfo
+from outrider.cluster.journal import Attempts, Journal
 from outrider.cluster.reports import ask_router
 from outrider.cluster.routing import NoVerifierError, route, with_assignment
 from outrider.proto import link_pb2, link_pb2_grpc
-from outrider.verifier_service.link_messages import CHANNEL_OPTIONS
+from outrider.verifier_service.link_channel import LinkCredentials, open_channel
+from outrider.verifier_service.link_messages import ACCEPTED_METADATA
 from outrider.verifier_service.request import GenerationRequest, RequestOutput
-from outrider.verifier_service.wire import decode, encode
+from outrider.verifier_service.wire import WireError, decode, encode
+
+logger = logging.getLogger(__name__)
 
 ROUTE_TIMEOUT_S = 0.5  # then the snapshot decides: admission must not hang on a frozen router
 SNAPSHOT_INTERVAL_S = 0.5
-MAX_ATTEMPTS = 3  # verifiers tried for a request of which nothing has been published
+ACCEPT_TIMEOUT_S = 5.0  # a verifier that does not even say that it has the request is not there
+AFFINITY_PREFIX_TOKENS = 256  # prompts that share so many are best served by one verifier
+# what a stream ends with when its verifier ends: anything else is about the request
+LOSS_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+# a verifier that was away is tried at once: its new channel must not wait out the back-off of the one that failed
+OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 
 
 class RouterClient:
@@ -56,6 +68,24 @@ class RouterClient:
         self.snapshot = with_assignment(self.snapshot, assignment)
         return assignment
 
+    def refusal(self, own: OwnQueue, *, priority: int, max_queued_requests: int) -> Overloaded | None:
+        """Return why a new request is not taken, by the last snapshot; None when it is."""
+        if self.snapshot is None:
+            return None
+        return refusal(
+            self.snapshot,
+            own,
+            priority=priority,
+            max_queued_requests=max_queued_requests,
+            now_s=time.time(),
+            policy=self._policy,
+        )
+
+    @property
+    def knows_none(self) -> bool:
+        """True while the last snapshot names no verifier: asking the router is no use."""
+        return self.snapshot is not None and not self.snapshot.verifiers
+
     async def max_model_len(self) -> int:
         """Wait for the first verifier; return the longest sequence that all of them hold."""
         while True:
@@ -72,63 +102,181 @@ class RouterClient:
             await asyncio.sleep(SNAPSHOT_INTERVAL_S)
 
 
+class _VerifierLost(Exception):
+    """A stream ended before its request did, and not by the request's own fault."""
+
+    def __init__(self, reason: str, *, was_accepted: bool) -> None:
+        super().__init__(reason)
+        self.was_accepted = was_accepted  # the engine had the request
+
+
 class _Peer:
     """A verifier's channel, shared by the streams from it; the last one closes it once it is no longer wanted."""
 
-    def __init__(self, endpoint: str) -> None:
-        self.channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+    def __init__(self, endpoint: str, credentials: LinkCredentials | None) -> None:
+        self.channel = open_channel(endpoint, credentials, OWN_CONNECTION)
         self.stub = link_pb2_grpc.VerifierLinkStub(self.channel)
         self.num_streams = 0
+
+
+class _Group:
+    """Requests that share a prompt's KV: all follow the first of them to its verifier, for as long as that lives."""
+
+    def __init__(self) -> None:
+        self.num_members = 0
+        self._assignment: Assignment | None = None
+        self._lock = asyncio.Lock()
+
+    async def assign(self, router: RouterClient, ask: RouteAsk) -> Assignment:
+        async with self._lock:
+            if self._assignment is None:
+                self._assignment = await router.route(ask)
+            return self._assignment
+
+    def forget(self, lost: Assignment) -> None:
+        """Part from a verifier that was lost, unless another member has already."""
+        if self._assignment is lost:
+            self._assignment = None
 
 
 class RoutedBackend:
     """A gateway's `Backend` over every verifier of the fleet."""
 
-    def __init__(self, router: RouterClient, gateway_id: str) -> None:
+    def __init__(
+        self,
+        router: RouterClient,
+        gateway_id: str,
+        model: ModelInfo,
+        credentials: LinkCredentials | None = None,
+        *,
+        max_queued_requests: int,
+        failover_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`max_queued_requests` of one verifier: see `admission`; `failover_timeout_s`: see `Attempts`."""
         self._router = router
         self._gateway_id = gateway_id
+        self._model = model
+        self._credentials = credentials
+        self._max_queued_requests = max_queued_requests
+        self._failover_timeout_s = failover_timeout_s
+        self._clock = clock
+        self._turnover = Turnover(clock)
         self._peers: dict[str, _Peer] = {}
+        self._groups: dict[str, _Group] = {}
         self._serial = itertools.count()
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
-        """Stream one request's outputs from the verifier the router chose; leaving early cancels it there."""
-        # two clients may choose the same id: inside the fleet every request has one of its own
-        internal_id = f"{self._gateway_id}/{next(self._serial)}/{request.request_id}"
-        ask = RouteAsk(
-            request_id=internal_id,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            num_speculative_tokens=request.sampling.num_speculative_tokens,
+        """Stream one request's outputs, from as many verifiers as it takes; leaving early cancels it.
+
+        Raises `Overloaded` before anything is sent, `Unavailable` without a verifier (for a request that has begun: in
+        time), `InvalidRequest` when a verifier refuses it, `RequestFailed` when verifiers seem to die of it.
+        """
+        self._admit(request)
+        journal = Journal(request=request, model=self._model)
+        attempts = Attempts(failover_timeout_s=self._failover_timeout_s)
+        with self._turnover.entered() as ticket, self._group_of(request) as group:
+            while journal.ending is None:
+                # two clients may choose the same id: inside the fleet every attempt has one of its own
+                internal_id = f"{self._gateway_id}/{next(self._serial)}/{request.request_id}"
+                assignment = await self._place(internal_id, journal, attempts, group)
+                message = journal.continuation(internal_id, assignment.plan)
+                try:
+                    async with contextlib.aclosing(self._stream(assignment.endpoint, message)) as outputs:
+                        async for output in outputs:
+                            self._turnover.begin(ticket)
+                            yield journal.publish(output)
+                except _VerifierLost as loss:
+                    group.forget(assignment)
+                    self._count_loss(internal_id, assignment, loss, journal, attempts)
+            if journal.finish_reason is None:
+                yield journal.last_output()
+
+    def _admit(self, request: GenerationRequest) -> None:
+        refusal = self._router.refusal(
+            self._turnover.queue(), priority=request.priority, max_queued_requests=self._max_queued_requests
         )
+        if refusal is not None:
+            raise refusal
+
+    @contextlib.contextmanager
+    def _group_of(self, request: GenerationRequest) -> Iterator[_Group]:
+        """Join the request's group, or be one."""
+        if request.group_id is None:
+            yield _Group()
+            return
+        group = self._groups.setdefault(request.group_id, _Group())
+        group.num_members += 1
+        try:
+            yield group
+        finally:
+            group.num_members -= 1
+            if group.num_members == 0:
+                del self._groups[request.group_id]
+
+    async def _place(self, internal_id: str, journal: Journal, attempts: Attempts, group: _Group) -> Assignment:
+        """Return where the request goes next, once there is a verifier for it."""
+        request = journal.request
         while True:
-            assignment = await self._router.route(ask)
-            message = dataclasses.replace(request, request_id=internal_id, plan=assignment.plan)
-            is_published = False
+            ask = RouteAsk(
+                request_id=internal_id,
+                num_prompt_tokens=len(request.prompt_token_ids) + len(journal.token_ids),
+                num_speculative_tokens=request.sampling.num_speculative_tokens,
+                excluded_verifier_ids=attempts.excluded_verifier_ids,
+                affinity_key=affinity_key(request),
+            )
             try:
-                async with contextlib.aclosing(self._stream(assignment.endpoint, message)) as outputs:
-                    async for output in outputs:
-                        is_published = True
-                        yield dataclasses.replace(output, request_id=request.request_id)
-                return
+                return await group.assign(self._router, ask)
             except Unavailable:
-                excluded = (*ask.excluded_verifier_ids, assignment.verifier_id)
-                if is_published or len(excluded) == MAX_ATTEMPTS:
-                    raise
-                ask = dataclasses.replace(ask, excluded_verifier_ids=excluded)
+                await asyncio.sleep(attempts.none_found(self._clock()))
+            while self._router.knows_none:
+                await asyncio.sleep(attempts.none_found(self._clock()))
+
+    def _count_loss(
+        self, internal_id: str, assignment: Assignment, loss: _VerifierLost, journal: Journal, attempts: Attempts
+    ) -> None:
+        has_published = journal.close_account()
+        if journal.ending is not None:
+            return
+        logger.warning(
+            "request %s lost verifier %s after %d tokens: %s",
+            internal_id,
+            assignment.verifier_id,
+            len(journal.token_ids),
+            loss,
+        )
+        attempts.lost(
+            assignment.verifier_id,
+            self._clock(),
+            was_accepted=loss.was_accepted or has_published,
+            has_published=has_published,
+            reason=str(loss),
+        )
 
     async def _stream(self, endpoint: str, message: GenerationRequest) -> AsyncGenerator[RequestOutput]:
-        """Stream one request from one verifier; raises the error that its gRPC status means."""
+        """Stream one request from one verifier; raises `_VerifierLost`, or the error that its gRPC status means."""
         if endpoint not in self._peers:
-            self._peers[endpoint] = _Peer(endpoint)
+            self._peers[endpoint] = _Peer(endpoint, self._credentials)
         peer = self._peers[endpoint]
         call = peer.stub.Generate(link_pb2.Frame(sender=self._gateway_id, payload=encode(message)))
         peer.num_streams += 1
+        was_accepted = False
         try:
+            async with asyncio.timeout(ACCEPT_TIMEOUT_S):
+                was_accepted = ACCEPTED_METADATA[0] in tuple(await call.initial_metadata())
             async for answer in call:
                 yield decode(answer.payload, (RequestOutput,))
+            raise _VerifierLost("it ended the stream without a finish reason", was_accepted=was_accepted)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                self._peers.pop(endpoint, None)  # a verifier that comes back has another address
-            raise _error_of(error) from error
+            if error.code() not in LOSS_CODES:
+                raise _error_of(error) from error
+            self._peers.pop(endpoint, None)
+            raise _VerifierLost(str(error.details()), was_accepted=was_accepted) from error
+        except TimeoutError as error:
+            self._peers.pop(endpoint, None)
+            raise _VerifierLost(f"no answer within {ACCEPT_TIMEOUT_S:g} s", was_accepted=False) from error
+        except WireError as error:
+            raise _VerifierLost(str(error), was_accepted=was_accepted) from error
         finally:
             call.cancel()
             peer.num_streams -= 1
@@ -140,9 +288,16 @@ class RoutedBackend:
             await peer.channel.close()
 
 
-def _error_of(error: grpc.aio.AioRpcError) -> OutriderError:
+def affinity_key(request: GenerationRequest) -> str:
+    """Return what requests have in common that are best served by one verifier: a group, a session, or a prefix."""
+    shared = request.group_id or request.session_id
+    if shared is not None:
+        return shared
+    prefix = request.prompt_token_ids[:AFFINITY_PREFIX_TOKENS]
+    return hashlib.blake2b(f"{request.cache_salt}/{prefix}".encode(), digest_size=16).hexdigest()
+
+
+def _error_of(error: grpc.aio.AioRpcError) -> InvalidRequest | RequestFailed:
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequest(error.details() or "the verifier refused the request")
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return Unavailable(error.details() or "the verifier is gone")
     return RequestFailed(f"{error.code().name}: {error.details()}")

@@ -6,11 +6,13 @@ do not bring back: gateways route by their last snapshot meanwhile, verifiers go
 
 from __future__ import annotations
 
+import collections
 from dataclasses import dataclass, replace
 
 from outrider.cluster.cost_model import StepTimeModel
 from outrider.cluster.fleet import (
     Assignment,
+    DecisionCount,
     Directive,
     DrafterEndpoint,
     DrafterReport,
@@ -23,7 +25,8 @@ from outrider.cluster.fleet import (
     VerifierState,
 )
 from outrider.cluster.goodput import VerifierMemory
-from outrider.cluster.routing import is_fresh, plan_speculation, route
+from outrider.cluster.planning import plan_speculation
+from outrider.cluster.routing import is_fresh, route
 from outrider.verifier_service.request import SpeculationPlan
 
 
@@ -49,6 +52,7 @@ class RouterCore:
         self.policy = policy or RouterPolicy()
         self._verifiers: dict[str, _Verifier] = {}
         self._drafters: dict[str, DrafterState] = {}
+        self._decisions: collections.Counter[tuple[str, str]] = collections.Counter()
 
     def report_verifier(self, report: VerifierReport, now_s: float) -> Directive:
         """Take in a verifier's report and answer with what changes; raise `StaleEpochError` for an old incarnation."""
@@ -71,6 +75,7 @@ class RouterCore:
         )
         self._verifiers[report.verifier_id] = _Verifier(state, decision.memory, points, step_time)
         changed = _changed_plans(report, decision.plans, before)
+        self._decisions.update(_changed_decisions(report, changed, before))
         return Directive(plans=changed, default_plan=decision.default_plan, drafters=self._endpoints())
 
     def report_drafter(self, report: DrafterReport, now_s: float) -> None:
@@ -89,6 +94,7 @@ class RouterCore:
         drafter = self._drafters.get(assignment.plan.drafter_id or "")
         if drafter is not None:
             self._drafters[drafter.report.drafter_id] = replace(drafter, num_assigned=drafter.num_assigned + 1)
+        self._decisions[_decision(assignment.plan)] += 1
         return assignment
 
     def snapshot(self, now_s: float) -> FleetSnapshot:
@@ -98,6 +104,10 @@ class RouterCore:
             verifiers=tuple(verifier.state for verifier in self._verifiers.values()),
             drafters=tuple(self._drafters.values()),
             decided_at_s=now_s,
+            decisions=tuple(
+                DecisionCount(decision=decision, reason=reason, count=count)
+                for (decision, reason), count in sorted(self._decisions.items())
+            ),
         )
 
     def remove(self, replica_id: str) -> None:
@@ -144,3 +154,26 @@ def _changed_plans(
         if not follows or plan != before.get(request.request_id):
             changed[request.request_id] = plan
     return changed
+
+
+def _decision(plan: SpeculationPlan) -> tuple[str, str]:
+    return ("on", "none") if plan.draft_length > 0 else ("off", plan.disabled_reason or "none")
+
+
+def _changed_decisions(
+    report: VerifierReport, changed: dict[str, SpeculationPlan], before: dict[str, SpeculationPlan | None]
+) -> list[tuple[str, str]]:
+    """Return the decisions about running requests that differ from the one before; another length is none.
+
+    Of a request that is new here only the plan that it follows is known: it came with `route`, which counted it.
+    """
+    decisions = []
+    for request in report.requests:
+        if (plan := changed.get(request.request_id)) is None:
+            continue
+        previous = before.get(request.request_id)
+        was_on = request.draft_length > 0
+        is_same = was_on == (plan.draft_length > 0) if previous is None else _decision(previous) == _decision(plan)
+        if not is_same:
+            decisions.append(_decision(plan))
+    return decisions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 from outrider.cluster.fleet import (
     Assignment,
@@ -13,6 +14,7 @@ from outrider.cluster.fleet import (
     RouteAsk,
     RouterPolicy,
     VerifierReport,
+    with_changes,
 )
 from outrider.cluster.router import RouterCore
 from outrider.cluster.routing import NoVerifierError
@@ -22,7 +24,16 @@ class RouterReplica:
     """Translate calls into the core's, adding the time."""
 
     def __init__(self, policy: RouterPolicy) -> None:
+        self._configured = policy
         self._core = RouterCore(policy)
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Change the policy from now on: what `user_config` does not name is as configured at start.
+
+        Serve calls this at start and whenever a deployed `user_config` differs, without a restart. Raises `ValueError`
+        naming the setting; the policy is then the old one.
+        """
+        self._core.policy = with_changes(self._configured, user_config)
 
     async def report_verifier(self, report: VerifierReport) -> Directive:
         return self._core.report_verifier(report, time.time())

@@ -6,8 +6,10 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import click
 import ray
@@ -18,7 +20,10 @@ from outrider.cluster.app import build
 from outrider.cluster.config import APP_NAME, ServiceConfig
 from outrider.verifier_service.architectures import load_model_description, require_supported, resolve_folder
 
+logger = logging.getLogger(__name__)
+
 OBJECT_STORE_BYTES = 200_000_000  # nothing large goes through Ray's object store
+NUM_START_ATTEMPTS = 3
 
 
 @contextlib.contextmanager
@@ -26,13 +31,17 @@ def running_service(config: ServiceConfig) -> Iterator[None]:
     """Run the service: on the cluster that RAY_ADDRESS names, else on a Ray of its own on this machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     check_models(config)
+    for tls in (config.tls, config.link_tls):
+        if tls is not None:
+            tls.check()
     is_shared = "RAY_ADDRESS" in os.environ
     if is_shared:
         ray.init(log_to_driver=False)
     else:
-        ray.init(
+        check_ports(config)
+        start_ray(
             # Ray counts CPUs to place ranks; on a small machine ranks share cores
-            num_cpus=max(os.cpu_count() or 1, config.num_ranks + config.num_verifiers + config.num_drafters + 1),
+            num_cpus=max(os.cpu_count() or 1, config.num_ranks + config.num_shells + 1),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address=config.host if config.host != "0.0.0.0" else None,
@@ -40,7 +49,8 @@ def running_service(config: ServiceConfig) -> Iterator[None]:
             logging_level=logging.WARNING,
         )
     try:
-        serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=config.host, port=config.port))
+        proxy_location = "HeadOnly" if config.tls is None else "Disabled"  # TLS: gateways listen themselves
+        serve.start(proxy_location=proxy_location, http_options=HTTPOptions(host=config.host, port=config.port))
         serve.run(build(config), name=APP_NAME, route_prefix="/")
         yield
     finally:
@@ -49,6 +59,40 @@ def running_service(config: ServiceConfig) -> Iterator[None]:
         else:
             serve.shutdown()
         ray.shutdown()
+
+
+def start_ray(
+    *, init: Callable[..., object] = ray.init, stop: Callable[[], None] = ray.shutdown, **options: Any
+) -> None:
+    """Start a Ray of our own: on a busy machine its processes may miss Ray's fixed time-out, so it is tried again.
+
+    Raises what Ray raised at the last attempt.
+    """
+    for attempt in range(1, NUM_START_ATTEMPTS + 1):
+        try:
+            init(**options)
+            return
+        except Exception as error:  # Ray raises a bare Exception here
+            logger.warning("Ray did not start (attempt %d of %d): %s", attempt, NUM_START_ATTEMPTS, error)
+            stop()
+            if attempt == NUM_START_ATTEMPTS:
+                raise
+
+
+def check_ports(config: ServiceConfig) -> None:
+    """Refuse a public port that something on this machine listens on; raises `OSError` naming the option.
+
+    Our own gateways share theirs, so they would share it with a stranger too.
+    """
+    for name in ("port", "grpc_port"):
+        port = getattr(config, name)
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the past do not count
+            try:
+                probe.bind((config.host, port))
+            except OSError as error:
+                raise OSError(f"{name}: cannot listen on {config.host}:{port}: {error.strerror}") from error
 
 
 def check_models(config: ServiceConfig) -> None:
@@ -65,7 +109,8 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
     with running_service(config):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stopping.set())
-        address = f"http://{config.host}:{config.port} and grpc {config.host}:{config.grpc_port}"
+        scheme = "http" if config.tls is None else "https"
+        address = f"{scheme}://{config.host}:{config.port} and grpc {config.host}:{config.grpc_port}"
         click.echo(f"serving {config.model_name} on {address}")
         stopping.wait()
         click.echo("stopping")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import os
 import time
 from typing import Any
 
 from ray import serve
 
 from outrider.cluster.config import ServiceConfig
+from outrider.cluster.draining import HEARD_S, wait_until
 from outrider.cluster.engine_host import EngineHost
 from outrider.cluster.fleet import Directive, VerifierReport
 from outrider.cluster.link_pool import LinkPool
+from outrider.cluster.logs import configure_logging
 from outrider.cluster.rank_actors import RankActors
 from outrider.cluster.reports import REPORT_INTERVAL_S, ask_router
 from outrider.cluster.tokenizer import target_vocabulary_fingerprint
@@ -19,26 +24,34 @@ from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine_factory import run_verifier_rank
 from outrider.verifier_service.engine_messages import FROM_ENGINE, EngineLoad, EngineReady, EngineUpdate, SetPlans
 from outrider.verifier_service.link_messages import Hello
+from outrider.verifier_service.request import GenerationRequest
 from outrider.verifier_service.service import RequestTable, VerifierLinkServicer
+
+logger = logging.getLogger(__name__)
 
 
 class VerifierReplica:
     """One replica of the target model."""
 
     async def __init__(self, config: ServiceConfig, router: Any) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._host = EngineHost(on_message=self._on_update, on_failure=self._on_failure)
+        self._host = EngineHost(
+            on_message=self._on_update, on_failure=self._on_failure, timeout_s=config.engine_timeout_s
+        )
         self._router = router
         self._verifier_id = serve.get_replica_context().replica_id.unique_id
+        configure_logging(config.log_format, replica=f"verifier/{self._verifier_id}")
         self._epoch = time.time_ns()
         self._load: EngineLoad | None = None
-        self._table = RequestTable(self._host.send)
+        self._drain_timeout_s = config.drain_timeout_s
+        self._is_draining = self._is_closed = False
+        self._table = RequestTable(self._send)
         hello = Hello(
             verifier_id=self._verifier_id,
             epoch=self._epoch,
             vocab_size=config.target_vocab_size,
             vocab_fingerprint=target_vocabulary_fingerprint(config),
         )
-        self._links = LinkPool(hello, self._host.send)
+        self._links = LinkPool(hello, self._host.send, config.link_credentials)
         ranks = RankActors(
             run_verifier_rank, config.verifier_spec, config.tensor_parallel_size, num_gpus=config.gpus_per_rank
         )
@@ -46,8 +59,14 @@ class VerifierReplica:
         self._endpoint = await self._host.serve(
             config.internal_address,
             lambda server: link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(self._table), server),
+            config.link_server_credentials,
         )
         self._host.tasks.start(self._report_forever(), "report to the router")
+
+    def _send(self, message: Any) -> None:
+        if self._is_closed and isinstance(message, GenerationRequest):
+            raise ConnectionError("the verifier is stopping")  # the gateway goes to another one
+        self._host.send(message)
 
     def _on_update(self, update: EngineUpdate) -> None:
         self._table.deliver(update.outputs)
@@ -60,12 +79,15 @@ class VerifierReplica:
     async def _report_forever(self) -> None:
         """Report for as long as there is an engine: a verifier that stays silent gets no new requests."""
         while self._host.failure is None:
-            if self._load is not None:
-                directive = await ask_router(self._router.report_verifier, self._report(self._load))
-                if directive is not None:
-                    await self._follow(directive)
+            await self._tell_router()
             await asyncio.sleep(REPORT_INTERVAL_S)
         await ask_router(self._router.remove, self._verifier_id)
+
+    async def _tell_router(self) -> None:
+        if self._load is not None:
+            directive = await ask_router(self._router.report_verifier, self._report(self._load))
+            if directive is not None:
+                await self._follow(directive)
 
     async def _follow(self, directive: Directive) -> None:
         if directive.plans:
@@ -81,6 +103,8 @@ class VerifierReplica:
             max_model_len=self._ready.max_model_len,
             step_times=self._ready.step_times,
             drafters_up=self._links.drafters_up,
+            draining=self._is_draining,
+            num_bad_frames=self._links.num_bad_frames,
         )
 
     async def load(self) -> EngineLoad | None:
@@ -91,6 +115,10 @@ class VerifierReplica:
         """Return the drafters that this verifier has a live link to."""
         return self._links.drafters_up
 
+    async def pid(self) -> int:
+        """Return this replica's own process: the shell in front of the engine."""
+        return os.getpid()
+
     async def rank_pids(self) -> list[int]:
         """Return the processes of this replica's ranks, rank 0 first."""
         return await self._host.rank_pids()
@@ -99,7 +127,30 @@ class VerifierReplica:
         """Raise when this replica can no longer verify."""
         self._host.check()
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the pool is scaled by."""
+        if self._load is None:
+            return {}
+        num_requests = self._load.num_running + self._load.num_waiting
+        return {"num_requests": float(num_requests), "kv_usage": self._load.kv_usage}
+
+    async def _drain(self) -> None:
+        """Take no new requests and let the running ones finish; those left after the time-out go on elsewhere.
+
+        Raises `ConnectionError` when there is no engine: its requests have gone elsewhere already.
+        """
+        self._is_draining = True
+        await self._tell_router()
+        await asyncio.sleep(HEARD_S)
+        is_empty = await wait_until(lambda: len(self._table) == 0, self._drain_timeout_s)
+        self._is_closed = True
+        if not is_empty:
+            logger.warning("draining ends after %s s with %d requests left", self._drain_timeout_s, len(self._table))
+            self._table.fail("the verifier is stopping")
+
     async def __del__(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the engine may end before its requests do
+            await self._drain()
         await ask_router(self._router.remove, self._verifier_id)
         await self._links.close()
         await self._host.close()

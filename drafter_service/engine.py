@@ -6,7 +6,7 @@ It knows nothing of processes, sockets or event loops: messages come in through 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from outrider.drafter_service.sessions import Round, Session, SessionKey, SessionTable, first_bad_token
@@ -85,15 +85,6 @@ class DraftEngineConfig:
             raise ValueError("max_sessions, session_ttl_s, max_num_batched_tokens, max_draft_length must be positive")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterLoad:
-    """How busy a drafter is."""
-
-    num_sessions: int = 0
-    queue_depth: int = 0  # unanswered asks
-    mean_draft_s: float | None = None  # smoothed time from ask to draft inside the engine; None: nothing drafted yet
-
-
 @dataclass(slots=True)
 class DrafterCounters:
     """What happened at a drafter since its start."""
@@ -105,6 +96,16 @@ class DrafterCounters:
     num_evicted_sessions: int = 0
     num_expired_sessions: int = 0
     num_bad_messages: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterLoad:
+    """How busy a drafter is."""
+
+    num_sessions: int = 0
+    queue_depth: int = 0  # unanswered asks
+    mean_draft_s: float | None = None  # smoothed time from ask to draft inside the engine; None: nothing drafted yet
+    counters: DrafterCounters = field(default_factory=DrafterCounters)
 
 
 class DraftEngine:
@@ -154,6 +155,7 @@ class DraftEngine:
             num_sessions=len(self._sessions),
             queue_depth=len(self._asked),
             mean_draft_s=self._mean_draft_s,
+            counters=replace(self.counters),
         )
 
     def step(self) -> list[tuple[str, DrafterMessage]]:

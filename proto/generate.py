@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import grpc_tools
 from grpc_tools import protoc
 
 PROTO_FOLDER = Path(__file__).resolve().parent
@@ -22,7 +23,10 @@ def generate(destination: Path) -> list[Path]:
     with tempfile.TemporaryDirectory() as scratch:
         outputs = [f"--{kind}_out={scratch}" for kind in ("python", "pyi", "grpc_python")]
         mapping = f"-Ioutrider/proto={PROTO_FOLDER}"
-        if protoc.main(["protoc", mapping, *outputs, *(f"outrider/proto/{source.name}" for source in sources)]):
+        well_known = f"-I{Path(grpc_tools.__file__).parent / '_proto'}"
+        if protoc.main(
+            ["protoc", mapping, well_known, *outputs, *(f"outrider/proto/{source.name}" for source in sources)]
+        ):
             raise SystemExit("protoc failed")
         return [
             Path(shutil.copy(path, destination / path.name))

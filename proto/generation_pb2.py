@@ -22,41 +22,60 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/proto/generation.proto\x12\x0boutrider.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb6\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x07\x88\x01\x01\x12#\n\x16num_speculative_tokens\x18\x0b \x01(\rH\x08\x88\x01\x01\x12 \n\x13\x64isable_spec_decode\x18\x0c \x01(\x08H\t\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x04\n\x02_nB\x19\n\x17_num_speculative_tokensB\x16\n\x14_disable_spec_decode\"\x9a\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParamsB\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x8f\x02\n\x1aSpeculativeDecodingMetrics\x12\x0f\n\x07\x65nabled\x18\x01 \x01(\x08\x12\x17\n\x0f\x64isabled_reason\x18\x02 \x01(\t\x12#\n\x16mean_acceptance_length\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\"\n\x15\x64raft_acceptance_rate\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\nnum_drafts\x18\x05 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x06 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x07 \x01(\x04\x42\x19\n\x17_mean_acceptance_lengthB\x18\n\x16_draft_acceptance_rate\"\xef\x01\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x45\n\x14speculative_decoding\x18\x07 \x01(\x0b\x32\'.outrider.v1.SpeculativeDecodingMetrics\"\xb1\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x45\n\x14speculative_decoding\x18\x05 \x01(\x0b\x32\'.outrider.v1.SpeculativeDecodingMetrics\"o\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Choice\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.outrider.v1.Usage\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x03(\t\"\x15\n\x13GetModelInfoRequest\"l\n\x14GetModelInfoResponse\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xb6\x02\n\tInference\x12\x46\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1a.outrider.v1.GenerateChunk0\x01\x12L\n\rGenerateUnary\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse\x12>\n\x05\x41\x62ort\x12\x19.outrider.v1.AbortRequest\x1a\x1a.outrider.v1.AbortResponse\x12S\n\x0cGetModelInfo\x12 .outrider.v1.GetModelInfoRequest\x1a!.outrider.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/proto/generation.proto\x12\x0boutrider.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xca\x07\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x07\x88\x01\x01\x12#\n\x16num_speculative_tokens\x18\x0b \x01(\rH\x08\x88\x01\x01\x12 \n\x13\x64isable_spec_decode\x18\x0c \x01(\x08H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x02H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x02H\x0b\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0f \x01(\x02H\x0c\x88\x01\x01\x12>\n\nlogit_bias\x18\x10 \x03(\x0b\x32*.outrider.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x11 \x01(\rH\r\x88\x01\x01\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\x0e\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x0f\x88\x01\x01\x12\'\n\x1ainclude_stop_str_in_output\x18\x14 \x01(\x08H\x10\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\x11\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x04\n\x02_nB\x19\n\x17_num_speculative_tokensB\x16\n\x14_disable_spec_decodeB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x1d\n\x1b_include_stop_str_in_outputB\x16\n\x14_skip_special_tokens\"\x8e\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x15\n\x08priority\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x17\n\nsession_id\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x03\x88\x01\x01\x42\x08\n\x06promptB\x0b\n\t_priorityB\r\n\x0b_session_idB\r\n\x0b_cache_salt\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x85\x01\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x11\n\x04rank\x18\x03 \x01(\rH\x01\x88\x01\x01\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.outrider.v1.TopLogprobB\n\n\x08_logprobB\x07\n\x05_rank\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x8f\x02\n\x1aSpeculativeDecodingMetrics\x12\x0f\n\x07\x65nabled\x18\x01 \x01(\x08\x12\x17\n\x0f\x64isabled_reason\x18\x02 \x01(\t\x12#\n\x16mean_acceptance_length\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\"\n\x15\x64raft_acceptance_rate\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\nnum_drafts\x18\x05 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x06 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x07 \x01(\x04\x42\x19\n\x17_mean_acceptance_lengthB\x18\n\x16_draft_acceptance_rate\"\x83\x03\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x45\n\x14speculative_decoding\x18\x07 \x01(\x0b\x32\'.outrider.v1.SpeculativeDecodingMetrics\x12/\n\rtoken_origins\x18\x08 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12,\n\x08logprobs\x18\t \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"\xc5\x02\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x45\n\x14speculative_decoding\x18\x05 \x01(\x0b\x32\'.outrider.v1.SpeculativeDecodingMetrics\x12/\n\rtoken_origins\x18\x06 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12,\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"o\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Choice\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.outrider.v1.Usage\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x03(\t\"\x15\n\x13GetModelInfoRequest\"l\n\x14GetModelInfoResponse\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\"\x16\n\x14GetServerInfoRequest\"[\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bis_draining\x18\x02 \x01(\x08\x12\x1c\n\x14num_running_requests\x18\x03 \x01(\r\"\x11\n\x0fGetLoadsRequest\"9\n\x10GetLoadsResponse\x12%\n\x04load\x18\x01 \x01(\x0b\x32\x17.google.protobuf.Struct*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*\x92\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x1a\n\x16TOKEN_ORIGIN_RECOVERED\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x04\x32\xd7\x03\n\tInference\x12\x46\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1a.outrider.v1.GenerateChunk0\x01\x12L\n\rGenerateUnary\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse\x12>\n\x05\x41\x62ort\x12\x19.outrider.v1.AbortRequest\x1a\x1a.outrider.v1.AbortResponse\x12S\n\x0cGetModelInfo\x12 .outrider.v1.GetModelInfoRequest\x1a!.outrider.v1.GetModelInfoResponse\x12V\n\rGetServerInfo\x12!.outrider.v1.GetServerInfoRequest\x1a\".outrider.v1.GetServerInfoResponse\x12G\n\x08GetLoads\x12\x1c.outrider.v1.GetLoadsRequest\x1a\x1d.outrider.v1.GetLoadsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.proto.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1766
-  _globals['_FINISHREASON']._serialized_end=1886
-  _globals['_TOKENIDS']._serialized_start=48
-  _globals['_TOKENIDS']._serialized_end=71
-  _globals['_SAMPLINGPARAMS']._serialized_start=74
-  _globals['_SAMPLINGPARAMS']._serialized_end=512
-  _globals['_GENERATEREQUEST']._serialized_start=515
-  _globals['_GENERATEREQUEST']._serialized_end=669
-  _globals['_USAGE']._serialized_start=671
-  _globals['_USAGE']._serialized_end=751
-  _globals['_SPECULATIVEDECODINGMETRICS']._serialized_start=754
-  _globals['_SPECULATIVEDECODINGMETRICS']._serialized_end=1025
-  _globals['_GENERATECHUNK']._serialized_start=1028
-  _globals['_GENERATECHUNK']._serialized_end=1267
-  _globals['_CHOICE']._serialized_start=1270
-  _globals['_CHOICE']._serialized_end=1447
-  _globals['_GENERATERESPONSE']._serialized_start=1449
-  _globals['_GENERATERESPONSE']._serialized_end=1560
-  _globals['_ABORTREQUEST']._serialized_start=1562
-  _globals['_ABORTREQUEST']._serialized_end=1597
-  _globals['_ABORTRESPONSE']._serialized_start=1599
-  _globals['_ABORTRESPONSE']._serialized_end=1631
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1633
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1654
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1656
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1764
-  _globals['_INFERENCE']._serialized_start=1889
-  _globals['_INFERENCE']._serialized_end=2199
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=3120
+  _globals['_FINISHREASON']._serialized_end=3240
+  _globals['_TOKENORIGIN']._serialized_start=3243
+  _globals['_TOKENORIGIN']._serialized_end=3389
+  _globals['_TOKENIDS']._serialized_start=78
+  _globals['_TOKENIDS']._serialized_end=101
+  _globals['_SAMPLINGPARAMS']._serialized_start=104
+  _globals['_SAMPLINGPARAMS']._serialized_end=1074
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=715
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=763
+  _globals['_GENERATEREQUEST']._serialized_start=1077
+  _globals['_GENERATEREQUEST']._serialized_end=1347
+  _globals['_TOPLOGPROB']._serialized_start=1349
+  _globals['_TOPLOGPROB']._serialized_end=1396
+  _globals['_TOKENLOGPROBS']._serialized_start=1399
+  _globals['_TOKENLOGPROBS']._serialized_end=1532
+  _globals['_USAGE']._serialized_start=1534
+  _globals['_USAGE']._serialized_end=1614
+  _globals['_SPECULATIVEDECODINGMETRICS']._serialized_start=1617
+  _globals['_SPECULATIVEDECODINGMETRICS']._serialized_end=1888
+  _globals['_GENERATECHUNK']._serialized_start=1891
+  _globals['_GENERATECHUNK']._serialized_end=2278
+  _globals['_CHOICE']._serialized_start=2281
+  _globals['_CHOICE']._serialized_end=2606
+  _globals['_GENERATERESPONSE']._serialized_start=2608
+  _globals['_GENERATERESPONSE']._serialized_end=2719
+  _globals['_ABORTREQUEST']._serialized_start=2721
+  _globals['_ABORTREQUEST']._serialized_end=2756
+  _globals['_ABORTRESPONSE']._serialized_start=2758
+  _globals['_ABORTRESPONSE']._serialized_end=2790
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2792
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2813
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2815
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2923
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2925
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2947
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2949
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=3040
+  _globals['_GETLOADSREQUEST']._serialized_start=3042
+  _globals['_GETLOADSREQUEST']._serialized_end=3059
+  _globals['_GETLOADSRESPONSE']._serialized_start=3061
+  _globals['_GETLOADSRESPONSE']._serialized_end=3118
+  _globals['_INFERENCE']._serialized_start=3392
+  _globals['_INFERENCE']._serialized_end=3863
 # @@protoc_insertion_point(module_scope)

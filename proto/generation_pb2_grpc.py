@@ -54,6 +54,16 @@ class InferenceStub(object):
                 request_serializer=outrider_dot_proto_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=outrider_dot_proto_dot_generation__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/outrider.v1.Inference/GetServerInfo',
+                request_serializer=outrider_dot_proto_dot_generation__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=outrider_dot_proto_dot_generation__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
+        self.GetLoads = channel.unary_unary(
+                '/outrider.v1.Inference/GetLoads',
+                request_serializer=outrider_dot_proto_dot_generation__pb2.GetLoadsRequest.SerializeToString,
+                response_deserializer=outrider_dot_proto_dot_generation__pb2.GetLoadsResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer(object):
@@ -86,6 +96,19 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetServerInfo(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLoads(self, request, context):
+        """What GET /load answers over HTTP.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -108,6 +131,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=outrider_dot_proto_dot_generation__pb2.GetModelInfoRequest.FromString,
                     response_serializer=outrider_dot_proto_dot_generation__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=outrider_dot_proto_dot_generation__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=outrider_dot_proto_dot_generation__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'GetLoads': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoads,
+                    request_deserializer=outrider_dot_proto_dot_generation__pb2.GetLoadsRequest.FromString,
+                    response_serializer=outrider_dot_proto_dot_generation__pb2.GetLoadsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -218,6 +251,60 @@ class Inference(object):
             '/outrider.v1.Inference/GetModelInfo',
             outrider_dot_proto_dot_generation__pb2.GetModelInfoRequest.SerializeToString,
             outrider_dot_proto_dot_generation__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Inference/GetServerInfo',
+            outrider_dot_proto_dot_generation__pb2.GetServerInfoRequest.SerializeToString,
+            outrider_dot_proto_dot_generation__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Inference/GetLoads',
+            outrider_dot_proto_dot_generation__pb2.GetLoadsRequest.SerializeToString,
+            outrider_dot_proto_dot_generation__pb2.GetLoadsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -96,6 +96,7 @@ class EngineBench:
             DraftCoordinator(self.drafts, SpeculationConfig(**limits)),
             clock=lambda: self.now_s,
             generator=torch.Generator().manual_seed(0),
+            wall_clock=lambda: 1000.0 + self.now_s,
         )
 
     def add(self, request_id: str = "a", **options: object) -> RequestOutput | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.cluster.gateway import Gateway, ModelInfo
 from outrider.cluster.metrics import GatewayMetrics
-from outrider.verifier_service.request import FinishReason, GenerationRequest, RequestOutput, SpeculationMetrics
+from outrider.verifier_service.request import (
+    FinishReason,
+    GenerationRequest,
+    RequestOutput,
+    SpeculationMetrics,
+    TokenLogprobs,
+)
 
 EOS = "<|end|>"
 CHAT_TEMPLATE = (
@@ -36,9 +44,19 @@ def build_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToke
     return wrapped
 
 
+def fake_logprobs(token_id: int, num_top: int | None) -> TokenLogprobs:
+    """Return a token's made-up log probability: its rank is 2, behind the token with the next id."""
+    top = [(token_id + 1, -0.25), (token_id, -1.5), (token_id + 2, -math.inf)][: num_top or 0]
+    ids, logprobs = tuple(id_ for id_, _ in top), tuple(logprob for _, logprob in top)
+    return TokenLogprobs(token_id=token_id, logprob=-1.5, rank=2, top_token_ids=ids, top_logprobs=logprobs)
+
+
 @dataclass(slots=True)
 class FakeBackend:
-    """Play `script(request)`; the last step's output finishes with `finish_reason` and `speculation`."""
+    """Play `script(request)`; the last step's output finishes with `finish_reason` and `speculation`.
+
+    A step of several tokens is a draft that was right, and the bonus token behind it.
+    """
 
     script: Callable[[GenerationRequest], Sequence[Step]]
     finish_reason: FinishReason | None = FinishReason.LENGTH
@@ -56,6 +74,8 @@ class FakeBackend:
         try:
             for number, step in enumerate(steps, start=1):
                 output = await self._output(request, step, is_last=number == len(steps))
+                if number == 1:
+                    output = dataclasses.replace(output, prompt_logprobs=_prompt_logprobs(request))
                 finished = output.finish_reason is not None
                 yield output
         except (asyncio.CancelledError, GeneratorExit):
@@ -77,14 +97,25 @@ class FakeBackend:
             self.num_waiting += 1
             self.waiting.set()
             await asyncio.get_running_loop().create_future()
+        num_top = request.sampling.logprobs
         return RequestOutput(
             request_id=request.request_id,
             token_ids=tuple(step or ()),
+            num_draft_tokens=max(0, len(step or ()) - 1),
+            num_accepted_tokens=max(0, len(step or ()) - 1),
+            logprobs=None if num_top is None else tuple(fake_logprobs(id_, num_top) for id_ in step or ()),
             num_cached_tokens=2,
             finish_reason=self.finish_reason if is_last else None,
             error=self.error,
             speculation=self.speculation if is_last else None,
         )
+
+
+def _prompt_logprobs(request: GenerationRequest) -> tuple[TokenLogprobs | None, ...] | None:
+    num_top = request.sampling.prompt_logprobs
+    if num_top is None:
+        return None
+    return (None, *(fake_logprobs(id_, num_top) for id_ in request.prompt_token_ids[1:]))
 
 
 class TickingClock:

@@ -36,6 +36,9 @@ class FakeRunner:
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         self.batches.append(batch)
+        copied = [self._kv[source * self.block_size :][: self.block_size] for source in batch.copy_sources]
+        for target, block in zip(batch.copy_targets, copied, strict=True):
+            self._kv[target * self.block_size : (target + 1) * self.block_size] = block
         for token_id, slot in zip(batch.token_ids, batch.slot_mapping, strict=True):
             self._kv[slot] = token_id
         contexts: list[list[int]] = []

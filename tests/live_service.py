@@ -16,6 +16,8 @@ from typing import Any
 from ray import serve
 
 from outrider.cluster.config import APP_NAME, ServiceConfig
+from outrider.cluster.fleet import DrafterState, VerifierState
+from outrider.cluster.reports import ROUTER_ERRORS
 from outrider.cluster.serving import running_service
 from outrider.verifier_service.ranks import free_port
 
@@ -25,6 +27,7 @@ class Streamed:
     """What a stream brought, and when."""
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)  # where `return_token_ids` asked for them
     arrivals_s: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     speculation: dict[str, Any] = field(default_factory=dict)
@@ -60,8 +63,10 @@ class LiveService:
                 event = json.loads(payload)
                 assert "error" not in event, event
                 streamed.arrivals_s.append(time.monotonic())
-                streamed.text += event["choices"][0]["text"]
-                streamed.finish_reason = event["choices"][0]["finish_reason"] or streamed.finish_reason
+                choice = event["choices"][0]
+                streamed.text += choice["text"]
+                streamed.token_ids += choice.get("token_ids") or []
+                streamed.finish_reason = choice["finish_reason"] or streamed.finish_reason
                 streamed.speculation = (event.get("metrics") or {}).get("speculative_decoding", streamed.speculation)
                 on_chunk(len(streamed.arrivals_s))
         return streamed
@@ -85,6 +90,33 @@ class LiveService:
         os.kill(pid, number)
         return pid
 
+    def all_rank_pids(self, deployment: str, timeout_s: float = 30.0) -> list[list[int]]:
+        """Return the ranks' processes of every replica that the router knows, in a stable order."""
+        num_replicas = len(self._fleet()[deployment == "Drafter"])
+        found: dict[int, list[int]] = {}
+
+        def has_all() -> bool:
+            pids = self.call(deployment, "rank_pids")
+            found[pids[0]] = pids
+            return len(found) >= num_replicas
+
+        self._wait(has_all, timeout_s)
+        return [found[pid] for pid in sorted(found)]
+
+    def wait_for_fleet(self, num_verifiers: int, num_drafters: int, timeout_s: float = 120.0) -> None:
+        """Wait until so many verifiers report, each with a link to so many drafters."""
+
+        def is_whole() -> bool:
+            verifiers, drafters = self._fleet()
+            links = {len(state.report.drafters_up) for state in verifiers}
+            return len(verifiers) == num_verifiers and len(drafters) == num_drafters and links == {num_drafters}
+
+        self._wait(is_whole, timeout_s)
+
+    def _fleet(self) -> tuple[tuple[VerifierState, ...], tuple[DrafterState, ...]]:
+        snapshot = self.call("Router", "snapshot")
+        return snapshot.verifiers, snapshot.drafters
+
     def wait_for_drafts(self, timeout_s: float = 90.0) -> None:
         """Wait until a request is served with drafts again."""
         self._wait(lambda: self.stream("import os\n", max_tokens=8).speculation["num_drafts"] > 0, timeout_s)
@@ -94,15 +126,24 @@ class LiveService:
         self._wait(self._is_idle, timeout_s)
 
     def _is_idle(self) -> bool:
-        verifier, drafter = self.call("Verifier", "load"), self.call("Drafter", "load")
-        return verifier.num_running + verifier.num_waiting == 0 and verifier.kv_usage == 0 == drafter.num_sessions
+        verifiers, drafters = self._fleet()
+        held = [state.report.num_running + state.report.num_waiting + state.report.kv_usage for state in verifiers]
+        return bool(verifiers) and sum(held) == 0 and all(state.report.num_sessions == 0 for state in drafters)
 
     @staticmethod
     def _wait(condition: Callable[[], bool], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        while not condition():
+        while not _holds(condition):
             assert time.monotonic() < deadline_s, f"condition not met within {timeout_s} s"
             time.sleep(0.1)
+
+
+def _holds(condition: Callable[[], bool]) -> bool:
+    """A replica or a gateway that is being replaced cannot answer: the condition does not hold yet."""
+    try:
+        return condition()
+    except (*ROUTER_ERRORS, OSError):
+        return False
 
 
 @contextlib.contextmanager

@@ -89,6 +89,8 @@ class ScriptedTarget:
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """Look the logits up: float32 [num_rows, vocab_size]."""
+        blocks = self._kv.reshape(-1, self.block_size)
+        blocks[batch.copy_targets] = blocks[batch.copy_sources]
         self._kv[batch.slot_mapping] = batch.token_ids
         rows = np.asarray(batch.logits_indices)
         last = np.asarray(batch.token_ids)[rows]

@@ -137,3 +137,41 @@ def scattered_batches(
             fields["context_lengths"].append(stop)
             fields["block_tables"].append(tables[index][: -(-stop // block_size)])
         yield ScheduledBatch(**fields), rows
+
+
+def forked_batches(sequences: list[list[int]], num_shared: int, *, block_size: int) -> Iterator[ScheduledBatch]:
+    """Compute a prefix that all sequences have, then the rest of each over its blocks, the last of them copied.
+
+    The first step has no rows, the second those of every position from `num_shared` on, sequence after sequence.
+    """
+    assert num_shared % block_size, "a whole block would need no copy"
+    last = num_shared // block_size
+    width = -(-len(sequences[0]) // block_size)
+    first = list(range(1, width + 1))
+    tables = [first] + [first[:last] + list(range(width * n, width * (n + 1))) for n in range(2, len(sequences) + 1)]
+    yield _chunks([sequences[0][:num_shared]], [first], 0, [], [], block_size)
+    targets = [table[last] for table in tables[1:]]
+    yield _chunks(sequences, tables, num_shared, [first[last]] * len(targets), targets, block_size)
+
+
+def _chunks(
+    sequences: list[list[int]],
+    tables: list[list[int]],
+    start: int,
+    copy_sources: list[int],
+    copy_targets: list[int],
+    block_size: int,
+) -> ScheduledBatch:
+    """Pack every sequence from `start` on; rows for all tokens but those of a prefix."""
+    places = [(n, p) for n, sequence in enumerate(sequences) for p in range(start, len(sequence))]
+    return ScheduledBatch(
+        token_ids=[sequences[n][p] for n, p in places],
+        positions=[p for _, p in places],
+        slot_mapping=[tables[n][p // block_size] * block_size + p % block_size for n, p in places],
+        query_lengths=[len(sequence) - start for sequence in sequences],
+        context_lengths=[len(sequence) for sequence in sequences],
+        block_tables=[table[: -(-len(each) // block_size)] for table, each in zip(tables, sequences, strict=True)],
+        logits_indices=list(range(len(places))) if start else [],
+        copy_sources=copy_sources,
+        copy_targets=copy_targets,
+    )

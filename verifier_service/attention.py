@@ -143,6 +143,15 @@ class KVPool:
 
         self._scratch: dict[str, torch.Tensor] = {}
 
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks of keys and values, in every layer; all are read before the first is written."""
+        if not sources:
+            return
+        source_ids, target_ids = torch.tensor(sources, device=self.device), torch.tensor(targets, device=self.device)
+        for cache in (*self.keys.values(), *self.values.values()):
+            blocks = cache.view(self.num_blocks, -1)
+            blocks.index_copy_(0, target_ids, blocks.index_select(0, source_ids))
+
     def gather(
         self, layer_index: int, block_ids: torch.Tensor, num_sequences: int
     ) -> tuple[torch.Tensor, torch.Tensor]:

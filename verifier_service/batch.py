@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,8 @@ class ScheduledBatch:
     context_lengths: list[int]  # [num_sequences] includes the query
     block_tables: list[list[int]]  # [num_sequences][blocks that cover context_lengths]
     logits_indices: list[int]  # [num_rows] indices into the packed tokens whose logits are wanted
+    copy_sources: list[int] = field(default_factory=list)  # blocks to copy before anything else of the step …
+    copy_targets: list[int] = field(default_factory=list)  # … and, one for each, where to: all are read, then written
 
     @property
     def num_tokens(self) -> int:

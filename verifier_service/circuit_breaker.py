@@ -42,6 +42,11 @@ class CircuitBreaker:
     def state(self) -> BreakerState:
         return self._state
 
+    def state_at(self, now_s: float) -> BreakerState:
+        """Return the state as of `now_s`: one that has been open for long enough may be probed."""
+        is_over = self._state is BreakerState.OPEN and now_s >= self._retry_at_s
+        return BreakerState.HALF_OPEN if is_over else self._state
+
     def allow(self, now_s: float) -> bool:
         """Return whether a call may be made now; in the half-open state only one probe at a time passes."""
         if self._state is BreakerState.CLOSED:

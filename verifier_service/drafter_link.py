@@ -22,8 +22,8 @@ from outrider.proto.link_pb2 import Frame
 from outrider.proto.link_pb2_grpc import DrafterLinkStub
 from outrider.verifier_service.circuit_breaker import BreakerConfig, CircuitBreaker
 from outrider.verifier_service.drafting import PROTOCOL_VERSION, DrafterMessage
+from outrider.verifier_service.link_channel import LinkCredentials, open_channel
 from outrider.verifier_service.link_messages import (
-    CHANNEL_OPTIONS,
     DRAFTER_MESSAGES,
     Hello,
     Ping,
@@ -91,7 +91,7 @@ class DrafterLink:
         hello: Hello,
         on_event: Callable[[LinkEvent], None],
         config: LinkConfig | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
+        credentials: LinkCredentials | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -176,10 +176,7 @@ class DrafterLink:
 
     def _channel(self) -> grpc.aio.Channel:
         # a pool of its own: grpc's shared connections keep their back-off from one attempt to the next
-        options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-        if self._credentials is None:
-            return grpc.aio.insecure_channel(self.address, options=options)
-        return grpc.aio.secure_channel(self.address, self._credentials, options=options)
+        return open_channel(self.address, self._credentials, ("grpc.use_local_subchannel_pool", 1))
 
     async def _handshake(self, call: Any) -> None:
         try:

@@ -6,18 +6,26 @@ model is a `Runner`, time is a function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from outrider.verifier_service.batch import ScheduledBatch
+from outrider.verifier_service.logits_processors import LogitsProcessor
+from outrider.verifier_service.logprobs import LogprobsQuery, token_logprobs
 from outrider.verifier_service.request import (
     FinishReason,
     GenerationRequest,
     Request,
     RequestOutput,
+    SamplingParams,
     SpeculationPlan,
+    StepTiming,
+    TokenLogprobs,
 )
 from outrider.verifier_service.scheduler import Schedule, ScheduledRequest, Scheduler
 from outrider.verifier_service.speculation import DraftCoordinator
@@ -38,6 +46,17 @@ class Runner(Protocol):
         """Return float32 logits [len(batch.logits_indices), vocab_size]."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """What a step decided for one request: tokens up to the first that ends it, none after a prefill chunk."""
+
+    item: ScheduledRequest
+    first_row: int  # of the logits that the tokens were chosen from, one row each
+    committed: list[int]
+    num_accepted: int  # of those, draft tokens: what a stop token cut off is not committed, so it does not count
+    finish_reason: FinishReason | None
+
+
 class VerifierEngine:
     """Continuous batching over one target model, with drafts where there are any."""
 
@@ -49,6 +68,7 @@ class VerifierEngine:
         *,
         clock: Callable[[], float],
         generator: torch.Generator,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.scheduler = scheduler
         self.drafting = drafting
@@ -56,7 +76,10 @@ class VerifierEngine:
         self._runner = runner
         self._clock = clock
         self._generator = generator
+        self._wall_clock = wall_clock
         self._requests: dict[str, Request] = {}
+        self._processors: dict[str, LogitsProcessor] = {}  # of the requests that need one
+        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}  # of those whose first output is to come
 
     def add(self, message: GenerationRequest) -> RequestOutput | None:
         """Queue a request; one that can never run is answered at once with its error."""
@@ -67,14 +90,34 @@ class VerifierEngine:
         except ValueError as error:
             return _failure(message.request_id, str(error))
         self._requests[request.request_id] = request
+        if LogitsProcessor.is_needed(request.sampling):
+            self._processors[request.request_id] = LogitsProcessor(
+                request.sampling,
+                num_prompt_tokens=request.num_prompt_tokens,
+                stop_token_ids=self._stop_token_ids(request.sampling),
+                vocab_size=self._runner.vocab_size,
+            )
+        if request.sampling.prompt_logprobs is not None and not message.output_token_ids:
+            self._prompt_logprobs[request.request_id] = [None] * request.num_prompt_tokens
         return None
 
     def _check(self, message: GenerationRequest) -> None:
         if message.request_id in self._requests:
             raise ValueError(f"request_id: {message.request_id!r} is already running")
         for name in ("prompt_token_ids", "output_token_ids"):
-            if any(not 0 <= token_id < self._runner.vocab_size for token_id in getattr(message, name)):
-                raise ValueError(f"{name}: ids must be in [0, {self._runner.vocab_size})")
+            self._check_token_ids(name, getattr(message, name))
+        self._check_token_ids("logit_bias", (item.token_id for item in message.sampling.logit_bias))
+        if message.sampling.min_tokens and self._stop_token_ids(message.sampling) >= set(
+            range(self._runner.vocab_size)
+        ):
+            raise ValueError("min_tokens: every token of the vocabulary is a stop token")
+
+    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        if any(not 0 <= token_id < self._runner.vocab_size for token_id in token_ids):
+            raise ValueError(f"{name}: ids must be in [0, {self._runner.vocab_size})")
+
+    def _stop_token_ids(self, sampling: SamplingParams) -> set[int]:
+        return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._runner.eos_token_ids)}
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free what it holds; unknown ids (already finished) are no error."""
@@ -106,52 +149,117 @@ class VerifierEngine:
         if schedule is None:
             return None
         logits = self._runner.execute(schedule.batch)
-        verified = self._verify(schedule, logits)
-        outputs = [
-            output
-            for item in schedule.items
-            if (output := self._commit(item, verified.get(item.request.request_id, []))) is not None
-        ]
+        first_rows = _first_rows(schedule.items)
+        self._keep_prompt_logprobs(schedule.items, first_rows, logits)
+        outcomes = self._verify(schedule.items, first_rows, logits)
+        logprobs = _output_logprobs(outcomes, logits)
+        timings = [self._timing(schedule, item, begin_s) for item in schedule.items]
+        committed = [self._commit(*result) for result in zip(outcomes, logprobs, timings, strict=True)]
+        outputs = [output for output in committed if output is not None]
         end_s = self._clock()
         self.drafting.ask(self._running_after(schedule), end_s)
-        self.stats.observe(
-            schedule, num_committed=sum(len(output.token_ids) for output in outputs), seconds=end_s - begin_s
-        )
+        self.stats.observe(schedule, outputs, began_s=begin_s, ended_s=end_s)
         return outputs
 
-    def _verify(self, schedule: Schedule, logits: torch.Tensor) -> dict[str, list[int]]:
-        """Return the committed tokens of every request that reached its end in this step."""
-        sampling = [item for item in schedule.items if item.samples]
-        entries = [
-            VerificationEntry(sampling=item.request.sampling, draft=item.draft, position=item.request.num_tokens)
-            for item in sampling
-        ]
-        committed = verify(logits, entries, self._generator)
-        return {item.request.request_id: tokens for item, tokens in zip(sampling, committed, strict=True)}
+    def _keep_prompt_logprobs(
+        self, items: Sequence[ScheduledRequest], first_rows: Sequence[int], logits: torch.Tensor
+    ) -> None:
+        """Look up the prompt tokens that this step's rows predict; a chunk computed again gives the same again."""
+        kept: list[tuple[list[TokenLogprobs | None], int]] = []
+        queries: list[LogprobsQuery] = []
+        for item, row in zip(items, first_rows, strict=True):
+            entries = self._prompt_logprobs.get(item.request.request_id)
+            if entries is None:
+                continue
+            start = item.request.num_computed_tokens + 1
+            token_ids = item.request.token_ids[start : start + item.num_prompt_rows]
+            kept.append((entries, start))
+            num_top = item.request.sampling.prompt_logprobs or 0
+            queries.append(LogprobsQuery(first_row=row, token_ids=token_ids, num_top=num_top))
+        for (entries, start), found in zip(kept, token_logprobs(logits, queries), strict=True):
+            entries[start : start + len(found)] = found
 
-    def _commit(self, item: ScheduledRequest, verified: Sequence[int]) -> RequestOutput | None:
-        """Append what was verified, up to the first token that ends the request."""
+    def _verify(
+        self, items: Sequence[ScheduledRequest], first_rows: Sequence[int], logits: torch.Tensor
+    ) -> list[_Outcome]:
+        """Choose the tokens of every request that reached its end in this step."""
+        entries = [self._entry(item) for item in items if item.samples]
+        verified = iter(verify(_sampling_rows(items, first_rows, logits), entries, self._generator))
+        outcomes: list[_Outcome] = []
+        for item, row in zip(items, first_rows, strict=True):
+            tokens = next(verified) if item.samples else []
+            committed, finish_reason = self._until_finished(item.request, tokens)
+            outcomes.append(
+                _Outcome(
+                    item=item,
+                    first_row=row + item.num_prompt_rows,
+                    committed=committed,
+                    num_accepted=min(len(committed), max(0, len(tokens) - 1)),
+                    finish_reason=finish_reason,
+                )
+            )
+        return outcomes
+
+    def _entry(self, item: ScheduledRequest) -> VerificationEntry:
         request = item.request
-        committed, finish_reason = self._until_finished(request, verified)
+        processor = self._processors.get(request.request_id)
+        draft_token_ids = item.draft.token_ids if item.draft is not None else ()
+        return VerificationEntry(
+            sampling=request.sampling,
+            draft=item.draft,
+            position=request.num_tokens,
+            edits=None if processor is None else processor.edits(request.token_ids, draft_token_ids),
+        )
+
+    def _commit(
+        self, outcome: _Outcome, logprobs: tuple[TokenLogprobs, ...] | None, timing: StepTiming | None
+    ) -> RequestOutput | None:
+        """Append what was verified, up to the first token that ends the request."""
+        item, request = outcome.item, outcome.item.request
         if item.samples:
-            # what a stop token cut off was not committed, so it does not count as accepted either
-            _count_draft(item, num_accepted=len(committed) - 1)
-        self.scheduler.commit(item, committed)
-        if finish_reason is not None:
+            _count_draft(item, num_accepted=outcome.num_accepted)
+        self.scheduler.commit(item, outcome.committed)
+        prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None) if item.samples else None
+        if outcome.finish_reason is not None:
             self._forget(request)
-        if not committed:
+        if not outcome.committed:
             return None
         return RequestOutput(
             request_id=request.request_id,
-            token_ids=tuple(committed),
+            token_ids=tuple(outcome.committed),
+            num_draft_tokens=_num_draft_tokens(item),
+            num_accepted_tokens=outcome.num_accepted,
+            logprobs=logprobs,
+            prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
+            timing=timing,
             num_cached_tokens=request.num_cached_tokens,
-            finish_reason=finish_reason,
+            finish_reason=outcome.finish_reason,
             speculation=request.metrics,
+        )
+
+    def _timing(self, schedule: Schedule, item: ScheduledRequest, begin_s: float) -> StepTiming | None:
+        """Tell a traced request when its step ran, and its draft's round."""
+        if item.request.trace_parent is None:
+            return None
+        now_s = self._clock()
+        unix_s = self._wall_clock() - now_s
+        answered = self.drafting.answered_round(item.request)
+        if answered is None or item.draft is None or answered.round_id != item.draft.round_id:
+            return StepTiming(
+                began_s=unix_s + begin_s, ended_s=unix_s + now_s, num_scheduled_tokens=schedule.batch.num_tokens
+            )
+        return StepTiming(
+            began_s=unix_s + begin_s,
+            ended_s=unix_s + now_s,
+            num_scheduled_tokens=schedule.batch.num_tokens,
+            drafter_id=answered.drafter_id,
+            draft_asked_s=unix_s + answered.asked_s,
+            draft_received_s=unix_s + answered.received_s,
         )
 
     def _until_finished(self, request: Request, verified: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         sampling = request.sampling
-        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._runner.eos_token_ids))
+        stops = self._stop_token_ids(sampling)
         room = min(
             sampling.max_tokens - request.num_output_tokens,
             self._runner.max_model_len - request.num_tokens,
@@ -170,13 +278,53 @@ class VerifierEngine:
 
     def _forget(self, request: Request) -> None:
         del self._requests[request.request_id]
+        self._processors.pop(request.request_id, None)
+        self._prompt_logprobs.pop(request.request_id, None)
         self.scheduler.remove(request.request_id)
         self.drafting.close(request)
 
 
+def _num_draft_tokens(item: ScheduledRequest) -> int:
+    return len(item.draft.token_ids) if item.draft is not None else 0
+
+
+def _num_choice_rows(item: ScheduledRequest) -> int:
+    return 1 + _num_draft_tokens(item) if item.samples else 0
+
+
+def _first_rows(items: Sequence[ScheduledRequest]) -> list[int]:
+    """Return where each item's rows begin in the step's logits: those of its prompt, then those it chooses from."""
+    num_rows = (item.num_prompt_rows + _num_choice_rows(item) for item in items)
+    return list(itertools.accumulate(num_rows, initial=0))[:-1]
+
+
+def _sampling_rows(items: Sequence[ScheduledRequest], first_rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    """Leave the prompts' rows out, without a copy where there are none."""
+    if all(item.num_prompt_rows == 0 for item in items):
+        return logits
+    rows = [
+        row + item.num_prompt_rows + offset
+        for item, row in zip(items, first_rows, strict=True)
+        for offset in range(_num_choice_rows(item))
+    ]
+    return logits.index_select(0, torch.tensor(rows, dtype=torch.int64, device=logits.device))
+
+
+def _output_logprobs(outcomes: Sequence[_Outcome], logits: torch.Tensor) -> list[tuple[TokenLogprobs, ...] | None]:
+    """Look up the committed tokens of the requests that want it, None for the others."""
+    wanted = [outcome.item.request.sampling.logprobs for outcome in outcomes]
+    queries = [
+        LogprobsQuery(first_row=outcome.first_row, token_ids=outcome.committed, num_top=num_top)
+        for outcome, num_top in zip(outcomes, wanted, strict=True)
+        if num_top is not None
+    ]
+    found = iter(token_logprobs(logits, queries))
+    return [None if num_top is None else tuple(next(found)) for num_top in wanted]
+
+
 def _count_draft(item: ScheduledRequest, *, num_accepted: int) -> None:
     metrics = item.request.metrics
-    num_draft_tokens = len(item.draft.token_ids) if item.draft is not None else 0
+    num_draft_tokens = _num_draft_tokens(item)
     if num_draft_tokens == 0:
         metrics.num_empty_rounds += metrics.enabled and metrics.disabled_reason is None
         return

@@ -14,7 +14,9 @@ from outrider.verifier_service.engine import VerifierEngine
 from outrider.verifier_service.engine_messages import (
     TO_ENGINE,
     Cancel,
+    DrafterCircuit,
     DrafterTime,
+    EngineCounters,
     EngineLoad,
     EngineUpdate,
     PeerState,
@@ -26,6 +28,7 @@ from outrider.verifier_service.engine_messages import (
 from outrider.verifier_service.ranks import arrived
 from outrider.verifier_service.relay_client import RelayDraftClient
 from outrider.verifier_service.request import GenerationRequest, Request, RequestOutput
+from outrider.verifier_service.step_stats import RecentRates
 from outrider.verifier_service.wire import decode, encode
 
 LOAD_INTERVAL_S = 0.2
@@ -48,15 +51,26 @@ class EngineLoop:
         self._clock = clock
         self._failures: list[RequestOutput] = []
         self._next_load_s = 0.0
+        self._rates = RecentRates()
 
     def run(self) -> None:
         """Step until the shell closes the pipe."""
         outputs: list[RequestOutput] | None = None
         with contextlib.suppress(EOFError, ConnectionError):  # the shell is gone
             while True:
-                self._receive(patience_s=0.0 if outputs is not None else self._patience_s())
+                if outputs is None:
+                    self._wait()
+                else:
+                    self._receive(patience_s=0.0)
                 outputs = self._engine.step()
                 self._publish(outputs or [])
+
+    def _wait(self) -> None:
+        """Sleep on the pipe: nothing could run. With requests at hand that is time lost to drafts on their way."""
+        begin_s, has_work = self._clock(), self._engine.has_work()
+        self._receive(self._patience_s())
+        if has_work:
+            self._engine.stats.idle_s += self._clock() - begin_s
 
     def _patience_s(self) -> float:
         """Return how long to sleep on the pipe when nothing could run; load reports go on even then."""
@@ -91,28 +105,53 @@ class EngineLoop:
         if now_s < self._next_load_s:
             return None
         self._next_load_s = now_s + LOAD_INTERVAL_S
-        return engine_load(self._engine)
+        self._rates.sample(self._engine.stats, now_s)
+        return engine_load(self._engine, self._rates, now_s)
 
 
-def engine_load(engine: VerifierEngine) -> EngineLoad:
+def engine_load(engine: VerifierEngine, rates: RecentRates, now_s: float) -> EngineLoad:
     """Describe the engine's state for the router."""
-    scheduler, drafting, stats = engine.scheduler, engine.drafting, engine.stats
+    scheduler, drafting = engine.scheduler, engine.drafting
     return EngineLoad(
         num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting),
+        num_waiting=scheduler.num_waiting,
         num_decoding=sum(request.is_decoding for request in scheduler.running),
         kv_usage=scheduler.kv_usage,
-        num_steps=stats.num_steps,
-        num_scheduled_tokens=stats.num_scheduled_tokens,
-        num_committed_tokens=stats.num_committed_tokens,
-        busy_s=stats.busy_s,
-        num_stale_drafts=drafting.num_stale_drafts,
-        fallbacks=dict(drafting.fallbacks),
+        tokens_per_s=rates.tokens_per_s,
+        mean_step_s=rates.mean_step_s,
+        counters=_counters(engine),
         requests=tuple(_request_load(request) for request in engine.requests.values()),
         drafter_times=tuple(
             DrafterTime(drafter_id=drafter_id, seconds=seconds)
             for drafter_id, seconds in drafting.round_trips_s().items()
         ),
+        circuits=tuple(
+            DrafterCircuit(drafter_id=drafter_id, state=state.value)
+            for drafter_id, state in drafting.circuits(now_s).items()
+        ),
+    )
+
+
+def _counters(engine: VerifierEngine) -> EngineCounters:
+    scheduler, drafting, stats = engine.scheduler, engine.drafting, engine.stats
+    return EngineCounters(
+        num_steps=stats.num_steps,
+        num_scheduled_tokens=stats.num_scheduled_tokens,
+        num_committed_tokens=stats.num_committed_tokens,
+        num_drafts=stats.num_drafts,
+        num_draft_tokens=stats.num_draft_tokens,
+        num_accepted_tokens=stats.num_accepted_tokens,
+        num_preemptions=scheduler.num_preemptions,
+        num_prefix_queried_tokens=scheduler.num_prefix_queried_tokens,
+        num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+        num_stale_drafts=drafting.num_stale_drafts,
+        num_resyncs=drafting.num_resyncs,
+        fallbacks=dict(drafting.fallbacks),
+        idle_s=stats.idle_s,
+        step_s=stats.step_s.counts(),
+        queue_s=stats.queue_s.counts(),
+        round_trip_s=drafting.round_trip_s.counts(),
+        lateness_s=drafting.lateness_s.counts(),
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from outrider.verifier_service.histogram import NO_VALUES, HistogramCounts
 from outrider.verifier_service.request import GenerationRequest, RequestOutput, SpeculationPlan
 
 
@@ -78,6 +79,37 @@ class DrafterTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterCircuit:
+    """The state of the circuit breaker in front of a drafter: closed, half_open or open."""
+
+    drafter_id: str
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCounters:
+    """What happened in an engine since its start; none of these ever falls."""
+
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_committed_tokens: int = 0
+    num_drafts: int = 0  # verifications with a draft that was not empty
+    num_draft_tokens: int = 0  # verified
+    num_accepted_tokens: int = 0
+    num_preemptions: int = 0
+    num_prefix_queried_tokens: int = 0  # looked up in the prefix cache
+    num_prefix_hit_tokens: int = 0
+    num_stale_drafts: int = 0  # answers to a round that was over
+    num_resyncs: int = 0  # drafters that asked for the whole prefix again
+    fallbacks: dict[str, int] = field(default_factory=dict)  # rounds that ended without a draft, by reason
+    idle_s: float = 0.0  # no step ran, for every request waited for its draft
+    step_s: HistogramCounts = NO_VALUES
+    queue_s: HistogramCounts = NO_VALUES  # from a request's arrival to its first step
+    round_trip_s: HistogramCounts = NO_VALUES  # from asking a drafter to its draft
+    lateness_s: HistogramCounts = NO_VALUES  # of drafts that came after their deadline: by how much
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """The verifier's state, sent a few times a second."""
 
@@ -85,14 +117,12 @@ class EngineLoad:
     num_waiting: int
     num_decoding: int
     kv_usage: float
-    num_steps: int
-    num_scheduled_tokens: int
-    num_committed_tokens: int
-    busy_s: float
-    num_stale_drafts: int
-    fallbacks: dict[str, int]
-    requests: tuple[RequestLoad, ...]
-    drafter_times: tuple[DrafterTime, ...]
+    tokens_per_s: float = 0.0  # committed, over the last two seconds
+    mean_step_s: float | None = None  # over the last two seconds; None: no step ran
+    counters: EngineCounters = EngineCounters()
+    requests: tuple[RequestLoad, ...] = ()
+    drafter_times: tuple[DrafterTime, ...] = ()
+    circuits: tuple[DrafterCircuit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

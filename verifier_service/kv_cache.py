@@ -20,6 +20,8 @@ class BlockPool:
             allocate            release, last reference
     empty ------------> used ---------------------------> empty (no hash) or cached (published)
     cached -----------> used   by match_prefix (keeps its hash) or by allocate (evicted: loses its hash)
+
+    A used block with more than one reference is never written: whoever wants to writes into a copy.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
@@ -70,6 +72,15 @@ class BlockPool:
                 self._empty.append(block_id)
             else:
                 self._cached[block_id] = None
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Take one more reference to each of some used blocks."""
+        for block_id in block_ids:
+            assert self._num_references[block_id] > 0, f"block {block_id} shared by nobody"
+            self._num_references[block_id] += 1
+
+    def is_shared(self, block_id: int) -> bool:
+        return self._num_references[block_id] > 1
 
     def is_cached(self, hash_: bytes) -> bool:
         """Return whether a block is findable under this hash, used or not."""

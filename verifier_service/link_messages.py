@@ -84,6 +84,10 @@ class DrafterIdentity:
 VERIFIER_MESSAGES = (Open, Commit, Close)  # verifier to drafter, for the drafting engine
 DRAFTER_MESSAGES = (Draft, Resync, Pong)  # drafter to verifier, after the handshake
 
+# What a verifier's answer to a gateway begins with, once its engine has the request: from then on the request may be
+# what the verifier dies of.
+ACCEPTED_METADATA = (("outrider-accepted", "1"),)
+
 # Both ends set these: a frozen peer is seen by grpc only with ping_timeout_ms beside the keepalive options, and a
 # server calls frequent pings abuse unless told what to expect.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (

@@ -116,6 +116,7 @@ def _engine_logits(model: PreTrainedModel, token_ids: list[int], device: torch.d
 @torch.inference_mode()
 def run_batch(model: PreTrainedModel, pool: KVPool, batch: ScheduledBatch) -> torch.Tensor:
     """Run the model over a packed batch: float32 logits [num_rows, vocab_size]."""
+    pool.copy_blocks(batch.copy_sources, batch.copy_targets)
     with entered(AttentionContext.of(batch, pool)):
         return forward_packed(model, batch.token_ids, batch.positions, batch.logits_indices)
 

@@ -23,8 +23,10 @@ def block_hash(parent: bytes, token_ids: Sequence[int], salt: str = "") -> bytes
     return hashlib.blake2b(header + parent + salt_bytes + tokens, digest_size=_DIGEST_BYTES).digest()
 
 
-def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, num_blocks: int) -> None:
+def extend_hashes(
+    hashes: list[bytes], token_ids: Sequence[int], block_size: int, num_blocks: int, salt: str = ""
+) -> None:
     """Grow a sequence's list of chained hashes in place until it covers its first `num_blocks` full blocks."""
     for index in range(len(hashes), num_blocks):
         parent = hashes[-1] if hashes else ROOT_HASH
-        hashes.append(block_hash(parent, token_ids[index * block_size : (index + 1) * block_size]))
+        hashes.append(block_hash(parent, token_ids[index * block_size : (index + 1) * block_size], salt))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass, field
 
 from outrider.verifier_service.drafting import Draft, check_sampling_shape, require
@@ -113,6 +114,7 @@ class GenerationRequest:
     cache_salt: str = ""  # prefixes are only shared between requests of one salt
     priority: int = 0  # lower is served earlier
     trace_parent: str | None = None  # W3C traceparent of the request's span; None: not traced
+    session_id: str | None = None  # the client's word for requests that share a prefix: best served by one verifier
 
     def __post_init__(self) -> None:
         require(abs(self.priority) <= MAX_PRIORITY, "priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
@@ -134,6 +136,22 @@ class SpeculationMetrics:
     num_cut_tokens: int = 0  # received, but cut before verification
     num_empty_rounds: int = 0  # decode steps that ran without a draft although speculation was on
     num_accepted_per_position: list[int] = field(default_factory=list)
+
+    def plus(self, other: SpeculationMetrics) -> SpeculationMetrics:
+        """Return the counters of both together, and the first reason that either has."""
+        per_position = itertools.zip_longest(
+            self.num_accepted_per_position, other.num_accepted_per_position, fillvalue=0
+        )
+        return SpeculationMetrics(
+            enabled=self.enabled or other.enabled,
+            disabled_reason=self.disabled_reason or other.disabled_reason,
+            num_drafts=self.num_drafts + other.num_drafts,
+            num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens + other.num_accepted_tokens,
+            num_cut_tokens=self.num_cut_tokens + other.num_cut_tokens,
+            num_empty_rounds=self.num_empty_rounds + other.num_empty_rounds,
+            num_accepted_per_position=[sum(accepted) for accepted in per_position],
+        )
 
     @property
     def draft_acceptance_rate(self) -> float | None:
@@ -220,6 +238,7 @@ class Request:
     draft: Draft | None = None  # arrived, bounds-checked, for exactly this position; None or empty: decode plainly
     hold_until_s: float | None = None  # leave out of steps until then: its draft is on its way
     num_preemptions: int = 0
+    first_scheduled_s: float | None = None  # by the clock of `arrival_s`; the difference is its time in the queue
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
 
     @classmethod

@@ -6,15 +6,20 @@ prefix-cache hit, decode and verification differ only in how far apart the two a
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from bisect import insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.verifier_service.batch import ScheduledBatch
+from outrider.verifier_service.block_tables import BlockTables
 from outrider.verifier_service.drafting import Draft
 from outrider.verifier_service.kv_cache import BlockPool
-from outrider.verifier_service.prefix_cache import extend_hashes
+from outrider.verifier_service.prompt_groups import PromptGroups
 from outrider.verifier_service.request import Request
+from outrider.verifier_service.waiting_queue import Seniority, WaitingQueue
+
+PRIORITY_STEP_S = 5.0  # one level of priority is worth as much as having arrived so much earlier
+MAX_PROMPT_ROWS = 256  # logits rows per step for prompt_logprobs: a row is a vocabulary wide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,7 @@ class ScheduledRequest:
     num_new_tokens: int  # draft included
     draft: Draft | None  # to verify now, possibly cut; never empty
     samples: bool  # this step reaches the end of the request's tokens
+    num_prompt_rows: int = 0  # before its sampling rows in `logits_indices`: positions from num_computed_tokens on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +59,8 @@ class Schedule:
     """One step. `batch` shares the requests' block tables: it is good until the first `commit`."""
 
     items: tuple[ScheduledRequest, ...]  # in the batch's order
-    preempted: tuple[Request, ...]  # back in the waiting queue, latest arrival first
-    batch: ScheduledBatch  # logits_indices: for each sampling item its last 1 + len(draft) rows
+    preempted: tuple[Request, ...]  # back in the waiting queue, least senior first
+    batch: ScheduledBatch  # logits_indices: each item's prompt rows, then, where it samples, its last 1 + len(draft)
 
 
 @dataclass(slots=True)
@@ -64,19 +70,34 @@ class _Step:
     budget: int  # tokens that may still be added
     items: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # KV blocks (source, target)
+    num_prompt_rows_left: int = MAX_PROMPT_ROWS
 
 
 class Scheduler:
-    """First come, first served, with one order of arrival throughout: every running request arrived before every
-    waiting one, and a request takes blocks only from those that arrived after it.
+    """Serve the most senior request first, where seniority is arrival plus `priority` times PRIORITY_STEP_S seconds.
+
+    It is fixed at arrival, so whoever waits outranks all but a bounded span of later arrivals: nobody starves. A
+    request takes blocks only from running ones that are less senior; one that waits takes none, however senior.
+
+    Siblings (one prompt, one `group_id`) share the prompt's blocks. While one computes them the others are parked:
+    they wait outside of the queue and hold nobody up.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self._config = config
         self._pool = pool
-        self._requests: dict[str, Request] = {}  # by arrival: the running ones, then the waiting ones
-        self._running: list[Request] = []
-        self._waiting: deque[Request] = deque()
+        self._tables = BlockTables(pool, config.enable_prefix_caching)
+        self._requests: dict[str, Request] = {}
+        self._seniority: dict[str, Seniority] = {}
+        self._num_added = 0
+        self._running: list[Request] = []  # the most senior first
+        self._waiting = WaitingQueue()
+        self._groups = PromptGroups()
+        self.num_preemptions = 0
+        # of first admissions, as vLLM counts them; what a sibling has computed is a hit, too
+        self.num_prefix_queried_tokens = 0
+        self.num_prefix_hit_tokens = 0
 
     @property
     def kv_usage(self) -> float:
@@ -85,13 +106,17 @@ class Scheduler:
 
     @property
     def running(self) -> Sequence[Request]:
-        """The requests that hold KV (held ones too), in order of arrival."""
+        """The requests that hold KV (held ones too), the most senior first."""
         return tuple(self._running)
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """The requests that hold no KV, in order of arrival."""
-        return tuple(self._waiting)
+        """The requests that hold no KV, the most senior first: O(n log n)."""
+        return tuple(sorted([*self._waiting, *self._groups.parked], key=self._seniority_of))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests) - len(self._running)
 
     def has_work(self) -> bool:
         return bool(self._requests)
@@ -104,11 +129,7 @@ class Scheduler:
         """Queue a request; raises `ValueError` when it could not run even with the whole pool to itself."""
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is already here")
-        if not 0 < request.num_tokens < self._config.max_model_len:
-            raise ValueError(
-                f"prompt of {request.num_tokens} tokens; it must have at least 1 and leave room for one more "
-                f"within the model's maximum of {self._config.max_model_len}"
-            )
+        self._check_lengths(request)
         # The last token is never computed: nothing follows it.
         num_blocks = self._pool.num_blocks_for(self._max_total_tokens(request) - 1)
         if num_blocks > self._pool.num_blocks:
@@ -117,7 +138,11 @@ class Scheduler:
                 f"the whole pool has {self._pool.num_blocks}"
             )
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        seniority_s = request.arrival_s + request.priority * PRIORITY_STEP_S
+        self._seniority[request.request_id] = (seniority_s, self._num_added)
+        self._num_added += 1
+        self._groups.add(request)
+        self._enqueue([request])
 
     def remove(self, request_id: str) -> Request | None:
         """Forget a request wherever it is and free its KV at once; None when it is not here."""
@@ -127,8 +152,10 @@ class Scheduler:
         if request.block_table:
             self._running.remove(request)
             self._free(request)
-        else:
-            self._waiting.remove(request)
+        elif self._seniority_of(request) in self._waiting:
+            self._waiting.discard(self._seniority_of(request))
+        self._groups.remove(request)
+        del self._seniority[request_id]
         return request
 
     def schedule(self, now_s: float) -> Schedule | None:
@@ -143,7 +170,9 @@ class Scheduler:
         if not step.items:
             assert not step.preempted, "preemption must make room for the request it was done for"
             return None
-        batch = build_batch(step.items, block_size=self._pool.block_size, vocab_size=self._config.vocab_size)
+        batch = build_batch(
+            step.items, step.copies, block_size=self._pool.block_size, vocab_size=self._config.vocab_size
+        )
         return Schedule(items=tuple(step.items), preempted=tuple(step.preempted), batch=batch)
 
     def commit(self, item: ScheduledRequest, committed: Sequence[int]) -> None:
@@ -170,22 +199,42 @@ class Scheduler:
         else:
             assert not committed, "a prefill chunk samples nothing"
             request.num_computed_tokens += item.num_new_tokens
-        self._roll_back(request)
-        self._publish(request, first_unpublished)
+        self._tables.roll_back(request)
+        self._tables.publish(request, first_unpublished)
+        self._enqueue(self._groups.release(request))
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless queues, block tables and pool agree."""
-        in_order = [*self._running, *self._waiting]
-        assert in_order == list(self._requests.values()), "the queues are not in order of arrival"
+        waiting = self.waiting
+        assert {*self._running, *waiting} == {*self._requests.values()}, "the queues are not what was added"
+        assert len(self._running) + len(waiting) == len(self._requests), "a request is queued twice"
+        assert self._running == sorted(self._running, key=self._seniority_of), "the running are not in order"
         assert len(self._running) <= self._config.max_num_seqs, "too many requests are running"
-        for request in self._waiting:
+        for request in waiting:
             assert not request.block_table, f"{request.request_id} waits and holds KV"
             assert request.num_computed_tokens == 0, f"{request.request_id} waits with computed tokens"
         for request in self._running:
             num_blocks = self._pool.num_blocks_for(request.num_computed_tokens)
             assert len(request.block_table) >= max(1, num_blocks), f"{request.request_id} has KV outside its blocks"
             assert request.num_computed_tokens < request.num_tokens, f"{request.request_id} has nothing to compute"
+        self._groups.check_integrity(self._running)
         self._pool.check_integrity([request.block_table for request in self._running])
+
+    def _check_lengths(self, request: Request) -> None:
+        if not 0 < request.num_prompt_tokens < self._config.max_model_len:
+            raise ValueError(
+                f"prompt_token_ids: a prompt of {request.num_prompt_tokens} tokens; it must have at least 1 and leave room for one more "
+                f"within the model's maximum of {self._config.max_model_len}"
+            )
+        if request.num_tokens >= self._max_total_tokens(request):
+            raise ValueError(f"output_token_ids: nothing is left to generate after {request.num_output_tokens} tokens")
+
+    def _seniority_of(self, request: Request) -> Seniority:
+        return self._seniority[request.request_id]
+
+    def _enqueue(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._waiting.push(self._seniority_of(request), request)
 
     def _schedule_running(self, step: _Step, now_s: float) -> None:
         index = 0  # the list may lose its tail to preemption on the way
@@ -196,58 +245,77 @@ class Scheduler:
                 self._schedule_request(request, step)
 
     def _admit_waiting(self, step: _Step) -> None:
-        while self._waiting and step.budget and len(self._running) < self._config.max_num_seqs:
-            if not self._take_prefix(self._waiting[0]):
-                break
-            request = self._waiting.popleft()
-            self._running.append(request)
+        while step.budget and len(self._running) < self._config.max_num_seqs:
+            request = self._waiting.first()
+            if request is None:
+                return
+            if self._park(request):
+                self._waiting.pop()
+                continue
+            if not self._take_prefix(request):
+                return
+            self._waiting.pop()
+            insort(self._running, request, key=self._seniority_of)
+            self._groups.enter(request)
             self._schedule_request(request, step)
 
-    def _take_prefix(self, request: Request) -> bool:
-        """Give a waiting request the cached blocks of its prefix, if all that it has to compute now fits besides.
-
-        |<- cached: whole blocks ->|<- to compute, in chunks: at least the last token, whose logits are needed ->|
-        """
-        # The whole of it must fit, though only a chunk is allocated now: half a prefill, preempted, was for nothing.
-        hashes = self._prefix_hashes(request)
-        num_missing = self._pool.num_blocks_for(request.num_tokens) - self._pool.num_free_blocks
-        if num_missing > 0 and not (num_missing <= len(hashes) and self._pool.is_cached(hashes[num_missing - 1])):
-            return False  # the usual answer while the pool is full, without walking the prefix at every step
-        cached = self._pool.match_prefix(hashes)
-        if self._pool.num_blocks_for(request.num_tokens) - len(cached) > self._pool.num_free_blocks:
-            self._pool.release(cached)  # blocks that nobody else uses were free before the match: no gain
+    def _park(self, request: Request) -> bool:
+        """Put a request aside while a sibling computes blocks of their prompt; for less than a block none waits."""
+        num_blocks = (request.num_prompt_tokens - 1) // self._pool.block_size
+        if request.group_id is None or num_blocks == 0 or _wants_prompt_rows(request):
             return False
-        request.block_table = cached
-        request.num_computed_tokens = len(cached) * self._pool.block_size
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = request.num_computed_tokens
-        return True
+        return not self._tables.has_cached(request, num_blocks - 1) and self._groups.park(request)
 
-    def _prefix_hashes(self, request: Request) -> Sequence[bytes]:
-        if not self._config.enable_prefix_caching:
-            return ()
-        num_blocks = (request.num_tokens - 1) // self._pool.block_size
-        extend_hashes(request.block_hashes, request.token_ids, self._pool.block_size, num_blocks)
-        return request.block_hashes[:num_blocks]
+    def _take_prefix(self, request: Request) -> bool:
+        """Give a waiting request the KV of its prefix that is here, if all that it has to compute now fits besides."""
+        if _wants_prompt_rows(request):
+            return self._tables.take_nothing(request)
+        source = self._groups.source(request)
+        # What lies beyond the prompt is this request's own output, of an earlier life: a sibling has no such KV.
+        if source is None or self._tables.has_cached(request, (request.num_prompt_tokens - 1) // self._pool.block_size):
+            is_taken = self._tables.take_cached(request)
+        else:
+            is_taken = self._tables.fork(request, source)
+        if is_taken and request.num_preemptions == 0:
+            self._count_prefix(request)
+        return is_taken
+
+    def _count_prefix(self, request: Request) -> None:
+        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if self._config.enable_prefix_caching:
+            self.num_prefix_queried_tokens += request.num_tokens
+            self.num_prefix_hit_tokens += request.num_computed_tokens
 
     def _schedule_request(self, request: Request, step: _Step) -> None:
         """Add one running request to the step, as far as budget and blocks reach; its draft yields to both.
 
-        Later arrivals are preempted for the request's own tokens only: a recompute costs more than a draft gains.
+        Less senior ones are preempted for the request's own tokens only: a recompute costs more than a draft gains.
         """
         num_left = request.num_tokens - request.num_computed_tokens
         num_wanted = min(num_left, step.budget)
-        while self._room(request) < num_wanted and self._running[-1] is not request:
+        if _wants_prompt_rows(request):  # at least one, so that it holds KV as every running request does
+            num_wanted = min(num_wanted, max(1, step.num_prompt_rows_left))
+        while self._tables.room(request) < num_wanted and self._running[-1] is not request:
             self._preempt(self._running.pop(), step)
-        num_new = min(num_wanted, self._room(request))
+        num_new = min(num_wanted, self._tables.room(request))
         if num_new == 0:
             return
         samples = num_new == num_left
-        draft = self._cut_draft(request, min(step.budget, self._room(request)) - num_new) if samples else None
+        num_prompt_rows = num_new - samples if _wants_prompt_rows(request) else 0
+        draft = self._cut_draft(request, min(step.budget, self._tables.room(request)) - num_new) if samples else None
         num_new += len(draft.token_ids) if draft else 0
-        self._grow(request, request.num_computed_tokens + num_new)
+        step.copies += self._tables.reserve(request, num_new)
         step.budget -= num_new
-        step.items.append(ScheduledRequest(request=request, num_new_tokens=num_new, draft=draft, samples=samples))
+        step.num_prompt_rows_left -= num_prompt_rows
+        step.items.append(
+            ScheduledRequest(
+                request=request,
+                num_new_tokens=num_new,
+                draft=draft,
+                samples=samples,
+                num_prompt_rows=num_prompt_rows,
+            )
+        )
 
     def _cut_draft(self, request: Request, num_fitting: int) -> Draft | None:
         """Return the part of a request's draft that this step verifies, counting what was cut.
@@ -274,48 +342,31 @@ class Scheduler:
         """Take a request's KV away; it will be recomputed, output included, when its turn comes again."""
         self._free(request)
         request.num_preemptions += 1
+        self.num_preemptions += 1
         if request.draft is not None:
             request.metrics.num_cut_tokens += len(request.draft.token_ids)
         request.draft = None
         request.hold_until_s = None
-        self._waiting.appendleft(request)
+        self._enqueue([request])
         step.preempted.append(request)
 
     def _max_total_tokens(self, request: Request) -> int:
         return min(self._config.max_model_len, request.num_prompt_tokens + request.sampling.max_tokens)
 
-    def _room(self, request: Request) -> int:
-        """Return how many more tokens the request's own and all free blocks could hold."""
-        num_blocks = len(request.block_table) + self._pool.num_free_blocks
-        return num_blocks * self._pool.block_size - request.num_computed_tokens
-
-    def _grow(self, request: Request, num_tokens: int) -> None:
-        num_missing = self._pool.num_blocks_for(num_tokens) - len(request.block_table)
-        if num_missing > 0:
-            request.block_table.extend(self._pool.allocate(num_missing))
-
-    def _roll_back(self, request: Request) -> None:
-        num_kept = self._pool.num_blocks_for(request.num_computed_tokens)
-        if num_kept < len(request.block_table):
-            self._pool.release(request.block_table[num_kept:])
-            del request.block_table[num_kept:]
-
-    def _publish(self, request: Request, first: int) -> None:
-        """Publish the blocks that became full of committed tokens since block `first`; rejected KV never is."""
-        num_full = request.num_computed_tokens // self._pool.block_size
-        if num_full == first or not self._config.enable_prefix_caching:
-            return
-        extend_hashes(request.block_hashes, request.token_ids, self._pool.block_size, num_full)
-        for index in range(first, num_full):
-            self._pool.publish(request.block_table[index], request.block_hashes[index])
-
     def _free(self, request: Request) -> None:
-        self._pool.release(request.block_table)
-        request.block_table = []  # a new list: the old one may belong to a batch that is still running
-        request.num_computed_tokens = 0
+        """Take a running request's KV away; siblings that were parked for it must look for themselves."""
+        self._tables.free(request)
+        self._enqueue(self._groups.leave(request))
 
 
-def build_batch(items: Sequence[ScheduledRequest], *, block_size: int, vocab_size: int) -> ScheduledBatch:
+def _wants_prompt_rows(request: Request) -> bool:
+    """Return whether every prompt position must be computed here, for its logits; a preempted prompt starts again."""
+    return request.sampling.prompt_logprobs is not None and request.num_output_tokens == 0
+
+
+def build_batch(
+    items: Sequence[ScheduledRequest], copies: Sequence[tuple[int, int]], *, block_size: int, vocab_size: int
+) -> ScheduledBatch:
     """Pack the items' tokens for one forward pass; every block table must already cover its tokens."""
     batch = ScheduledBatch(
         token_ids=[],
@@ -325,9 +376,12 @@ def build_batch(items: Sequence[ScheduledRequest], *, block_size: int, vocab_siz
         context_lengths=[item.request.num_computed_tokens + item.num_new_tokens for item in items],
         block_tables=[item.request.block_table for item in items],
         logits_indices=[],
+        copy_sources=[source for source, _ in copies],
+        copy_targets=[target for _, target in copies],
     )
     for item, stop in zip(items, batch.context_lengths, strict=True):
         start = item.request.num_computed_tokens
+        batch.logits_indices.extend(range(batch.num_tokens, batch.num_tokens + item.num_prompt_rows))
         batch.token_ids.extend(item.request.token_ids[start:stop])
         num_rows = 1
         if item.draft is not None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
 
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine_messages import Cancel
+from outrider.verifier_service.link_messages import ACCEPTED_METADATA
 from outrider.verifier_service.request import FinishReason, GenerationRequest, RequestOutput
 from outrider.verifier_service.wire import WireError, decode, encode
 
@@ -32,14 +33,21 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._queues)
 
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput]:
-        """Yield a request's outputs; leaving early cancels it in the engine."""
+    async def stream(
+        self, request: GenerationRequest, on_accepted: Callable[[], Awaitable[None]] | None = None
+    ) -> AsyncGenerator[RequestOutput]:
+        """Yield a request's outputs; leaving early cancels it in the engine.
+
+        `on_accepted` is awaited once the engine has the request. Raises `ConnectionError` when there is no engine.
+        """
         if request.request_id in self._queues:
             raise ValueError(f"request_id: {request.request_id!r} is already running")
         queue = self._queues[request.request_id] = asyncio.Queue()
         is_finished = False
         try:
             self._send(request)
+            if on_accepted is not None:
+                await on_accepted()
             while not is_finished:
                 output = await queue.get()
                 if isinstance(output, EngineLostError):
@@ -71,12 +79,13 @@ class VerifierLinkServicer(link_pb2_grpc.VerifierLinkServicer):
     def __init__(self, table: RequestTable) -> None:
         self._table = table
 
-    async def Generate(
-        self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[link_pb2.Frame]:
+    async def Generate(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> AsyncIterator[link_pb2.Frame]:
+        async def accept() -> None:
+            await context.send_initial_metadata(ACCEPTED_METADATA)
+
         try:
             request = decode(frame.payload, (GenerationRequest,))
-            async with contextlib.aclosing(self._table.stream(request)) as outputs:
+            async with contextlib.aclosing(self._table.stream(request, accept)) as outputs:
                 async for output in outputs:
                     if output.finish_reason is FinishReason.ERROR:
                         raise ValueError(output.error)

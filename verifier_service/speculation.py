@@ -11,7 +11,7 @@ import collections
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from outrider.verifier_service.circuit_breaker import CircuitBreaker
+from outrider.verifier_service.circuit_breaker import BreakerState, CircuitBreaker
 from outrider.verifier_service.drafting import (
     Close,
     Commit,
@@ -24,8 +24,12 @@ from outrider.verifier_service.drafting import (
     VerifierMessage,
     check_draft,
 )
+from outrider.verifier_service.histogram import Histogram
 from outrider.verifier_service.request import Request
 from outrider.verifier_service.round_timer import RoundTimer
+
+ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
+LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,16 @@ class _Round:
     asked_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredRound:
+    """Who drafted what is attached to a request, and when, by the engine's clock."""
+
+    round_id: int
+    drafter_id: str
+    asked_s: float
+    received_s: float
+
+
 @dataclass(slots=True)
 class _Session:
     """What one drafter has been told about one request."""
@@ -61,6 +75,8 @@ class _Session:
     num_sent_tokens: int = 0  # 0: not open
     has_answered: bool = False  # since it was opened; until then its rounds contain a prefill
     round: _Round | None = None
+    missed: _Round | None = None  # the last one whose deadline passed
+    missed_deadline_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -85,14 +101,26 @@ class DraftCoordinator:
         self._config = config
         self._drafters: dict[str, _Drafter] = {}
         self._sessions: dict[str, _Session] = {}
+        self._answered: dict[str, AnsweredRound] = {}  # by request; outlives the drafter
         self._num_rounds = 0
         self.fallbacks: collections.Counter[str] = collections.Counter()  # rounds that ended without a draft, by reason
         self.num_stale_drafts = 0
+        self.num_resyncs = 0
+        self.round_trip_s = Histogram(ROUND_TRIP_BOUNDS_S)
+        self.lateness_s = Histogram(LATENESS_BOUNDS_S)
 
     def round_trips_s(self) -> dict[str, float]:
         """Return the smoothed time from ask to draft of every drafter that has answered."""
         known = ((drafter_id, drafter.timer.smoothed_s) for drafter_id, drafter in self._drafters.items())
         return {drafter_id: seconds for drafter_id, seconds in known if seconds is not None}
+
+    def answered_round(self, request: Request) -> AnsweredRound | None:
+        """Return the last round in which a good draft came for a request, or None."""
+        return self._answered.get(request.request_id)
+
+    def circuits(self, now_s: float) -> dict[str, BreakerState]:
+        """Return the state of the breaker in front of every drafter that is up."""
+        return {drafter_id: drafter.breaker.state_at(now_s) for drafter_id, drafter in self._drafters.items()}
 
     # --- before scheduling ---
 
@@ -130,6 +158,7 @@ class DraftCoordinator:
         outstanding = session.round if session is not None and session.drafter_id == drafter_id else None
         if request is None or session is None or outstanding is None or outstanding.round_id != draft.round_id:
             self.num_stale_drafts += 1
+            self._observe_lateness(session, draft, now_s)
             return
         session.round = None
         if outstanding.position != request.num_tokens:  # preempted meanwhile, it went on without this draft
@@ -144,14 +173,24 @@ class DraftCoordinator:
             return
         drafter.breaker.record_success(now_s)
         drafter.timer_of(session).observe(now_s - outstanding.asked_s)
+        self.round_trip_s.observe(now_s - outstanding.asked_s)
         session.has_answered = True
         request.draft = draft
+        self._answered[request.request_id] = AnsweredRound(
+            round_id=draft.round_id, drafter_id=drafter_id, asked_s=outstanding.asked_s, received_s=now_s
+        )
+
+    def _observe_lateness(self, session: _Session | None, draft: Draft, now_s: float) -> None:
+        if session is not None and session.missed is not None and session.missed.round_id == draft.round_id:
+            self.lateness_s.observe(max(0.0, now_s - session.missed_deadline_s))
+            session.missed = None
 
     def _on_resync(self, drafter_id: str, request_id: str, requests: Mapping[str, Request], now_s: float) -> None:
         """Tell the drafter the whole prefix again; the round's deadline stays, so nothing waits longer for it."""
         request, session = requests.get(request_id), self._sessions.get(request_id)
         if request is None or session is None or session.drafter_id != drafter_id:
             return
+        self.num_resyncs += 1
         session.num_sent_tokens = 0
         session.has_answered = False
         if (outstanding := session.round) is not None:
@@ -177,9 +216,9 @@ class DraftCoordinator:
         for request in requests.values():
             if request.hold_until_s is None or request.hold_until_s > now_s:
                 continue
-            request.hold_until_s = None
             session = self._sessions[request.request_id]
-            session.round = None
+            session.missed, session.missed_deadline_s = session.round, request.hold_until_s
+            session.round = request.hold_until_s = None
             self.fallbacks["timeout"] += 1
             late[session.drafter_id] = session
         for drafter_id, session in late.items():
@@ -216,6 +255,7 @@ class DraftCoordinator:
     def close(self, request: Request) -> None:
         """Forget a finished request and let its drafter free the session."""
         outbox: dict[str, list[VerifierMessage]] = {}
+        self._answered.pop(request.request_id, None)
         self._end_session(request.request_id, outbox)
         for drafter_id, messages in outbox.items():
             self._client.send(drafter_id, messages)

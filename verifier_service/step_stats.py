@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from outrider.verifier_service.histogram import Histogram
+from outrider.verifier_service.request import RequestOutput
 from outrider.verifier_service.scheduler import Schedule
+
+STEP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+QUEUE_BOUNDS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+NUM_RATE_SAMPLES = 11  # of the sliding window: ten intervals between reports
 
 
 @dataclass(slots=True)
@@ -14,11 +22,65 @@ class StepStats:
     num_steps: int = 0
     num_scheduled_tokens: int = 0
     num_committed_tokens: int = 0
-    busy_s: float = 0.0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    idle_s: float = 0.0  # no step ran, for every request waited for its draft
+    step_s: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS_S))
+    queue_s: Histogram = field(default_factory=lambda: Histogram(QUEUE_BOUNDS_S))
 
-    def observe(self, schedule: Schedule, *, num_committed: int, seconds: float) -> None:
-        """Take in one step that ran."""
+    @property
+    def busy_s(self) -> float:
+        """Return the time spent in steps."""
+        return self.step_s.total
+
+    def observe(self, schedule: Schedule, outputs: Sequence[RequestOutput], *, began_s: float, ended_s: float) -> None:
+        """Take in one step that ran and what it committed."""
         self.num_steps += 1
         self.num_scheduled_tokens += schedule.batch.num_tokens
-        self.num_committed_tokens += num_committed
-        self.busy_s += seconds
+        self.step_s.observe(ended_s - began_s)
+        for item in schedule.items:
+            if item.request.first_scheduled_s is None:
+                item.request.first_scheduled_s = began_s
+                self.queue_s.observe(began_s - item.request.arrival_s)
+        for output in outputs:
+            self.num_committed_tokens += len(output.token_ids)
+            self.num_drafts += output.num_draft_tokens > 0
+            self.num_draft_tokens += output.num_draft_tokens
+            self.num_accepted_tokens += output.num_accepted_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    taken_s: float
+    num_committed_tokens: int
+    num_steps: int
+    busy_s: float
+
+
+class RecentRates:
+    """Tokens per second and step time over the last few reports."""
+
+    def __init__(self) -> None:
+        self._samples: collections.deque[_Sample] = collections.deque(maxlen=NUM_RATE_SAMPLES)
+
+    def sample(self, stats: StepStats, now_s: float) -> None:
+        """Take down the counters of this moment."""
+        self._samples.append(_Sample(now_s, stats.num_committed_tokens, stats.num_steps, stats.busy_s))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return committed tokens / elapsed time of the window; 0 until there are two samples."""
+        if len(self._samples) < 2:
+            return 0.0
+        first, last = self._samples[0], self._samples[-1]
+        return (last.num_committed_tokens - first.num_committed_tokens) / max(last.taken_s - first.taken_s, 1e-9)
+
+    @property
+    def mean_step_s(self) -> float | None:
+        """Return the mean time of the window's steps; None when it has none."""
+        if not self._samples:
+            return None
+        first, last = self._samples[0], self._samples[-1]
+        num_steps = last.num_steps - first.num_steps
+        return (last.busy_s - first.busy_s) / num_steps if num_steps else None

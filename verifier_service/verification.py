@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 
 from outrider.verifier_service.coupled_sampler import coupled_choice, noise_keys, noise_of_keys
 from outrider.verifier_service.drafting import Draft
+from outrider.verifier_service.logits_processors import LogitEdits, apply_edits
 from outrider.verifier_service.rejection_sampler import verify_batch_by_rejection
 from outrider.verifier_service.request import SamplingParams, VerificationMode
 from outrider.verifier_service.sampler import target_probs
@@ -21,6 +23,7 @@ class VerificationEntry:
     sampling: SamplingParams
     draft: Draft | None
     position: int  # absolute position of the first token to be chosen
+    edits: LogitEdits | None = None  # to be made before anything is chosen
 
     @property
     def draft_token_ids(self) -> tuple[int, ...]:
@@ -34,11 +37,13 @@ class VerificationEntry:
 def verify(logits: torch.Tensor, entries: Sequence[VerificationEntry], rng: torch.Generator) -> list[list[int]]:
     """Return each entry's committed tokens: accepted draft tokens, then one recovered or bonus token.
 
-    logits float32 [num_rows, vocab_size], the rows of the entries one after another. `rng` gives one uniform number
-    per row of a rejection-sampled request, accepted or not, in row order; the other modes take none.
+    logits float32 [num_rows, vocab_size], the rows of the entries one after another; they stay as they are, an entry's
+    edits are made to a copy. `rng` gives one uniform number per row of a rejection-sampled request, accepted or not, in
+    row order; the other modes take none.
     """
     assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
     assert logits.shape[0] == sum(entry.num_rows for entry in entries), (logits.shape, len(entries))
+    logits = apply_edits(logits, _edits_by_row(entries))
     indices = {mode: [i for i, entry in enumerate(entries) if entry.sampling.mode is mode] for mode in VerificationMode}
     committed: list[list[int]] = [[] for _ in entries]
     for mode, members in indices.items():
@@ -50,14 +55,21 @@ def verify(logits: torch.Tensor, entries: Sequence[VerificationEntry], rng: torc
     return committed
 
 
+def _first_rows(entries: Sequence[VerificationEntry]) -> list[int]:
+    return list(itertools.accumulate((entry.num_rows for entry in entries), initial=0))[:-1]
+
+
+def _edits_by_row(entries: Sequence[VerificationEntry]) -> list[tuple[int, LogitEdits]]:
+    assert all(entry.edits is None or len(entry.edits.biases) == entry.num_rows for entry in entries)
+    starts = _first_rows(entries)
+    return [(row, entry.edits) for row, entry in zip(starts, entries, strict=True) if entry.edits is not None]
+
+
 def _rows_of(logits: torch.Tensor, entries: Sequence[VerificationEntry], members: Sequence[int]) -> torch.Tensor:
     """Select the members' rows, without a copy when they are all."""
     if len(members) == len(entries):
         return logits
-    starts, start = [], 0
-    for entry in entries:
-        starts.append(start)
-        start += entry.num_rows
+    starts = _first_rows(entries)
     rows = [starts[index] + offset for index in members for offset in range(entries[index].num_rows)]
     return logits.index_select(0, torch.tensor(rows, device=logits.device))
 

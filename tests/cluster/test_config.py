@@ -38,6 +38,12 @@ def test_each_side_gets_its_own_degree_of_tensor_parallelism():
         ({"num_drafter": 2}, "did you mean 'num_drafters'"),
         ({"zzz": 2}, "unknown option 'zzz'"),
         ({"num_verifiers": 0}, "num_verifiers must be at least 1"),
+        ({"num_gateways": "0"}, "num_gateways must be at least 1"),
+        ({"num_drafters": "3:1"}, "num_drafters must be a number, or min:max .* not '3:1'"),
+        ({"drafter_resources": "[1]"}, "expected a JSON object, got"),
+        ({"drafter_labels": "{"}, "expected a JSON object, got"),
+        ({"verifier_labels": ["a"]}, "verifier_labels must map names to values"),
+        ({"drain_timeout_s": 0}, "drain_timeout_s must be positive"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens must be at least 0"),
         ({"speculation": "sometimes"}, "speculation must be"),
         ({"enable_prefix_caching": "maybe"}, "true or false"),
@@ -46,6 +52,13 @@ def test_each_side_gets_its_own_degree_of_tensor_parallelism():
 def test_bad_options_are_named(values, message):
     with pytest.raises(ValueError, match=message):
         ServiceConfig.from_mapping(values)
+
+
+def test_pools_are_sized_by_the_most_replicas_they_may_have():
+    config = ServiceConfig.from_mapping({"num_verifiers": "1:2", "num_drafters": "1:3", "max_num_seqs": 10})
+    assert (config.num_ranks, config.num_shells) == (5, 6)
+    assert config.drafter_spec is not None
+    assert config.drafter_spec.max_sessions == 20
 
 
 def test_strings_of_the_serve_command_line_become_values():

@@ -28,7 +28,10 @@ class Scene:
             on_message=lambda update: self.port.on_update(update),
             on_failure=lambda reason: None,
         )
-        self.port = ShellPort(self.shell)  # of a host, the port uses what a shell has too: `send` and `failure`
+        self.now_s = 0.0
+        self.port = ShellPort(
+            self.shell, lambda: self.now_s
+        )  # of a host, the port uses what a shell has too: `send` and `failure`
         self.shell.start()
 
     def hear(self) -> Relay | PeerState:
@@ -75,6 +78,21 @@ async def test_the_load_is_the_last_one_reported():
     scene.shell.close()
 
 
+async def test_a_drafter_is_quiet_once_nobody_asks_it_any_more():
+    scene = Scene()
+    assert scene.port.is_quiet, "no session"
+    await scene.say(DrafterUpdate(load=DrafterLoad(num_sessions=1)))
+    scene.port.submit("a", b"")
+    assert not scene.port.is_quiet
+    scene.now_s += 0.6
+    scene.port.submit("a", b"")
+    scene.now_s += 0.6
+    assert not scene.port.is_quiet
+    scene.now_s += 0.6
+    assert scene.port.is_quiet, "a session whose request goes on without drafts keeps nothing waiting"
+    scene.shell.close()
+
+
 async def test_a_dead_engine_is_told_to_whoever_asks():
     scene = Scene()
     scene.pipe.close()
@@ -89,7 +107,7 @@ async def test_a_dead_engine_is_told_to_whoever_asks():
 
 
 async def test_a_port_whose_engine_has_not_started_is_dead():
-    port = ShellPort(EngineHost(on_message=lambda message: None, on_failure=lambda reason: None))
+    port = ShellPort(EngineHost(on_message=lambda message: None, on_failure=lambda reason: None, timeout_s=10.0))
     with pytest.raises(EngineDeadError, match="not started"):
         port.load()
     with pytest.raises(EngineDeadError, match="not started"):

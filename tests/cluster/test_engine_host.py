@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 import grpc
 import pytest
 
-from outrider.cluster import engine_host
 from outrider.cluster.engine_host import EngineHost
 from outrider.verifier_service.engine_messages import FROM_ENGINE, EngineReady, EngineUpdate
 from outrider.verifier_service.request import RequestOutput
@@ -39,11 +39,11 @@ class PlayedRanks:
 
 
 class Bench:
-    def __init__(self) -> None:
+    def __init__(self, *, timeout_s: float = 10.0) -> None:
         self.ranks = PlayedRanks()
         self.messages: list[object] = []
         self.failures: list[str] = []
-        self.host = EngineHost(on_message=self.messages.append, on_failure=self.failures.append)
+        self.host = EngineHost(on_message=self.messages.append, on_failure=self.failures.append, timeout_s=timeout_s)
 
     async def start(self) -> EngineReady:
         self.ranks.engine.send_bytes(encode(READY))
@@ -83,13 +83,35 @@ async def test_lost_engine_is_told_and_unhealthy():
     await bench.host.close()
 
 
-async def test_silent_engine_is_unhealthy(monkeypatch: pytest.MonkeyPatch):
-    bench = Bench()
+async def test_silent_engine_is_given_up_at_the_time_out_and_not_before():
+    bench = Bench(timeout_s=0.5)
     await bench.start()
-    monkeypatch.setattr(engine_host, "ENGINE_SILENCE_S", 0.01)
-    await asyncio.sleep(0.05)
+    for _ in range(8):
+        await asyncio.sleep(0.1)
+        bench.ranks.engine.send_bytes(encode(UPDATE))
+    assert bench.failures == []
+    bench.host.check()
+    async with asyncio.timeout(10):
+        while not bench.failures:
+            await asyncio.sleep(0.01)
+    assert bench.failures == ["the engine has been silent for 0.5 s"]
     with pytest.raises(RuntimeError, match="silent"):
         bench.host.check()
+    with pytest.raises(ConnectionError, match="silent"):
+        bench.host.send(UPDATE)
+    await bench.host.close()
+    assert len(bench.failures) == 1
+
+
+async def test_a_pause_of_the_host_itself_is_not_the_engines_silence():
+    bench = Bench(timeout_s=0.5)
+    await bench.start()
+    await asyncio.sleep(0.02)
+    time.sleep(0.7)  # as a stopped machine: nothing runs, here or in the engine
+    await asyncio.sleep(0.02)
+    bench.ranks.engine.send_bytes(encode(UPDATE))
+    await asyncio.sleep(0.02)
+    assert (bench.failures, bench.messages) == ([], [UPDATE])
     await bench.host.close()
 
 

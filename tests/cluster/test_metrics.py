@@ -20,19 +20,22 @@ def value(gateway, name, **labels):
 
 
 async def run(gateway, **fields):
-    return [chunk async for chunk in gateway.generate(gateway.parse(RequestInput(**fields)))]
+    return [chunk async for chunk in gateway.generate(await gateway.parse(RequestInput(**fields)))]
 
 
 @pytest.mark.parametrize("prefix", ["outrider_", "vllm:"])
 async def test_a_finished_request_is_counted_once_under_both_names(tokenizer, prefix):
     gateway = build_gateway(FakeBackend(lambda _: says(tokenizer, "xyz"), speculation=SPECULATION), tokenizer)
-    await run(gateway, prompt=[5, 6], n=2)
+    await run(gateway, prompt=[5, 6], n=2, max_tokens=7)
     assert value(gateway, f"{prefix}prompt_tokens_total") == 2
     assert value(gateway, f"{prefix}generation_tokens_total") == 6
     assert value(gateway, f"{prefix}request_success_total", finished_reason="length") == 2
     assert value(gateway, f"{prefix}time_to_first_token_seconds_count") == 2
     assert value(gateway, f"{prefix}inter_token_latency_seconds_count") == 4
     assert value(gateway, f"{prefix}e2e_request_latency_seconds_count") == 2
+    assert value(gateway, f"{prefix}request_prompt_tokens_sum") == 2
+    assert value(gateway, f"{prefix}request_params_n_sum") == 2
+    assert value(gateway, f"{prefix}request_params_max_tokens_sum") == 7
     assert value(gateway, f"{prefix}spec_decode_num_drafts_total") == 4
     assert value(gateway, f"{prefix}spec_decode_num_draft_tokens_total") == 12
     assert value(gateway, f"{prefix}spec_decode_num_accepted_tokens_total") == 6
@@ -55,7 +58,7 @@ async def test_failures_and_cancellations_are_told_apart(tokenizer):
         await run(gateway, prompt=[5])
     assert value(gateway, "outrider_gateway_request_failures_total", reason="Overloaded") == 1
     assert value(gateway, "outrider_request_success_total", finished_reason="abort") is None
-    chunks = gateway.generate(gateway.parse(RequestInput(prompt=[5])))
+    chunks = gateway.generate(await gateway.parse(RequestInput(prompt=[5])))
     await anext(chunks)
     assert value(gateway, "outrider_gateway_requests_in_progress") == 1
     await chunks.aclose()

@@ -1,4 +1,4 @@
-"""The gateway's way to the verifiers: handles that play the router, real gRPC servers that play verifiers."""
+"""The gateway's way to the verifiers, while nothing is lost; for the rest see test_failover."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -14,87 +14,25 @@ import pytest
 from ray.exceptions import RayActorError
 
 from outrider.cluster import routed_backend
-from outrider.cluster.errors import InvalidRequest, RequestFailed, Unavailable
-from outrider.cluster.fleet import (
-    Assignment,
-    FleetSnapshot,
-    RouteAsk,
-    RouterPolicy,
-    VerifierReport,
-    VerifierState,
-)
-from outrider.cluster.routed_backend import RoutedBackend, RouterClient
-from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.cluster.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
+from outrider.cluster.fleet import Assignment, FleetSnapshot, RouteAsk, RouterPolicy
+from outrider.cluster.journal import MAX_ATTEMPTS
+from outrider.cluster.routed_backend import RoutedBackend, RouterClient, affinity_key
+from outrider.proto import link_pb2
 from outrider.verifier_service.request import (
     FinishReason,
     GenerationRequest,
     RequestOutput,
-    SamplingParams,
     SpeculationPlan,
 )
 from outrider.verifier_service.wire import decode, encode
+from played_fleet import HANGS, PLAN, REQUEST, Router, ScriptedVerifier, fleet_of, snapshot_of, until
 
-PLAN = SpeculationPlan(drafter_id="d", draft_length=4)
 ASK = RouteAsk(request_id="r", num_prompt_tokens=3)
-REQUEST = GenerationRequest(
-    request_id="mine", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(seed=4, num_speculative_tokens=2)
-)
-
-
-class Method:
-    """A method of the router's handle that plays `answer`: a value, an error, or None for ever."""
-
-    def __init__(self, answer: Callable[[], Any]) -> None:
-        self._answer = answer
-        self.asked: list[tuple[Any, ...]] = []
-
-    async def remote(self, *arguments: Any) -> Any:
-        self.asked.append(arguments)
-        answer = self._answer()
-        if answer is HANGS:
-            await asyncio.get_running_loop().create_future()
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
-
-HANGS = object()
-
-
-class Router:
-    """The router's deployment handle."""
-
-    def __init__(self, answer: Any, snapshot: Any = HANGS) -> None:
-        self.answer, self.snapshot_answer = answer, snapshot
-        self.route = Method(lambda: self.answer)
-        self.snapshot = Method(lambda: self.snapshot_answer)
-
-
-def snapshot_of(*verifier_ids: str) -> FleetSnapshot:
-    now_s = time.time()
-    figures = {"num_running": 0, "num_waiting": 0, "num_decoding": 0, "kv_usage": 0.0}
-    return FleetSnapshot(
-        verifiers=tuple(
-            VerifierState(
-                report=VerifierReport(verifier_id=name, endpoint=f"{name}:1", epoch=1, **figures),
-                reported_s=now_s,
-                default_plan=SpeculationPlan(disabled_reason="load"),
-            )
-            for name in verifier_ids
-        ),
-        drafters=(),
-        decided_at_s=now_s,
-    )
 
 
 def assigned(endpoint: str) -> Assignment:
     return Assignment(verifier_id="v", endpoint=endpoint, plan=PLAN)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 # --- routing ---
@@ -154,51 +92,11 @@ async def test_following_takes_the_newest_snapshot_and_keeps_it_when_the_router_
 # --- streaming ---
 
 
-class Verifier(link_pb2_grpc.VerifierLinkServicer):
-    """A verifier that streams the outputs of a script, then ends as it says."""
-
-    def __init__(self, script: list[tuple[int, ...]], *, end: Any = FinishReason.STOP) -> None:
-        self.script, self.end = script, end
-        self.requests: list[GenerationRequest] = []
-        self.senders: list[str] = []
-        self.cancelled: list[str] = []
-
-    async def Generate(self, frame: link_pb2.Frame, context: Any) -> AsyncIterator[link_pb2.Frame]:
-        request = decode(frame.payload, (GenerationRequest,))
-        self.requests.append(request)
-        self.senders.append(frame.sender)
-        try:
-            for index, token_ids in enumerate(self.script, start=1):
-                is_last = index == len(self.script) and isinstance(self.end, FinishReason)
-                output = RequestOutput(
-                    request_id=request.request_id,
-                    token_ids=token_ids,
-                    num_cached_tokens=2,
-                    finish_reason=self.end if is_last else None,
-                )
-                yield link_pb2.Frame(payload=encode(output))
-            if isinstance(self.end, grpc.StatusCode):
-                await context.abort(self.end, "said so")
-            if self.end is HANGS:
-                await asyncio.get_running_loop().create_future()
-        except asyncio.CancelledError:
-            self.cancelled.append(request.request_id)
-            raise
-
-
 @contextlib.asynccontextmanager
-async def backend_over(verifier: Verifier) -> AsyncIterator[tuple[RoutedBackend, Router]]:
-    server = grpc.aio.server()
-    link_pb2_grpc.add_VerifierLinkServicer_to_server(verifier, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    router = Router(assigned(f"127.0.0.1:{port}"))
-    backend = RoutedBackend(RouterClient(router, RouterPolicy()), gateway_id="g")
-    try:
-        yield backend, router
-    finally:
-        await backend.close()
-        await server.stop(grace=None)
+async def backend_over(verifier: ScriptedVerifier) -> AsyncIterator[tuple[RoutedBackend, Router]]:
+    async with fleet_of(verifier) as fleet:
+        fleet.router.answer = assigned(fleet.router.endpoints.pop("v0"))
+        yield fleet.backend, fleet.router
 
 
 async def generate(backend: RoutedBackend, request: GenerationRequest = REQUEST) -> list[RequestOutput]:
@@ -207,7 +105,7 @@ async def generate(backend: RoutedBackend, request: GenerationRequest = REQUEST)
 
 
 async def test_outputs_carry_the_callers_own_id_and_nothing_else_changes():
-    verifier = Verifier([(1, 2), (3,)])
+    verifier = ScriptedVerifier([(1, 2), (3,)])
     async with backend_over(verifier) as (backend, _):
         outputs = await generate(backend)
     assert outputs == [
@@ -217,19 +115,19 @@ async def test_outputs_carry_the_callers_own_id_and_nothing_else_changes():
 
 
 async def test_the_verifier_sees_the_request_with_the_routers_plan_and_an_id_of_the_fleet():
-    verifier = Verifier([(1,)])
+    verifier = ScriptedVerifier([(1,)])
     async with backend_over(verifier) as (backend, router):
         await generate(backend)
     (seen,) = verifier.requests
     assert dataclasses.replace(seen, request_id="mine", plan=SpeculationPlan()) == REQUEST
     assert seen.plan == PLAN
     assert verifier.senders == ["g"]
-    ((ask,),) = router.route.asked
+    (ask,) = router.asks
     assert (ask.request_id, ask.num_prompt_tokens, ask.num_speculative_tokens) == (seen.request_id, 3, 2)
 
 
 async def test_two_clients_may_choose_the_same_id():
-    verifier = Verifier([(1,)])
+    verifier = ScriptedVerifier([(1,)])
     async with backend_over(verifier) as (backend, _):
         first, second = await asyncio.gather(generate(backend), generate(backend))
     assert first == second
@@ -241,12 +139,11 @@ async def test_two_clients_may_choose_the_same_id():
     ("code", "kind"),
     [
         (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
-        (grpc.StatusCode.UNAVAILABLE, Unavailable),
         (grpc.StatusCode.INTERNAL, RequestFailed),
     ],
 )
 async def test_the_verifiers_status_becomes_an_error_after_the_outputs_before_it(code: Any, kind: type[Exception]):
-    async with backend_over(Verifier([(1,), (2,)], end=code)) as (backend, _):
+    async with backend_over(ScriptedVerifier([(1,), (2,)], end=code)) as (backend, _):
         stream = backend.generate(REQUEST)
         assert [(await anext(stream)).token_ids for _ in range(2)] == [(1,), (2,)]
         with pytest.raises(kind, match="said so") as failure:
@@ -255,14 +152,14 @@ async def test_the_verifiers_status_becomes_an_error_after_the_outputs_before_it
 
 
 async def test_a_verifier_that_is_not_there_is_unavailable():
-    async with backend_over(Verifier([(1,)])) as (backend, router):
+    async with backend_over(ScriptedVerifier([(1,)])) as (backend, router):
         router.answer = assigned("127.0.0.1:1")
         with pytest.raises(Unavailable):
             await generate(backend)
 
 
 async def test_without_any_verifier_no_call_is_made():
-    verifier = Verifier([(1,)])
+    verifier = ScriptedVerifier([(1,)])
     async with backend_over(verifier) as (backend, router):
         router.answer = None
         with pytest.raises(Unavailable, match="no verifier"):
@@ -271,7 +168,7 @@ async def test_without_any_verifier_no_call_is_made():
 
 
 async def test_leaving_early_cancels_at_the_verifier():
-    verifier = Verifier([(1,)], end=HANGS)
+    verifier = ScriptedVerifier([(1,)], end=HANGS)
     async with backend_over(verifier) as (backend, _):
         stream = backend.generate(REQUEST)
         assert (await anext(stream)).token_ids == (1,)
@@ -282,7 +179,7 @@ async def test_leaving_early_cancels_at_the_verifier():
 
 
 async def test_cancelling_the_caller_cancels_at_the_verifier():
-    verifier = Verifier([], end=HANGS)
+    verifier = ScriptedVerifier([], end=HANGS)
     async with backend_over(verifier) as (backend, _):
         caller = asyncio.ensure_future(generate(backend))
         await until(lambda: verifier.requests)
@@ -293,7 +190,7 @@ async def test_cancelling_the_caller_cancels_at_the_verifier():
 
 
 async def test_one_channel_serves_all_requests_to_a_verifier():
-    verifier = Verifier([(1,)])
+    verifier = ScriptedVerifier([(1,)])
     async with backend_over(verifier) as (backend, _):
         for _ in range(3):
             await generate(backend)
@@ -301,7 +198,7 @@ async def test_one_channel_serves_all_requests_to_a_verifier():
 
 
 async def test_a_verifier_that_is_gone_is_passed_over_while_nothing_was_published():
-    verifier = Verifier([(1,)])
+    verifier = ScriptedVerifier([(1,)])
     async with backend_over(verifier) as (backend, router):
         good, asked = router.answer, []
 
@@ -315,15 +212,15 @@ async def test_a_verifier_that_is_gone_is_passed_over_while_nothing_was_publishe
 
 
 async def test_a_request_is_tried_a_few_times_only():
-    async with backend_over(Verifier([(1,)])) as (backend, router):
+    async with backend_over(ScriptedVerifier([(1,)])) as (backend, router):
         router.answer = assigned("127.0.0.1:1")
         with pytest.raises(Unavailable):
             await generate(backend)
-        assert len(router.route.asked) == routed_backend.MAX_ATTEMPTS
+        assert len(router.route.asked) == MAX_ATTEMPTS
 
 
 async def test_one_request_that_fails_leaves_the_others_on_its_channel_alone():
-    class Moody(Verifier):
+    class Moody(ScriptedVerifier):
         async def Generate(self, frame: link_pb2.Frame, context: Any) -> AsyncIterator[link_pb2.Frame]:
             self.requests.append(decode(frame.payload, (GenerationRequest,)))
             if len(self.requests) > 1:
@@ -342,3 +239,79 @@ async def test_one_request_that_fails_leaves_the_others_on_its_channel_alone():
         await asyncio.wait([first])
         assert not first.cancelled(), "nobody cancelled it"
         assert first.result()[-1].token_ids == (9,)
+
+
+# --- which verifier, and whether at all ---
+
+
+async def test_a_gateway_that_starts_while_the_router_is_away_comes_up_with_it():
+    router = Router(RayActorError(), snapshot=RayActorError())
+    client = RouterClient(router, RouterPolicy())
+    following = asyncio.ensure_future(client.follow())
+    length = asyncio.ensure_future(client.max_model_len())
+    await until(lambda: len(router.snapshot.asked) >= 2)
+    assert not following.done()
+    assert not length.done()
+    router.snapshot_answer = snapshot_of("v", max_model_len=128)
+    assert await asyncio.wait_for(length, 5) == 128
+    following.cancel()
+
+
+async def test_the_choices_of_a_group_run_on_one_verifier_whatever_the_router_says():
+    verifiers = [ScriptedVerifier([(1,)], end=HANGS), ScriptedVerifier([(1,)], end=HANGS)]
+    async with fleet_of(*verifiers) as fleet:
+        endpoints = iter([*fleet.router.endpoints.values()] * 4)
+        fleet.router.route._answer = lambda ask: assigned(next(endpoints))
+        grouped = [dataclasses.replace(REQUEST, request_id=f"r-{index}", group_id="r") for index in range(4)]
+        streams = [fleet.backend.generate(request) for request in grouped]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        assert [len(verifier.requests) for verifier in verifiers] == [4, 0]
+        other = fleet.backend.generate(REQUEST)
+        await anext(other)
+        assert [len(verifier.requests) for verifier in verifiers] == [4, 1]
+        for stream in (*streams, other):
+            await stream.aclose()
+        assert fleet.backend._groups == {}
+
+
+def test_requests_with_a_common_prefix_group_or_session_have_an_affinity_key_in_common():
+    prompt = tuple(range(256))
+    request = dataclasses.replace(REQUEST, prompt_token_ids=(*prompt, 1))
+    key = affinity_key(request)
+    assert affinity_key(dataclasses.replace(request, request_id="x", prompt_token_ids=(*prompt, 2))) == key
+    assert affinity_key(dataclasses.replace(request, prompt_token_ids=(7, *prompt))) != key
+    assert affinity_key(dataclasses.replace(request, cache_salt="s")) != key
+    assert affinity_key(dataclasses.replace(request, session_id="s")) == "s"
+    assert affinity_key(dataclasses.replace(request, group_id="g", session_id="s")) == "g"
+
+
+async def test_the_router_is_told_the_affinity_key():
+    async with fleet_of(ScriptedVerifier([(1,)])) as fleet:
+        await fleet.generate()
+        assert [ask.affinity_key for ask in fleet.router.asks] == [affinity_key(REQUEST)]
+
+
+async def test_a_full_queue_in_the_last_snapshot_refuses_before_anything_is_sent():
+    verifier = ScriptedVerifier([(1,)])
+    async with fleet_of(verifier, max_queued_requests=8) as fleet:
+        fleet.client.snapshot = snapshot_of("v0", num_waiting=8)
+        with pytest.raises(Overloaded, match="8 requests wait"):
+            await fleet.generate()
+        assert (fleet.router.asks, verifier.requests) == ([], [])
+        fleet.client.snapshot = snapshot_of("v0", num_waiting=7)
+        assert len(await fleet.generate()) == 1
+
+
+async def test_a_burst_is_refused_before_any_report_shows_it():
+    verifier = ScriptedVerifier([], end=HANGS)
+    async with fleet_of(verifier, max_queued_requests=3) as fleet:
+        fleet.client.snapshot = snapshot_of("v0")
+        sent = [asyncio.ensure_future(fleet.generate()) for _ in range(3)]
+        await until(lambda: len(verifier.requests) == 3)
+        with pytest.raises(Overloaded):
+            await fleet.generate()
+        for stream in sent:
+            stream.cancel()
+        await asyncio.gather(*sent, return_exceptions=True)
+        verifier.script, verifier.end = [(1,)], FinishReason.STOP
+        assert len(await fleet.generate()) == 1

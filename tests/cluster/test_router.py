@@ -17,7 +17,14 @@ from outrider.cluster.fleet import (
 )
 from outrider.cluster.router import RouterCore, StaleEpochError
 from outrider.cluster.routing import NoVerifierError
-from outrider.verifier_service.engine_messages import DrafterTime, EngineLoad, RequestLoad, StepTime
+from outrider.verifier_service.engine_messages import (
+    DrafterCircuit,
+    DrafterTime,
+    EngineCounters,
+    EngineLoad,
+    RequestLoad,
+    StepTime,
+)
 from outrider.verifier_service.request import SpeculationPlan
 from outrider.verifier_service.wire import decode, encode
 
@@ -349,20 +356,29 @@ class TestDrafters:
         fleet.second()
         assert min(fleet.lengths.values()) > 0
 
-    def test_draining_keeps_what_it_has_and_gets_nothing_new(self):
+    def test_a_draining_drafter_hands_its_requests_over(self):
         fleet = Fleet(MEMORY_BOUND, drafters=("d0", "d1"))
         fleet.add(*names(10))
         fleet.run(2)
-        held = {request_id for request_id, plan in fleet.plans.items() if plan.drafter_id == "d0"}
+        assert {plan.drafter_id for plan in fleet.plans.values()} == {"d0", "d1"}
         fleet.drafters["d0"] = drafter_report("d0", draining=True)
         fleet.drafters["d1"] = drafter_report("d1", num_sessions=40)
         fleet.second()
-        fleet.add(*names(10, "new"))
-        fleet.run(2)
-        assert held
-        assert {request_id for request_id, plan in fleet.plans.items() if plan.drafter_id == "d0"} == held
+        assert {plan.drafter_id for plan in fleet.plans.values()} == {"d1"}
+        assert min(fleet.lengths.values()) > 0
+        assert {drafter.drafter_id for drafter in fleet.directive.drafters} == {"d0", "d1"}, (
+            "its link stays until the end"
+        )
         assignment = fleet.core.route(RouteAsk(request_id="x", num_prompt_tokens=1), fleet.now_s)
         assert assignment.plan.drafter_id == "d1"
+
+    def test_the_last_drafter_that_drains_leaves_requests_without_drafts(self):
+        fleet = Fleet(MEMORY_BOUND)
+        fleet.add(*names(3))
+        fleet.run(2)
+        fleet.drafters["d0"] = drafter_report("d0", draining=True)
+        fleet.second()
+        assert set(fleet.reasons.values()) == {"drafter_unavailable"}
 
     def test_a_removed_drafter_is_gone_at_once(self):
         fleet = Fleet(MEMORY_BOUND)
@@ -498,12 +514,10 @@ def test_a_report_is_made_of_what_the_engine_says():
         num_waiting=1,
         num_decoding=1,
         kv_usage=0.5,
-        num_steps=9,
-        num_scheduled_tokens=9,
-        num_committed_tokens=9,
-        busy_s=1.0,
-        num_stale_drafts=0,
-        fallbacks={},
+        tokens_per_s=20.0,
+        mean_step_s=0.05,
+        counters=EngineCounters(num_steps=9),
+        circuits=(DrafterCircuit(drafter_id="d0", state="open"),),
         requests=(
             RequestLoad(
                 request_id="r",
@@ -525,10 +539,37 @@ def test_a_report_is_made_of_what_the_engine_says():
         max_model_len=64,
         step_times=(StepTime(num_tokens=1, seconds=0.1),),
         drafters_up=("d0",),
+        num_bad_frames=5,
     )
     assert (report.num_running, report.num_waiting, report.num_decoding, report.kv_usage) == (2, 1, 1, 0.5)
     assert report.step_times == (StepTime(num_tokens=1, seconds=0.1),)
     assert report.round_trips == (DrafterTime(drafter_id="d0", seconds=0.01),)
+    assert (report.tokens_per_s, report.mean_step_s, report.num_bad_frames) == (20.0, 0.05, 5)
+    assert report.counters == EngineCounters(num_steps=9)
+    assert report.circuits == (DrafterCircuit(drafter_id="d0", state="open"),)
     (request,) = report.requests
     assert (request.num_drafts, request.num_draft_tokens, request.num_accepted_tokens) == (4, 12, 7)
     assert request.num_speculative_tokens == 0
+
+
+# --- what operators see ---
+
+
+def test_decisions_are_counted_when_they_are_made_and_when_they_change():
+    fleet = Fleet(MEMORY_BOUND)
+    fleet.run(1)
+    for request_id, cap in (("a", None), ("b", 0)):
+        ask = RouteAsk(request_id=request_id, num_prompt_tokens=3, num_speculative_tokens=cap)
+        plan = fleet.core.route(ask, fleet.now_s).plan
+        fleet.add(request_id, cap=cap)
+        fleet.plans[request_id] = plan
+    fleet.run(3)  # lengths may move, the decisions stay
+    assert decisions(fleet) == {("on", "none"): 1, ("off", "request_opt_out"): 1}
+    fleet.up.clear()
+    fleet.run(2)
+    assert decisions(fleet) == {("on", "none"): 1, ("off", "request_opt_out"): 1, ("off", "drafter_unavailable"): 1}
+
+
+def decisions(fleet):
+    counts = fleet.core.snapshot(fleet.now_s).decisions
+    return {(count.decision, count.reason): count.count for count in counts}

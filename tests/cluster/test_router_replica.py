@@ -46,6 +46,26 @@ async def test_the_policy_is_the_operators():
     assert (await replica.route(ASK)).plan.draft_length == 0
 
 
+async def test_a_user_config_changes_the_plans_of_the_next_report():
+    replica = RouterReplica(RouterPolicy(mode=PolicyMode.ALWAYS, max_draft_length=5))
+    await replica.report_drafter(drafter_report())
+    assert (await replica.report_verifier(verifier_report())).default_plan.draft_length == 5
+    replica.reconfigure({"max_draft_length": 2})
+    assert (await replica.report_verifier(verifier_report())).default_plan.draft_length == 2
+    replica.reconfigure({"mode": "off"})
+    assert (await replica.report_verifier(verifier_report())).default_plan.disabled_reason == "config"
+    replica.reconfigure({})
+    assert (await replica.report_verifier(verifier_report())).default_plan.draft_length == 5
+
+
+async def test_a_bad_user_config_is_refused_and_changes_nothing():
+    replica = RouterReplica(RouterPolicy(mode=PolicyMode.ALWAYS, max_draft_length=5))
+    with pytest.raises(ValueError, match="did you mean 'max_draft_length'"):
+        replica.reconfigure({"mode": "off", "max_draft_lenght": 2})
+    await replica.report_drafter(drafter_report())
+    assert (await replica.report_verifier(verifier_report())).default_plan.draft_length == 5
+
+
 async def test_snapshots_carry_wall_clock_times_and_assignments():
     replica = RouterReplica(RouterPolicy())
     before_s = time.time()

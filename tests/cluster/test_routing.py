@@ -19,10 +19,17 @@ POLICY = RouterPolicy(expire_after_s=3.0, stale_snapshot_s=10.0, max_queue_depth
 NOW_S = 100.0
 
 
-def verifier(verifier_id, *, reported_s=NOW_S, default_length=4, reason=None, drafters_up=("d0", "d1"), **load):
+def verifier(
+    verifier_id, *, reported_s=NOW_S, default_length=4, reason=None, drafters_up=("d0", "d1"), draining=False, **load
+):
     figures = {"num_running": 0, "num_waiting": 0, "num_decoding": 0, "kv_usage": 0.0} | load
     report = VerifierReport(
-        verifier_id=verifier_id, endpoint=f"{verifier_id}:1", epoch=1, drafters_up=drafters_up, **figures
+        verifier_id=verifier_id,
+        endpoint=f"{verifier_id}:1",
+        epoch=1,
+        drafters_up=drafters_up,
+        draining=draining,
+        **figures,
     )
     drafter_id = "d0" if default_length else None
     plan = SpeculationPlan(drafter_id=drafter_id, draft_length=default_length, disabled_reason=reason)
@@ -71,7 +78,7 @@ class TestVerifier:
 
     def test_says_why_there_is_none(self):
         fleet = snapshot([verifier("silent", reported_s=0.0), verifier("failed")])
-        with pytest.raises(NoVerifierError, match="2 known, 1 reporting, 1 of those excluded"):
+        with pytest.raises(NoVerifierError, match="2 known, 1 reporting, 0 draining, 1 excluded"):
             chosen(fleet, ask(excluded_verifier_ids=("failed",)))
         with pytest.raises(NoVerifierError, match="0 known"):
             chosen(snapshot([]))
@@ -91,6 +98,54 @@ class TestVerifier:
         assert [verifier_id for verifier_id, _ in picks[:3]] == ["b"] * 3
         assert {verifier_id for verifier_id, _ in picks[3:]} == {"a", "b"}
         assert abs(sum(1 if drafter_id == "d0" else -1 for _, drafter_id in picks)) == 1
+
+
+class TestDraining:
+    def test_a_draining_verifier_gets_no_new_request(self):
+        fleet = snapshot([verifier("ends", draining=True), verifier("busy", num_running=50)])
+        assert chosen(fleet).verifier_id == "busy"
+        assert chosen(fleet, ask(affinity_key="k")).verifier_id == "busy"
+
+    def test_a_pool_that_drains_is_said(self):
+        with pytest.raises(NoVerifierError, match="2 known, 2 reporting, 2 draining"):
+            chosen(snapshot([verifier("a", draining=True), verifier("b", draining=True)]))
+
+
+class TestAffinity:
+    """A key's requests stay together within 1.25 times the least load plus 4."""
+
+    def picks(self, verifiers, num_keys=300):
+        return {
+            key: chosen(snapshot(verifiers), ask(f"r{key}", affinity_key=f"k{key}")).verifier_id
+            for key in range(num_keys)
+        }
+
+    def test_a_key_keeps_its_verifier_whatever_the_request_and_the_order(self):
+        verifiers = [verifier(f"v{i}") for i in range(4)]
+        picks = {
+            chosen(snapshot(order), ask(f"r{i}", affinity_key="k")).verifier_id
+            for i in range(20)
+            for order in (verifiers, verifiers[::-1])
+        }
+        assert len(picks) == 1
+
+    def test_keys_spread_evenly(self):
+        picks = list(self.picks([verifier(f"v{i}") for i in range(3)]).values())
+        assert min(picks.count(f"v{i}") for i in range(3)) > 70
+
+    def test_only_the_keys_of_a_verifier_that_leaves_move(self):
+        four = [verifier(f"v{i}") for i in range(4)]
+        before, after = self.picks(four), self.picks(four[:3])
+        assert all(after[key] == verifier_id for key, verifier_id in before.items() if verifier_id != "v3")
+
+    @pytest.mark.parametrize(("load", "keeps"), [(29, True), (30, False)])
+    def test_a_loaded_verifier_keeps_its_keys_within_the_bound(self, load, keeps):
+        calm = [verifier(f"v{i}", num_running=20) for i in range(3)]
+        preferred = chosen(snapshot(calm), ask(affinity_key="k")).verifier_id
+        fleet = [verifier(f"v{i}", num_running=load if f"v{i}" == preferred else 20) for i in range(3)]
+        picks = {chosen(snapshot(fleet), ask(f"r{i}", affinity_key="k")).verifier_id for i in range(20)}
+        assert len(picks) == 1, "what spills over stays together too"
+        assert (picks == {preferred}) == keeps
 
 
 class TestWhileTheRouterIsAway:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from outrider.cluster.config import ServiceConfig
+from outrider.cluster.serving import NUM_START_ATTEMPTS, check_ports, start_ray
 from outrider.verifier_service.ranks import free_port
 
 
@@ -49,3 +55,50 @@ def test_unsupported_model_is_refused_by_name_before_anything_starts(tmp_path: P
     assert server.returncode == 2
     assert "gptj" in server.stderr
     assert "Traceback" not in server.stderr
+
+
+class FakeRay:
+    """A Ray that fails to start the first few times."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_failures = num_failures
+        self.calls: list[str] = []
+
+    def init(self, **options: int) -> None:
+        assert options == {"num_cpus": 2}
+        self.calls.append("init")
+        if self.calls.count("init") <= self.num_failures:
+            raise Exception("The current node timed out during startup")
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+def test_a_ray_that_times_out_is_started_again(caplog: pytest.LogCaptureFixture):
+    ray = FakeRay(num_failures=2)
+    with caplog.at_level(logging.WARNING):
+        start_ray(init=ray.init, stop=ray.stop, num_cpus=2)
+    assert ray.calls == ["init", "stop", "init", "stop", "init"]
+    assert [record.message for record in caplog.records] == [
+        f"Ray did not start (attempt {attempt} of 3): The current node timed out during startup" for attempt in (1, 2)
+    ]
+
+
+def test_a_ray_that_never_starts_is_an_error():
+    ray = FakeRay(num_failures=99)
+    with pytest.raises(Exception, match="timed out during startup"):
+        start_ray(init=ray.init, stop=ray.stop, num_cpus=2)
+    assert ray.calls == ["init", "stop"] * NUM_START_ATTEMPTS
+
+
+@pytest.mark.parametrize("name", ["port", "grpc_port"])
+def test_a_port_that_a_stranger_holds_is_refused_by_name(name: str):
+    """Even one that would share it: our gateways would lose their calls to it."""
+    ports = {"port": free_port(), "grpc_port": free_port()}
+    check_ports(ServiceConfig(**ports))
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        stranger.bind(("127.0.0.1", ports[name]))
+        stranger.listen()
+        with pytest.raises(OSError, match=f"^{name}: cannot listen on 127.0.0.1:{ports[name]}: Address already in use"):
+            check_ports(ServiceConfig(**ports))

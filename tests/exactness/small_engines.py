@@ -169,6 +169,7 @@ class Generated:
     """What a run gave: tokens by request, and what happened on the way."""
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
+    outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_cached_tokens: int = 0
@@ -177,6 +178,7 @@ class Generated:
     def add(self, output: RequestOutput) -> None:
         assert output.finish_reason is not FinishReason.ERROR, output.error
         self.token_ids.setdefault(output.request_id, []).extend(output.token_ids)
+        self.outputs.setdefault(output.request_id, []).append(output)
         if output.finish_reason is not None:
             self.num_draft_tokens += output.speculation.num_draft_tokens
             self.num_accepted_tokens += output.speculation.num_accepted_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -88,3 +89,18 @@ def test_the_description_is_read_and_checked(tmp_path):
 def test_a_bad_config_names_its_field(fields, name):
     with pytest.raises(ValueError, match=f"^{name} must be"):
         ModelConfig(**{"path": "x", **fields})
+
+
+def test_code_that_comes_with_a_checkpoint_is_not_run_unless_asked_for(tmp_path):
+    """A known architecture is read with the library's own code; an unknown one is refused, naming the flag."""
+    trace = tmp_path / "it_ran"
+    code = f"from pathlib import Path\nfrom transformers import PreTrainedConfig\nPath({str(trace)!r}).touch()\n"
+    (tmp_path / "configuration_own.py").write_text(
+        f"{code}class OwnConfig(PreTrainedConfig):\n    model_type = 'own'\n"
+    )
+    for model_type, refusal in (("own", pytest.raises(ValueError, match="trust_remote_code")), ("llama", None)):
+        description = {"model_type": model_type, "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+        (tmp_path / "config.json").write_text(json.dumps(description))
+        with refusal or contextlib.nullcontext():
+            load_model_description(tmp_path, ModelConfig(path=str(tmp_path)))
+        assert not trace.exists()

@@ -34,6 +34,18 @@ def make_pool() -> KVPool:
     return pool
 
 
+def test_blocks_are_all_read_before_the_first_is_written():
+    pool = make_pool()
+    caches = [cache.view(NUM_BLOCKS, -1) for cache in (pool.keys[0], pool.values[0])]
+    before = [cache.clone() for cache in caches]
+    pool.copy_blocks([1, 2, 2], [2, 1, 7])
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache[[2, 1, 7]], old[[1, 2, 2]])
+        untouched = [block for block in range(NUM_BLOCKS) if block not in (1, 2, 7)]
+        assert torch.equal(cache[untouched], old[untouched])
+    pool.copy_blocks([], [])
+
+
 def reference(query, keys, values, options: AttentionOptions) -> torch.Tensor:
     """One sequence, a head and a query at a time: query [length, heads, d], keys and values [context, kv_heads, d]."""
     length, num_heads, _ = query.shape

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
 
-from engine_bench import PROMPT, EngineBench, greedy_tokens, tokens_of
+import pytest
+import torch
+
+from engine_bench import PROMPT, EngineBench, greedy_tokens, make_request, tokens_of
+from fake_runner import next_token
 from outrider.verifier_service.drafting import Close, Commit, DrafterEvent, Open
-from outrider.verifier_service.request import FinishReason, SpeculationPlan
+from outrider.verifier_service.request import FinishReason, LogitBias, SpeculationPlan, TokenOrigin
 
 EXPECTED = greedy_tokens(40)
 WRONG = {token_id: (token_id + 1) % 97 for token_id in range(97)}
@@ -303,7 +307,172 @@ def test_a_second_request_with_the_same_prompt_reports_its_cached_tokens():
     assert outputs[0].num_cached_tokens == 8
 
 
+# --- where tokens came from ---
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "num_accepted", "last", "finish_reason"),
+    [
+        (EXPECTED[1:4], {}, 3, TokenOrigin.BONUS, None),
+        ((*EXPECTED[1:3], WRONG[EXPECTED[3]]), {}, 2, TokenOrigin.RECOVERED, None),
+        ((WRONG[EXPECTED[1]],), {}, 0, TokenOrigin.RECOVERED, None),
+        ((), {}, 0, TokenOrigin.PLAIN, None),
+        (EXPECTED[1:4], {"stop_token_ids": (EXPECTED[2],)}, 2, TokenOrigin.ACCEPTED, FinishReason.STOP),
+        (EXPECTED[1:4], {"stop_token_ids": (EXPECTED[4],)}, 3, TokenOrigin.BONUS, FinishReason.STOP),
+        (
+            (EXPECTED[1], WRONG[EXPECTED[2]], 0),
+            {"stop_token_ids": (EXPECTED[2],)},
+            1,
+            TokenOrigin.RECOVERED,
+            FinishReason.STOP,
+        ),
+        (EXPECTED[1:4], {"max_tokens": 5}, 3, TokenOrigin.BONUS, FinishReason.LENGTH),
+    ],
+)
+def test_an_output_says_where_its_tokens_came_from(draft, options, num_accepted: int, last, finish_reason):
+    bench = bench_before_draft(**options)
+    bench.drafts.answer(draft)
+    output = bench.step_one()
+    assert output.finish_reason is finish_reason
+    assert (output.num_draft_tokens, output.num_accepted_tokens) == (len(draft), num_accepted)
+    num_others = len(output.token_ids) - 1
+    assert output.origins == (*[TokenOrigin.ACCEPTED] * num_others, last)
+    assert output.speculation.num_accepted_tokens == num_accepted
+    assert sum(output.speculation.num_accepted_per_position) == num_accepted
+
+
+# --- what changes logits ---
+
+
+def test_the_end_is_put_off_until_min_tokens_inside_a_draft():
+    """The third token would end the output: it may where two must come before it, and may not where three must."""
+    options = {"eos_token_ids": (EXPECTED[2],), "max_tokens": 4}
+    bench = bench_before_draft(min_tokens=2, **options)
+    bench.drafts.answer(EXPECTED[1:3])
+    output = bench.step_one()
+    assert (output.token_ids, output.finish_reason) == (EXPECTED[1:3], FinishReason.STOP)
+    bench = bench_before_draft(min_tokens=3, **options)
+    bench.drafts.answer(EXPECTED[1:3])
+    output = bench.step_one()
+    assert output.token_ids == (EXPECTED[1], 0), "all others are equally unlikely: the lowest id"
+    assert (output.finish_reason, output.num_accepted_tokens) == (None, 1)
+
+
+def test_min_tokens_leaves_an_ignored_end_of_sequence_alone():
+    bench = EngineBench(eos_token_ids=(EXPECTED[2],))
+    bench.add(max_tokens=6, min_tokens=5, ignore_eos=True)
+    assert tokens_of(bench.finish()["a"]) == EXPECTED[:6]
+
+
+def test_requests_with_and_without_processors_share_a_step():
+    bench = EngineBench()
+    bench.add("a", max_tokens=4, logit_bias=(LogitBias(token_id=7, bias=100.0),))
+    bench.add("b", max_tokens=4)
+    bench.add("c", max_tokens=4, frequency_penalty=2.0, logit_bias=(LogitBias(token_id=7, bias=21.0),))
+    outputs = bench.finish()
+    assert tokens_of(outputs["a"]) == (7,) * 4
+    assert tokens_of(outputs["b"]) == EXPECTED[:4]
+    unbiased = next_token([*PROMPT, *[7] * 6], 97)
+    assert tokens_of(outputs["c"]) == (7,) * 4
+    bench.add("c", max_tokens=7, frequency_penalty=2.0, logit_bias=(LogitBias(token_id=7, bias=21.0),))
+    assert tokens_of(bench.finish()["c"]) == (*[7] * 6, unbiased), "21 - 6 * 2 < 10; counts begin anew with a request"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"logit_bias": (LogitBias(token_id=97, bias=1.0),)}, "logit_bias"),
+        ({"logit_bias": (LogitBias(token_id=-1, bias=1.0),)}, "logit_bias"),
+        ({"min_tokens": 1, "stop_token_ids": tuple(range(97))}, "min_tokens"),
+    ],
+)
+def test_what_cannot_be_done_to_logits_is_refused_by_name(options, named: str):
+    bench = EngineBench()
+    failure = bench.add(**options)
+    assert failure.error.startswith(named)
+    assert bench.add() is None, "its id is free"
+
+
+# --- logprobs ---
+
+
+def expected_logprob(context: list[int], token_id: int) -> float:
+    """The fake target's: logit 10 for its next token, 0 for the others."""
+    logits = torch.zeros(97)
+    logits[next_token(context, 97)] = 10.0
+    return torch.log_softmax(logits, dim=0)[token_id].item()
+
+
+def test_logprobs_are_of_the_committed_tokens_only_and_before_any_processing():
+    bench = bench_before_draft(logprobs=0, logit_bias=(LogitBias(token_id=EXPECTED[3], bias=-50.0),))
+    bench.drafts.answer(EXPECTED[1:5])
+    output = bench.step_one()
+    assert output.token_ids == (*EXPECTED[1:3], 0)
+    assert [entry.token_id for entry in output.logprobs] == list(output.token_ids)
+    contexts = [[*PROMPT, *EXPECTED[:length]] for length in (1, 2, 3)]
+    expected = [expected_logprob(*pair) for pair in zip(contexts, output.token_ids, strict=True)]
+    assert [entry.logprob for entry in output.logprobs] == pytest.approx(expected)
+    assert [entry.rank for entry in output.logprobs] == [1, 1, 2]
+    assert output.prompt_logprobs is None
+
+
+def test_prompt_logprobs_of_a_prompt_preempted_half_way_are_not_doubled():
+    bench = EngineBench(num_blocks=7, max_num_batched_tokens=5)
+    for name in ("a", "b", "c"):
+        bench.add(name, prompt=(1, 2, ord(name) - 90), max_tokens=8)
+    prompt = tuple(range(20, 32))
+    bench.add("long", prompt=prompt, max_tokens=2, prompt_logprobs=0)
+    outputs: dict[str, list] = {}
+    num_preemptions = 0
+    while bench.engine.has_work():
+        if "long" not in outputs:
+            num_preemptions = bench.engine.requests["long"].num_preemptions
+        for output in bench.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    assert num_preemptions > 0, "before its first token"
+    first, *later = outputs["long"]
+    assert first.prompt_logprobs[0] is None
+    assert [entry.token_id for entry in first.prompt_logprobs[1:]] == list(prompt[1:])
+    expected = [expected_logprob(list(prompt[:length]), prompt[length]) for length in range(1, len(prompt))]
+    assert [entry.logprob for entry in first.prompt_logprobs[1:]] == pytest.approx(expected)
+    assert all(output.prompt_logprobs is None for output in later)
+
+
 # --- what a step says of itself ---
+
+
+def test_a_traced_request_hears_when_its_step_and_its_draft_were():
+    """By the wall clock, which is here 1000 s ahead of the engine's own."""
+    bench = EngineBench()
+    bench.now_s = 5.0
+    execute = bench.runner.execute
+
+    def slow(batch):
+        bench.now_s += 0.25
+        return execute(batch)
+
+    bench.runner.execute = slow
+    request = dataclasses.replace(make_request(draft_length=4), trace_parent="00-1-2-01")
+    assert bench.engine.add(request) is None
+    timing = bench.step_one().timing
+    assert (timing.began_s, timing.ended_s) == (1005.0, 1005.25)
+    assert (timing.num_scheduled_tokens, timing.drafter_id, timing.draft_asked_s) == (len(PROMPT), None, None)
+    bench.drafts.answer(EXPECTED[1:3])
+    bench.now_s += 0.5
+    bench.add("b")
+    timing = next(output for output in bench.step() if output.request_id == "a").timing
+    assert (timing.began_s, timing.ended_s) == (1005.75, 1006.0)
+    assert timing.num_scheduled_tokens == 3 + len(PROMPT), "of the whole step"
+    assert (timing.drafter_id, timing.draft_asked_s, timing.draft_received_s) == ("d", 1005.25, 1005.75)
+    bench.now_s += bench.engine.idle_s()
+    timing = next(output for output in bench.step() if output.request_id == "a").timing
+    assert timing.drafter_id is None, "no draft was verified"
+
+
+def test_a_request_that_is_not_traced_hears_nothing():
+    bench = EngineBench()
+    bench.add(max_tokens=1)
+    assert bench.step_one().timing is None
 
 
 def test_a_step_times_itself_and_counts_its_tokens():

@@ -221,7 +221,8 @@ def test_loads_are_reported_while_nothing_happens():
     with looping() as loop:
         loop.hear_until(lambda: len(loop.loads) >= 2)
         for load in loop.loads:
-            assert (load.num_running, load.num_waiting, load.num_steps, load.requests) == (0, 0, 0, ())
+            assert (load.num_running, load.num_waiting, load.counters.num_steps, load.requests) == (0, 0, 0, ())
+            assert load.counters.idle_s == 0.0, "without requests nothing is lost"
 
 
 def test_loads_are_reported_while_every_request_waits_for_its_draft():
@@ -235,7 +236,12 @@ def test_loads_are_reported_while_every_request_waits_for_its_draft():
         load = loop.loads[-1]
         assert (load.num_running, load.num_waiting, load.num_decoding) == (1, 0, 1)
         assert load.kv_usage > 0
-        assert (load.num_steps, load.num_scheduled_tokens, load.num_committed_tokens) == (1, len(PROMPT), 1)
+        counters = load.counters
+        assert (counters.num_steps, counters.num_scheduled_tokens, counters.num_committed_tokens) == (1, len(PROMPT), 1)
+        assert (counters.num_prefix_queried_tokens, counters.num_preemptions) == (len(PROMPT), 0)
+        assert 0.0 < counters.idle_s < PATIENCE_S
+        assert sum(counters.step_s.counts) == sum(counters.queue_s.counts) == 1
+        assert (load.circuits[0].drafter_id, load.circuits[0].state) == ("d", "closed")
         (request,) = load.requests
         assert (request.request_id, request.drafter_id) == ("a", "d")
         assert (request.draft_length, request.num_speculative_tokens) == (3, 2)
@@ -257,7 +263,10 @@ def test_loads_count_what_drafters_did():
         load = loop.loads[-1]
         (request,) = load.requests
         assert (request.num_drafts, request.num_draft_tokens, request.num_accepted_tokens) == (2, 5, 5)
-        assert load.num_stale_drafts == 1
+        assert load.counters.num_stale_drafts == 1
+        assert sum(load.counters.round_trip_s.counts) == 2
+        assert load.tokens_per_s > 0.0
+        assert load.mean_step_s is not None
         (time_of_d,) = load.drafter_times
         assert time_of_d.drafter_id == "d"
         assert 0 < time_of_d.seconds < PATIENCE_S

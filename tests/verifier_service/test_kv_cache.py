@@ -73,6 +73,21 @@ def test_shared_block_is_free_after_its_last_reference():
     pool.check_integrity([])
 
 
+def test_sharing_takes_a_reference_without_a_hash():
+    pool = BlockPool(2, 4, enable_prefix_caching=False)
+    table = pool.allocate(1)
+    assert not pool.is_shared(table[0])
+    pool.share(table)
+    assert pool.is_shared(table[0])
+    pool.check_integrity([table, table])
+    pool.release(table)
+    assert (pool.is_shared(table[0]), pool.num_free_blocks) == (False, 1)
+    pool.release(table)
+    assert pool.num_free_blocks == 2
+    with pytest.raises(AssertionError, match="shared by nobody"):
+        pool.share(table)
+
+
 def test_empty_blocks_are_taken_before_cached_ones():
     pool = BlockPool(2, 4)
     pool.release(published(pool, A))
@@ -184,6 +199,9 @@ def test_random_use_keeps_the_books():
             block_id = tables[-1][-1]
             if pool._hash_of[block_id] is None:
                 pool.publish(block_id, bytes([rng.randrange(3), depth]))
+        elif action < 0.85 and tables:
+            pool.share(tables[-1])
+            tables.append(list(tables[-1]))
         elif (count := rng.randint(1, 4)) <= pool.num_free_blocks:
             tables.append(pool.allocate(count))
         pool.check_integrity(tables)

@@ -31,6 +31,7 @@ from outrider.verifier_service.start_check import (
 from outrider.verifier_service.tensor_parallel import TensorParallelGroup
 from tiny_models import (
     TINY_ARCHITECTURES,
+    forked_batches,
     full_logits,
     make_checkpoint,
     random_sequences,
@@ -69,6 +70,35 @@ def difference(runner: ModelRunner, model: PreTrainedModel, execute: Execute = M
 
 def test_logits_equal_the_library(served):
     assert difference(*served) < EXACT
+
+
+def forked_difference(runner: ModelRunner, model: PreTrainedModel, execute: Execute = ModelRunner.execute) -> float:
+    """Relative difference between runner and library over three continuations of one prefix, its KV copied."""
+    prefix, *ends = random_sequences((10, 9, 9, 9), seed=3)
+    sequences = [prefix + end for end in ends]
+    got = torch.cat([execute(runner, batch) for batch in forked_batches(sequences, 10, block_size=BLOCK_SIZE)])
+    wanted = torch.cat([full_logits(model, sequence)[10:] for sequence in sequences])
+    return relative_difference(wanted, got)
+
+
+def without_copies(runner: ModelRunner, batch: ScheduledBatch) -> torch.Tensor:
+    return runner.execute(dataclasses.replace(batch, copy_sources=[], copy_targets=[]))
+
+
+def test_copied_blocks_are_as_good_as_computed_ones(served):
+    runner, model = served
+    for cache in (*runner.pool.keys.values(), *runner.pool.values.values()):
+        cache.zero_()  # or what another test left could do for the copy
+    assert forked_difference(runner, model, without_copies) > WRONG
+    assert forked_difference(runner, model) < EXACT
+
+
+def test_a_copied_prefix_gives_identical_logits(tmp_path):
+    make_checkpoint(tmp_path)
+    runner = make_runner(tmp_path)
+    sequence = random_sequences((19,))[0]
+    _, rows = (runner.execute(batch) for batch in forked_batches([sequence] * 2, 10, block_size=BLOCK_SIZE))
+    assert torch.equal(rows[:9], rows[9:])
 
 
 def test_every_architecture_on_the_list_has_a_tiny_model():
@@ -200,7 +230,7 @@ def test_a_follower_executes_until_it_is_told_to_stop(tmp_path):
     thread = threading.Thread(target=follow, args=(far, follower))
     thread.start()
     parallel = ParallelRunner(runner, [near])
-    for batch, _ in scattered_batches(random_sequences((9,)), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE):
+    for batch in forked_batches(random_sequences((9, 9)), 6, block_size=BLOCK_SIZE):
         parallel.execute(batch)
     parallel.close()
     thread.join(timeout=30)

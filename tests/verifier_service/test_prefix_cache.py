@@ -32,6 +32,15 @@ def test_ids_beyond_64_bits_are_refused_not_folded():
         block_hash(ROOT_HASH, [1 << 63])
 
 
+def test_a_salt_keeps_prefixes_apart():
+    plain: list[bytes] = []
+    salted: list[bytes] = []
+    extend_hashes(plain, [1, 2, 3, 4], block_size=2, num_blocks=2)
+    extend_hashes(salted, [1, 2, 3, 4], block_size=2, num_blocks=2, salt="s")
+    assert not set(plain) & set(salted)
+    assert salted[1] == block_hash(block_hash(ROOT_HASH, [1, 2], "s"), [3, 4], "s")
+
+
 def test_extend_hashes_grows_lazily_and_chains():
     tokens = [5, 6, 7, 8, 9]
     hashes: list[bytes] = []

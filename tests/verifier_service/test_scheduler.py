@@ -11,7 +11,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Draft, SparseRow
 from outrider.verifier_service.kv_cache import BlockPool
 from outrider.verifier_service.request import Request, SamplingParams, SpeculationPlan
-from outrider.verifier_service.scheduler import Schedule, ScheduledRequest, Scheduler, SchedulerConfig
+from outrider.verifier_service.scheduler import (
+    MAX_PROMPT_ROWS,
+    PRIORITY_STEP_S,
+    Schedule,
+    ScheduledRequest,
+    Scheduler,
+    SchedulerConfig,
+)
 
 BLOCK_SIZE = 4
 
@@ -21,14 +28,17 @@ def make_scheduler(num_blocks: int = 16, **config) -> Scheduler:
     return Scheduler(SchedulerConfig(**config), BlockPool(num_blocks, BLOCK_SIZE))
 
 
-def make_request(name: str, prompt, max_tokens: int = 16) -> Request:
+def make_request(
+    name: str, prompt, max_tokens: int = 16, *, output=(), prompt_logprobs=None, arrival_s=0.0, **fields
+) -> Request:
     return Request(
         request_id=name,
-        sampling=SamplingParams(max_tokens=max_tokens),
-        token_ids=list(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
+        token_ids=[*prompt, *output],
         num_prompt_tokens=len(prompt),
         plan=SpeculationPlan(),
-        arrival_s=0.0,
+        arrival_s=arrival_s,
+        **fields,
     )
 
 
@@ -43,8 +53,8 @@ def make_draft(request: Request, token_ids, sampled: bool = False) -> Draft:
     )
 
 
-def added(scheduler: Scheduler, name: str, prompt, max_tokens: int = 16) -> Request:
-    request = make_request(name, prompt, max_tokens)
+def added(scheduler: Scheduler, name: str, prompt, max_tokens: int = 16, **fields) -> Request:
+    request = make_request(name, prompt, max_tokens, **fields)
     scheduler.add(request)
     return request
 
@@ -524,6 +534,360 @@ def test_a_cached_prefix_that_nobody_uses_makes_no_room():
     assert shares(step(scheduler)) == {"c": 3}
 
 
+def test_salts_keep_prefixes_apart():
+    scheduler = make_scheduler()
+    first = added(scheduler, "a", range(1, 10), cache_salt="tenant")
+    step(scheduler)
+    other = added(scheduler, "b", range(1, 10))
+    same = added(scheduler, "c", range(1, 10), cache_salt="tenant")
+    step(scheduler)
+    assert (other.num_cached_tokens, same.num_cached_tokens) == (0, 8)
+    assert same.block_table[:2] == first.block_table[:2]
+    assert not set(other.block_table) & {*first.block_table, *same.block_table}
+
+
+def test_counts_queried_and_hit_tokens_of_first_admissions():
+    scheduler = make_scheduler()
+    added(scheduler, "a", range(1, 10))
+    step(scheduler)
+    assert (scheduler.num_prefix_queried_tokens, scheduler.num_prefix_hit_tokens) == (9, 0)
+    added(scheduler, "b", range(1, 12))
+    step(scheduler)
+    assert (scheduler.num_prefix_queried_tokens, scheduler.num_prefix_hit_tokens) == (20, 8)
+    scheduler = make_scheduler(enable_prefix_caching=False)
+    added(scheduler, "a", range(1, 10))
+    step(scheduler)
+    assert scheduler.num_prefix_queried_tokens == 0
+
+
+# --- priority --------------------------------------------------------------------------------------------------------
+
+
+def test_a_lower_priority_value_is_served_earlier():
+    scheduler = make_scheduler(max_num_seqs=1)
+    names = {"a": 0, "b": 1, "c": -1, "d": 0, "e": -1}
+    for name, priority in names.items():
+        added(scheduler, name, [1], max_tokens=1, priority=priority)
+    assert [request.request_id for request in scheduler.waiting] == ["c", "e", "a", "d", "b"]
+    for name in ("c", "e", "a", "d", "b"):
+        assert shares(step(scheduler)) == {name: 1}
+        scheduler.remove(name)
+
+
+@pytest.mark.parametrize(("waited_s", "first"), [(4.9, "urgent"), (5.1, "patient")])
+def test_a_level_of_priority_is_worth_five_seconds_of_waiting(waited_s, first):
+    scheduler = make_scheduler()
+    added(scheduler, "patient", [1], arrival_s=0.0)
+    added(scheduler, "urgent", [2], arrival_s=waited_s, priority=-1)
+    assert scheduler.waiting[0].request_id == first
+
+
+def test_a_senior_that_waits_preempts_nobody_but_nobody_overtakes_it():
+    scheduler = make_scheduler(num_blocks=4)
+    added(scheduler, "a", range(1, 9), max_tokens=4)
+    step(scheduler)
+    senior = added(scheduler, "b", range(21, 31), max_tokens=4, priority=-9)  # three blocks, two are free
+    added(scheduler, "c", [1], max_tokens=4)
+    schedule = step(scheduler)
+    assert (shares(schedule), schedule.preempted) == ({"a": 1}, ())
+    scheduler.remove("a")
+    assert list(shares(step(scheduler))) == ["b", "c"]
+    assert scheduler.running[0] is senior
+
+
+def test_the_least_senior_is_preempted_first_even_if_it_came_first():
+    scheduler = make_scheduler(num_blocks=4)
+    first = added(scheduler, "a", range(1, 9), max_tokens=8, priority=1)
+    second = added(scheduler, "b", range(21, 29), max_tokens=8)
+    step(scheduler)
+    assert scheduler.running == (second, first)
+    schedule = step(scheduler)
+    assert (shares(schedule), schedule.preempted, scheduler.num_preemptions) == ({"b": 1}, (first,), 1)
+
+
+def test_a_newcomer_goes_before_those_who_run_and_takes_nothing_from_them():
+    scheduler = make_scheduler(num_blocks=4)
+    added(scheduler, "a", range(1, 8), max_tokens=8)
+    step(scheduler)
+    added(scheduler, "b", [1], max_tokens=8, priority=-1)
+    assert list(shares(step(scheduler))) == ["a", "b"], "in the step of its admission, what runs has been scheduled"
+    assert list(shares(step(scheduler))) == ["b", "a"]
+
+
+# --- one prompt, several choices -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[True, False], ids=["caching", "no_caching"])
+def caching(request) -> bool:
+    return request.param
+
+
+def added_choices(scheduler: Scheduler, prompt, names="abc", **fields) -> list[Request]:
+    return [added(scheduler, name, prompt, group_id="g", **fields) for name in names]
+
+
+def test_siblings_wait_for_the_first_and_share_its_prompt(caching):
+    scheduler = make_scheduler(enable_prefix_caching=caching)
+    first, second, third = added_choices(scheduler, range(1, 12))  # ten tokens to share: 2 blocks and a half
+    assert shares(step(scheduler)) == {"a": 11}
+    assert scheduler.waiting == (second, third)
+    schedule = scheduler.schedule(0.0)
+    assert shares(schedule) == {"a": 1, "b": 1, "c": 1}
+    assert (second.num_cached_tokens, third.num_cached_tokens) == (10, 10)
+    assert second.block_table[:2] == third.block_table[:2] == first.block_table[:2]
+    assert schedule.batch.copy_sources == [first.block_table[2]] * 2
+    assert schedule.batch.copy_targets == [second.block_table[2], third.block_table[2]]
+    assert len({first.block_table[2], *schedule.batch.copy_targets}) == 3
+    assert schedule.batch.positions == [11, 10, 10]
+
+
+def test_a_prompt_that_ends_with_a_block_is_shared_without_a_copy(caching):
+    scheduler = make_scheduler(enable_prefix_caching=caching)
+    first, second = added_choices(scheduler, range(1, 10), "ab")
+    step(scheduler)
+    schedule = step(scheduler)
+    assert (schedule.batch.copy_sources, second.num_cached_tokens) == ([], 8)
+    assert second.block_table[:2] == first.block_table[:2]
+
+
+def test_parked_siblings_hold_nobody_up():
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    added_choices(scheduler, range(1, 12))
+    added(scheduler, "x", [7])
+    assert shares(step(scheduler)) == {"a": 6}
+    assert shares(step(scheduler)) == {"a": 5, "x": 1}
+    assert shares(step(scheduler)) == {"a": 1, "b": 1, "c": 1, "x": 1}
+    assert scheduler.num_waiting == 0
+
+
+def test_a_choice_that_comes_later_shares_at_once(caching):
+    scheduler = make_scheduler(enable_prefix_caching=caching)
+    added_choices(scheduler, range(1, 12), "a")
+    for _ in range(4):
+        step(scheduler)
+    (late,) = added_choices(scheduler, range(1, 12), "b")
+    assert shares(step(scheduler)) == {"a": 1, "b": 1}
+    assert late.num_cached_tokens == 10
+
+
+def test_when_the_first_goes_half_way_the_next_computes_the_prompt(caching):
+    scheduler = make_scheduler(max_num_batched_tokens=6, enable_prefix_caching=caching)
+    added_choices(scheduler, range(1, 12))
+    step(scheduler)
+    scheduler.remove("a")
+    scheduler.check_integrity()
+    assert shares(step(scheduler)) == {"b": 6}
+    step(scheduler)
+    assert shares(step(scheduler)) == {"b": 1, "c": 1}
+
+
+def test_when_the_first_finishes_at_once_the_cache_serves_its_siblings_together():
+    scheduler = make_scheduler()
+    added_choices(scheduler, range(1, 12))
+    step(scheduler)
+    scheduler.remove("a")
+    assert shares(step(scheduler)) == {"b": 3, "c": 3}
+
+
+def test_when_the_first_is_preempted_its_siblings_look_for_themselves():
+    scheduler = make_scheduler(num_blocks=5, max_num_batched_tokens=5, enable_prefix_caching=False)
+    added(scheduler, "x", range(21, 28), max_tokens=12)
+    step(scheduler)
+    step(scheduler)
+    first, second = added_choices(scheduler, range(1, 13), "ab", max_tokens=4)  # 12 tokens: the 3 free blocks
+    for _ in range(2):
+        assert shares(step(scheduler)) == {"x": 1, "a": 4}
+    while not first.num_preemptions:
+        step(scheduler)
+    assert scheduler.waiting == (first, second)
+    scheduler.remove("x")
+    scheduler.remove("a")
+    assert shares(step(scheduler)) == {"b": 5}
+
+
+def test_a_parked_sibling_can_be_removed():
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    _, second, third = added_choices(scheduler, range(1, 12))
+    step(scheduler)
+    assert scheduler.remove("b") is second
+    scheduler.check_integrity()
+    assert scheduler.waiting == (third,)
+    step(scheduler)
+    assert shares(step(scheduler)) == {"a": 1, "c": 1}
+
+
+def test_nobody_waits_for_less_than_a_block():
+    scheduler = make_scheduler()
+    added_choices(scheduler, [1, 2, 3, 4])
+    assert shares(step(scheduler)) == {"a": 4, "b": 4, "c": 4}
+
+
+def test_nobody_waits_for_what_the_cache_holds():
+    scheduler = make_scheduler()
+    added(scheduler, "x", range(1, 12))
+    step(scheduler)
+    added_choices(scheduler, range(1, 12))
+    assert shares(step(scheduler)) == {"x": 1, "a": 3, "b": 3, "c": 3}
+
+
+@pytest.mark.parametrize("fields", [{"prompt": range(2, 13)}, {"cache_salt": "s"}, {"prompt": range(1, 11)}])
+def test_another_prompt_or_salt_under_the_same_group_shares_nothing(fields):
+    scheduler = make_scheduler(enable_prefix_caching=False)
+    added_choices(scheduler, range(1, 12), "a")
+    step(scheduler)
+    (other,) = added_choices(scheduler, names="b", **{"prompt": range(1, 12), **fields})
+    step(scheduler)
+    assert other.num_cached_tokens == 0
+    assert not set(other.block_table) & set(scheduler.running[0].block_table)
+
+
+def test_a_sibling_waits_until_its_own_blocks_fit():
+    scheduler = make_scheduler(num_blocks=4, enable_prefix_caching=False)
+    added_choices(scheduler, range(1, 11), "ab", max_tokens=3)
+    added(scheduler, "x", [1], max_tokens=3)
+    assert shares(step(scheduler)) == {"a": 10, "x": 1}  # the three blocks of the prompt and one more: none is left
+    assert shares(step(scheduler)) == {"a": 1, "x": 1}
+    scheduler.remove("x")
+    assert shares(step(scheduler)) == {"a": 1, "b": 1}
+
+
+def test_whoever_writes_into_a_shared_block_does_so_in_a_copy():
+    scheduler = make_scheduler(enable_prefix_caching=False)
+    request = added(scheduler, "a", range(1, 7))
+    step(scheduler)
+    held = list(request.block_table)
+    scheduler._pool.share(held)
+    schedule = scheduler.schedule(0.0)
+    assert (schedule.batch.copy_sources, schedule.batch.copy_targets) == (held[1:], request.block_table[1:])
+    assert request.block_table[0] == held[0]
+    assert request.block_table[1] != held[1]
+    assert schedule.batch.slot_mapping == [request.block_table[1] * BLOCK_SIZE + 2]
+    scheduler._pool.release(held)
+
+
+def test_a_copy_needs_a_block_too():
+    scheduler = make_scheduler(num_blocks=2, enable_prefix_caching=False)
+    request = added(scheduler, "a", range(1, 7), max_tokens=2)
+    step(scheduler)
+    scheduler._pool.share(request.block_table)
+    assert scheduler.schedule(0.0) is None
+
+
+# --- prompt logprobs -------------------------------------------------------------------------------------------------
+
+
+def rows_of(schedule: Schedule) -> dict[str, int]:
+    return {item.request.request_id: item.num_prompt_rows for item in schedule.items}
+
+
+def test_every_prompt_position_has_a_row_chunk_by_chunk():
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    added(scheduler, "a", range(1, 15), prompt_logprobs=0)
+    first, second, third = step(scheduler), step(scheduler), step(scheduler)
+    assert [rows_of(each)["a"] for each in (first, second, third)] == [6, 6, 1]
+    assert (first.batch.logits_indices, third.batch.logits_indices) == ([0, 1, 2, 3, 4, 5], [0, 1])
+    assert [each.items[0].samples for each in (first, second, third)] == [False, False, True]
+    assert rows_of(step(scheduler)) == {"a": 0}, "the prompt is done"
+
+
+def test_prompt_rows_come_before_the_rows_of_the_draft():
+    scheduler = make_scheduler()
+    added(scheduler, "x", [1, 2])
+    request = added(scheduler, "a", [1, 2, 3], prompt_logprobs=0)
+    request.draft = make_draft(request, [8, 9])
+    schedule = scheduler.schedule(0.0)
+    assert rows_of(schedule) == {"x": 0, "a": 2}
+    assert schedule.batch.logits_indices == [1, 2, 3, 4, 5, 6]
+
+
+def test_prompt_logprobs_bypass_cache_and_siblings():
+    scheduler = make_scheduler()
+    added_choices(scheduler, range(1, 12), "a")
+    step(scheduler)
+    queried = scheduler.num_prefix_queried_tokens
+    (request,) = added_choices(scheduler, range(1, 12), "b", prompt_logprobs=0)
+    assert shares(step(scheduler)) == {"a": 1, "b": 11}
+    assert (request.num_cached_tokens, scheduler.num_prefix_queried_tokens) == (0, queried)
+
+
+def test_prompt_rows_are_bounded_over_all_requests_of_a_step():
+    scheduler = Scheduler(SchedulerConfig(max_model_len=1024, vocab_size=100), BlockPool(256, 16))
+    added(scheduler, "a", [1] * 200, prompt_logprobs=0)
+    added(scheduler, "b", [2] * 200, prompt_logprobs=0)
+    added(scheduler, "c", [3] * 200, prompt_logprobs=0)
+    added(scheduler, "d", [4] * 200)
+    assert shares(step(scheduler)) == {"a": 200, "b": MAX_PROMPT_ROWS - 199, "c": 1, "d": 200}
+    assert shares(step(scheduler)) == {"a": 1, "b": 143, "c": 114, "d": 1}
+
+
+def test_a_prompt_without_a_first_token_yet_starts_its_rows_again_after_preemption():
+    scheduler = make_scheduler(num_blocks=5, max_num_batched_tokens=5, enable_prefix_caching=False)
+    added(scheduler, "x", range(21, 28), max_tokens=12)
+    step(scheduler)
+    step(scheduler)
+    request = added(scheduler, "a", range(1, 13), max_tokens=4, prompt_logprobs=0)
+    while not request.num_preemptions:
+        step(scheduler)
+    scheduler.remove("x")
+    assert request.num_computed_tokens == 0
+    assert [rows_of(step(scheduler))["a"] for _ in range(3)] == [5, 5, 1]
+
+
+# --- continuation ----------------------------------------------------------------------------------------------------
+
+
+def test_a_continuation_goes_on_after_its_output():
+    scheduler = make_scheduler()
+    request = added(scheduler, "a", [1, 2, 3], max_tokens=4, output=[4, 5], prompt_logprobs=0)
+    schedule = step(scheduler, {"a": [6]})
+    assert (shares(schedule), rows_of(schedule)) == ({"a": 5}, {"a": 0})
+    request.draft = make_draft(request, [7, 8])
+    assert scheduler.schedule(0.0).items[0].draft is None, "one token is left of max_tokens"
+
+
+def test_a_continuation_finds_its_output_in_the_cache_and_counts_the_prompt():
+    scheduler = make_scheduler()
+    added(scheduler, "a", range(1, 7))
+    step(scheduler, {"a": [7]})
+    for token_id in range(8, 14):
+        step(scheduler, {"a": [token_id]})
+    request = added(scheduler, "b", range(1, 7), output=range(7, 15), group_id="g")
+    assert shares(step(scheduler)) == {"a": 1, "b": 2}
+    assert request.num_cached_tokens == 6
+
+
+@pytest.mark.parametrize(("num_output", "max_tokens", "max_model_len"), [(4, 4, 64), (5, 4, 64), (4, 16, 7)])
+def test_a_continuation_with_nothing_left_is_refused(num_output, max_tokens, max_model_len):
+    scheduler = make_scheduler(max_model_len=max_model_len)
+    with pytest.raises(ValueError, match="output_token_ids: nothing is left"):
+        scheduler.add(make_request("a", [1, 2, 3], max_tokens, output=[9] * num_output))
+    assert not scheduler.has_work()
+
+
+# --- lengths ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4, 5, 7, 8, 9])
+def test_prompts_around_block_boundaries_take_the_blocks_they_need(num_tokens, caching):
+    scheduler = make_scheduler(enable_prefix_caching=caching)
+    request = added(scheduler, "a", range(num_tokens))
+    step(scheduler)
+    assert len(request.block_table) == -(-num_tokens // BLOCK_SIZE)
+    again = added(scheduler, "b", range(num_tokens))
+    step(scheduler)
+    assert again.num_cached_tokens == ((num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE if caching else 0)
+
+
+def test_the_longest_prompt_has_room_for_one_token():
+    scheduler = make_scheduler(max_model_len=16, num_blocks=4)
+    request = added(scheduler, "a", range(15), max_tokens=9)
+    assert shares(step(scheduler)) == {"a": 15}
+    assert request.num_tokens == 16
+    scheduler.remove("a")
+    with pytest.raises(ValueError, match="prompt_token_ids: a prompt of 16 tokens"):
+        scheduler.add(make_request("b", range(16)))
+
+
 # --- speed -----------------------------------------------------------------------------------------------------------
 
 
@@ -543,6 +907,25 @@ def test_scheduling_256_requests_with_drafts_is_cheap():
             scheduler.commit(item, [1])
     # About 1 ms on an idle core; the margin is for machines that are shared.
     assert min(times_s) < 0.010
+
+
+def test_fifty_thousand_requests_in_the_queue_cost_no_step():
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=8)
+    requests = [make_request(str(index), [1], max_tokens=1, priority=index % 7) for index in range(50_000)]
+    begin_s = time.perf_counter()
+    for request in requests:
+        scheduler.add(request)
+    for request in requests[1::2]:
+        scheduler.remove(request.request_id)
+    for _ in range(500):
+        schedule = scheduler.schedule(0.0)
+        for item in schedule.items:
+            scheduler.commit(item, [1])
+            scheduler.remove(item.request.request_id)
+    # About 0.5 s on an idle core; removals or steps that walk the queue would make it minutes.
+    assert time.perf_counter() - begin_s < 5.0
+    assert scheduler.num_waiting == 21_000
+    scheduler.check_integrity()
 
 
 # --- simulation ------------------------------------------------------------------------------------------------------
@@ -580,6 +963,8 @@ class PagedModel:
     def execute(self, batch) -> list[int]:
         """Return the next token after every row that wants logits."""
         outputs, row = [], 0
+        self._copy_blocks(batch)
+        assert len(set(batch.slot_mapping)) == batch.num_tokens, "a slot is written twice"
         rows = zip(batch.query_lengths, batch.context_lengths, batch.block_tables, strict=True)
         for query_length, context_length, block_table in rows:
             assert len(block_table) == -(-context_length // self.block_size), "the table covers the context, no more"
@@ -593,6 +978,15 @@ class PagedModel:
                 row += 1
         assert row == batch.num_tokens
         return [outputs[index] for index in batch.logits_indices]
+
+    def _copy_blocks(self, batch) -> None:
+        """Copy all slots that hold anything, reading all before the first is written."""
+        copied = {
+            target * self.block_size + offset: self.kv.get(source * self.block_size + offset)
+            for source, target in zip(batch.copy_sources, batch.copy_targets, strict=True)
+            for offset in range(self.block_size)
+        }
+        self.kv.update(copied)
 
     def check(self, request: Request) -> None:
         """Every computed position of a sequence must hold exactly what its own tokens would have written."""
@@ -629,22 +1023,47 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_added = 0
         self.num_drafted: dict[str, int] = {}
         self.num_verified: dict[str, int] = {}
+        self.num_prompt_rows: dict[str, int] = {}
 
     @rule(
         prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=4),
         max_tokens=st.integers(1, 12),
+        num_output=st.sampled_from([0, 0, 0, 1, 5]),
+        fields=st.fixed_dictionaries(
+            {
+                "priority": st.integers(-2, 2),
+                "cache_salt": st.sampled_from(["", "salt"]),
+                "prompt_logprobs": st.sampled_from([None, None, 0]),
+            }
+        ),
     )
-    def add(self, prompts, max_tokens):
+    def add(self, prompts, max_tokens, num_output, fields):
         for prompt in prompts:
-            request = make_request(str(self.num_added), prompt, max_tokens)
-            limit = min(self.config.max_model_len, len(prompt) + max_tokens)
-            if self.scheduler._pool.num_blocks_for(limit - 1) > self.scheduler._pool.num_blocks:
-                with pytest.raises(ValueError, match="the whole pool"):
-                    self.scheduler.add(request)
-                continue
-            self.scheduler.add(request)
-            self.num_added += 1
-            self.num_drafted[request.request_id] = self.num_verified[request.request_id] = 0
+            self.add_one(prompt, max_tokens, num_output, **fields)
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        max_tokens=st.integers(1, 12),
+        group_id=st.sampled_from(["g", "h"]),
+        salts=st.lists(st.sampled_from(["", "", "salt"]), min_size=2, max_size=4),
+        num_output=st.sampled_from([0, 0, 3]),
+        priority=st.integers(-1, 1),
+    )
+    def add_choices(self, prompt, max_tokens, group_id, salts, num_output, priority):
+        for salt in salts:
+            self.add_one(prompt, max_tokens, num_output, group_id=group_id, cache_salt=salt, priority=priority)
+
+    def add_one(self, prompt, max_tokens, num_output, **fields):
+        limit = min(self.config.max_model_len, len(prompt) + max_tokens)
+        output = plain_decoding(prompt, min(len(prompt) + num_output, limit - 1))[len(prompt) :]
+        request = make_request(str(self.num_added), prompt, max_tokens, output=output, arrival_s=self.now_s, **fields)
+        if self.scheduler._pool.num_blocks_for(limit - 1) > self.scheduler._pool.num_blocks:
+            with pytest.raises(ValueError, match="the whole pool"):
+                self.scheduler.add(request)
+            return
+        self.scheduler.add(request)
+        self.num_added += 1
+        self.num_drafted[request.request_id] = self.num_verified[request.request_id] = 0
 
     @precondition(lambda self: self.scheduler.has_work())
     @rule(data=st.data(), length=st.integers(0, 6), num_right=st.integers(0, 6), sampled=st.booleans())
@@ -691,6 +1110,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
         for request in self.scheduler.running:
             self.model.check(request)
+        salted, plain = (
+            {block_id for r in self.scheduler.running if bool(r.cache_salt) is is_salted for block_id in r.block_table}
+            for is_salted in (True, False)
+        )
+        assert not salted & plain, "a block under two salts"
 
     def teardown(self):
         """Nothing is stuck: whatever is left runs to its end."""
@@ -699,7 +1123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(5000):
             if not self.scheduler.has_work():
                 break
-            self.now_s = max(self.now_s, self.scheduler.next_deadline_s() or 0.0)
+            self.now_s = max([self.now_s, *(r.hold_until_s or 0.0 for r in self.scheduler.running)])
             assert self.run_step(), "nothing is held, so something must run"
             self.books_agree()
         assert not self.scheduler.has_work()
@@ -710,24 +1134,40 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def run_step(self, cancel: Request | None = None) -> bool:
         is_free = any(r.hold_until_s is None for r in self.scheduler.running[:1])
+        self.started = {request.request_id for request in self.scheduler.running}
         schedule = self.scheduler.schedule(self.now_s)
         if schedule is None:
             assert not is_free, "the oldest running request can always go on"
             return False
         self.check_schedule(schedule)
-        sampled = iter(self.model.execute(schedule.batch))
-        outputs = {
-            item.request.request_id: [next(sampled) for _ in range(1 + self.num_draft_tokens(item))]
-            for item in schedule.items
-            if item.samples
-        }
+        rows = iter(self.model.execute(schedule.batch))
+        outputs: dict[str, list[int]] = {}
+        for item in schedule.items:
+            self.check_prompt_rows(item, rows)
+            if item.samples:
+                outputs[item.request.request_id] = [next(rows) for _ in range(1 + self.num_draft_tokens(item))]
+        assert next(rows, None) is None
         if cancel is not None:
             self.scheduler.remove(cancel.request_id)
         for item in schedule.items:
             self.commit(item, outputs.get(item.request.request_id, []))
         return True
 
+    def check_prompt_rows(self, item: ScheduledRequest, rows) -> None:
+        """The rows of all chunks together are the prompt's positions but the last, each with its own context."""
+        request, start = item.request, item.request.num_computed_tokens
+        wanted = request.sampling.prompt_logprobs is not None and request.num_output_tokens == 0
+        assert wanted or item.num_prompt_rows == 0
+        for position in range(start, start + item.num_prompt_rows):
+            assert next(rows) == plain_decoding(request.token_ids[: position + 1], position + 2)[-1]
+        if wanted:
+            before = self.num_prompt_rows.get(request.request_id, 0) if start else 0
+            assert before == start, "a prompt position without a row"
+            self.num_prompt_rows[request.request_id] = before + item.num_prompt_rows
+            assert not item.samples or before + item.num_prompt_rows == request.num_prompt_tokens - 1
+
     def check_schedule(self, schedule: Schedule) -> None:
+        self.check_order(schedule)
         assert schedule.batch.num_tokens <= self.config.max_num_batched_tokens
         scheduled = {item.request.request_id for item in schedule.items}
         assert not scheduled & {request.request_id for request in schedule.preempted}
@@ -739,6 +1179,28 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert len(item.draft.draft_probs) == len(item.draft.token_ids)
             limit = min(self.config.max_model_len, request.num_prompt_tokens + request.sampling.max_tokens)
             assert request.num_tokens + self.num_draft_tokens(item) + 1 <= limit or not item.samples
+
+    def check_order(self, schedule: Schedule) -> None:
+        """The slow reference of both queues: sort by seniority; only the parked may be overtaken."""
+        order = [r.request_id for r in sorted(self.scheduler._requests.values(), key=self.seniority)]
+        places = {request_id: place for place, request_id in enumerate(order)}
+        parked = {request.request_id for request in self.scheduler._groups.parked}
+        queued = [places[r.request_id] for r in self.scheduler.waiting if r.request_id not in parked]
+        assert queued == sorted(queued)
+        running = [places[r.request_id] for r in self.scheduler.running]
+        assert running == sorted(running)
+        admitted = [places[i.request.request_id] for i in schedule.items if i.request.request_id not in self.started]
+        assert not admitted or not queued or max(admitted) < queued[0], "overtaken in the queue"
+        if schedule.preempted:
+            assert min(places[r.request_id] for r in schedule.preempted) > max(running)
+        for item in schedule.items:
+            first_written = item.request.num_computed_tokens // self.scheduler._pool.block_size
+            written = item.request.block_table[first_written:]
+            assert not any(map(self.scheduler._pool.is_shared, written)), "writes into a shared block"
+
+    @staticmethod
+    def seniority(request: Request) -> float:
+        return request.arrival_s + request.priority * PRIORITY_STEP_S  # `sorted` keeps arrivals in order
 
     def commit(self, item: ScheduledRequest, outputs: list[int]) -> None:
         """Verify greedily, commit, and finish what has reached its limit."""

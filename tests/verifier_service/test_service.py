@@ -13,7 +13,7 @@ import pytest
 from engine_bench import make_request
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine_messages import Cancel
-from outrider.verifier_service.link_messages import CHANNEL_OPTIONS
+from outrider.verifier_service.link_messages import ACCEPTED_METADATA, CHANNEL_OPTIONS
 from outrider.verifier_service.request import FinishReason, RequestOutput, SpeculationMetrics
 from outrider.verifier_service.service import EngineLostError, RequestTable, VerifierLinkServicer
 from outrider.verifier_service.wire import decode, encode
@@ -34,6 +34,13 @@ class ScriptedEngine:
 
     def say(self, request_id: str, *token_ids: int, end: FinishReason | None = None) -> None:
         self.table.deliver([RequestOutput(request_id=request_id, token_ids=token_ids, finish_reason=end)])
+
+
+class SilentContext:
+    """A call's context whose peer nobody hears."""
+
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        """Send it nowhere."""
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -170,6 +177,17 @@ async def test_a_call_streams_outputs_as_the_engine_says_them():
         assert engine.received == [request]
 
 
+async def test_a_call_is_told_when_the_engine_has_its_request_and_only_then():
+    engine = ScriptedEngine()
+    async with calling(engine) as call:
+        stream = call(make_request("a"))
+        assert tuple(await stream.initial_metadata()) == ACCEPTED_METADATA
+        assert engine.received == [make_request("a")]
+        engine.is_dead = True
+        assert tuple(await call(make_request("b")).initial_metadata()) == ()
+        assert tuple(await call(b"no request").initial_metadata()) == ()
+
+
 @pytest.mark.parametrize("num_heard", [0, 1])
 async def test_cancelling_the_call_cancels_the_request(num_heard: int):
     engine = ScriptedEngine()
@@ -197,7 +215,7 @@ async def test_closing_a_paused_generator_cancels_without_waiting_for_the_collec
     """As grpc leaves it when a call is cancelled while an output is being written."""
     engine = ScriptedEngine()
     frame = link_pb2.Frame(payload=encode(make_request("a")))
-    answers = VerifierLinkServicer(engine.table).Generate(frame, None)
+    answers = VerifierLinkServicer(engine.table).Generate(frame, SilentContext())
     first = asyncio.ensure_future(anext(answers))
     await until(lambda: len(engine.table))
     engine.say("a", 1)

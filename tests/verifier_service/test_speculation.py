@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_bench import MemoryDrafts
-from outrider.verifier_service.circuit_breaker import BreakerConfig
+from outrider.verifier_service.circuit_breaker import BreakerConfig, BreakerState
 from outrider.verifier_service.drafting import (
     DRAFT_PROB_SCALE,
     Close,
@@ -102,10 +102,12 @@ def test_draft_reaches_its_request_and_ends_the_hold(bench: Bench):
     request = bench.request()
     commit = bench.ask()[-1][1]
     assert request.hold_until_s == 0.5
+    bench.now_s = 0.25
     bench.receive(said(answer(commit, 7, 8)))
     assert request.draft is not None
     assert request.draft.token_ids == (7, 8)
     assert request.hold_until_s is None
+    assert bench.coordinator.round_trip_s.counts().total == 0.25
 
 
 @pytest.mark.parametrize("change", [{"round_id": 99}, {"request_id": "unknown"}])
@@ -163,9 +165,13 @@ def test_missed_deadline_lets_the_request_run_and_the_late_draft_is_stale(bench:
     assert request.hold_until_s is None
     assert request.draft is None
     assert bench.coordinator.fallbacks == {"timeout": 1}
+    bench.now_s = 0.75
     bench.receive(said(answer(commit, 7)))
     assert request.draft is None
     assert bench.coordinator.num_stale_drafts == 1
+    lateness = bench.coordinator.lateness_s.counts()
+    assert (sum(lateness.counts), lateness.total) == (1, 0.25), "late by 0.25 s after the deadline at 0.5 s"
+    assert sum(bench.coordinator.round_trip_s.counts().counts) == 0
 
 
 def test_lost_drafter_lets_its_requests_go_on_and_another_takes_over(bench: Bench):
@@ -197,6 +203,7 @@ def test_resync_reopens_within_the_same_deadline(bench: Bench):
     bench.receive(said(Resync(request_id="a")))
     (_, opening), (_, commit) = bench.client.take()
     assert isinstance(opening, Open)
+    assert bench.coordinator.num_resyncs == 1
     assert request.hold_until_s == 0.5
     bench.receive(said(answer(commit, 7)))
     assert request.draft is not None
@@ -264,8 +271,26 @@ def test_failing_drafter_is_left_alone_until_a_probe_succeeds(bench: Bench):
         bench.receive()
     assert bench.ask() == []
     assert requests[0].metrics.disabled_reason == "drafter_unavailable"
+    assert bench.coordinator.circuits(bench.now_s) == {"d": BreakerState.OPEN}
     bench.now_s += config.open_s
+    assert bench.coordinator.circuits(bench.now_s) == {"d": BreakerState.HALF_OPEN}, "the router may send it a probe"
     probe = bench.ask()
     assert {message.request_id for _, message in probe} == {"r0"}, "one probe, not everybody"
     bench.receive(said(answer(probe[-1][1], 7)))
     assert {message.request_id for _, message in bench.ask()} == {"r0", "r1"}
+
+
+def test_the_round_of_an_attached_draft_is_known_until_the_request_ends():
+    bench = Bench()
+    request = bench.request()
+    bench.receive(up())
+    bench.now_s = 1.0
+    commit = bench.ask()[-1][1]
+    assert bench.coordinator.answered_round(request) is None
+    bench.now_s = 1.25
+    bench.receive(said(answer(commit, 7)), down())
+    answered = bench.coordinator.answered_round(request)
+    assert (answered.round_id, answered.drafter_id) == (commit.round_id, "d")
+    assert (answered.asked_s, answered.received_s) == (1.0, 1.25)
+    bench.coordinator.close(request)
+    assert bench.coordinator.answered_round(request) is None

@@ -14,7 +14,14 @@ from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner, follow
 from outrider.verifier_service.start_check import make_tiny_model, relative_difference
 from outrider.verifier_service.tensor_parallel import TensorParallelGroup, plan_shards, shrink, vocabulary_range
-from tiny_models import full_logits, make_checkpoint, make_model, random_sequences, scattered_batches
+from tiny_models import (
+    forked_batches,
+    full_logits,
+    make_checkpoint,
+    make_model,
+    random_sequences,
+    scattered_batches,
+)
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 4
 SHARDED = sorted(name for name, architecture in ARCHITECTURES.items() if architecture.tensor_parallel)
@@ -81,6 +88,21 @@ def test_two_ranks_equal_the_library(pair, tmp_path, case):
     parallel.close()
     assert relative_difference(torch.stack(wanted), torch.cat(got)) < 1e-5
     assert_each_rank_read_its_share(model, bytes_read)
+
+
+def test_block_copies_reach_every_rank(pair, tmp_path):
+    group, connection = pair
+    model = make_checkpoint(tmp_path)
+    connection.send_bytes(str(tmp_path).encode())
+    runner = ModelRunner(config_of(str(tmp_path)), group)
+    connection.recv_bytes()
+    parallel = ParallelRunner(runner, [connection])
+    prefix, *ends = random_sequences((10, 7, 7), seed=3)
+    sequences = [prefix + end for end in ends]
+    got = torch.cat([parallel.execute(batch) for batch in forked_batches(sequences, 10, block_size=BLOCK_SIZE)])
+    parallel.close()
+    wanted = torch.cat([full_logits(model, sequence)[10:] for sequence in sequences])
+    assert relative_difference(wanted, got) < 1e-5
 
 
 def assert_each_rank_read_its_share(model: torch.nn.Module, bytes_read: tuple[int, int]) -> None:

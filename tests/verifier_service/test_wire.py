@@ -73,6 +73,8 @@ BATCH = ScheduledBatch(
     context_lengths=[2],
     block_tables=[[1]],
     logits_indices=[1],
+    copy_sources=[0],
+    copy_targets=[1],
 )
 ROWS = (SparseRow(token_ids=(7, 8), weights=(65000, 536)), SparseRow(token_ids=(9,), weights=(65536,)))
 SAMPLING = SamplingParams(temperature=0.5, seed=INT64_MIN, stop_token_ids=(1,), num_speculative_tokens=0)

@@ -1,0 +1,130 @@
+"""Options that come in a file (`--config`) or as vLLM's JSON (`--speculative-config`), as defaults of the command line.
+
+Which one wins: an option on the command line, then --speculative-config, then the file, then the option's own default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+NULL_TAG = "tag:yaml.org,2002:null"
+DRAFT_MODEL_METHOD = "draft_model"
+# vLLM's keys that we serve, and the options that they stand for
+SPECULATIVE_OPTIONS = {
+    "model": "draft_model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "draft_tensor_parallel_size": "draft_tensor_parallel_size",
+}
+# the rest of vLLM's keys and methods: refused by name rather than as typing errors
+UNSERVED_KEYS = frozenset(
+    {"prompt_lookup_max", "prompt_lookup_min", "rejection_sample_method", "draft_sample_method", "quantization"}
+    | {"num_speculative_tokens_per_batch_size", "disable_by_batch_size", "max_model_len", "revision"}
+    | {"suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"}
+    | {"suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"}
+)
+UNSERVED_METHODS = frozenset({"eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram", "suffix", "dflash"})
+
+
+def read_config_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
+    """Make a YAML file's values the defaults of this command's options; keys are their names with - or _.
+
+    An unknown key, or one given twice, is a usage error; null leaves an option at its default.
+    """
+    if path is None:
+        return
+    try:
+        entries = _entries(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, OSError) as error:
+        raise click.BadParameter(f"{path}: {error}", context, parameter) from error
+    options = _options_by_name(context.command, without=parameter)
+    defaults: dict[str, Any] = {}
+    for key, value in entries:
+        option = options.get(key.replace("-", "_"))
+        if option is None or option.name is None:
+            raise click.BadParameter(f"{path}: unknown option {key!r}{_hint(key, options)}", context, parameter)
+        if option.name in defaults:
+            raise click.BadParameter(f"{path}: {key!r} is given twice", context, parameter)
+        defaults[option.name] = _as_typed(value, option)
+    context.default_map = {**defaults, **(context.default_map or {})}
+
+
+def read_speculative_config(context: click.Context, parameter: click.Parameter, text: str | None) -> None:
+    """Make vLLM's `speculative_config` object the defaults of our options; a key or method not served is an error."""
+    if text is None:
+        return
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise click.BadParameter(f"not JSON: {error}", context, parameter) from error
+    try:
+        defaults = speculative_options(values)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, parameter) from error
+    context.default_map = {**(context.default_map or {}), **defaults}
+
+
+def speculative_options(values: object) -> dict[str, str]:
+    """Translate vLLM's keys to our option names; raises `ValueError` naming the key that cannot be served."""
+    if not isinstance(values, dict):
+        raise ValueError("expected a JSON object")
+    method = values.get("method", DRAFT_MODEL_METHOD)
+    if method in UNSERVED_METHODS:
+        raise ValueError(f"method {method!r} is not supported yet; {DRAFT_MODEL_METHOD!r} is")
+    if method != DRAFT_MODEL_METHOD:
+        raise ValueError(f"unknown method {method!r}{_hint(str(method), [DRAFT_MODEL_METHOD, *UNSERVED_METHODS])}")
+    options = {}
+    for key, value in values.items():
+        if key in UNSERVED_KEYS:
+            raise ValueError(f"{key!r} is not supported yet")
+        if key != "method" and key not in SPECULATIVE_OPTIONS:
+            raise ValueError(f"unknown key {key!r}{_hint(key, ['method', *SPECULATIVE_OPTIONS, *UNSERVED_KEYS])}")
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise ValueError(f"{key!r} must be text or a whole number")
+        if key in SPECULATIVE_OPTIONS:
+            options[SPECULATIVE_OPTIONS[key]] = str(value)
+    return options
+
+
+def _entries(text: str) -> list[tuple[str, Any]]:
+    """Return the keys and values of a YAML mapping; raises `ValueError` for anything else.
+
+    A scalar stays the text that stands there, as if typed on the command line: YAML would make 63 of a range `1:3`.
+    """
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError("expected options, one `name: value` a line")
+    constructor = yaml.constructor.SafeConstructor()
+    return [
+        (str(key.value), value.value if isinstance(value, yaml.ScalarNode) else constructor.construct_document(value))
+        for key, value in root.value
+        if value.tag != NULL_TAG
+    ]
+
+
+def _options_by_name(command: click.Command, *, without: click.Parameter) -> dict[str, click.Parameter]:
+    """Return the parameters under their long names, spelled with _."""
+    return {
+        spelling.removeprefix("--").replace("-", "_"): parameter
+        for parameter in command.params
+        if parameter is not without
+        for spelling in parameter.opts
+        if isinstance(parameter, click.Argument) or spelling.startswith("--")
+    }
+
+
+def _as_typed(value: Any, option: click.Parameter) -> Any:
+    if getattr(option, "multiple", False):
+        return value if isinstance(value, list) else [value]
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,87 @@
+"""How busy the fleet is, as plain JSON values: what /load and GetLoads answer and `outrider top` shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.cluster.fleet import DrafterReport, DrafterState, FleetSnapshot, VerifierState
+
+
+def fleet_load(snapshot: FleetSnapshot | None, now_s: float) -> dict[str, Any]:
+    """Describe a snapshot; without one the pools are empty and the age is null.
+
+    acceptance_rate         accepted / verified draft tokens, since the verifiers' start; null: nothing verified yet
+    mean_acceptance_length  1 + accepted tokens / verifications with a draft
+    tokens_per_s            committed tokens over the last two seconds
+    """
+    if snapshot is None:
+        snapshot = FleetSnapshot(verifiers=(), drafters=(), decided_at_s=now_s)
+        age_s = None
+    else:
+        age_s = max(0.0, now_s - snapshot.decided_at_s)
+    drafters = [state.report for state in snapshot.drafters]
+    return {
+        "age_s": age_s,
+        "verifiers": [_verifier(state) for state in snapshot.verifiers],
+        "drafters": [_drafter(report, snapshot.verifiers) for report in drafters],
+        "totals": _totals(snapshot.verifiers, snapshot.drafters),
+        "decisions": [
+            {"decision": item.decision, "reason": item.reason, "count": item.count} for item in snapshot.decisions
+        ],
+    }
+
+
+def _verifier(state: VerifierState) -> dict[str, Any]:
+    report = state.report
+    return {
+        "id": report.verifier_id,
+        "state": "draining" if report.draining else "ready",
+        "num_running": report.num_running,
+        "num_waiting": report.num_waiting,
+        "kv_usage": report.kv_usage,
+        "tokens_per_s": report.tokens_per_s,
+        "mean_step_s": report.mean_step_s,
+        "draft_length": state.default_plan.draft_length,
+        "disabled_reason": state.default_plan.disabled_reason,
+        **_acceptance([state]),
+    }
+
+
+def _drafter(report: DrafterReport, verifiers: tuple[VerifierState, ...]) -> dict[str, Any]:
+    circuits = [
+        circuit.state
+        for state in verifiers
+        for circuit in state.report.circuits
+        if circuit.drafter_id == report.drafter_id
+    ]
+    return {
+        "id": report.drafter_id,
+        "state": "draining" if report.draining else "ready",
+        "num_sessions": report.num_sessions,
+        "queue_depth": report.queue_depth,
+        "mean_draft_s": report.mean_draft_s,
+        "num_links_up": sum(report.drafter_id in state.report.drafters_up for state in verifiers),
+        "num_circuits_open": sum(circuit != "closed" for circuit in circuits),
+    }
+
+
+def _totals(verifiers: tuple[VerifierState, ...], drafters: tuple[DrafterState, ...]) -> dict[str, Any]:
+    reports = [state.report for state in verifiers]
+    return {
+        "num_running": sum(report.num_running for report in reports),
+        "num_waiting": sum(report.num_waiting for report in reports),
+        "tokens_per_s": sum(report.tokens_per_s for report in reports),
+        "num_draft_sessions": sum(state.report.num_sessions for state in drafters),
+        **_acceptance(verifiers),
+    }
+
+
+def _acceptance(verifiers: tuple[VerifierState, ...] | list[VerifierState]) -> dict[str, float | None]:
+    counters = [state.report.counters for state in verifiers]
+    num_drafts = sum(item.num_drafts for item in counters)
+    num_draft_tokens = sum(item.num_draft_tokens for item in counters)
+    num_accepted = sum(item.num_accepted_tokens for item in counters)
+    return {
+        "acceptance_rate": num_accepted / num_draft_tokens if num_draft_tokens else None,
+        "mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else None,
+    }

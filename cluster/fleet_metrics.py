@@ -1,0 +1,328 @@
+"""The fleet's Prometheus metrics: what verifiers, drafters and the router reported, as the gateway's snapshot has it.
+
+A replica's counters are its own: `engine` is its id, so one that is replaced ends its series and the next begins at 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from outrider.cluster.fleet import DrafterReport, FleetSnapshot, VerifierState
+from outrider.cluster.metrics import LABELS, OWN_PREFIX, Definition, alias_of
+from outrider.verifier_service.circuit_breaker import BreakerState
+from outrider.verifier_service.histogram import HistogramCounts
+
+CIRCUIT_STATES = {BreakerState.CLOSED.value: 0.0, BreakerState.HALF_OPEN.value: 1.0, BreakerState.OPEN.value: 2.0}
+
+Value = float | HistogramCounts
+Rows = Iterable[tuple[tuple[str, ...], Value]]  # the values of the labels after model_name, and the sample
+
+
+@dataclass(frozen=True, slots=True)
+class _FleetMetric:
+    definition: Definition
+    read: Callable[[FleetSnapshot, float], Rows]  # the second argument is the time
+
+
+def _of_verifiers(
+    name: str, kind: str, formula: str, read: Callable[[VerifierState], Value], **more: bool
+) -> _FleetMetric:
+    """Define a metric that has one value per verifier."""
+
+    def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
+        return [((state.report.verifier_id,), read(state)) for state in snapshot.verifiers]
+
+    return _FleetMetric(Definition(name=name, kind=kind, formula=formula, **more), rows)
+
+
+def _of_drafters(name: str, kind: str, formula: str, read: Callable[[DrafterReport], Value]) -> _FleetMetric:
+    """Define a metric that has one value per drafter."""
+
+    def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
+        return [((state.report.drafter_id,), read(state.report)) for state in snapshot.drafters]
+
+    return _FleetMetric(Definition(name=name, kind=kind, formula=formula), rows)
+
+
+def _fallbacks(snapshot: FleetSnapshot, now_s: float) -> Rows:
+    for state in snapshot.verifiers:
+        for reason, count in state.report.counters.fallbacks.items():
+            yield (state.report.verifier_id, reason), count
+
+
+def _circuits(snapshot: FleetSnapshot, now_s: float) -> Rows:
+    for state in snapshot.verifiers:
+        for circuit in state.report.circuits:
+            yield (state.report.verifier_id, circuit.drafter_id), CIRCUIT_STATES[circuit.state]
+
+
+def _bad_frames(snapshot: FleetSnapshot, now_s: float) -> Rows:
+    for verifier in snapshot.verifiers:
+        yield (verifier.report.verifier_id, "verifier"), verifier.report.num_bad_frames
+    for drafter in snapshot.drafters:
+        yield (drafter.report.drafter_id, "drafter"), drafter.report.num_bad_frames
+
+
+def _pool_replicas(snapshot: FleetSnapshot, now_s: float) -> Rows:
+    counts = Counter(("verifier", state.report.draining) for state in snapshot.verifiers)
+    counts += Counter(("drafter", state.report.draining) for state in snapshot.drafters)
+    for role, is_draining in itertools.product(("verifier", "drafter"), (False, True)):
+        yield (role, "draining" if is_draining else "ready"), counts[role, is_draining]
+
+
+def _decisions(snapshot: FleetSnapshot, now_s: float) -> Rows:
+    return [((item.decision, item.reason), item.count) for item in snapshot.decisions]
+
+
+def _snapshot_age(snapshot: FleetSnapshot, now_s: float) -> Rows:
+    return [((), max(0.0, now_s - snapshot.decided_at_s))]
+
+
+_LOAD = (
+    _of_verifiers(
+        "num_requests_running",
+        "gauge",
+        "Requests that hold KV in a verifier",
+        lambda state: state.report.num_running,
+        has_alias=True,
+    ),
+    _of_verifiers(
+        "num_requests_waiting",
+        "gauge",
+        "Requests in a verifier's queue",
+        lambda state: state.report.num_waiting,
+        has_alias=True,
+    ),
+    _of_verifiers(
+        "kv_cache_usage_perc",
+        "gauge",
+        "KV blocks in use / KV blocks, 0 to 1",
+        lambda state: state.report.kv_usage,
+        has_alias=True,
+    ),
+    _of_verifiers(
+        "prefix_cache_queries",
+        "counter",
+        "Tokens of admitted requests that were looked up in the prefix cache",
+        lambda state: state.report.counters.num_prefix_queried_tokens,
+        has_alias=True,
+    ),
+    _of_verifiers(
+        "prefix_cache_hits",
+        "counter",
+        "Tokens found in the prefix cache; rate = this / prefix_cache_queries",
+        lambda state: state.report.counters.num_prefix_hit_tokens,
+        has_alias=True,
+    ),
+    _of_verifiers(
+        "num_preemptions",
+        "counter",
+        "Times a request's KV was taken away for an older one",
+        lambda state: state.report.counters.num_preemptions,
+        has_alias=True,
+    ),
+    _of_verifiers(
+        "request_queue_time_seconds",
+        "histogram",
+        "Begin of a request's first step - time the verifier received it",
+        lambda state: state.report.counters.queue_s,
+        has_alias=True,
+    ),
+    _FleetMetric(
+        Definition(
+            name="pool_replicas",
+            kind="gauge",
+            formula="Replicas that report to the router, by role (verifier, drafter) and state (ready, draining)",
+            labels=("model_name", "role", "state"),
+        ),
+        _pool_replicas,
+    ),
+    _FleetMetric(
+        Definition(
+            name="fleet_snapshot_age_seconds",
+            kind="gauge",
+            formula="Now - time of the router's snapshot that all fleet metrics here come from",
+            labels=("model_name",),
+        ),
+        _snapshot_age,
+    ),
+)
+
+_STEPS = (
+    _of_verifiers(
+        "verify_step_seconds",
+        "histogram",
+        "Time of a verifier's step, from scheduling to the last ask for a draft",
+        lambda state: state.report.counters.step_s,
+    ),
+    _of_verifiers(
+        "verify_idle_seconds",
+        "counter",
+        "Time without a step because every request waited for its draft",
+        lambda state: state.report.counters.idle_s,
+    ),
+    _of_verifiers(
+        "verify_scheduled_tokens",
+        "counter",
+        "Tokens computed by the target model, drafts included",
+        lambda state: state.report.counters.num_scheduled_tokens,
+    ),
+    _of_verifiers(
+        "verify_committed_tokens",
+        "counter",
+        "Output tokens committed; throughput is its rate",
+        lambda state: state.report.counters.num_committed_tokens,
+    ),
+)
+
+_DRAFTING = (
+    _FleetMetric(
+        Definition(
+            name="router_spec_decisions",
+            kind="counter",
+            formula="Router decisions on new requests, and changes of them; decision is on or off, reason says why off",
+            labels=("model_name", "decision", "reason"),
+        ),
+        _decisions,
+    ),
+    _of_verifiers(
+        "draft_length",
+        "gauge",
+        "Draft tokens that the router's plan gives a new request of a verifier; 0: speculation is off",
+        lambda state: state.default_plan.draft_length,
+    ),
+    _of_verifiers(
+        "draft_rtt_seconds",
+        "histogram",
+        "Time from asking a drafter to its draft, of rounds answered in time",
+        lambda state: state.report.counters.round_trip_s,
+    ),
+    _of_verifiers(
+        "draft_lateness_seconds",
+        "histogram",
+        "Arrival of a draft - its deadline, of drafts that missed it",
+        lambda state: state.report.counters.lateness_s,
+    ),
+    _of_verifiers(
+        "drafts_stale",
+        "counter",
+        "Drafts dropped because their round was over",
+        lambda state: state.report.counters.num_stale_drafts,
+    ),
+    _FleetMetric(
+        Definition(
+            name="draft_fallback",
+            kind="counter",
+            formula="Rounds that ended without a usable draft, by reason; the request then decoded plainly",
+            labels=(*LABELS, "reason"),
+        ),
+        _fallbacks,
+    ),
+    _of_verifiers(
+        "draft_resyncs",
+        "counter",
+        "Times a drafter asked for a request's whole prefix again",
+        lambda state: state.report.counters.num_resyncs,
+    ),
+    _FleetMetric(
+        Definition(
+            name="drafter_circuit_state",
+            kind="gauge",
+            formula="A verifier's circuit breaker in front of a drafter: 0 closed, 1 half open, 2 open",
+            labels=(*LABELS, "drafter"),
+        ),
+        _circuits,
+    ),
+    _FleetMetric(
+        Definition(
+            name="link_bad_frames",
+            kind="counter",
+            formula="Frames of the verifier-drafter link that could not be decoded, by the role of who received them",
+            labels=(*LABELS, "role"),
+        ),
+        _bad_frames,
+    ),
+    _of_drafters("draft_sessions", "gauge", "Sessions that a drafter holds", lambda report: report.num_sessions),
+    _of_drafters(
+        "draft_queue_depth", "gauge", "Asks that a drafter has not answered", lambda report: report.queue_depth
+    ),
+    _of_drafters(
+        "drafter_draft_seconds",
+        "gauge",
+        "Smoothed time from an ask to its draft inside the drafter",
+        lambda report: report.mean_draft_s,
+    ),
+    _of_drafters(
+        "drafter_drafts", "counter", "Asks that a drafter answered", lambda report: report.counters.num_drafts
+    ),
+    _of_drafters(
+        "drafter_draft_tokens",
+        "counter",
+        "Tokens that a drafter drafted",
+        lambda report: report.counters.num_draft_tokens,
+    ),
+    _of_drafters(
+        "drafter_evicted_sessions",
+        "counter",
+        "Sessions that a drafter dropped for want of room",
+        lambda report: report.counters.num_evicted_sessions,
+    ),
+)
+_METRICS = (*_LOAD, *_STEPS, *_DRAFTING)
+FLEET_DEFINITIONS = tuple(metric.definition for metric in _METRICS)
+
+
+class FleetMetrics(Collector):
+    """Show the latest snapshot; before there is one, families without samples."""
+
+    def __init__(
+        self,
+        snapshot: Callable[[], FleetSnapshot | None],
+        *,
+        model_name: str,
+        wall_clock: Callable[[], float],
+        vllm_aliases: bool = True,
+    ) -> None:
+        self._snapshot = snapshot
+        self._model_name = model_name
+        self._wall_clock = wall_clock
+        self._vllm_aliases = vllm_aliases
+
+    def collect(self) -> Iterator[Metric]:
+        snapshot, now_s = self._snapshot(), self._wall_clock()
+        for metric in _METRICS:
+            family = _family(metric.definition)
+            for values, value in metric.read(snapshot, now_s) if snapshot is not None else ():
+                _add(family, (self._model_name, *values), value)
+            yield family
+            if metric.definition.has_alias and self._vllm_aliases:
+                yield alias_of(family)
+
+
+Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
+
+
+def _family(definition: Definition) -> Family:
+    types = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
+    family: Family = types[definition.kind](OWN_PREFIX + definition.name, definition.formula, labels=definition.labels)
+    return family
+
+
+def _add(family: Family, labels: tuple[str, ...], value: Value) -> None:
+    if isinstance(family, HistogramMetricFamily):
+        assert isinstance(value, HistogramCounts)
+        bounds = (*map(floatToGoString, value.bounds), floatToGoString(math.inf))
+        cumulative = itertools.accumulate(value.counts or (0,))
+        family.add_metric(labels, list(zip(bounds, cumulative, strict=True)), value.total)
+    else:
+        assert not isinstance(value, HistogramCounts)
+        family.add_metric(labels, value)

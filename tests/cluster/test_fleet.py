@@ -1,0 +1,64 @@
+"""The router's messages: a policy as operators change it, a verifier's report as its engine gives it."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.cluster.fleet import PolicyMode, RouterPolicy, VerifierReport, with_changes
+from outrider.verifier_service.engine_messages import DrafterCircuit, EngineLoad
+
+POLICY = RouterPolicy(mode=PolicyMode.ALWAYS, max_draft_length=5)
+
+
+def test_a_policy_changes_where_it_is_named():
+    changed = with_changes(
+        POLICY, {"mode": "auto", "min_price": 1, "switch": {"on_gain": 1.5}, "acceptance": {"initial_rate": 0.5}}
+    )
+    assert changed.mode is PolicyMode.AUTO
+    assert changed.max_draft_length == 5
+    assert changed.min_price == 1
+    assert (changed.switch.on_gain, changed.switch.off_gain) == (1.5, POLICY.switch.off_gain)
+    assert changed.acceptance.initial_rate == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_draft_lenght": 3}, "unknown policy setting 'max_draft_lenght'; did you mean 'max_draft_length'"),
+        ({"switch": {"on_gian": 2.0}}, "did you mean 'on_gain'"),
+        ({"switch": 2.0}, "switch must be a mapping"),
+        ({"mode": "sometimes"}, "mode must be auto, always or off, not 'sometimes'"),
+        ({"mode": True}, "mode must be"),
+        ({"max_draft_length": "3"}, "max_draft_length must be a whole number, not '3'"),
+        ({"max_draft_length": 2.5}, "max_draft_length must be a whole number"),
+        ({"min_price": False}, "min_price must be a number"),
+        ({"min_price": 2}, r"min_price must be in \[0, 1\]"),
+        ({"switch": {"off_gain": 9.0}}, "off_gain must be positive and at most on_gain"),
+    ],
+)
+def test_a_bad_change_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        with_changes(POLICY, changes)
+
+
+def report(state: str) -> VerifierReport:
+    return VerifierReport.of(
+        verifier_id="v",
+        endpoint="v:1",
+        epoch=1,
+        load=EngineLoad(
+            num_running=0,
+            num_waiting=0,
+            num_decoding=0,
+            kv_usage=0.0,
+            circuits=(DrafterCircuit(drafter_id="d0", state=state), DrafterCircuit(drafter_id="d1", state="closed")),
+        ),
+        max_model_len=64,
+        step_times=(),
+        drafters_up=("d0", "d1"),
+    )
+
+
+def test_a_drafter_that_fails_its_verifier_is_not_up_there_whatever_its_link_says():
+    assert report("open").drafters_up == ("d1",)
+    assert report("half_open").drafters_up == ("d0", "d1"), "it may be tried again"

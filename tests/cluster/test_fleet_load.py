@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fleet_snapshots import DECIDED_AT_S, busy_fleet
+from outrider.cluster.fleet_load import fleet_load
+
+
+def test_every_replica_is_described():
+    load = fleet_load(busy_fleet(), DECIDED_AT_S + 0.5)
+    assert json.loads(json.dumps(load)) == load, "JSON-ready"
+    assert load["age_s"] == 0.5
+    busy, idle = load["verifiers"]
+    assert busy == {
+        "id": "v0",
+        "state": "ready",
+        "num_running": 6,
+        "num_waiting": 2,
+        "kv_usage": 0.625,
+        "tokens_per_s": 120.0,
+        "mean_step_s": 0.05,
+        "draft_length": 3,
+        "disabled_reason": None,
+        "acceptance_rate": 0.75,
+        "mean_acceptance_length": 3.25,
+    }
+    assert (idle["state"], idle["disabled_reason"], idle["acceptance_rate"]) == ("draining", "warmup", None)
+    assert load["drafters"][0] == {
+        "id": "d0",
+        "state": "ready",
+        "num_sessions": 6,
+        "queue_depth": 1,
+        "mean_draft_s": 0.004,
+        "num_links_up": 2,
+        "num_circuits_open": 0,
+    }
+    assert (load["drafters"][1]["num_links_up"], load["drafters"][1]["num_circuits_open"]) == (1, 1)
+
+
+def test_totals_and_decisions_are_those_of_the_whole_fleet():
+    load = fleet_load(busy_fleet(), DECIDED_AT_S)
+    assert load["totals"] == {
+        "num_running": 6,
+        "num_waiting": 2,
+        "tokens_per_s": 120.0,
+        "num_draft_sessions": 6,
+        "acceptance_rate": 0.75,
+        "mean_acceptance_length": pytest.approx(3.25),
+    }
+    assert load["decisions"] == [
+        {"decision": "off", "reason": "load", "count": 11},
+        {"decision": "on", "reason": "none", "count": 31},
+    ]
+
+
+def test_a_gateway_that_has_heard_of_nobody_says_so():
+    load = fleet_load(None, 5.0)
+    assert (load["age_s"], load["verifiers"], load["drafters"], load["decisions"]) == (None, [], [], [])
+    assert load["totals"]["acceptance_rate"] is None

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import grpc
+import pytest
+from httpx import ASGITransport, AsyncClient
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from outrider.cluster.logs import request_id
+from outrider.cluster.request_ids import RequestIdInterceptor, RequestIdMiddleware
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer the ids that a handler sees: in the logs and in its headers."""
+    ids = [request_id.get(), *Request(scope).headers.getlist("x-request-id")]
+    await JSONResponse(ids)(scope, receive, send)
+
+
+async def ids_of(*headers: tuple[str, str]) -> list[str]:
+    transport = ASGITransport(RequestIdMiddleware(app))
+    async with AsyncClient(transport=transport, base_url="http://test") as client:
+        return (await client.get("/", headers=list(headers))).json()
+
+
+async def test_a_clients_id_is_that_of_the_logs():
+    assert await ids_of(("X-Request-Id", "mine")) == ["mine", "mine"]
+    assert request_id.get() is None, "the next request has its own"
+
+
+@pytest.mark.parametrize("given", [(), (("X-Request-Id", "x" * 1000),), (("X-Request-Id", "a\tb"),)])
+async def test_a_missing_or_unsafe_id_is_replaced_by_one_that_all_share(given):
+    logged, *headers = await ids_of(*given)
+    assert headers == [logged]
+    assert logged not in ("", "a\tb")
+    assert len(logged) == 32
+
+
+async def test_a_grpc_call_has_an_id():
+    async def answer(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return (request_id.get() or "").encode()
+
+    server = grpc.aio.server(interceptors=[RequestIdInterceptor()])
+    handlers = {"Ask": grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        ask = channel.unary_unary("/test.Service/Ask")
+        assert await ask(b"", metadata=(("x-request-id", "mine"),)) == b"mine"
+        assert len(await ask(b"")) == 32
+    await server.stop(None)

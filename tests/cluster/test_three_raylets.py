@@ -1,0 +1,223 @@
+"""The service on a Ray cluster of three nodes, deployed and operated as an operator does: by Serve's REST interface."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+
+from live_service import LiveService, Streamed
+from outrider.cluster.config import APP_NAME, ServiceConfig
+from outrider.drafter_service.embedded import held_out_prompts
+from outrider.verifier_service.ranks import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_TOKENS = 300
+NUM_STREAMS = 6
+SESSIONS_PER_DRAFTER = 2  # the target of the policy in this test: so many streams want all three drafters
+
+
+@dataclass
+class Cluster:
+    """The script's process, and what it printed: its nodes' pools and the dashboard's address."""
+
+    process: subprocess.Popen[str]
+    pool_of_node: dict[str, str] = field(default_factory=dict)
+    dashboard: str = ""
+
+    @classmethod
+    def start(cls) -> Cluster:
+        command = [sys.executable, str(ROOT / "deploy" / "local_cluster.py"), "--dashboard-port", str(free_port())]
+        environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+        cluster = cls(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
+        assert cluster.process.stdout is not None
+        for line in cluster.process.stdout:
+            if line.startswith("node "):
+                _, node_id, pool = line.split()
+                cluster.pool_of_node[node_id] = pool.removeprefix("pool=")
+            elif line.startswith("RAY_DASHBOARD_ADDRESS="):
+                cluster.dashboard = line.strip().partition("=")[2]
+                return cluster
+        raise AssertionError("the cluster did not start")
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(timeout=60)
+
+
+@dataclass
+class Deployed:
+    """The application on the cluster."""
+
+    cluster: Cluster
+    client: ServeSubmissionClient
+    manifest: dict[str, Any]
+    service: LiveService
+
+    def deploy(self, manifest: dict[str, Any]) -> None:
+        self.client.deploy_applications(manifest)
+        self.manifest = manifest
+
+    @property
+    def application(self) -> dict[str, Any]:
+        return self.client.get_serve_details()["applications"].get(APP_NAME, {"status": "NOT_STARTED"})
+
+    def replicas(self, deployment: str) -> list[dict[str, Any]]:
+        """Return the replicas that run."""
+        return [
+            replica
+            for replica in self.application["deployments"][deployment]["replicas"]
+            if replica["state"] == "RUNNING"
+        ]
+
+    def replica_ids(self) -> dict[str, set[str]]:
+        return {name: {r["replica_id"] for r in self.replicas(name)} for name in self.application["deployments"]}
+
+    def pools(self, deployment: str) -> set[str]:
+        """Return the pools of the nodes that a deployment's replicas are on."""
+        return {self.cluster.pool_of_node[replica["node_id"]] for replica in self.replicas(deployment)}
+
+    def stream(self, prompt: str, **body: Any) -> Streamed:
+        return self.service.stream(prompt, max_tokens=MAX_TOKENS, ignore_eos=True, **body)
+
+
+def wait(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"condition not met within {timeout_s} s"
+        time.sleep(0.2)
+
+
+def manifest_for_test(port: int, grpc_port: int) -> dict[str, Any]:
+    """Return the manifest that we ship, on free ports, with speculation pinned on and a policy that acts in seconds."""
+    manifest = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text())
+    manifest["http_options"]["port"] = port
+    (application,) = manifest["applications"]
+    application["args"] |= {"grpc_port": grpc_port, "device": "cpu"}
+    router, drafter = application["deployments"]
+    router["user_config"] = {"mode": "always", "max_draft_length": 4}
+    drafter["autoscaling_config"] |= {
+        "upscale_delay_s": 1.0,
+        "downscale_delay_s": 2.0,
+        "look_back_period_s": 2.0,
+        "metrics_interval_s": 0.5,
+    }
+    drafter["autoscaling_config"]["policy"]["policy_kwargs"] = {"targets": {"num_requests": SESSIONS_PER_DRAFTER}}
+    return manifest
+
+
+@pytest.fixture(scope="module")
+def deployed() -> Iterator[Deployed]:
+    cluster = Cluster.start()
+    try:
+        port, grpc_port = free_port(), free_port()
+        service = LiveService(ServiceConfig(port=port, grpc_port=grpc_port))
+        deployed = Deployed(cluster, ServeSubmissionClient(cluster.dashboard), {}, service)
+        deployed.deploy(manifest_for_test(port, grpc_port))
+        wait(lambda: deployed.application["status"] in ("RUNNING", "DEPLOY_FAILED"), timeout_s=120.0)
+        assert deployed.application["status"] == "RUNNING", deployed.application
+        service.wait_for_drafts()
+        yield deployed
+    finally:
+        cluster.stop()
+
+
+def test_pools_are_on_their_own_nodes(deployed: Deployed):
+    assert sorted(deployed.cluster.pool_of_node.values()) == ["drafter", "drafter", "verifier"]
+    assert deployed.pools("Verifier") == {"verifier"}
+    assert deployed.pools("Drafter") == {"drafter"}
+
+
+class Load:
+    """Greedy streams, one after the other on each of some threads, each compared with the text of plain decoding."""
+
+    def __init__(self, deployed: Deployed, prompts: list[str]) -> None:
+        self.deployed = deployed
+        self.expected = {prompt: deployed.stream(prompt, disable_spec_decode=True).text for prompt in prompts}
+        self.streamed: list[Streamed] = []
+        self.num_wanted = len(prompts)
+
+    def run(self, index: int) -> None:
+        """Stream for as long as so many are wanted; raises what a client would see."""
+        prompt = list(self.expected)[index]
+        while index < self.num_wanted:
+            streamed = self.deployed.stream(prompt)
+            assert streamed.text == self.expected[prompt]
+            assert streamed.finish_reason == "length"
+            self.streamed.append(streamed)
+
+
+def test_drafters_scale_up_and_down_under_load_without_a_lost_or_changed_request(deployed: Deployed):
+    load = Load(deployed, held_out_prompts()[:NUM_STREAMS])
+    assert len(deployed.replicas("Drafter")) == 1
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        streams = [threads.submit(load.run, index) for index in range(NUM_STREAMS)]
+        try:
+            wait(lambda: len(deployed.replicas("Drafter")) == 3 or any(stream.done() for stream in streams))
+            assert deployed.pools("Drafter") == {"drafter"}
+            num_before = len(load.streamed)
+            wait(lambda: len(load.streamed) > num_before + NUM_STREAMS)
+            load.num_wanted = 1  # the rest of the load ends, one stream goes on
+            wait(lambda: len(deployed.replicas("Drafter")) == 1 or streams[0].done())
+            num_before = len(load.streamed)
+            wait(lambda: len(load.streamed) > num_before + 1)
+        finally:
+            load.num_wanted = 0
+        for stream in streams:
+            stream.result()
+    assert all(streamed.speculation["num_drafts"] > 0 for streamed in load.streamed)
+    assert [len(deployed.replicas(name)) for name in ("Verifier", "Drafter", "Gateway")] == [1, 1, 1]
+
+
+def test_a_changed_user_config_changes_plans_and_restarts_nothing(deployed: Deployed):
+    prompt = held_out_prompts()[0]
+    before, replica_ids = deployed.stream(prompt), deployed.replica_ids()
+    assert before.speculation["num_draft_tokens"] > 2 * before.speculation["num_drafts"]
+    manifest = copy.deepcopy(deployed.manifest)
+    manifest["applications"][0]["deployments"][0]["user_config"]["max_draft_length"] = 1
+    deployed.deploy(manifest)
+    wait(lambda: one_token_per_draft(deployed.stream(prompt)))
+    assert deployed.replica_ids() == replica_ids
+
+
+def one_token_per_draft(streamed: Streamed) -> bool:
+    return 0 < streamed.speculation["num_draft_tokens"] == streamed.speculation["num_drafts"]
+
+
+def test_a_verifier_that_is_replaced_lets_its_streams_finish(deployed: Deployed):
+    """Scaled to two and back to one: the one that leaves drains, and no stream ends early."""
+    load = Load(deployed, held_out_prompts()[:4])
+    manifest = copy.deepcopy(deployed.manifest)
+    manifest["applications"][0]["deployments"].append({"name": "Verifier", "num_replicas": 2})
+    deployed.deploy(manifest)
+    wait(lambda: len(deployed.replicas("Verifier")) == 2, timeout_s=90.0)
+    with ThreadPoolExecutor(4) as threads:
+        streams = [threads.submit(load.run, index) for index in range(4)]
+        try:
+            wait(lambda: len(load.streamed) >= 4)
+            deployed.deploy({**manifest, "applications": [with_verifiers(manifest, 1)]})
+            wait(lambda: len(deployed.application["deployments"]["Verifier"]["replicas"]) == 1)
+            num_before = len(load.streamed)
+            wait(lambda: len(load.streamed) >= num_before + 4)
+        finally:
+            load.num_wanted = 0
+        for stream in streams:
+            stream.result()
+    assert deployed.pools("Verifier") == {"verifier"}
+
+
+def with_verifiers(manifest: dict[str, Any], num_replicas: int) -> dict[str, Any]:
+    (application,) = copy.deepcopy(manifest)["applications"]
+    application["deployments"][-1]["num_replicas"] = num_replicas
+    return application

@@ -1,0 +1,240 @@
+"""Failures of real processes and links, each driven against a live service while streams run.
+
+`Drill.run` is one run of one case: streams begin, the failure strikes after some chunks, every stream is compared with
+what plain decoding gives, the fleet is waited for. tests/cluster/test_failures.py runs each case once, the soak twenty
+times.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from external_drafter import HONEST, ExternalDrafter, Fault, external_drafter
+from live_service import LiveService, Streamed, live_service
+from outrider.drafter_service.embedded import held_out_prompts
+from tcp_proxy import TcpProxy
+
+MAX_TOKENS = 240
+NUM_STREAMS = 4
+STREAM_TIMEOUT_S = 120.0
+ENGINE_TIMEOUT_S = 4.0
+SAMPLINGS: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "seed": 11})
+
+Inject = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of failure; `prepare` looks up what to strike before the streams begin."""
+
+    name: str
+    prepare: Callable[[LiveService, int], Inject]
+    ends_streams: bool = False  # its clients are told so; everything else is invisible but for a pause
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run did to its streams."""
+
+    case: str
+    num_hung: int
+    num_lost: int  # tokens that plain decoding has and the stream has not
+    num_doubled: int  # tokens that the stream has and plain decoding has not
+    num_failed: int  # streams that ended in an error
+    longest_pause_s: float
+    recovered_s: float
+
+
+def _kill_rank(deployment: str, rank: int, number: int = signal.SIGKILL) -> Callable[[LiveService, int], Inject]:
+    def prepare(service: LiveService, index: int) -> Inject:
+        replicas = service.all_rank_pids(deployment)
+        pid = replicas[index % len(replicas)][rank]
+        return lambda: os.kill(pid, number)
+
+    return prepare
+
+
+def _kill_replica(deployment: str) -> Callable[[LiveService, int], Inject]:
+    def prepare(service: LiveService, index: int) -> Inject:
+        pid = service.call(deployment, "pid")
+        return lambda: os.kill(pid, signal.SIGKILL)
+
+    return prepare
+
+
+FLEET_CASES = (
+    Case("drafter killed", _kill_rank("Drafter", 0)),
+    Case("drafter frozen (SIGSTOP)", _kill_rank("Drafter", 0, signal.SIGSTOP)),
+    Case("verifier's engine killed", _kill_rank("Verifier", 0)),
+    Case("whole verifier killed", _kill_replica("Verifier")),
+    Case("verifier frozen (SIGSTOP)", _kill_rank("Verifier", 0, signal.SIGSTOP)),
+    Case("router killed", _kill_replica("Router")),
+    Case("gateway killed", _kill_replica("Gateway"), ends_streams=True),
+)
+PARALLEL_CASES = (
+    Case("one TP rank of a drafter killed", _kill_rank("Drafter", 1)),
+    Case("one TP rank of the only verifier killed", _kill_rank("Verifier", 1)),
+)
+LINK_CASES = ("link cut", "link half-open")
+
+
+class Drill:
+    """Runs failures against one service and knows what its streams should have brought."""
+
+    def __init__(self, service: LiveService, *, num_verifiers: int, num_drafters: int) -> None:
+        self.service = service
+        self._size = (num_verifiers, num_drafters)
+        self._expected: dict[int, Streamed] = {}
+        self._prompts = held_out_prompts()
+
+    def run(self, case: Case, index: int) -> Outcome:
+        """Strike once while `NUM_STREAMS` streams run."""
+        self.wait_until_whole()
+        for stream in range(NUM_STREAMS):
+            self._expect(stream)
+        inject = case.prepare(self.service, index)
+        streams = self._streams_around(inject, strike_at=3 + index % 8)
+        begin_s = time.monotonic()
+        self.wait_until_whole()
+        return self._outcome(case.name, streams, time.monotonic() - begin_s)
+
+    def wait_until_whole(self) -> None:
+        """Wait until every replica is back, holds nothing, and drafts come again."""
+        self.service.wait_for_fleet(*self._size)
+        self.service.wait_for_drafts()
+        self.service.wait_until_idle()
+
+    def _expect(self, stream: int) -> None:
+        if stream not in self._expected:
+            self._expected[stream] = self._stream(stream, disable_spec_decode=True)
+
+    def _stream(self, stream: int, **body: Any) -> Streamed:
+        sampling = SAMPLINGS[stream % len(SAMPLINGS)]
+        prompt = self._prompts[stream % len(self._prompts)]
+        return self.service.stream(
+            prompt, max_tokens=MAX_TOKENS, ignore_eos=True, return_token_ids=True, **sampling, **body
+        )
+
+    def _streams_around(self, inject: Inject, strike_at: int) -> list[Streamed | Exception | None]:
+        """Run all streams and strike when the first has brought `strike_at` chunks; None: hung."""
+        is_time = threading.Event()
+
+        def count(num_chunks: int) -> None:
+            if num_chunks == strike_at:
+                is_time.set()
+
+        with ThreadPoolExecutor(NUM_STREAMS) as pool:
+            futures = [pool.submit(self._stream, stream, on_chunk=count) for stream in range(NUM_STREAMS)]
+            assert is_time.wait(30), "no stream began"
+            inject()
+            return [_result(future) for future in futures]
+
+    def _outcome(self, name: str, streams: list[Streamed | Exception | None], recovered_s: float) -> Outcome:
+        finished = {index: stream for index, stream in enumerate(streams) if isinstance(stream, Streamed)}
+        changes = [_changes(self._expected[index].token_ids, stream.token_ids) for index, stream in finished.items()]
+        return Outcome(
+            case=name,
+            num_hung=sum(stream is None for stream in streams),
+            num_lost=sum(lost for lost, _ in changes),
+            num_doubled=sum(doubled for _, doubled in changes),
+            num_failed=sum(isinstance(stream, Exception) for stream in streams),
+            longest_pause_s=max((stream.longest_pause_s for stream in finished.values()), default=0.0),
+            recovered_s=recovered_s,
+        )
+
+
+class DrafterDrill(Drill):
+    """The failures of a drafter and of the link to it, played by a drafter in this process."""
+
+    def __init__(self, service: LiveService, drafter: ExternalDrafter) -> None:
+        super().__init__(service, num_verifiers=1, num_drafters=1)
+        self._drafter = drafter
+        self._proxy: TcpProxy | None = None
+
+    def run_fault(self, fault: Fault, index: int) -> Outcome:
+        """Turn a drafter that was honest into one with a fault; a wrong vocabulary is said at the handshake."""
+        self._drafter.join(HONEST)
+        strike = self._set if fault.vocab_fingerprint is None else self._drafter.join
+        return self.run(Case(fault.name, lambda *_: lambda: strike(fault)), index)
+
+    def run_link(self, name: str, index: int) -> Outcome:
+        """Cut the link, or let it fall silent."""
+        with self._proxied() as proxy:
+            strike = proxy.cut if name == "link cut" else proxy.lose_packets
+            return self.run(Case(name, lambda *_: strike), index)
+
+    def wait_until_whole(self) -> None:
+        """End the fault first: only then can the drafter be used again."""
+        if self._proxy is not None:
+            self._proxy.heal()
+        self._drafter.port.fault = HONEST
+        if self._drafter.is_refused:
+            self._drafter.join(HONEST)
+        super().wait_until_whole()
+
+    def _set(self, fault: Fault) -> None:
+        self._drafter.port.fault = fault
+
+    @contextmanager
+    def _proxied(self) -> Iterator[TcpProxy]:
+        def route(endpoint: str) -> str:
+            self._proxy = TcpProxy(endpoint)
+            return self._proxy.address
+
+        self._drafter.join(HONEST, route)
+        assert self._proxy is not None
+        try:
+            yield self._proxy
+        finally:
+            self._drafter.leave()
+            self._proxy.close()
+            self._proxy = None
+
+
+def _result(future: Any) -> Streamed | Exception | None:
+    try:
+        return future.result(timeout=STREAM_TIMEOUT_S)
+    except TimeoutError:
+        return None
+    except (AssertionError, OSError) as error:
+        return error
+
+
+def _changes(expected: list[int], streamed: list[int]) -> tuple[int, int]:
+    """Count the tokens that are missing from `streamed` and those that are too many."""
+    blocks = difflib.SequenceMatcher(a=expected, b=streamed, autojunk=False).get_matching_blocks()
+    num_common = sum(block.size for block in blocks)
+    return len(expected) - num_common, len(streamed) - num_common
+
+
+@contextmanager
+def fleet_drill() -> Iterator[Drill]:
+    """Two verifiers and two drafters."""
+    with live_service(num_verifiers=2, num_drafters=2, engine_timeout_s=ENGINE_TIMEOUT_S) as service:
+        yield Drill(service, num_verifiers=2, num_drafters=2)
+
+
+@contextmanager
+def parallel_drill() -> Iterator[Drill]:
+    """One verifier of two ranks and one drafter of two ranks."""
+    with live_service(tensor_parallel_size=2, draft_tensor_parallel_size=2) as service:
+        yield Drill(service, num_verifiers=1, num_drafters=1)
+
+
+@contextmanager
+def drafter_drill() -> Iterator[DrafterDrill]:
+    """One verifier, and a drafter in this process."""
+    with (
+        live_service(num_drafters=0, wait_for_drafts=False) as service,
+        external_drafter(service) as drafter,
+    ):
+        yield DrafterDrill(service, drafter)

@@ -1,0 +1,243 @@
+"""A fleet for a gateway's backend: a handle that plays the router, real gRPC servers that play verifiers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+
+from engine_bench import EngineBench
+from outrider.cluster.fleet import (
+    Assignment,
+    FleetSnapshot,
+    RouteAsk,
+    RouterPolicy,
+    VerifierReport,
+    VerifierState,
+)
+from outrider.cluster.gateway import ModelInfo
+from outrider.cluster.routed_backend import RoutedBackend, RouterClient
+from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.verifier_service.engine_messages import Cancel
+from outrider.verifier_service.link_messages import ACCEPTED_METADATA, CHANNEL_OPTIONS
+from outrider.verifier_service.request import (
+    FinishReason,
+    GenerationRequest,
+    RequestOutput,
+    SamplingParams,
+    SpeculationPlan,
+)
+from outrider.verifier_service.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.wire import decode, encode
+
+HANGS = object()
+PLAN = SpeculationPlan(drafter_id="d", draft_length=4)
+MODEL = ModelInfo(name="m", max_model_len=64, vocab_size=97, eos_token_ids=(96,), created=0)
+REQUEST = GenerationRequest(
+    request_id="mine", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(seed=4, num_speculative_tokens=2)
+)
+End = FinishReason | grpc.StatusCode | object
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+# --- the router ---
+
+
+class Method:
+    """A method of the router's handle that plays `answer`: a value, an error, or None for ever."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self._answer = answer
+        self.asked: list[tuple[Any, ...]] = []
+
+    async def remote(self, *arguments: Any) -> Any:
+        self.asked.append(arguments)
+        answer = self._answer(*arguments)
+        if answer is HANGS:
+            await asyncio.get_running_loop().create_future()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+class Router:
+    """The router's deployment handle: it gives `answer`, or where that is None what `endpoints` has, in their order."""
+
+    def __init__(self, answer: Any = None, snapshot: Any = HANGS) -> None:
+        self.answer, self.snapshot_answer = answer, snapshot
+        self.endpoints: dict[str, str] = {}
+        self.route = Method(self._route)
+        self.snapshot = Method(lambda: self.snapshot_answer)
+
+    def _route(self, ask: RouteAsk) -> Any:
+        if self.answer is not None:
+            return self.answer
+        for verifier_id, endpoint in self.endpoints.items():
+            if verifier_id not in ask.excluded_verifier_ids:
+                return Assignment(verifier_id=verifier_id, endpoint=endpoint, plan=PLAN)
+        return None
+
+    @property
+    def asks(self) -> list[RouteAsk]:
+        return [ask for (ask,) in self.route.asked]
+
+
+def snapshot_of(*verifier_ids: str, age_s: float = 0.0, **report: Any) -> FleetSnapshot:
+    """Return a snapshot of verifiers that all report the same."""
+    now_s = time.time() - age_s
+    figures = {"num_running": 0, "num_waiting": 0, "num_decoding": 0, "kv_usage": 0.0, **report}
+    return FleetSnapshot(
+        verifiers=tuple(
+            VerifierState(
+                report=VerifierReport(verifier_id=name, endpoint=f"{name}:1", epoch=1, **figures),
+                reported_s=now_s,
+                default_plan=SpeculationPlan(disabled_reason="load"),
+            )
+            for name in verifier_ids
+        ),
+        drafters=(),
+        decided_at_s=now_s,
+    )
+
+
+# --- verifiers ---
+
+
+class ScriptedVerifier(link_pb2_grpc.VerifierLinkServicer):
+    """A verifier that streams the outputs of a script, then ends as it says. A step is its tokens or an output."""
+
+    def __init__(self, script: Sequence[Any], *, end: End = FinishReason.STOP, accepts: bool = True) -> None:
+        self.script, self.end, self.accepts = script, end, accepts
+        self.requests: list[GenerationRequest] = []
+        self.senders: list[str] = []
+        self.cancelled: list[str] = []
+
+    async def Generate(self, frame: link_pb2.Frame, context: Any) -> AsyncIterator[link_pb2.Frame]:
+        request = decode(frame.payload, (GenerationRequest,))
+        self.requests.append(request)
+        self.senders.append(frame.sender)
+        try:
+            if self.accepts:
+                await context.send_initial_metadata(ACCEPTED_METADATA)
+            for index, step in enumerate(self.script, start=1):
+                is_last = index == len(self.script) and isinstance(self.end, FinishReason)
+                yield link_pb2.Frame(payload=self._payload(request, step, self.end if is_last else None))
+            if isinstance(self.end, grpc.StatusCode):
+                await context.abort(self.end, "said so")
+            if self.end is HANGS:
+                await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            self.cancelled.append(request.request_id)
+            raise
+
+    def _payload(self, request: GenerationRequest, step: Any, finish_reason: Any) -> bytes:
+        if isinstance(step, bytes):
+            return step
+        if isinstance(step, RequestOutput):
+            return encode(step)
+        return encode(
+            RequestOutput(
+                request_id=request.request_id, token_ids=step, num_cached_tokens=2, finish_reason=finish_reason
+            )
+        )
+
+
+class EngineVerifier(VerifierLinkServicer):
+    """A verifier with an engine over the fake target, which dies once it has published `dies_after` tokens."""
+
+    def __init__(self, dies_after: int | None = None, **options: Any) -> None:
+        self.table = RequestTable(self._send)
+        super().__init__(self.table)
+        self.requests: list[GenerationRequest] = []
+        self._bench = EngineBench(**options)
+        self._num_left = dies_after
+        self._is_dead = False
+        self._stepping: asyncio.Task[None] | None = None
+
+    def _send(self, message: Any) -> None:
+        if self._is_dead:
+            raise ConnectionError("the engine is gone")
+        if isinstance(message, Cancel):
+            self._bench.engine.cancel(message.request_id)
+            return
+        self.requests.append(message)
+        if (failure := self._bench.engine.add(message)) is not None:
+            self.table.deliver([failure])
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        while self._bench.engine.has_work() and not self._is_dead:
+            self._publish(self._bench.step() or [])
+            self._bench.now_s += self._bench.engine.idle_s() or 0.0
+            await asyncio.sleep(0)
+
+    def _publish(self, outputs: list[RequestOutput]) -> None:
+        self.table.deliver(outputs)
+        if self._num_left is not None:
+            self._num_left -= sum(len(output.token_ids) for output in outputs)
+            if self._num_left <= 0:
+                self._is_dead = True
+                self.table.fail("killed")
+
+
+async def serve(verifier: link_pb2_grpc.VerifierLinkServicer, address: str = "127.0.0.1:0") -> tuple[Any, str]:
+    """Start a verifier's server; return it and its endpoint."""
+    server = grpc.aio.server(options=CHANNEL_OPTIONS)
+    link_pb2_grpc.add_VerifierLinkServicer_to_server(verifier, server)
+    port = server.add_insecure_port(address)
+    await server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+class Fleet:
+    """Verifiers v0, v1, … behind a router that names the first that is not excluded."""
+
+    def __init__(self, *, max_queued_requests: int = 1024, failover_timeout_s: float = 10.0) -> None:
+        self.router = Router()
+        self.client = RouterClient(self.router, RouterPolicy())
+        self.backend = RoutedBackend(
+            self.client,
+            "g",
+            MODEL,
+            max_queued_requests=max_queued_requests,
+            failover_timeout_s=failover_timeout_s,
+        )
+        self.stops: list[Callable[[], Awaitable[None]]] = []
+
+    async def add(self, verifier: link_pb2_grpc.VerifierLinkServicer, address: str = "127.0.0.1:0") -> Any:
+        """Start a verifier and let the router know it; return its server."""
+        server, endpoint = await serve(verifier, address)
+        self.stops.append(lambda: server.stop(None))
+        self.router.endpoints[f"v{len(self.router.endpoints)}"] = endpoint
+        return server
+
+    async def generate(self, request: GenerationRequest = REQUEST) -> list[RequestOutput]:
+        async with asyncio.timeout(20):
+            return [output async for output in self.backend.generate(request)]
+
+
+@contextlib.asynccontextmanager
+async def fleet_of(*verifiers: link_pb2_grpc.VerifierLinkServicer, **options: Any) -> AsyncIterator[Fleet]:
+    fleet = Fleet(**options)
+    try:
+        for verifier in verifiers:
+            await fleet.add(verifier)
+        yield fleet
+    finally:
+        await fleet.backend.close()
+        for stop in fleet.stops:
+            await stop()
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> tuple[int, ...]:
+    return tuple(token_id for output in outputs for token_id in output.token_ids)

@@ -1,0 +1,32 @@
+"""The slow reference of the logits processors: one row at a time, everything counted again from the whole history."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from outrider.verifier_service.request import SamplingParams
+
+
+def processed_row(
+    logits: torch.Tensor,
+    sampling: SamplingParams,
+    *,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    stop_token_ids: Collection[int] = (),
+) -> torch.Tensor:
+    """Return one position's logits as they are sampled from: float32 [vocab_size], before temperature."""
+    row = logits.clone()
+    for item in sampling.logit_bias:
+        row[item.token_id] += item.bias
+    for token_id in range(len(row)):
+        if token_id in stop_token_ids and len(output) < sampling.min_tokens:
+            row[token_id] = -torch.inf
+        if token_id in prompt or token_id in output:
+            factor = sampling.repetition_penalty
+            row[token_id] = row[token_id] / factor if row[token_id] > 0.0 else row[token_id] * factor
+        row[token_id] -= sampling.frequency_penalty * output.count(token_id)
+        row[token_id] -= sampling.presence_penalty * (token_id in output)
+    return row

@@ -1,0 +1,153 @@
+"""Change a target's logits before tokens are drawn or drafts are judged: biases, minimum length, penalties.
+
+Semantics are those of vLLM and OpenAI. In this order, and all before temperature and truncation:
+
+    logit_bias          added
+    min_tokens          end-of-sequence and stop tokens get -inf while the output is shorter
+    repetition_penalty  divides a positive logit, multiplies another, of tokens in prompt or output
+    frequency_penalty   subtracted once per occurrence in the output
+    presence_penalty    subtracted if the output has the token
+
+Row j of a verification sees the draft's first j tokens as output: that is the output by the time the row counts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from outrider.verifier_service.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitEdits:
+    """What changes in the rows of one request: for each row the same ids, none of them twice.
+
+    A logit x becomes (x + bias) / divisor - penalty; where x + bias is negative it is multiplied by the divisor.
+    """
+
+    token_ids: np.ndarray  # int64 [num_ids], in the target's vocabulary
+    biases: np.ndarray  # float32 [num_rows, num_ids]; -inf: never this token
+    divisors: np.ndarray  # float32 [num_rows, num_ids]
+    penalties: np.ndarray  # float32 [num_rows, num_ids]
+
+
+class LogitsProcessor:
+    """One request's sampling parameters that change logits, with the counts of its tokens so far.
+
+    It counts what it is shown as committed, once, so a rejected draft or a preemption leaves no trace. `stop_token_ids`
+    are those that end the request, end-of-sequence included where it does.
+    """
+
+    def __init__(
+        self, sampling: SamplingParams, *, num_prompt_tokens: int, stop_token_ids: Iterable[int], vocab_size: int
+    ) -> None:
+        self._sampling = sampling
+        self._num_prompt_tokens = num_prompt_tokens
+        self._vocab_size = vocab_size
+        self._repeats = sampling.repetition_penalty != 1.0
+        self._counts_tokens = self._repeats or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+        self._num_counted = 0 if self._repeats else num_prompt_tokens
+        self._slots: dict[int, int] = {}  # of a token id in the four arrays
+        self._token_ids = array("q")
+        self._counts = array("q")  # in the output
+        self._is_in_prompt = array("b")
+        self._biases = array("f")
+        for item in sampling.logit_bias:
+            self._biases[self._slot(item.token_id)] += item.bias
+        suppressed = stop_token_ids if sampling.min_tokens else ()
+        self._stop_slots = [self._slot(token_id) for token_id in suppressed if 0 <= token_id < vocab_size]
+
+    @staticmethod
+    def is_needed(sampling: SamplingParams) -> bool:
+        """Say whether these parameters change logits at all."""
+        penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0) or bool(sampling.logit_bias) or sampling.min_tokens > 0
+
+    def edits(self, token_ids: Sequence[int], draft_token_ids: Sequence[int]) -> LogitEdits:
+        """Return the changes to the rows after the committed `token_ids` (prompt and output) and each draft token.
+
+        Draft ids outside the vocabulary are not counted: the rows after them are never used.
+        """
+        self._count(token_ids)
+        num_rows = len(draft_token_ids) + 1
+        drafted = [id_ if id_ < self._vocab_size else None for id_ in draft_token_ids] if self._counts_tokens else []
+        new_ids = [id_ for id_ in dict.fromkeys(drafted) if id_ is not None and id_ not in self._slots]
+        new_slots = {id_: len(self._token_ids) + index for index, id_ in enumerate(new_ids)}
+        counts = np.tile(_extended(self._counts, len(new_ids)), (num_rows, 1))  # [num_rows, num_ids]
+        for index, id_ in enumerate(drafted):
+            if id_ is not None:
+                counts[index + 1 :, new_slots[id_] if id_ in new_slots else self._slots[id_]] += 1
+        is_in_prompt = _extended(self._is_in_prompt, len(new_ids)) > 0
+        biases = np.tile(_extended(self._biases, len(new_ids)), (num_rows, 1))
+        num_missing = self._sampling.min_tokens - (len(token_ids) - self._num_prompt_tokens)
+        biases[: max(0, num_missing), self._stop_slots] = -np.inf
+        sampling, is_in_output = self._sampling, counts > 0
+        return LogitEdits(
+            token_ids=np.concatenate([np.array(self._token_ids), np.array(new_ids, dtype=np.int64)]),
+            biases=biases,
+            divisors=np.where(is_in_output | is_in_prompt, sampling.repetition_penalty, 1.0).astype(np.float32),
+            penalties=np.float32(sampling.frequency_penalty) * counts.astype(np.float32)
+            + np.float32(sampling.presence_penalty) * is_in_output,
+        )
+
+    def _count(self, token_ids: Sequence[int]) -> None:
+        """Take in what was committed since the last call."""
+        if not self._counts_tokens:
+            return
+        for index in range(self._num_counted, len(token_ids)):
+            slot = self._slot(token_ids[index])
+            if index < self._num_prompt_tokens:
+                self._is_in_prompt[slot] = 1
+            else:
+                self._counts[slot] += 1
+        self._num_counted = len(token_ids)
+
+    def _slot(self, token_id: int) -> int:
+        slot = self._slots.setdefault(token_id, len(self._token_ids))
+        if slot == len(self._token_ids):
+            self._token_ids.append(token_id)
+            self._counts.append(0)
+            self._is_in_prompt.append(0)
+            self._biases.append(0.0)
+        return slot
+
+
+def apply_edits(logits: torch.Tensor, edits: Sequence[tuple[int, LogitEdits]]) -> torch.Tensor:
+    """Return the logits with each request's edits, given with its first row; the given logits stay as they are.
+
+    logits float32 [num_rows, vocab_size]; returned as they are, not copied, where there is nothing to edit.
+    """
+    assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
+    if not edits:
+        return logits
+    vocab_size = logits.shape[1]
+    cells = _on_device([_cells(first_row, edit, vocab_size) for first_row, edit in edits], logits)
+    biases = _on_device([edit.biases.ravel() for _, edit in edits], logits)
+    divisors = _on_device([edit.divisors.ravel() for _, edit in edits], logits)
+    penalties = _on_device([edit.penalties.ravel() for _, edit in edits], logits)
+    edited = logits.clone(memory_format=torch.contiguous_format)
+    flat = edited.view(-1)
+    values = flat.index_select(0, cells) + biases  # [num_cells]
+    values = torch.where(values > 0.0, values / divisors, values * divisors) - penalties
+    flat.index_copy_(0, cells, values)
+    return edited
+
+
+def _cells(first_row: int, edit: LogitEdits, vocab_size: int) -> np.ndarray:
+    rows = np.arange(first_row, first_row + len(edit.biases), dtype=np.int64)[:, None]
+    cells: np.ndarray = (rows * vocab_size + edit.token_ids).ravel()
+    return cells
+
+
+def _extended(values: array[int] | array[float], num_zeros: int) -> np.ndarray:
+    own = np.array(values)
+    return np.concatenate([own, np.zeros(num_zeros, dtype=own.dtype)])
+
+
+def _on_device(parts: Sequence[np.ndarray], like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(like.device)
