@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 PACKAGES := proto verifier_service drafter_service cluster
 ARGS ?=
 
-.PHONY: help demo serve bench train test soak lint proto install install-dev clean
+.PHONY: help demo serve bench train test soak lint proto install install-dev system-deps clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -63,6 +63,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable ".[dev]"
 	@touch $@
+
+# promtool comes with prometheus.
+system-deps:  ## Install promtool and Chromium for the tests that need them, as far as this user may
+	@if command -v promtool >/dev/null && command -v chromedriver >/dev/null; then true; \
+	elif ! command -v apt-get >/dev/null || [ "$$(id -u)" -ne 0 ]; then \
+		echo "tests that need promtool or Chromium will be skipped: installing them takes apt-get and root" >&2; \
+	else apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+		apt-get install -y -qq --no-install-recommends prometheus chromium chromium-driver >/dev/null \
+		|| echo "tests that need promtool or Chromium will be skipped: apt-get failed" >&2; \
+	fi
 
 clean:  ## Remove the environment, caches and build products (not the folder build/embedded of a training run)
 	rm -rf $(VENV) dist *.egg-info build/lib build/bdist.* build/typing .pytest_cache .hypothesis .mypy_cache .ruff_cache

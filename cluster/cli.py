@@ -120,6 +120,27 @@ def main(log_level: str) -> None:
 @click.option("--verifier-labels", metavar="JSON", default="{}", help="Ray label selector of verifiers' nodes.")
 @click.option("--drafter-labels", metavar="JSON", default="{}", help="Ray label selector of drafters' nodes.")
 @click.option(
+    "--max-queued-requests",
+    type=int,
+    default=1024,
+    show_default=True,
+    help="Most requests that wait per verifier; more are told to come back.",
+)
+@click.option(
+    "--failover-timeout-s",
+    type=float,
+    default=60.0,
+    show_default=True,
+    help="Seconds that a request which lost its verifier waits for another.",
+)
+@click.option(
+    "--engine-timeout-s",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="Seconds of silence after which an engine is given up.",
+)
+@click.option(
     "--drain-timeout-s",
     type=float,
     default=30.0,
@@ -247,6 +268,25 @@ def chat(model: str | None, max_tokens: int, temperature: float, system: str | N
             conversation.run(Server(**server), options, time.perf_counter)
         except ServerError as error:
             raise click.ClickException(str(error)) from error
+
+
+@main.command()
+@server_options
+@click.option("--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds per frame.")
+@click.option("--once", is_flag=True, help="Print one frame and stop; exit status 1 without an answer.")
+def top(interval: float, once: bool, **server: Any) -> None:
+    """Watch a running service: pools, load, acceptance, the router's decisions."""
+    import time
+
+    from rich.console import Console
+
+    from outrider.cluster import top as watching
+    from outrider.cluster.openai_client import Server
+
+    with usage_errors(), contextlib.suppress(KeyboardInterrupt):
+        state = watching.run(Server(**server), Console(), interval_s=interval, once=once, clock=time.monotonic)
+        if state.error is not None:
+            raise click.exceptions.Exit(1)
 
 
 main.add_command(bench)

@@ -34,14 +34,14 @@ class _FleetMetric:
 
 
 def _of_verifiers(
-    name: str, kind: str, formula: str, read: Callable[[VerifierState], Value], **more: bool
+    name: str, kind: str, formula: str, read: Callable[[VerifierState], Value], has_alias: bool = False
 ) -> _FleetMetric:
     """Define a metric that has one value per verifier."""
 
     def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
         return [((state.report.verifier_id,), read(state)) for state in snapshot.verifiers]
 
-    return _FleetMetric(Definition(name=name, kind=kind, formula=formula, **more), rows)
+    return _FleetMetric(Definition(name=name, kind=kind, formula=formula, has_alias=has_alias), rows)
 
 
 def _of_drafters(name: str, kind: str, formula: str, read: Callable[[DrafterReport], Value]) -> _FleetMetric:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,9 @@ async def first_model(client: httpx.AsyncClient) -> str:
             raise ServerError("/v1/models is not a list of models: is this an OpenAI-compatible server?") from error
 
 
-async def stream_events(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def stream_events(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the objects of a server-sent event stream; raises `ServerError` for whatever ends it but `[DONE]`."""
     with _server_errors():
         async with client.stream("POST", path, json={**body, "stream": True}) as response:

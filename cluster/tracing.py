@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from outrider.cluster.choice import Backend, GatewayChunk
     from outrider.cluster.gateway import ValidRequest
 
+EXPORT_TIMEOUT_S = 2  # a collector that is away must not hold up a gateway that stops
 TRACE_PARENT = "traceparent"
 TRACE_HEADERS = frozenset({TRACE_PARENT, "tracestate"})
 
@@ -50,7 +51,7 @@ def otlp_provider(endpoint: str, *, sample_ratio: float, replica: str) -> Tracer
         resource=Resource.create({"service.name": "outrider", "service.instance.id": replica}),
         sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
     )
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S)))
     return provider
 
 

@@ -4,7 +4,8 @@
     serve deploy deploy/serve.yaml                   # places drafters apart from verifiers
     python deploy/local_cluster.py --stop            # or Ctrl-C
 
-The nodes are processes on 127.0.0.1. Ray counts CPUs only to place replicas, so the nodes offer more than there are.
+The nodes are processes with this machine's address (Ray translates 127.0.0.1 to it on its own). Ray counts CPUs only to
+place replicas, so the nodes offer more than there are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ NUM_DRAFTER_NODES = 2
 NUM_CPUS = 16  # of each node, as Ray counts them
 NUM_REPLICAS = 4  # of its pool that a node has room for
 OBJECT_STORE_BYTES = 80_000_000  # nothing large goes through Ray's object store
-HOST = "127.0.0.1"
 PID_FILE = Path(tempfile.gettempdir()) / f"outrider-local-cluster-{os.getuid()}.pid"
 STOP_TIMEOUT_S = 60.0
 
@@ -35,7 +35,6 @@ def start(cluster: Cluster, dashboard_port: int) -> None:
         node = cluster.add_node(
             num_cpus=NUM_CPUS,
             object_store_memory=OBJECT_STORE_BYTES,
-            node_ip_address=HOST,
             labels={"pool": pool},
             resources={pool: NUM_REPLICAS},  # for those who place by resources instead of labels
             **options,
@@ -78,7 +77,7 @@ def run(dashboard_port: int) -> None:
     try:
         start(cluster, dashboard_port)
         click.echo(f"RAY_ADDRESS={cluster.address}")
-        click.echo(f"RAY_DASHBOARD_ADDRESS=http://{HOST}:{dashboard_port}")
+        click.echo(f"RAY_DASHBOARD_ADDRESS=http://127.0.0.1:{dashboard_port}")
         stopping.wait()
     finally:
         cluster.shutdown()

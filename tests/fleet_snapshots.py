@@ -35,63 +35,70 @@ COUNTERS = EngineCounters(
     round_trip_s=HistogramCounts(bounds=(0.01,), counts=(39, 1), total=0.25),
     lateness_s=HistogramCounts(bounds=(0.01,), counts=(2, 1), total=0.125),
 )
+BUSY_VERIFIER = VerifierReport(
+    verifier_id="v0",
+    endpoint="v0:1",
+    epoch=1,
+    num_running=6,
+    num_waiting=2,
+    num_decoding=5,
+    kv_usage=0.625,
+    drafters_up=("d0",),
+    tokens_per_s=120.0,
+    mean_step_s=0.05,
+    counters=COUNTERS,
+    circuits=(DrafterCircuit(drafter_id="d0", state="closed"), DrafterCircuit(drafter_id="d1", state="open")),
+    num_bad_frames=4,
+)
+IDLE_VERIFIER = VerifierReport(
+    verifier_id="v1",
+    endpoint="v1:1",
+    epoch=1,
+    num_running=0,
+    num_waiting=0,
+    num_decoding=0,
+    kv_usage=0.0,
+    drafters_up=("d0", "d1"),
+    draining=True,
+)
+BUSY_DRAFTER = DrafterReport(
+    drafter_id="d0",
+    endpoint="d0:1",
+    epoch=1,
+    num_sessions=6,
+    queue_depth=1,
+    max_draft_length=8,
+    mean_draft_s=0.004,
+    counters=DrafterCounters(num_drafts=44, num_draft_tokens=132, num_evicted_sessions=1),
+    num_bad_frames=9,
+)
+IDLE_DRAFTER = DrafterReport(
+    drafter_id="d1",
+    endpoint="d1:1",
+    epoch=1,
+    num_sessions=0,
+    queue_depth=0,
+    max_draft_length=8,
+    mean_draft_s=0.0,
+    draining=True,
+)
 
 
 def busy_fleet() -> FleetSnapshot:
     """Return v0 (busy, drafting) and v1 (draining, idle, never stepped), d0 (linked to both) and d1 (draining)."""
-    v0 = VerifierReport(
-        verifier_id="v0",
-        endpoint="v0:1",
-        epoch=1,
-        num_running=6,
-        num_waiting=2,
-        num_decoding=5,
-        kv_usage=0.625,
-        drafters_up=("d0",),
-        tokens_per_s=120.0,
-        mean_step_s=0.05,
-        counters=COUNTERS,
-        circuits=(DrafterCircuit(drafter_id="d0", state="closed"), DrafterCircuit(drafter_id="d1", state="open")),
-        num_bad_frames=4,
-    )
-    v1 = VerifierReport(
-        verifier_id="v1",
-        endpoint="v1:1",
-        epoch=1,
-        num_running=0,
-        num_waiting=0,
-        num_decoding=0,
-        kv_usage=0.0,
-        drafters_up=("d0", "d1"),
-        draining=True,
-    )
-    d0 = DrafterReport(
-        drafter_id="d0",
-        endpoint="d0:1",
-        epoch=1,
-        num_sessions=6,
-        queue_depth=1,
-        max_draft_length=8,
-        mean_draft_s=0.004,
-        counters=DrafterCounters(num_drafts=44, num_draft_tokens=132, num_evicted_sessions=1),
-        num_bad_frames=9,
-    )
-    d1 = DrafterReport(
-        drafter_id="d1",
-        endpoint="d1:1",
-        epoch=1,
-        num_sessions=0,
-        queue_depth=0,
-        max_draft_length=8,
-        mean_draft_s=0.0,
-        draining=True,
-    )
     return FleetSnapshot(
         verifiers=(
-            VerifierState(report=v0, reported_s=999.0, default_plan=SpeculationPlan(drafter_id="d0", draft_length=3)),
-            VerifierState(report=v1, reported_s=999.5, default_plan=SpeculationPlan(disabled_reason="warmup")),
+            VerifierState(
+                report=BUSY_VERIFIER, reported_s=999.0, default_plan=SpeculationPlan(drafter_id="d0", draft_length=3)
+            ),
+            VerifierState(
+                report=IDLE_VERIFIER, reported_s=999.5, default_plan=SpeculationPlan(disabled_reason="warmup")
+            ),
         ),
-        drafters=(DrafterState(report=d0, reported_s=999.0), DrafterState(report=d1, reported_s=999.0)),
+        drafters=(
+            DrafterState(report=BUSY_DRAFTER, reported_s=999.0),
+            DrafterState(report=IDLE_DRAFTER, reported_s=999.0),
+        ),
         decided_at_s=DECIDED_AT_S,
         decisions=(
             DecisionCount(decision="off", reason="load", count=11),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -243,15 +243,14 @@ class VerifierEngine:
             return None
         now_s = self._clock()
         unix_s = self._wall_clock() - now_s
-        answered = self.drafting.answered_round(item.request)
-        if answered is None or item.draft is None or answered.round_id != item.draft.round_id:
-            return StepTiming(
-                began_s=unix_s + begin_s, ended_s=unix_s + now_s, num_scheduled_tokens=schedule.batch.num_tokens
-            )
-        return StepTiming(
-            began_s=unix_s + begin_s,
-            ended_s=unix_s + now_s,
-            num_scheduled_tokens=schedule.batch.num_tokens,
+        timing = StepTiming(
+            began_s=unix_s + begin_s, ended_s=unix_s + now_s, num_scheduled_tokens=schedule.batch.num_tokens
+        )
+        answered = self.drafting.answered_round(item.request) if item.draft is not None else None
+        if answered is None:
+            return timing
+        return replace(
+            timing,
             drafter_id=answered.drafter_id,
             draft_asked_s=unix_s + answered.asked_s,
             draft_received_s=unix_s + answered.received_s,

@@ -68,32 +68,44 @@ class LogitsProcessor:
         penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
         return penalties != (0.0, 0.0, 1.0) or bool(sampling.logit_bias) or sampling.min_tokens > 0
 
-    def edits(self, token_ids: Sequence[int], draft_token_ids: Sequence[int]) -> LogitEdits:
+    def edits(self, token_ids: Sequence[int], draft_token_ids: Sequence[int]) -> LogitEdits | None:
         """Return the changes to the rows after the committed `token_ids` (prompt and output) and each draft token.
 
         Draft ids outside the vocabulary are not counted: the rows after them are never used.
         """
+        sampling, num_rows = self._sampling, len(draft_token_ids) + 1
+        num_barred_rows = max(0, sampling.min_tokens - (len(token_ids) - self._num_prompt_tokens))
+        if not (self._counts_tokens or sampling.logit_bias or num_barred_rows):
+            return None
         self._count(token_ids)
-        num_rows = len(draft_token_ids) + 1
-        drafted = [id_ if id_ < self._vocab_size else None for id_ in draft_token_ids] if self._counts_tokens else []
-        new_ids = [id_ for id_ in dict.fromkeys(drafted) if id_ is not None and id_ not in self._slots]
-        new_slots = {id_: len(self._token_ids) + index for index, id_ in enumerate(new_ids)}
-        counts = np.tile(_extended(self._counts, len(new_ids)), (num_rows, 1))  # [num_rows, num_ids]
-        for index, id_ in enumerate(drafted):
-            if id_ is not None:
-                counts[index + 1 :, new_slots[id_] if id_ in new_slots else self._slots[id_]] += 1
-        is_in_prompt = _extended(self._is_in_prompt, len(new_ids)) > 0
+        new_ids = self._new_ids(draft_token_ids)
         biases = np.tile(_extended(self._biases, len(new_ids)), (num_rows, 1))
-        num_missing = self._sampling.min_tokens - (len(token_ids) - self._num_prompt_tokens)
-        biases[: max(0, num_missing), self._stop_slots] = -np.inf
-        sampling, is_in_output = self._sampling, counts > 0
+        biases[:num_barred_rows, self._stop_slots] = -np.inf
+        counts = self._output_counts(draft_token_ids, new_ids)
+        is_seen = (counts > 0) | (_extended(self._is_in_prompt, len(new_ids)) > 0)
+        penalties = sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
         return LogitEdits(
             token_ids=np.concatenate([np.array(self._token_ids), np.array(new_ids, dtype=np.int64)]),
             biases=biases,
-            divisors=np.where(is_in_output | is_in_prompt, sampling.repetition_penalty, 1.0).astype(np.float32),
-            penalties=np.float32(sampling.frequency_penalty) * counts.astype(np.float32)
-            + np.float32(sampling.presence_penalty) * is_in_output,
+            divisors=np.where(is_seen, sampling.repetition_penalty, 1.0).astype(np.float32),
+            penalties=penalties.astype(np.float32),
         )
+
+    def _new_ids(self, draft_token_ids: Sequence[int]) -> list[int]:
+        """Return the draft's ids that have no slot: until they are committed, their columns follow the slots'."""
+        if not self._counts_tokens:
+            return []
+        return [id_ for id_ in dict.fromkeys(draft_token_ids) if id_ < self._vocab_size and id_ not in self._slots]
+
+    def _output_counts(self, draft_token_ids: Sequence[int], new_ids: Sequence[int]) -> np.ndarray:
+        """Count each id in the output before each row: int64 [num_rows, num_ids]."""
+        counts = np.tile(_extended(self._counts, len(new_ids)), (len(draft_token_ids) + 1, 1))
+        new_columns = {id_: len(self._counts) + index for index, id_ in enumerate(new_ids)}
+        for index, id_ in enumerate(draft_token_ids):
+            column = self._slots.get(id_, new_columns.get(id_))
+            if column is not None:
+                counts[index + 1 :, column] += 1
+        return counts
 
     def _count(self, token_ids: Sequence[int]) -> None:
         """Take in what was committed since the last call."""

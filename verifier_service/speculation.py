@@ -61,7 +61,6 @@ class _Round:
 class AnsweredRound:
     """Who drafted what is attached to a request, and when, by the engine's clock."""
 
-    round_id: int
     drafter_id: str
     asked_s: float
     received_s: float
@@ -177,7 +176,7 @@ class DraftCoordinator:
         session.has_answered = True
         request.draft = draft
         self._answered[request.request_id] = AnsweredRound(
-            round_id=draft.round_id, drafter_id=drafter_id, asked_s=outstanding.asked_s, received_s=now_s
+            drafter_id=drafter_id, asked_s=outstanding.asked_s, received_s=now_s
         )
 
     def _observe_lateness(self, session: _Session | None, draft: Draft, now_s: float) -> None:

@@ -75,9 +75,19 @@ async def test_without_a_right_key_nothing_reaches_the_backend(guarded, backend:
 
 async def test_only_what_probes_ask_is_open(guarded):
     async with http_client(guarded) as client:
-        for path in ("/health", "/metrics"):
+        for path in ("/health", "/ready", "/live", "/metrics"):
             assert (await client.get(path)).status_code == 200
-        for path in ("/v1/models", "/openapi.json", "/health/", "/metrics/x", "/", "//health", "/no-such-path"):
+        for path in (
+            "/v1/models",
+            "/version",
+            "/load",
+            "/openapi.json",
+            "/health/",
+            "/metrics/x",
+            "/",
+            "//health",
+            "/no-such-path",
+        ):
             assert (await client.get(path)).status_code == 401, path
 
 

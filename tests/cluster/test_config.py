@@ -37,6 +37,9 @@ def test_each_side_gets_its_own_degree_of_tensor_parallelism():
     [
         ({"num_drafter": 2}, "did you mean 'num_drafters'"),
         ({"zzz": 2}, "unknown option 'zzz'"),
+        ({"max_queued_requests": 0}, "max_queued_requests must be at least 1"),
+        ({"failover_timeout_s": 0.0}, "failover_timeout_s must be positive"),
+        ({"engine_timeout_s": "-1"}, "engine_timeout_s must be positive"),
         ({"num_verifiers": 0}, "num_verifiers must be at least 1"),
         ({"num_gateways": "0"}, "num_gateways must be at least 1"),
         ({"num_drafters": "3:1"}, "num_drafters must be a number, or min:max .* not '3:1'"),

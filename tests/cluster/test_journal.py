@@ -132,7 +132,7 @@ def test_unseeded_sampling_keeps_its_law_across_a_loss():
     counts = law.joint_counts([journal.token_ids for journal in journals.values()], vocab_size)
     expected = _joint_law(journals["r0"].request, vocab_size, num_tokens=3)
     law.assert_law(counts, expected)
-    assert law.power(expected, law.shifted(expected, 0.06), num_draws) > 0.99
+    assert law.power(expected, law.shifted(expected, 0.12), num_draws) > 0.99
 
 
 def _joint_law(request: GenerationRequest, vocab_size: int, num_tokens: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from outrider.drafter_service.service import DrafterLinkServicer, InProcessPort
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
 from outrider.verifier_service.drafting import Commit, Draft, DraftSampling, Open, Resync
 from outrider.verifier_service.engine_messages import PeerState, Relay
-from outrider.verifier_service.link_messages import CHANNEL_OPTIONS, DrafterIdentity, Hello
+from outrider.verifier_service.link_messages import CHANNEL_OPTIONS, DrafterIdentity, Hello, frame_of
 from outrider.verifier_service.wire import decode, encode
 
 HELLO = Hello(verifier_id="v", epoch=1, vocab_size=97)
@@ -243,3 +243,32 @@ async def test_closing_lets_go_of_every_link():
         assert sorted(state.peer for state in scene.told[2:]) == ["d", "e"]
         assert not any(state.is_up for state in scene.told[2:])
         assert scene.pool.drafters_up == ()
+
+
+class Babbler(DrafterLinkServicer):
+    """A drafter that greets well and then sends frames which mean nothing."""
+
+    def __init__(self, identity: DrafterIdentity) -> None:
+        self._greeting = encode(identity.welcome())
+
+    async def Stream(self, request_iterator: Any, context: Any) -> None:
+        await context.read()
+        for payload in (self._greeting, b"garbage", b"more garbage"):
+            await context.write(frame_of("v", 1, payload))
+        await context.read()
+
+
+async def test_bad_frames_are_counted_beyond_the_link_that_brought_them():
+    identity = DrafterIdentity(
+        drafter_id="d", vocab_size=97, vocab_fingerprint="", max_draft_length=8, max_model_len=64
+    )
+    server = grpc.aio.server(options=CHANNEL_OPTIONS)
+    add_DrafterLinkServicer_to_server(Babbler(identity), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    scene = Scene()
+    await scene.pool.hold([DrafterEndpoint(drafter_id="d", endpoint=address, epoch=1)])
+    await until(lambda: scene.pool.num_bad_frames == 2)
+    await scene.pool.close()
+    assert scene.pool.num_bad_frames == 2
+    await server.stop(grace=None)

@@ -216,7 +216,7 @@ def test_prompt_logprobs_come_once_and_are_the_models_own(models, limits):
     drafts = ModelDrafts(models.draft)
     engine = make_engine(models.target, drafts, LIMITS[limits])
     generate(engine, drafts, requests_of("greedy"))
-    requests = requests_of("greedy", prompt_logprobs=NUM_TOP)
+    requests = requests_of("greedy", prompt_logprobs=NUM_TOP, logprobs=NUM_TOP)
     others = [dataclasses.replace(request, request_id=f"{request.request_id}b") for request in requests_of("greedy")]
     generated = generate(engine, drafts, [request for pair in zip(others, requests, strict=True) for request in pair])
     for request, prompt in zip(requests, PROMPTS, strict=True):
@@ -226,6 +226,7 @@ def test_prompt_logprobs_come_once_and_are_the_models_own(models, limits):
         assert len(first.prompt_logprobs) == len(prompt) > BLOCK_SIZE
         for position in range(1, len(prompt)):
             check_entry(first.prompt_logprobs[position], models.model, prompt[:position], prompt[position])
+        check_entry(first.logprobs[0], models.model, prompt, first.token_ids[0])
     assert all(output.prompt_logprobs is None for other in others for output in generated.outputs[other.request_id])
 
 

@@ -376,6 +376,8 @@ def test_requests_with_and_without_processors_share_a_step():
     assert tokens_of(outputs["c"]) == (7,) * 4
     bench.add("c", max_tokens=7, frequency_penalty=2.0, logit_bias=(LogitBias(token_id=7, bias=21.0),))
     assert tokens_of(bench.finish()["c"]) == (*[7] * 6, unbiased), "21 - 6 * 2 < 10; counts begin anew with a request"
+    bench.add("a", max_tokens=4)
+    assert tokens_of(bench.finish()["a"]) == EXPECTED[:4], "nothing is left of an earlier request's processor"
 
 
 @pytest.mark.parametrize(
@@ -436,6 +438,15 @@ def test_prompt_logprobs_of_a_prompt_preempted_half_way_are_not_doubled():
     expected = [expected_logprob(list(prompt[:length]), prompt[length]) for length in range(1, len(prompt))]
     assert [entry.logprob for entry in first.prompt_logprobs[1:]] == pytest.approx(expected)
     assert all(output.prompt_logprobs is None for output in later)
+
+
+def test_nothing_is_left_of_the_prompt_logprobs_of_a_cancelled_request():
+    bench = EngineBench(max_num_batched_tokens=2)
+    bench.add(prompt_logprobs=0)
+    assert bench.step() == []
+    bench.engine.cancel("a")
+    bench.add(max_tokens=1)
+    assert bench.finish()["a"][-1].prompt_logprobs is None
 
 
 # --- what a step says of itself ---

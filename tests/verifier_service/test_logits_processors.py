@@ -42,6 +42,7 @@ def processed(
     """Process the rows after `output` and each draft token, over a vocabulary of four."""
     processor = make_processor(SamplingParams(**sampling), stop_token_ids=stop_token_ids, vocab_size=4)
     edits = processor.edits([*PROMPT, *output], draft)
+    assert edits is not None
     return apply_edits(torch.tensor(rows), [(0, edits)]).tolist()
 
 
@@ -76,7 +77,8 @@ def test_stop_tokens_are_impossible_until_the_output_is_long_enough_position_by_
     options = {"stop_token_ids": (1, 3, 9, -1), "min_tokens": 3}
     assert processed([row] * 4, draft=(2, 2, 2), **options) == [barred, barred, barred, row]
     assert processed([row] * 3, output=(2,), draft=(2, 2), **options) == [barred, barred, row]
-    assert processed([row], output=(2, 2, 2), **options) == [row]
+    long_enough = make_processor(SamplingParams(min_tokens=3), stop_token_ids=(1, 3))
+    assert long_enough.edits([*PROMPT, 2, 2, 2], [1]) is None, "nothing is copied for it any more"
 
 
 def test_the_order_is_bias_then_repetition_then_the_output_penalties():
@@ -170,7 +172,8 @@ def test_a_step_of_many_requests_is_the_references(seed: int):
         for request in requests:
             request.redraft()
             if request.processor is not None:
-                edits.append((first_row, request.processor.edits([*request.prompt, *request.output], request.draft)))
+                edit = request.processor.edits([*request.prompt, *request.output], request.draft)
+                edits += [] if edit is None else [(first_row, edit)]
             rows = request.expected(logits[first_row : first_row + len(request.draft) + 1])
             expected.append(rows)
             first_row += len(rows)

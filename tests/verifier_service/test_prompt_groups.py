@@ -31,9 +31,8 @@ def groups_of(*running: Request) -> PromptGroups:
 
 
 def test_the_source_is_the_first_that_has_the_prompt():
-    computing, second, third = member("a", None), member("b", num_computed_tokens=10), member("c")
-    third.num_computed_tokens = 12
-    groups = groups_of(computing, member("x", num_computed_tokens=9), second, third)
+    computing, second, third = (member(str(count), num_computed_tokens=count) for count in (9, 10, 12))
+    groups = groups_of(computing, second, third)
     new = member("d")
     groups.add(new)
     assert groups.source(new) is second

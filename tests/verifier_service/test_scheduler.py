@@ -810,6 +810,16 @@ def test_prompt_logprobs_bypass_cache_and_siblings():
     assert (request.num_cached_tokens, scheduler.num_prefix_queried_tokens) == (0, queried)
 
 
+def test_a_prompt_for_logprobs_is_admitted_only_if_all_of_it_fits():
+    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=6)
+    added(scheduler, "a", range(1, 6), max_tokens=2)
+    step(scheduler)
+    added(scheduler, "b", range(1, 11), max_tokens=4, prompt_logprobs=0)  # three blocks, two are free
+    assert shares(step(scheduler)) == {"a": 1}
+    scheduler.remove("a")
+    assert shares(step(scheduler)) == {"b": 6}
+
+
 def test_prompt_rows_are_bounded_over_all_requests_of_a_step():
     scheduler = Scheduler(SchedulerConfig(max_model_len=1024, vocab_size=100), BlockPool(256, 16))
     added(scheduler, "a", [1] * 200, prompt_logprobs=0)
@@ -847,7 +857,7 @@ def test_a_continuation_goes_on_after_its_output():
 
 def test_a_continuation_finds_its_output_in_the_cache_and_counts_the_prompt():
     scheduler = make_scheduler()
-    added(scheduler, "a", range(1, 7))
+    added(scheduler, "a", range(1, 7), group_id="g")
     step(scheduler, {"a": [7]})
     for token_id in range(8, 14):
         step(scheduler, {"a": [token_id]})
