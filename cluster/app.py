@@ -26,7 +26,7 @@ MAX_ONGOING_REQUESTS = 4096
 STOP_MARGIN_S = 5.0  # for what a replica does after it has drained, before Serve kills it
 # What one replica should carry at most, by the figures that it exports; Serve scales by the one that needs most.
 VERIFIER_TARGETS = {"num_requests": 32.0, "kv_usage": 0.8}
-DRAFTER_TARGETS = {"num_requests": 32.0}
+DRAFTER_TARGETS = {"num_sessions": 32.0, "queue_depth": 16.0}
 GATEWAY_TARGETS = {"num_requests": 256.0}
 
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.cluster.api_keys import ApiKeys
 from outrider.cluster.errors import Unauthenticated
-from outrider.cluster.openai_api import error_response
+from outrider.cluster.openai_answer import error_response
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/live", "/metrics"})
 OPEN_GRPC_PREFIX = "/grpc.health.v1.Health/"
@@ -34,7 +34,7 @@ class ApiKeyMiddleware:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await error_response(Unauthenticated(_REFUSAL), {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            await error_response(Unauthenticated(_REFUSAL), {})(scope, receive, send)
 
 
 def _headers(scope: Scope) -> Iterator[tuple[str, str]]:

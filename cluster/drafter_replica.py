@@ -153,7 +153,7 @@ class DrafterReplica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what the pool is scaled by."""
         load = self._port.load()
-        return {"num_requests": float(load.num_sessions + load.queue_depth)}
+        return {"num_sessions": float(load.num_sessions), "queue_depth": float(load.queue_depth)}
 
     async def _drain(self) -> None:
         """Let the verifiers move their requests to other drafters; those that stay lose speed, never a token."""

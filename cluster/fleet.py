@@ -256,7 +256,7 @@ class RouterPolicy:
                 raise ValueError(f"{name} must be positive")
 
 
-_Settings = TypeVar("_Settings", RouterPolicy, SwitchPolicy, AcceptancePolicy)
+_Settings = TypeVar("_Settings", bound=RouterPolicy | SwitchPolicy | AcceptancePolicy)
 
 
 def with_changes(settings: _Settings, changes: Mapping[str, Any]) -> _Settings:

@@ -42,7 +42,6 @@ class GatewayReplica:
 
     async def __init__(self, config: ServiceConfig, router: Any, *pools: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._drain_timeout_s = config.drain_timeout_s
-        self._is_draining = False
         self._router = RouterClient(router, config.router_policy)
         self._tasks = BackgroundTasks()
         self._tasks.start(self._router.follow(), "follow the router")
@@ -80,7 +79,7 @@ class GatewayReplica:
                 *([TraceContextInterceptor()] if self._tracing is not None else []),
             ],
         )
-        self._api: ASGIApp = build_api(self._gateway, self._is_ready)
+        self._api: ASGIApp = build_api(self._gateway, self._has_verifier)
         if self._tracing is not None:
             self._api = TraceContextMiddleware(self._api)
         if keys:
@@ -100,11 +99,9 @@ class GatewayReplica:
         # with TLS nothing may be reached through Serve's proxies, which verify no client
         return self._api if self._https_server is None else FastAPI(openapi_url=None)
 
-    async def _is_ready(self) -> bool:
-        """Return whether a new request would be served."""
+    async def _has_verifier(self) -> bool:
         snapshot = self._router.snapshot
-        has_verifier = snapshot is not None and any(not state.report.draining for state in snapshot.verifiers)
-        return has_verifier and not self._is_draining
+        return snapshot is not None and any(not state.report.draining for state in snapshot.verifiers)
 
     async def pid(self) -> int:
         return os.getpid()
@@ -113,8 +110,12 @@ class GatewayReplica:
         """Raise when this replica can no longer serve."""
         self._tasks.check()
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the pool is scaled by."""
+        return {"num_requests": float(self._gateway.num_running)}
+
     async def __del__(self) -> None:
-        self._is_draining = True
+        self._gateway.drain()
         drains = [self._grpc_server.drain(self._drain_timeout_s)]
         if self._https_server is not None:
             drains.append(self._https_server.drain(self._drain_timeout_s))

@@ -154,7 +154,7 @@ class ChatFormat:
         if streamed:
             role = {} if shown.is_begun else {"role": "assistant"}
             content = {"content": chunk.text} if chunk.text or not shown.is_begun else {}
-            body = {"delta": {**role, **content}}
+            body: dict[str, Any] = {"delta": {**role, **content}}
         else:
             body = {"message": {"role": "assistant", "content": chunk.text, "refusal": None}}
         choice = {

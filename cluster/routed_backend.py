@@ -37,8 +37,6 @@ ACCEPT_TIMEOUT_S = 5.0  # a verifier that does not even say that it has the requ
 AFFINITY_PREFIX_TOKENS = 256  # prompts that share so many are best served by one verifier
 # what a stream ends with when its verifier ends: anything else is about the request
 LOSS_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-# a verifier that was away is tried at once: its new channel must not wait out the back-off of the one that failed
-OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 
 
 class RouterClient:
@@ -114,7 +112,7 @@ class _Peer:
     """A verifier's channel, shared by the streams from it; the last one closes it once it is no longer wanted."""
 
     def __init__(self, endpoint: str, credentials: LinkCredentials | None) -> None:
-        self.channel = open_channel(endpoint, credentials, OWN_CONNECTION)
+        self.channel = open_channel(endpoint, credentials)
         self.stub = link_pb2_grpc.VerifierLinkStub(self.channel)
         self.num_streams = 0
 

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -129,7 +130,13 @@ class TickingClock:
         return self.now_s
 
 
-def build_gateway(backend: FakeBackend, tokenizer: PreTrainedTokenizerFast, *, max_model_len: int = 64) -> Gateway:
+def build_gateway(
+    backend: FakeBackend,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    max_model_len: int = 64,
+    fleet_load: Callable[[], dict[str, Any]] = dict,
+) -> Gateway:
     model = ModelInfo(
         name="tiny",
         max_model_len=max_model_len,
@@ -138,7 +145,7 @@ def build_gateway(backend: FakeBackend, tokenizer: PreTrainedTokenizerFast, *, m
         created=1_700_000_000,
     )
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
-    return Gateway(model, tokenizer, backend, metrics, TickingClock())
+    return Gateway(model, tokenizer, backend, metrics, TickingClock(), fleet_load=fleet_load)
 
 
 def says(tokenizer: PreTrainedTokenizerFast, text: str) -> list[list[int]]:

@@ -14,8 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("proto", "verifier_service", "drafter_service", "cluster")  # imports point left only
 PURE_MODULES = {
-    "verifier_service": ("scheduler", "kv_cache", "prefix_cache", "request", "drafting", "batch")
-    + ("block_tables", "prompt_groups", "waiting_queue"),
+    "verifier_service": (
+        *("scheduler", "kv_cache", "prefix_cache", "request", "drafting", "batch"),
+        *("block_tables", "prompt_groups", "waiting_queue"),
+    ),
     "cluster": ("routing", "planning", "goodput", "cost_model", "router", "fleet", "autoscaling"),
 }
 BANNED_IN_PURE = frozenset({"torch", "ray", "grpc"})

@@ -223,8 +223,8 @@ class Scheduler:
     def _check_lengths(self, request: Request) -> None:
         if not 0 < request.num_prompt_tokens < self._config.max_model_len:
             raise ValueError(
-                f"prompt_token_ids: a prompt of {request.num_prompt_tokens} tokens; it must have at least 1 and leave room for one more "
-                f"within the model's maximum of {self._config.max_model_len}"
+                f"prompt_token_ids: a prompt of {request.num_prompt_tokens} tokens; it must have at least 1 "
+                f"and leave room for one more within the model's maximum of {self._config.max_model_len}"
             )
         if request.num_tokens >= self._max_total_tokens(request):
             raise ValueError(f"output_token_ids: nothing is left to generate after {request.num_output_tokens} tokens")

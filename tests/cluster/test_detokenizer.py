@@ -92,32 +92,75 @@ def test_work_per_token_does_not_grow_with_the_text(text):
     assert tokenizer.num_decoded < 60 * len(ids)
 
 
-@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
-def test_stop_strings_in_pieces_are_those_of_the_whole(text, stop):
-    finder = StopStringFinder(tuple(stop))
-    shown = ""
-    for end, char in enumerate(text, start=1):
-        shown += finder.push(char)
-        if finder.found:
-            # the first end of a stop string, and of those that end there the earliest start
-            starts = [start for s in stop if (start := text[:end].find(s)) >= 0]
-            assert not any(s in text[: end - 1] for s in stop)
-            assert shown == text[: min(starts)]
+@given(
+    st.lists(st.text("ab", max_size=3), max_size=8),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.booleans(),
+    st.integers(0, 4),
+)
+def test_stop_strings_in_tokens_are_those_of_the_whole(texts, stop, include, min_tokens):
+    finder = StopStringFinder(tuple(stop), include=include, min_tokens=min_tokens)
+    shown: list[str] = []
+    for num_tokens, text in enumerate(texts, start=1):
+        shown += finder.push(text)
+        expected = whole_text(texts[:num_tokens], stop, include, min_tokens)
+        assert finder.found == (expected is not None)
+        if expected is not None:
+            assert "".join(shown) == expected
+            assert len(shown) == num_tokens
             return
-        held = text[len(shown) : end]
-        assert text[:end].startswith(shown)
-        assert held == "" or any(s.startswith(held) for s in stop)
-    assert not any(s in text for s in stop)
-    assert shown + finder.flush() == text
+        held = "".join(texts[len(shown) : num_tokens])
+        assert shown == texts[: len(shown)], "whole tokens are published"
+        could_end = any(s.startswith(held[i:]) for s in stop for i in range(len(texts[len(shown)]))) if held else True
+        assert could_end, "and only those are held back whose text may become part of a stop string"
+    assert shown + finder.flush() == texts
+
+
+def whole_text(texts, stop, include, min_tokens):
+    """Return the text up to a stop string that the last token completes, or None; looks at all of it every time."""
+    text, num_new_chars = "".join(texts), len(texts[-1])
+    if len(texts) <= min_tokens:
+        return None
+    matches = [
+        (start, start + len(s))
+        for s in stop
+        for start in range(len(text))
+        if text.startswith(s, start) and start + len(s) > len(text) - num_new_chars
+    ]
+    return text[: min(matches)[1 if include else 0]] if matches else None
 
 
 def test_tokens_behind_a_stop_string_are_not_used():
     ids = TOKENIZER.encode("a.") + TOKENIZER.encode("\n") + TOKENIZER.encode("zz")
-    result = Detokenizer(TOKENIZER, stop=(".\n",)).push(ids)
-    assert (result.text, result.num_tokens, result.stopped) == ("a", 3, True)
+    detokenizer = Detokenizer(TOKENIZER, stop=(".\n",))
+    assert detokenizer.push(ids) == ["a", "", ""]
+    assert detokenizer.stopped
 
 
 def test_what_was_held_back_for_a_stop_string_comes_at_the_end():
     detokenizer = Detokenizer(TOKENIZER, stop=("xyz",))
-    assert detokenizer.push(TOKENIZER.encode("axy")).text == "a"
-    assert detokenizer.flush().text == "xy"
+    assert detokenizer.push(TOKENIZER.encode("axy")) == ["a"]
+    assert detokenizer.flush() == ["x", "y"]
+
+
+def test_a_token_of_an_unfinished_character_waits_for_its_text():
+    ids = TOKENIZER.encode("a😀b")
+    detokenizer = Detokenizer(TOKENIZER)
+    assert [detokenizer.push([id_]) for id_ in ids] == [["a"], [], [], [], ["", "", "", "😀"], ["b"]]
+    unfinished = Detokenizer(TOKENIZER)
+    assert unfinished.push(ids[:3]) == ["a"]
+    assert unfinished.flush() == ["", "\ufffd"]
+
+
+@given(st.lists(st.integers(2, len(TOKENIZER) - 1), max_size=40), st.lists(st.integers(1, 5), max_size=10))
+def test_every_token_gets_its_text_once_and_in_order(ids, sizes):
+    detokenizer = Detokenizer(TOKENIZER, stop=("zq",))
+    texts, left = [], ids
+    for size in [*sizes, len(ids)]:
+        texts += detokenizer.push(left[:size])
+        left = left[size:]
+        assert len(texts) <= len(ids) - len(left)
+    texts += detokenizer.flush()
+    if not detokenizer.stopped:
+        assert len(texts) == len(ids)
+        assert "".join(texts) == TOKENIZER.decode(ids)

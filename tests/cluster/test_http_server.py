@@ -121,7 +121,7 @@ async def until_refused(port: int) -> None:
     while True:
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
-        except ConnectionRefusedError:
+        except ConnectionError:  # refused, or reset while it was accepted
             return
         writer.close()
         await asyncio.sleep(0.01)

@@ -76,12 +76,13 @@ def test_a_record_with_an_id_of_its_own_shows_the_clients_beside_it(lines: Lines
     assert ids == [("cmpl-1", "client"), ("client", None), ("cmpl-2", None)]
 
 
-def test_configuring_again_replaces_the_format(lines: Lines):
+def test_configuring_again_replaces_the_format(lines: Lines, caplog: pytest.LogCaptureFixture):
     configure_logging("json")
     configure_logging("text", replica="v0")
     logging.getLogger("outrider.x").warning("hot", extra={"degrees": 90})
     (line,) = lines()
     assert line.endswith("WARNING outrider.x hot replica=v0 degrees=90")
+    assert caplog.records == [], "handlers of the root logger would show it again"
 
 
 def test_what_libraries_hide_in_records_is_not_shown():

@@ -74,6 +74,8 @@ async def test_the_text_is_valid_and_aliases_can_be_left_out(tokenizer):
     assert len(names) == len(set(names))
     assert "vllm:request_success" in names
     assert "secret-id" not in text
+    samples = {sample.name for metric in gateway.metrics.registry.collect() for sample in metric.samples}
+    assert not {name for name in samples if name.startswith("vllm:") and name.endswith("_created")}
     bare = CollectorRegistry()
     GatewayMetrics(bare, model_name="tiny", vllm_aliases=False)
     assert b"vllm:" not in generate_latest(bare)

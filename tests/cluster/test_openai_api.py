@@ -3,16 +3,17 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 
 import httpx
 import openai
 import pytest
 import uvicorn
 
-from fake_backend import FakeBackend, build_gateway, build_tokenizer, says
+from fake_backend import EOS, FakeBackend, build_gateway, build_tokenizer, says
 from outrider.cluster.errors import Overloaded, RequestFailed, Unavailable
-from outrider.cluster.openai_api import build_api
-from outrider.verifier_service.request import SpeculationMetrics
+from outrider.cluster.openai_api import MAX_BODY_BYTES, build_api
+from outrider.verifier_service.request import LogitBias, SamplingParams, SpeculationMetrics
 
 SPECULATION = SpeculationMetrics(enabled=True, num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
 TEXT = "größer 日本"
@@ -23,7 +24,11 @@ async def healthy():
 
 
 def client_of(backend, tokenizer, is_healthy=healthy):
-    app = build_api(build_gateway(backend, tokenizer), is_healthy, wall_clock=lambda: 1_700_000_000.0)
+    return client_to(build_gateway(backend, tokenizer), is_healthy)
+
+
+def client_to(gateway, is_healthy=healthy):
+    app = build_api(gateway, is_healthy, wall_clock=lambda: 1_700_000_000.0)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
 
@@ -60,8 +65,8 @@ async def test_the_openai_client_is_at_home(tokenizer, backend):
         assert chat.choices[0].finish_reason == "length"
         assert chat.model_extra["metrics"]["speculative_decoding"]["mean_acceptance_length"] == 2.5
         with pytest.raises(openai.BadRequestError) as refused:
-            await client.completions.create(model="tiny", prompt="the", logprobs=0)
-        assert refused.value.param == "logprobs"
+            await client.completions.create(model="tiny", prompt="the", best_of=2)
+        assert refused.value.param == "best_of"
 
 
 async def test_the_openai_client_streams(tokenizer, backend):
@@ -125,14 +130,17 @@ async def test_every_form_of_prompt(tokenizer, backend):
         ({"prompt": []}, "prompt"),
         ({"prompt": "a", "temperature": "hot"}, "temperature"),
         ({"prompt": "a", "max_tokens": 1000}, "max_tokens"),
-        ({"prompt": "a", "logprobs": 0}, "logprobs"),
-        ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
-        ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "top_logprobs": 1}, "top_logprobs"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"9999": 1}}, "logit_bias"),
+        ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": ["a"] * 65, "n": 16}, "n"),
         ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt": "a", "tools": [{}]}, "tools"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "suffix": "x"}, "suffix"),
-        ({"prompt": "a", "echo": True}, "echo"),
         ({"prompt": "a", "temprature": 1}, "temprature"),
         ([], None),
     ],
@@ -163,7 +171,7 @@ async def test_a_typo_gets_a_hint(tokenizer, backend):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
-    ("error", "status"), [(Overloaded("full", 2.5), 503), (Unavailable("none"), 503), (RequestFailed("broken"), 500)]
+    ("error", "status"), [(Overloaded("full", 2.5), 429), (Unavailable("none"), 503), (RequestFailed("broken"), 500)]
 )
 async def test_errors_before_the_first_token_have_their_status(tokenizer, stream, error, status):
     async with client_of(FakeBackend(lambda _: [error]), tokenizer) as client:
@@ -172,7 +180,7 @@ async def test_errors_before_the_first_token_have_their_status(tokenizer, stream
         )
     assert answer.status_code == status
     assert answer.json()["error"]["message"] == str(error)
-    assert answer.headers.get("retry-after") == ("3" if isinstance(error, Overloaded) else None)
+    assert answer.headers.get("retry-after") == {429: "3", 503: "1"}.get(status)
     assert answer.headers["x-request-id"] == "mine"
 
 
@@ -198,6 +206,8 @@ async def test_request_ids_models_health_and_metrics(tokenizer, backend):
         assert (await client.get("/v1/models/other")).status_code == 404
         assert (await client.get("/nowhere")).json()["error"]["type"] == "invalid_request_error"
         assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 200
+        assert (await client.get("/version")).json() == {"version": version("outrider")}
         assert "vllm:generation_tokens_total" in (await client.get("/metrics")).text
 
     async def ill():
@@ -205,6 +215,8 @@ async def test_request_ids_models_health_and_metrics(tokenizer, backend):
 
     async with client_of(backend, tokenizer, ill) as client:
         assert (await client.get("/health")).status_code == 503
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.get("/live")).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -222,3 +234,282 @@ async def test_messages_that_do_not_fit_are_refused(tokenizer, backend, messages
         answer = await client.post("/v1/chat/completions", json={"messages": messages})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "messages"
+
+
+MESSAGES = [{"role": "user", "content": "fox"}]
+GENERATION_PATHS = [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": MESSAGES})]
+
+
+def events_of(answer):
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(("path", "prompt"), GENERATION_PATHS)
+async def test_every_sampling_parameter_reaches_the_engine(tokenizer, backend, path, prompt):
+    same = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 7, "ignore_eos": True, "min_tokens": 2}
+    same |= {"presence_penalty": 1, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "max_tokens": 9}
+    same |= {"prompt_logprobs": 2, "num_speculative_tokens": 3}
+    message = {"priority": -3, "session_id": "s", "cache_salt": "salt"}
+    logprobs = {"logprobs": True, "top_logprobs": 1} if "messages" in prompt else {"logprobs": 1}
+    body = {**prompt, **same, **message, **logprobs, "logit_bias": {"7": 2}, "stop_token_ids": [9]}
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    request = backend.requests[0]
+    bias = (LogitBias(token_id=7, bias=2.0),)
+    assert request.sampling == SamplingParams(logit_bias=bias, stop_token_ids=(9,), logprobs=1, **same)
+    assert {name: getattr(request, name) for name in message} == message
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"stop": "b="}, "a"),
+        ({"stop": ["b=", "zz"], "include_stop_str_in_output": True}, "ab="),
+        ({"stop": "b=", "min_tokens": 3}, f"ab=b={EOS}"[:3]),
+        ({"skip_special_tokens": False}, f"ab=b={EOS}"),
+        ({"echo": True}, "theab=b="),
+        ({"echo": True, "stop": "b="}, "thea"),
+    ],
+)
+async def test_what_is_shown_of_the_text(tokenizer, stream, fields, text):
+    ids = [*tokenizer.encode("ab=b="), tokenizer.eos_token_id]
+    backend = FakeBackend(lambda _: [ids[:2], ids[2:]])
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "the", "stream": stream, **fields})
+    objects = events_of(answer) if stream else [answer.json()]
+    assert "".join(choice["text"] for shown in objects for choice in shown["choices"]) == text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_completions_show_log_probabilities_beside_the_text(tokenizer, stream):
+    ids = tokenizer.encode("a日b")
+    backend = FakeBackend(lambda _: [ids[:2], ids[2:]])
+    async with client_of(backend, tokenizer) as client:
+        body = {"prompt": "ab", "logprobs": 2, "stream": stream, "echo": True}
+        answer = await client.post("/v1/completions", json=body)
+    objects = events_of(answer) if stream else [answer.json()]
+    lists = [choice["logprobs"] for shown in objects for choice in shown["choices"]]
+    joined = {name: [item for part in lists for item in part[name]] for name in lists[0]}
+    prompt = tokenizer.encode("ab")
+    assert joined["tokens"] == ["a", "b", "a", "bytes:\\xe6\\x97", "bytes:\\xa5", "b"]
+    assert joined["text_offset"] == [0, 1, 2, 3, 3, 4], "where each token stands in the echoed prompt and the output"
+    assert joined["token_logprobs"] == [None, *[-1.5] * 5]
+    assert joined["top_logprobs"][0] is None
+    assert joined["top_logprobs"][1] == {tokenizer.decode([prompt[1] + 1]): -0.25, "b": -1.5}
+    assert backend.requests[0].sampling.prompt_logprobs == 2
+    assert all("prompt_logprobs" not in choice for shown in objects for choice in shown["choices"])
+
+
+async def test_the_prompt_alone_is_scored_without_output(tokenizer, backend):
+    async with client_of(backend, tokenizer) as client:
+        body = {"prompt": "ab", "max_tokens": 0, "echo": True, "logprobs": 1}
+        answer = (await client.post("/v1/completions", json=body)).json()
+    assert answer["choices"][0]["text"] == "ab"
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.5]
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+async def test_chats_show_log_probabilities_as_the_openai_client_reads_them(tokenizer):
+    ids = tokenizer.encode("a日")
+    backend = FakeBackend(lambda _: [[id_] for id_ in ids])
+    ask = {"model": "tiny", "messages": MESSAGES, "logprobs": True, "top_logprobs": 3}
+    async with serving(backend, tokenizer) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        whole = (await client.chat.completions.create(**ask)).choices[0].logprobs.content
+        stream = await client.chat.completions.create(**ask, stream=True)
+        parts = [item async for event in stream for item in event.choices[0].logprobs.content]
+    assert [item.model_dump() for item in whole] == [item.model_dump() for item in parts]
+    assert bytes(byte for item in whole for byte in item.bytes).decode() == "a日"
+    assert (whole[0].token, whole[0].logprob) == ("a", -1.5)
+    assert [top.logprob for top in whole[0].top_logprobs] == [-0.25, -1.5, -9999.0], "JSON has no -inf"
+
+
+@pytest.mark.parametrize(("path", "prompt"), GENERATION_PATHS)
+async def test_prompt_log_probabilities_are_vllms(tokenizer, backend, path, prompt):
+    async with client_of(backend, tokenizer) as client:
+        answer = (await client.post(path, json={**prompt, "prompt_logprobs": 1, "n": 2})).json()
+    holder = answer if "messages" in prompt else answer["choices"][1]
+    ids = backend.requests[0].prompt_token_ids
+    assert len(holder["prompt_logprobs"]) == len(ids)
+    assert holder["prompt_logprobs"][0] is None
+    if len(ids) > 1:
+        own, top = holder["prompt_logprobs"][1].items()
+        decoded = tokenizer.decode([ids[1]])
+        assert own == (str(ids[1]), {"logprob": -1.5, "rank": 2, "decoded_token": decoded})
+        assert (top[0], top[1]["rank"]) == (str(ids[1] + 1), 1)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "prompt"), GENERATION_PATHS)
+async def test_token_ids_origins_and_texts_on_request(tokenizer, path, prompt, stream):
+    ids = tokenizer.encode("a日b")
+    backend = FakeBackend(lambda _: [ids[:2], ids[2:3], ids[3:]])
+    async with client_of(backend, tokenizer) as client:
+        plain = await client.post(path, json={**prompt, "stream": stream})
+        answer = await client.post(path, json={**prompt, "stream": stream, "return_token_ids": True})
+    assert "token" not in plain.text.replace("_tokens", "")
+    objects = events_of(answer) if stream else [answer.json()]
+    choices = [choice for shown in objects for choice in shown["choices"]]
+    assert [id_ for choice in choices for id_ in choice["token_ids"]] == ids
+    origins = ["accepted", "bonus", "plain", "plain"]
+    assert [origin for choice in choices for origin in choice["token_origins"]] == origins
+    holder = objects[0] if "messages" in prompt else choices[0]
+    assert holder["prompt_token_ids"] == list(backend.requests[0].prompt_token_ids)
+    if stream:
+        tokens = [token for choice in choices for token in choice["tokens"]]
+        assert [(token["id"], token["origin"]) for token in tokens] == list(zip(ids, origins, strict=True))
+        assert "".join(token["text"] for token in tokens) == "a日b"
+
+
+async def test_tokenize_and_detokenize_are_vllms(tokenizer, backend):
+    async with client_of(backend, tokenizer) as client:
+        answer = (await client.post("/tokenize", json={"prompt": "fox 日", "return_token_strs": True})).json()
+        ids = tokenizer.encode("fox 日")
+        strings = tokenizer.convert_ids_to_tokens(ids)
+        assert answer == {"count": len(ids), "max_model_len": 64, "tokens": ids, "token_strs": strings}
+        chat = (await client.post("/tokenize", json={"messages": MESSAGES})).json()
+        text = "<|start|>user\nfox<|end|><|start|>assistant\n"
+        assert tokenizer.decode(chat["tokens"]) == text
+        short = (await client.post("/tokenize", json={"messages": MESSAGES, "add_generation_prompt": False})).json()
+        assert short["count"] < chat["count"]
+        back = await client.post("/detokenize", json={"tokens": chat["tokens"]})
+        assert back.json() == {"prompt": text}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"prompt": "a" * ((1 << 20) + 1)}, "prompt"),
+        ("/tokenize", {"promt": "a", "prompt": "a"}, "promt"),
+        ("/detokenize", {"tokens": [9999]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+    ],
+)
+async def test_what_cannot_be_tokenized_is_refused(tokenizer, backend, path, body, param):
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        (b"[" * 100_000 + b"]" * 100_000, 400, "nested too deeply"),
+        (b'{"prompt": "a", "x": ' + b'{"a":' * 300 + b"1" + b"}" * 301, 400, "unknown field 'x'"),
+        (b'{"prompt": "\\ud800"}', 400, "surrogate"),
+        (b'{"prompt": "a", "model": "\\udc00"}', 400, "surrogate"),
+        (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", 400, "not JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
+        (b"\xff", 400, "not JSON"),
+        (b" " * (MAX_BODY_BYTES + 1), 413, "bytes"),
+    ],
+)
+async def test_hostile_bodies_are_refused(tokenizer, backend, body, status, text):
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/completions", content=body)
+    assert answer.status_code == status
+    assert text in answer.json()["error"]["message"]
+
+
+async def test_a_body_is_bounded_while_it_is_read(tokenizer, backend):
+    num_read = 0
+
+    async def endless():
+        nonlocal num_read
+        while num_read < 100:
+            num_read += 1
+            yield b" " * (1 << 20)
+
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/completions", content=endless())
+    assert answer.status_code == 413
+    assert num_read < 20
+
+
+async def test_an_unsafe_request_id_is_replaced(tokenizer, backend):
+    async with client_of(backend, tokenizer) as client:
+        for unsafe in (b"caf\xc3\xa9", b"tab\there", b"x" * 129, b""):
+            answer = await client.post("/v1/completions", json={"prompt": "a"}, headers={b"X-Request-Id": unsafe})
+            assert answer.headers["x-request-id"].encode() != unsafe
+            assert len(answer.headers["x-request-id"]) == 32
+
+
+async def test_a_draining_gateway_is_not_ready_and_refuses(tokenizer, backend):
+    gateway = build_gateway(backend, tokenizer)
+    gateway.drain()
+    async with client_to(gateway) as client:
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/live")).status_code == 200
+        answer = await client.post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+
+
+async def test_load_is_the_gateways_and_the_fleets(tokenizer):
+    backend = FakeBackend(lambda _: [None])
+    gateway = build_gateway(backend, tokenizer, fleet_load=lambda: {"verifiers": []})
+    async with client_to(gateway) as client:
+        call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
+        await backend.until_waiting(1)
+        assert (await client.get("/load")).json() == {"server_load": 1, "verifiers": []}
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+
+@pytest.mark.parametrize("field", ["response_format", "tools", "guided_json"])
+async def test_structured_output_is_refused_by_name(tokenizer, backend, field):
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/chat/completions", json={"messages": MESSAGES, field: [{"type": "x"}]})
+    assert answer.json()["error"]["param"] == field
+    assert "comes with structured output" in answer.json()["error"]["message"]
+
+
+async def test_a_stream_that_is_read_slowly_has_fewer_events(tokenizer):
+    ids = tokenizer.encode("ab" * 10)
+    backend = FakeBackend(lambda _: [[id_] for id_ in ids])
+    app = build_api(build_gateway(backend, tokenizer), healthy)
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    body = json.dumps({"prompt": ["a", "b"], "stream": True, "max_tokens": 40}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await asyncio.get_running_loop().create_future()
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    await app({**scope, "raw_path": b"", "root_path": "", "scheme": "http", "http_version": "1.1"}, receive, send)
+    events = [message["body"] for message in sent if message.get("body", b"").startswith(b"data: {")]
+    texts = [json.loads(event[len(b"data: ") :])["choices"][0] for event in events]
+    assert "".join(choice["text"] for choice in texts if choice["index"] == 0) == "ab" * 10
+    assert len(events) < len(ids)
+
+
+async def test_a_client_that_leaves_within_its_body_is_no_failure_of_ours(tokenizer, backend, caplog):
+    messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": b'{"pro', "more_body": True}]
+    sent = []
+
+    async def receive():
+        return messages.pop()
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    app = build_api(build_gateway(backend, tokenizer), healthy)
+    await app({**scope, "raw_path": b"", "root_path": "", "scheme": "http", "http_version": "1.1"}, receive, send)
+    assert sent[0]["status"] == 400
+    assert caplog.records == []

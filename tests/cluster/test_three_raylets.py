@@ -22,8 +22,10 @@ from outrider.cluster.config import APP_NAME, ServiceConfig
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.verifier_service.ranks import free_port
 
+pytestmark = pytest.mark.timeout(600)  # a replica takes seconds to start, on a busy machine a minute
+
 ROOT = Path(__file__).resolve().parents[2]
-MAX_TOKENS = 300
+MAX_TOKENS = 200
 NUM_STREAMS = 6
 SESSIONS_PER_DRAFTER = 2  # the target of the policy in this test: so many streams want all three drafters
 
@@ -92,7 +94,7 @@ class Deployed:
         return self.service.stream(prompt, max_tokens=MAX_TOKENS, ignore_eos=True, **body)
 
 
-def wait(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait(condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"condition not met within {timeout_s} s"
@@ -109,11 +111,11 @@ def manifest_for_test(port: int, grpc_port: int) -> dict[str, Any]:
     router["user_config"] = {"mode": "always", "max_draft_length": 4}
     drafter["autoscaling_config"] |= {
         "upscale_delay_s": 1.0,
-        "downscale_delay_s": 2.0,
+        "downscale_delay_s": 4.0,
         "look_back_period_s": 2.0,
         "metrics_interval_s": 0.5,
     }
-    drafter["autoscaling_config"]["policy"]["policy_kwargs"] = {"targets": {"num_requests": SESSIONS_PER_DRAFTER}}
+    drafter["autoscaling_config"]["policy"]["policy_kwargs"] = {"targets": {"num_sessions": SESSIONS_PER_DRAFTER}}
     return manifest
 
 
@@ -125,7 +127,7 @@ def deployed() -> Iterator[Deployed]:
         service = LiveService(ServiceConfig(port=port, grpc_port=grpc_port))
         deployed = Deployed(cluster, ServeSubmissionClient(cluster.dashboard), {}, service)
         deployed.deploy(manifest_for_test(port, grpc_port))
-        wait(lambda: deployed.application["status"] in ("RUNNING", "DEPLOY_FAILED"), timeout_s=120.0)
+        wait(lambda: deployed.application["status"] in ("RUNNING", "DEPLOY_FAILED"))
         assert deployed.application["status"] == "RUNNING", deployed.application
         service.wait_for_drafts()
         yield deployed
@@ -167,7 +169,7 @@ def test_drafters_scale_up_and_down_under_load_without_a_lost_or_changed_request
             wait(lambda: len(deployed.replicas("Drafter")) == 3 or any(stream.done() for stream in streams))
             assert deployed.pools("Drafter") == {"drafter"}
             num_before = len(load.streamed)
-            wait(lambda: len(load.streamed) > num_before + NUM_STREAMS)
+            wait(lambda: len(load.streamed) > num_before + 2)
             load.num_wanted = 1  # the rest of the load ends, one stream goes on
             wait(lambda: len(deployed.replicas("Drafter")) == 1 or streams[0].done())
             num_before = len(load.streamed)
@@ -201,7 +203,7 @@ def test_a_verifier_that_is_replaced_lets_its_streams_finish(deployed: Deployed)
     manifest = copy.deepcopy(deployed.manifest)
     manifest["applications"][0]["deployments"].append({"name": "Verifier", "num_replicas": 2})
     deployed.deploy(manifest)
-    wait(lambda: len(deployed.replicas("Verifier")) == 2, timeout_s=90.0)
+    wait(lambda: len(deployed.replicas("Verifier")) == 2)
     with ThreadPoolExecutor(4) as threads:
         streams = [threads.submit(load.run, index) for index in range(4)]
         try:
