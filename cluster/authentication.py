@@ -1,7 +1,7 @@
 """Where API keys are asked for: in front of the HTTP application and of the gRPC services.
 
 Open without a key is only what machines ask that have none: probes, the scrape of /metrics (which holds neither
-prompts nor request ids), and gRPC's health service.
+prompts nor request ids), and gRPC's health service. So are the web page's files, for its reader can type a key.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.cluster.api_keys import ApiKeys
 from outrider.cluster.errors import Unauthenticated
 from outrider.cluster.openai_answer import error_response
+from outrider.cluster.web_page import FILES as WEB_FILES
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/live", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/live", "/metrics", *WEB_FILES})
 OPEN_GRPC_PREFIX = "/grpc.health.v1.Health/"
 _REFUSAL = "a valid API key is needed, as Authorization: Bearer KEY or x-api-key: KEY"
 

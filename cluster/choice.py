@@ -65,6 +65,7 @@ class GatewayChunk:
     tokens: tuple[OutputToken, ...]
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # on one chunk, where asked for
     finish_reason: FinishReason | None = None
+    stop_string: str | None = None  # that ended the choice
     usage: Usage | None = None
     speculation: SpeculationMetrics | None = None
 
@@ -185,6 +186,7 @@ class Choice:
             tokens=tokens,
             prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
+            stop_string=self.detokenizer.stop_string,
             usage=usage if reason is not None else None,
             speculation=self.speculation if reason is not None else None,
         )

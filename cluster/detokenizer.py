@@ -117,6 +117,7 @@ class StopStringFinder:
     include: bool = False  # keep the stop string in the text
     min_tokens: int = 0
     found: bool = False
+    match: str | None = None  # the stop string that was found
     _num_tokens: int = 0
     _held: list[str] = field(default_factory=list)
 
@@ -139,10 +140,10 @@ class StopStringFinder:
         """Cut the held texts at the first stop string that ends in the new characters."""
         num_old_chars = len(text) - num_new_chars
         starts = ((text.find(stop, max(0, num_old_chars - len(stop) + 1)), stop) for stop in self.stop)
-        matches = [(start, start + len(stop)) for start, stop in starts if start >= 0]
+        matches = [(start, start + len(stop), stop) for start, stop in starts if start >= 0]
         if matches:
             self.found = True
-            start, end = min(matches)
+            start, end, self.match = min(matches)
             self._held = _cut(self._held, end if self.include else start)
 
     def _release(self, num_safe_chars: int) -> list[str]:
@@ -191,6 +192,11 @@ class Detokenizer:
     def stopped(self) -> bool:
         """True once a stop string ended the text."""
         return self._finder.found
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, where one did."""
+        return self._finder.match
 
     def push(self, token_ids: Sequence[int]) -> list[str]:
         """Append tokens; return the texts of those that are settled now, oldest first.

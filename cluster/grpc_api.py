@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf import json_format
-from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from outrider.cluster import vllm_grpc
 from outrider.cluster.choice import GatewayChunk, Usage, joined
-from outrider.cluster.errors import InvalidRequest, OutriderError, field_of, mapping_of, retry_after, text_of
+from outrider.cluster.errors import InvalidRequest, OutriderError
 from outrider.cluster.gateway import Gateway, RequestInput
+from outrider.cluster.grpc_errors import abort
 from outrider.cluster.security import bind
 from outrider.cluster.version import VERSION
 from outrider.proto import generation_pb2 as pb
@@ -61,7 +62,7 @@ class InferenceServicer(generation_pb2_grpc.InferenceServicer):
                 async for chunk in chunks:
                     yield _chunk_message(chunk)
         except OutriderError as error:
-            await _abort(context, error)
+            await abort(context, error)
 
     async def GenerateUnary(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         choices: dict[int, list[GatewayChunk]] = {}
@@ -70,7 +71,7 @@ class InferenceServicer(generation_pb2_grpc.InferenceServicer):
                 async for chunk in chunks:
                     choices.setdefault(chunk.index, []).append(chunk)
         except OutriderError as error:
-            await _abort(context, error)
+            await abort(context, error)
         return _response_message([choices[index] for index in sorted(choices)])
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -199,25 +200,6 @@ def _speculation_message(speculation: SpeculationMetrics) -> pb.SpeculativeDecod
     )
 
 
-async def _abort(context: Context, error: OutriderError) -> NoReturn:
-    status, text = mapping_of(error).grpc_status, text_of(error)
-    metadata: list[tuple[str, str | bytes]] = []
-    if (seconds := retry_after(error)) is not None:
-        metadata.append(("retry-after", seconds))
-    if (field := field_of(error)) is not None:
-        metadata.append(("grpc-status-details-bin", _bad_field(status, text, field)))
-    await context.abort(status, text, trailing_metadata=tuple(metadata))
-    raise AssertionError("context.abort returned")
-
-
-def _bad_field(status: grpc.StatusCode, text: str, field: str) -> bytes:
-    """Return the rich error that names the field, as google.rpc spells it."""
-    violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=text)
-    message = status_pb2.Status(code=status.value[0], message=text)
-    message.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    return bytes(message.SerializeToString())
-
-
 @dataclass(frozen=True, slots=True)
 class RunningGrpcServer:
     """A server that has started; `port` is the one that was bound, of interest when port 0 was asked for."""
@@ -246,9 +228,11 @@ async def start_grpc_server(
     """
     server = grpc.aio.server(interceptors=interceptors, options=list(options.items()))
     generation_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), server)
+    vllm_grpc.add_to_server(gateway, server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+    health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+    names = (SERVICE_NAME, vllm_grpc.SERVICE_NAME, health_name, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     port = bind(server, address, credentials)
     for name in ("", *names):

@@ -27,6 +27,7 @@ from outrider.cluster.openai_protocol import (
     template_input,
 )
 from outrider.cluster.version import VERSION
+from outrider.cluster.web_page import add_web_page
 
 MAX_BODY_BYTES = 16 << 20
 
@@ -40,6 +41,7 @@ def build_api(gateway: Gateway, is_healthy: HealthCheck, *, wall_clock: Callable
     _add_token_routes(app, gateway)
     _add_model_routes(app, gateway)
     _add_status_routes(app, gateway, is_healthy)
+    add_web_page(app)
     app.add_exception_handler(OutriderError, _on_outrider_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from outrider.cluster.detokenizer import REPLACEMENT_CHARACTER, Detokenizer, silent_token_ids
@@ -37,6 +38,10 @@ class TextCodec:
             self._tokenizer.decode, list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return str(await self._in_thread(work))
+
+    async def save(self, folder: Path) -> None:
+        """Write the tokenizer's files into a folder."""
+        await self._in_thread(functools.partial(self._tokenizer.save_pretrained, folder))
 
     async def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """Write messages through the model's chat template; raises `InvalidRequest` where they do not fit it."""

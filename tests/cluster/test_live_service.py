@@ -1,11 +1,7 @@
-"""The whole service with real processes: its public ports, and what happens when parts of it die."""
+"""The whole service with real processes, through its public ports. Its failures: test_failures.py."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +16,6 @@ from outrider.drafter_service.embedded import held_out_prompts
 from outrider.proto import generation_pb2, generation_pb2_grpc
 
 PROMPT = held_out_prompts()[0]
-ROUND_DEADLINE_S = 1.0  # SpeculationConfig.max_deadline_s
 
 
 @pytest.fixture(scope="module")
@@ -99,63 +94,3 @@ def test_client_that_leaves_frees_kv_and_session(service: LiveService):
     with pytest.raises(Leave):
         service.stream(PROMPT, max_tokens=800, ignore_eos=True, on_chunk=leave)
     service.wait_until_idle()
-
-
-def test_killed_drafter_costs_speed_but_never_a_token(service: LiveService):
-    """The stream goes on within the round deadline, text unchanged; the pool restarts the drafter and it is used."""
-    for sampling in ({"temperature": 0}, {"temperature": 0.8, "seed": 11}):
-        service.wait_for_drafts()
-        expected = service.stream(PROMPT, max_tokens=200, ignore_eos=True, disable_spec_decode=True, **sampling)
-        killed: list[int] = []
-
-        def kill_once(num_chunks: int, killed: list[int] = killed) -> None:
-            if num_chunks == 5:
-                killed.append(service.kill("Drafter"))
-
-        streamed = service.stream(PROMPT, max_tokens=200, ignore_eos=True, on_chunk=kill_once, **sampling)
-        assert killed
-        assert streamed.text == expected.text
-        assert streamed.finish_reason == "length"
-        assert streamed.speculation["num_drafts"] > 0, "drafts were in use when the drafter died"
-        assert streamed.longest_pause_s < ROUND_DEADLINE_S + 1.0
-    service.wait_for_drafts()
-    assert service.call("Drafter", "rank_pids")[0] not in killed
-
-
-def test_router_is_not_needed_for_tokens(service: LiveService):
-    """Running streams go on, new requests are admitted from the last snapshot, and the router comes back."""
-    service.wait_for_drafts()
-    expected = service.stream(PROMPT, max_tokens=200, ignore_eos=True).text
-    pid = service.call("Router", "pid")
-
-    def kill(num_chunks: int) -> None:
-        if num_chunks == 5:
-            os.kill(pid, signal.SIGKILL)
-
-    assert service.stream(PROMPT, max_tokens=200, ignore_eos=True, on_chunk=kill).text == expected
-    assert service.stream(PROMPT, max_tokens=200, ignore_eos=True).text == expected
-    assert service.call("Router", "pid") != pid
-    service.wait_for_drafts()
-
-
-def test_killed_verifier_fails_its_requests_clearly_and_comes_back(service: LiveService):
-    service.wait_for_drafts()
-    started = threading.Event()
-
-    def stream() -> str:
-        try:
-            service.stream(PROMPT, max_tokens=1000, ignore_eos=True, on_chunk=lambda _: started.set())
-        except (AssertionError, OSError) as error:
-            return str(error)
-        return "finished"
-
-    with ThreadPoolExecutor(1) as pool:
-        outcome = pool.submit(stream)
-        assert started.wait(30)
-        service.kill("Verifier")
-        assert "engine" in outcome.result(timeout=30)
-    deadline_s = time.monotonic() + 90
-    while (status := service.status_of_a_request()) != 200:
-        assert status == 503
-        assert time.monotonic() < deadline_s
-        time.sleep(0.5)

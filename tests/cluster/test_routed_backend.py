@@ -315,3 +315,14 @@ async def test_a_burst_is_refused_before_any_report_shows_it():
         await asyncio.gather(*sent, return_exceptions=True)
         verifier.script, verifier.end = [(1,)], FinishReason.STOP
         assert len(await fleet.generate()) == 1
+
+
+async def test_requests_that_have_a_token_do_not_count_as_waiting():
+    verifier = ScriptedVerifier([(1,)], end=HANGS)
+    async with fleet_of(verifier, max_queued_requests=2) as fleet:
+        fleet.client.snapshot = snapshot_of("v0")
+        streams = [fleet.backend.generate(REQUEST) for _ in range(5)]
+        for stream in streams:
+            await anext(stream)
+        for stream in streams:
+            await stream.aclose()
