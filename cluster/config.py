@@ -90,6 +90,7 @@ class ServiceConfig:
     api_key_hashes: tuple[str, ...] = ()  # SHA-256 in hex; none: no key is asked for
     log_format: str = "text"  # text | json: one object a line
     otlp_traces_endpoint: str | None = None  # "http://host:4317", OTLP over gRPC; None: no traces
+    check_integrity: bool = False  # engines check their books after every step: for tests
     trace_sample_ratio: float = 1.0  # of the requests whose caller does not say whether to trace
 
     def __post_init__(self) -> None:
@@ -241,6 +242,7 @@ class ServiceConfig:
             max_num_seqs=self.max_num_seqs,
             enable_prefix_caching=self.enable_prefix_caching,
             sampling_seed=self.seed,
+            check_integrity=self.check_integrity,
         )
 
     @property
@@ -254,6 +256,7 @@ class ServiceConfig:
             max_draft_length=max(1, self.num_speculative_tokens),
             max_sessions=self.verifier_range.most * self.max_num_seqs,
             sampling_seed=self.seed,
+            check_integrity=self.check_integrity,
         )
 
     def _model(self, path: str, tensor_parallel_size: int) -> ModelConfig:

@@ -195,7 +195,7 @@ class Detokenizer:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the text, where one did."""
+        """Return the stop string that ended the text, where one did."""
         return self._finder.match
 
     def push(self, token_ids: Sequence[int]) -> list[str]:

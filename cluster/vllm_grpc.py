@@ -261,7 +261,8 @@ def _chunk_message(chunk: GatewayChunk, request: ValidRequest) -> pb.GenerateStr
 
 def _complete_message(whole: GatewayChunk, request: ValidRequest) -> pb.GenerateComplete:
     """Return the end of a choice with all its tokens; log probabilities that were streamed are not repeated."""
-    assert whole.finish_reason is not None and whole.usage is not None
+    assert whole.finish_reason is not None
+    assert whole.usage is not None
     speculation = whole.speculation
     message = pb.GenerateComplete(
         index=whole.index,

@@ -36,6 +36,7 @@ class DrafterSpec:
     max_draft_length: int = 16
     max_sessions: int = 256
     sampling_seed: int | None = None  # of unseeded drafts; None: from the operating system
+    check_integrity: bool = False  # after every step: for tests
 
 
 def build_draft_engine(runner: Runner, spec: DrafterSpec) -> DraftEngine:
@@ -67,16 +68,20 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
         vocab_size=runner.vocab_size, max_model_len=runner.max_model_len, max_draft_length=spec.max_draft_length
     )
     shell.send_bytes(encode(ready))
-    DraftLoop(engine, shell, clock=time.monotonic).run()
+    DraftLoop(engine, shell, clock=time.monotonic, check_integrity=spec.check_integrity).run()
 
 
 class DraftLoop:
     """Shovel messages between the pipe and the draft engine, step after step."""
 
-    def __init__(self, engine: DraftEngine, pipe: Connection, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, engine: DraftEngine, pipe: Connection, *, clock: Callable[[], float], check_integrity: bool = False
+    ) -> None:
+        """`check_integrity` is called after every step; its error ends the loop."""
         self._engine = engine
         self._pipe = pipe
         self._clock = clock
+        self._checks_integrity = check_integrity
         self._answers: list[Relay] = []
         self._next_load_s = 0.0
 
@@ -85,7 +90,10 @@ class DraftLoop:
         with contextlib.suppress(EOFError, ConnectionError):  # the shell is gone
             while True:
                 self._receive(patience_s=0.0 if self._engine.has_work() else LOAD_INTERVAL_S)
-                self._publish([self._relay(peer, encode(message)) for peer, message in self._engine.step()])
+                messages = self._engine.step()
+                if self._checks_integrity:
+                    self._engine.check_integrity()
+                self._publish([self._relay(peer, encode(message)) for peer, message in messages])
 
     def _receive(self, patience_s: float) -> None:
         """Take in all that has arrived, waiting `patience_s` for the first of it."""

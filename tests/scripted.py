@@ -358,7 +358,7 @@ class Driver:
         while self.engine.has_work():
             self._clock.now_s += STEP_S
             self._collect(self.engine.step() or [])
-            self.engine.scheduler.check_integrity()
+            self.engine.check_integrity()
             self.result.num_preempted_waits += sum(r.num_preemptions > 0 for r in self.engine.scheduler.waiting)
             self._refill(requests)
             answers = await self._link.exchange(self._drafts.take_outbox())

@@ -141,6 +141,15 @@ class VerifierEngine:
         deadline_s = self.scheduler.next_deadline_s()
         return None if deadline_s is None else max(0.0, deadline_s - self._clock())
 
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless all books agree and nothing is kept of a request that is gone."""
+        self.scheduler.check_integrity()
+        assert {request.request_id for request in (*self.scheduler.running, *self.scheduler.waiting)} == {
+            *self._requests
+        }, "the scheduler's requests are not the engine's"
+        kept = {*self._processors, *self._prompt_logprobs, *self.drafting.request_ids}
+        assert kept <= {*self._requests}, f"kept of requests that are gone: {kept - {*self._requests}}"
+
     def step(self) -> list[RequestOutput] | None:
         """Run one step; None when nothing could run (no request, or each waits for its draft)."""
         begin_s = self._clock()

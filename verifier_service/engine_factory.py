@@ -38,6 +38,7 @@ class VerifierSpec:
     enable_prefix_caching: bool = True
     sampling_seed: int | None = None  # of unseeded requests; None: from the operating system
     max_draft_deadline_s: float = 1.0
+    check_integrity: bool = False  # after every step: for tests
 
 
 def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> VerifierEngine:
@@ -100,4 +101,4 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec) -> None:
         step_times=measure_step_times(runner, max_tokens=min(64, spec.max_num_batched_tokens)),
     )
     shell.send_bytes(encode(ready))
-    EngineLoop(engine, drafts, shell, clock=time.monotonic).run()
+    EngineLoop(engine, drafts, shell, clock=time.monotonic, check_integrity=spec.check_integrity).run()

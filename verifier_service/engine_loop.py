@@ -44,11 +44,14 @@ class EngineLoop:
         pipe: Connection,
         *,
         clock: Callable[[], float],
+        check_integrity: bool = False,
     ) -> None:
+        """`check_integrity` after every step costs about as much as a small model's step; an error ends the loop."""
         self._engine = engine
         self._drafts = drafts
         self._pipe = pipe
         self._clock = clock
+        self._checks_integrity = check_integrity
         self._failures: list[RequestOutput] = []
         self._next_load_s = 0.0
         self._rates = RecentRates()
@@ -63,6 +66,8 @@ class EngineLoop:
                 else:
                     self._receive(patience_s=0.0)
                 outputs = self._engine.step()
+                if self._checks_integrity:
+                    self._engine.check_integrity()
                 self._publish(outputs or [])
 
     def _wait(self) -> None:

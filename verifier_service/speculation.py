@@ -113,6 +113,12 @@ class DraftCoordinator:
         known = ((drafter_id, drafter.timer.smoothed_s) for drafter_id, drafter in self._drafters.items())
         return {drafter_id: seconds for drafter_id, seconds in known if seconds is not None}
 
+    @property
+    def request_ids(self) -> set[str]:
+        """The requests of which anything is kept here."""
+        told = {request_id for drafter in self._drafters.values() for request_id in drafter.session_ids}
+        return {*self._sessions, *self._answered} | told
+
     def answered_round(self, request: Request) -> AnsweredRound | None:
         """Return the last round in which a good draft came for a request, or None."""
         return self._answered.get(request.request_id)

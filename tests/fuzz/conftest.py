@@ -1,0 +1,20 @@
+"""Where `make fuzz` leaves its table; importing `budget` registers its profile before pytest looks for it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from fuzz.budget import PROFILE
+from fuzz.tally import TALLY
+
+TABLE = Path(__file__).resolve().parents[1] / "FUZZ.md"
+_STARTED_S = time.monotonic()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--hypothesis-profile") == PROFILE and TALLY.outcomes:
+        seconds = time.monotonic() - _STARTED_S
+        TABLE.write_text(TALLY.markdown(num_failed=session.testsfailed, seconds=seconds), encoding="utf-8")

@@ -1,0 +1,67 @@
+"""Real gRPC servers on an event loop that outlives the examples of a test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Any, TypeVar
+
+import grpc
+from hypothesis import strategies as st
+
+from fuzz.tally import TALLY
+
+ServedT = TypeVar("ServedT")
+CALL_TIMEOUT_S = 20.0
+# What a client may be told that did wrong; INTERNAL and UNKNOWN are faults of ours, DEADLINE_EXCEEDED is a hang.
+CLIENT_STATUSES = frozenset(
+    {
+        grpc.StatusCode.OK,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+
+
+class Loop:
+    """An event loop that runs one example after the other."""
+
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self._runner = runner
+
+    def run(self, example: Coroutine[Any, Any, ServedT]) -> ServedT:
+        return self._runner.run(asyncio.wait_for(example, 2 * CALL_TIMEOUT_S))
+
+
+@contextmanager
+def kept_open(context: AbstractAsyncContextManager[ServedT]) -> Iterator[tuple[Loop, ServedT]]:
+    """Enter an async context on a loop of its own; yields the loop and what the context yields."""
+    with asyncio.Runner() as runner:
+        served = runner.run(context.__aenter__())
+        try:
+            yield Loop(runner), served
+        finally:
+            runner.run(context.__aexit__(None, None, None))
+
+
+async def status_of(call: Any, target: str) -> grpc.StatusCode:
+    """Read a call to its end, check that its status blames the client at worst, and count it."""
+    try:
+        async for _ in call:
+            continue
+    except grpc.aio.AioRpcError:
+        pass  # its code is read below
+    code = await call.code()
+    assert code in CLIENT_STATUSES, f"{code}: {await call.details()}"
+    TALLY.count(target, code.name)
+    return code
+
+
+def raw(channel: grpc.aio.Channel, method: str) -> Any:
+    """Return a method that takes bytes for its request and yields its answers as bytes."""
+    return channel.unary_stream(method)
+
+
+PAYLOADS = st.binary(max_size=200)
