@@ -11,6 +11,7 @@ import grpc
 
 from outrider.cluster.background import BackgroundTasks
 from outrider.cluster.engine_shell import EngineShell
+from outrider.cluster.malformed_calls import MalformedCallInterceptor
 from outrider.cluster.rank_actors import RankActors
 from outrider.cluster.security import bind
 from outrider.verifier_service.link_messages import CHANNEL_OPTIONS
@@ -63,7 +64,7 @@ class EngineHost:
         credentials: grpc.ServerCredentials | None = None,
     ) -> str:
         """Open a gRPC port of its own, plaintext without credentials; return its "host:port"."""
-        server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        server = grpc.aio.server(interceptors=(MalformedCallInterceptor(),), options=CHANNEL_OPTIONS)
         register(server)
         port = bind(server, f"{host}:0", credentials)
         await server.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -36,6 +37,9 @@ class EngineShell:
     def start(self) -> None:
         """Deliver messages from now on."""
         self._loop.add_reader(self._pipe.fileno(), self._read)
+        # uvloop, on which Serve runs replicas, makes the pipe non-blocking: under load, a frame that does not fit into
+        # its buffer would then look like the engine's end
+        os.set_blocking(self._pipe.fileno(), True)
 
     def send(self, message: Any) -> None:
         """Hand a message over; raises `ConnectionError` once the engine is gone."""

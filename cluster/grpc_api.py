@@ -18,6 +18,7 @@ from outrider.cluster.choice import GatewayChunk, Usage, joined
 from outrider.cluster.errors import InvalidRequest, OutriderError
 from outrider.cluster.gateway import Gateway, RequestInput
 from outrider.cluster.grpc_errors import abort
+from outrider.cluster.malformed_calls import MalformedCallInterceptor
 from outrider.cluster.security import bind
 from outrider.cluster.version import VERSION
 from outrider.proto import generation_pb2 as pb
@@ -226,7 +227,7 @@ async def start_grpc_server(
 
     Raises `RuntimeError` when the address cannot be bound.
     """
-    server = grpc.aio.server(interceptors=interceptors, options=list(options.items()))
+    server = grpc.aio.server(interceptors=(*interceptors, MalformedCallInterceptor()), options=list(options.items()))
     generation_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), server)
     vllm_grpc.add_to_server(gateway, server)
     health = health_aio.HealthServicer()

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -50,7 +51,7 @@ def build_api(gateway: Gateway, is_healthy: HealthCheck, *, wall_clock: Callable
 
 
 def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[], float]) -> None:
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", openapi_extra=_body_schema("/v1/completions", CompletionBody))
     async def completions(request: Request) -> Response:
         body = parse_body(await read_json(request), CompletionBody)
         gateway.check_model_name(body.model)
@@ -58,7 +59,7 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[
         answer.requests = [await gateway.parse(item) for item in body.inputs(answer.id)]
         return GenerationResponse(answer, stream=bool(body.stream), headers=_id_header(request))
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema("/v1/chat/completions", ChatBody))
     async def chat_completions(request: Request) -> Response:
         body = parse_body(await read_json(request), ChatBody)
         gateway.check_model_name(body.model)
@@ -71,7 +72,7 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[
 def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
     """Add vLLM's /tokenize and /detokenize."""
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", openapi_extra=_body_schema("/tokenize", TokenizeBody))
     async def tokenize(request: Request) -> dict[str, Any]:
         body = parse_body(await read_json(request), TokenizeBody)
         gateway.check_model_name(body.model)
@@ -88,7 +89,7 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
             "token_strs": gateway.text.pieces(ids) if body.return_token_strs else None,
         }
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", openapi_extra=_body_schema("/detokenize", DetokenizeBody))
     async def detokenize(request: Request) -> dict[str, Any]:
         body = parse_body(await read_json(request), DetokenizeBody)
         gateway.check_model_name(body.model)
@@ -142,6 +143,13 @@ def _model_object(gateway: Gateway) -> dict[str, Any]:
         "owned_by": "outrider",
         "max_model_len": model.max_model_len,
     }
+
+
+def _body_schema(path: str, kind: type[BaseModel]) -> dict[str, Any]:
+    """Describe a route's body in the OpenAPI document: routes read it themselves, for its bounds and its errors."""
+    place = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema/$defs/{{model}}"
+    schema = kind.model_json_schema(ref_template=place)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def read_json(request: Request) -> object:

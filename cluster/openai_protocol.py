@@ -234,7 +234,7 @@ def template_input(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 def parse_json(body: bytes) -> object:
     """Read a JSON body; raises `InvalidRequest` where it is none, or holds text that cannot be written as UTF-8."""
     try:
-        value: object = json.loads(body)
+        value: object = json.loads(body.decode("utf-8-sig"))  # of bytes, json would let surrogates and UTF-16 in
         if b"\\u" in body:  # only an escape can smuggle half a surrogate pair in
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

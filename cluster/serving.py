@@ -40,6 +40,7 @@ def running_service(config: ServiceConfig) -> Iterator[None]:
     else:
         check_ports(config)
         start_ray(
+            address="local",  # not one that happens to run here
             # Ray counts CPUs to place ranks; on a small machine ranks share cores
             num_cpus=max(os.cpu_count() or 1, config.num_ranks + config.num_shells + 1),
             include_dashboard=False,

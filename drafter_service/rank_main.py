@@ -77,7 +77,7 @@ class DraftLoop:
     def __init__(
         self, engine: DraftEngine, pipe: Connection, *, clock: Callable[[], float], check_integrity: bool = False
     ) -> None:
-        """`check_integrity` is called after every step; its error ends the loop."""
+        """`check_integrity` is called after every step where asked for; its error ends the loop."""
         self._engine = engine
         self._pipe = pipe
         self._clock = clock

@@ -9,6 +9,10 @@ settings.register_profile("outrider", derandomize=True, deadline=None, database=
 settings.load_profile("outrider")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak-runs", type=int, default=20, help="How often `make soak` repeats each failure.")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _cuda_is_available():

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
+
 from external_drafter import HONEST, ExternalDrafter, Fault, external_drafter
 from live_service import LiveService, Streamed, live_service
 from outrider.drafter_service.embedded import held_out_prompts
@@ -205,7 +207,7 @@ def _result(future: Any) -> Streamed | Exception | None:
         return future.result(timeout=STREAM_TIMEOUT_S)
     except TimeoutError:
         return None
-    except (AssertionError, OSError) as error:
+    except (AssertionError, httpx.HTTPError) as error:
         return error
 
 

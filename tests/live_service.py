@@ -7,12 +7,11 @@ import json
 import os
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 from ray import serve
 
 from outrider.cluster.config import APP_NAME, ServiceConfig
@@ -34,7 +33,8 @@ class Streamed:
 
     @property
     def longest_pause_s(self) -> float:
-        return max(after - before for before, after in zip(self.arrivals_s, self.arrivals_s[1:], strict=False))
+        gaps = zip(self.arrivals_s, self.arrivals_s[1:], strict=False)
+        return max((after - before for before, after in gaps), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,13 @@ class LiveService:
     def stream(self, prompt: str, *, on_chunk: Callable[[int], None] = lambda _: None, **body: Any) -> Streamed:
         """Stream a completion; `on_chunk` is told the number of chunks so far."""
         body = {"model": self.config.model_name, "prompt": prompt, "stream": True, "temperature": 0, **body}
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.base_url}/v1/completions", json.dumps(body).encode(), headers)
         streamed = Streamed()
-        with urllib.request.urlopen(request, timeout=60) as response:
-            for line in response:
-                payload = line.decode().removeprefix("data:").strip()
+        with httpx.stream("POST", f"{self.base_url}/v1/completions", json=body, timeout=60) as response:
+            if response.is_error:
+                response.read()
+            response.raise_for_status()
+            for line in response.iter_lines():
+                payload = line.removeprefix("data:").strip()
                 if not payload or payload == "[DONE]":
                     continue
                 event = json.loads(payload)
@@ -70,14 +71,6 @@ class LiveService:
                 streamed.speculation = (event.get("metrics") or {}).get("speculative_decoding", streamed.speculation)
                 on_chunk(len(streamed.arrivals_s))
         return streamed
-
-    def status_of_a_request(self) -> int:
-        """Return the HTTP status that a small request gets."""
-        try:
-            self.stream("import os\n", max_tokens=4)
-        except urllib.error.HTTPError as error:
-            return error.code
-        return 200
 
     def call(self, deployment: str, method: str) -> Any:
         """Call a method of some replica of a deployment."""
@@ -142,7 +135,7 @@ def _holds(condition: Callable[[], bool]) -> bool:
     """A replica or a gateway that is being replaced cannot answer: the condition does not hold yet."""
     try:
         return condition()
-    except (*ROUTER_ERRORS, OSError):
+    except (*ROUTER_ERRORS, httpx.HTTPError):
         return False
 
 

@@ -46,7 +46,7 @@ class EngineLoop:
         clock: Callable[[], float],
         check_integrity: bool = False,
     ) -> None:
-        """`check_integrity` after every step costs about as much as a small model's step; an error ends the loop."""
+        """`check_integrity` is called after every step where asked for; its error ends the loop."""
         self._engine = engine
         self._drafts = drafts
         self._pipe = pipe

@@ -135,7 +135,7 @@ function showRun(run) {
     ["tokens/s", number(run.tokensPerSecond, 1)],
     ["tokens", run.numTokens],
     ["first token", run.firstMs === null ? NOTHING : `${Math.round(run.firstMs - run.startedMs)} ms`],
-    ["of the text drafted", percent(run.acceptedShare)],
+    ["of the text from drafts", percent(run.acceptedShare)],
     ["draft tokens accepted", percent(acceptance)],
     ["tokens/verification", number(run.speculation?.mean_acceptance_length ?? run.tokensPerVerification, 2)],
   ]);

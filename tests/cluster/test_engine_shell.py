@@ -2,6 +2,7 @@ import asyncio
 from multiprocessing import Pipe
 
 import pytest
+import uvloop
 
 from outrider.cluster.engine_shell import EngineShell
 from outrider.verifier_service.engine_messages import FROM_ENGINE, TO_ENGINE, Cancel, EngineUpdate
@@ -34,6 +35,25 @@ async def test_messages_pass_both_ways_in_order():
     engine.shell.send(Cancel(request_id="a"))
     assert decode(engine.pipe.recv_bytes(), TO_ENGINE) == Cancel(request_id="a")
     engine.shell.close()
+
+
+def test_more_than_the_pipe_holds_waits_for_an_engine_that_is_busy_on_serves_own_event_loop():
+    cancels = [Cancel(request_id=f"{index}" * 1000) for index in range(1000)]
+
+    async def send_all() -> None:
+        engine = Engine()
+        for cancel in cancels:
+            engine.shell.send(cancel)
+        await settle()
+        assert [decode(engine.pipe.recv_bytes(), TO_ENGINE) for _ in cancels] == cancels
+        big = EngineUpdate(outputs=(RequestOutput(request_id="a", token_ids=(1,) * 1_000_000),))
+        await asyncio.to_thread(engine.pipe.send_bytes, encode(big))
+        await settle()
+        assert (engine.messages, engine.failures) == ([big], [])
+        engine.shell.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(send_all())
 
 
 async def test_end_of_the_engine_is_told_once_and_sending_fails_from_then_on():

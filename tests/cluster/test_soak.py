@@ -1,94 +1,98 @@
-"""Failures driven again and again against one live service; the table they leave is committed as tests/SOAK.md."""
+"""Every failure again and again against live services; the table they leave is committed as tests/SOAK.md."""
 
 from __future__ import annotations
 
 import os
 import platform
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from live_service import LiveService, Streamed, live_service
-from outrider.drafter_service.embedded import held_out_prompts
+from external_drafter import FAULTS
+from failures import (
+    FLEET_CASES,
+    LINK_CASES,
+    MAX_TOKENS,
+    NUM_STREAMS,
+    PARALLEL_CASES,
+    Outcome,
+    drafter_drill,
+    fleet_drill,
+    parallel_drill,
+)
 
-NUM_RUNS = 20
-MAX_TOKENS = 200
-MAX_PAUSE_S = 2.0  # the round deadline of 1 s, and as much again for a busy machine
 TABLE = Path(__file__).resolve().parents[1] / "SOAK.md"
-SAMPLINGS: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "seed": 11})
+ROWS: dict[str, list[Outcome]] = {}
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
-
-
-@dataclass(frozen=True)
-class Run:
-    sampling: str
-    streamed: Streamed
-    is_identical: bool
-    seconds_until_drafting: float
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[LiveService]:
-    with live_service() as service:
-        yield service
+@pytest.fixture
+def num_runs(pytestconfig: pytest.Config) -> int:
+    return pytestconfig.getoption("--soak-runs")
 
 
-def test_drafter_killed_mid_stream(service: LiveService):
-    prompts = held_out_prompts()
-    runs = [kill_once(service, prompts[i % len(prompts)], SAMPLINGS[i % len(SAMPLINGS)], i) for i in range(NUM_RUNS)]
-    service.wait_until_idle()
-    TABLE.write_text(table(runs), encoding="utf-8")
-    assert all(run.is_identical for run in runs)
-    assert all(run.streamed.finish_reason == "length" for run in runs)
-    assert all(run.streamed.speculation["num_drafts"] > 0 for run in runs)
-    assert max(run.streamed.longest_pause_s for run in runs) < MAX_PAUSE_S
+def test_failures_of_a_fleet(num_runs: int):
+    with fleet_drill() as drill:
+        for case in FLEET_CASES:
+            repeat(case.name, num_runs, lambda index, case=case: drill.run(case, index))
 
 
-def kill_once(service: LiveService, prompt: str, sampling: dict[str, Any], index: int) -> Run:
-    """Kill the drafter after a few chunks of a stream; compare its text with plain decoding's."""
-    body = {"max_tokens": MAX_TOKENS, "ignore_eos": True, **sampling}
-    expected = service.stream(prompt, disable_spec_decode=True, **body)
-    kill_at = 2 + index % 10
-
-    def kill(num_chunks: int) -> None:
-        if num_chunks == kill_at:
-            service.kill("Drafter")
-
-    streamed = service.stream(prompt, on_chunk=kill, **body)
-    begin_s = time.monotonic()
-    service.wait_for_drafts()
-    return Run(
-        sampling="seeded" if "seed" in sampling else "greedy",
-        streamed=streamed,
-        is_identical=streamed.text == expected.text,
-        seconds_until_drafting=time.monotonic() - begin_s,
-    )
+def test_failures_of_ranks(num_runs: int):
+    with parallel_drill() as drill:
+        for case in PARALLEL_CASES:
+            repeat(case.name, num_runs, lambda index, case=case: drill.run(case, index))
 
 
-def table(runs: list[Run]) -> str:
-    """Describe the runs in Markdown."""
-    rows = "\n".join(
-        f"| {index} | {run.sampling} | {'yes' if run.is_identical else 'NO'} | {run.streamed.finish_reason} "
-        f"| {run.streamed.longest_pause_s * 1e3:.0f} | {run.seconds_until_drafting:.1f} |"
-        for index, run in enumerate(runs, start=1)
-    )
-    num_hung = sum(run.streamed.finish_reason != "length" for run in runs)
-    num_changed = sum(not run.is_identical for run in runs)
-    longest_ms = max(run.streamed.longest_pause_s for run in runs) * 1e3
+def test_failures_of_drafters_and_links(num_runs: int):
+    with drafter_drill() as drill:
+        for fault in FAULTS:
+            repeat(f"drafter: {fault.name}", num_runs, lambda index, fault=fault: drill.run_fault(fault, index))
+        for name in LINK_CASES:
+            repeat(name, num_runs, lambda index, name=name: drill.run_link(name, index))
+
+
+def repeat(name: str, num_runs: int, run: Callable[[int], Outcome]) -> None:
+    """Run one case so often; the table is written after each, so that a soak cut short leaves what it saw."""
+    outcomes = ROWS[name] = []
+    for index in range(num_runs):
+        outcomes.append(run(index))
+        TABLE.write_text(table(ROWS), encoding="utf-8")
+    tells_clients = {case.name for case in FLEET_CASES if case.ends_streams}
+    for outcome in outcomes:
+        assert outcome.num_hung == outcome.num_doubled == 0, outcome
+        if name in tells_clients:
+            assert outcome.num_failed == NUM_STREAMS, outcome
+        else:
+            assert outcome.num_lost == outcome.num_failed == 0, outcome
+
+
+def table(rows: dict[str, list[Outcome]]) -> str:
+    """Describe the runs in Markdown, one line per case."""
+    lines = "\n".join(_row(name, outcomes) for name, outcomes in rows.items())
     return (
-        "# Soak: a drafter killed mid-stream\n\n"
-        f"Written by `make soak` on {os.cpu_count()} cores ({platform.machine()}). Each run streams {MAX_TOKENS} "
-        "tokens of the embedded pair through a live service, kills the drafter's rank with SIGKILL after a few "
-        "chunks, and "
-        "compares the text with the same request decoded without speculation.\n\n"
-        f"**{len(runs)} runs: {num_hung} hung, {num_changed} with lost, doubled or changed tokens, "
-        f"longest pause {longest_ms:.0f} ms.**\n\n"
-        "| run | sampling | text identical | finish | longest pause (ms) | drafting again after (s) |\n"
-        "|---|---|---|---|---|---|\n"
-        f"{rows}\n"
+        "# Soak: failures, again and again\n\n"
+        f"Written by `make soak` on {os.cpu_count()} cores ({platform.machine()}). In each run {NUM_STREAMS} streams "
+        f"(greedy and seeded, {MAX_TOKENS} tokens of the embedded pair) are under way when the failure strikes a real "
+        "process or link; each stream's tokens are compared with plain decoding's. *Lost* and *doubled* count tokens, "
+        "*hung* and *failed* streams (a killed gateway's clients get an error: that is all it can do). The pause is "
+        "the longest gap between two chunks of a stream; whole again means that every replica is back, holds nothing, "
+        "and drafts come.\n\n"
+        "| failure | runs | hung | lost | doubled | failed | longest pause (s) | whole again after, longest (s) |\n"
+        "|---|---|---|---|---|---|---|---|\n"
+        f"{lines}\n"
     )
+
+
+def _row(name: str, outcomes: list[Outcome]) -> str:
+    counts = [
+        len(outcomes),
+        sum(outcome.num_hung for outcome in outcomes),
+        sum(outcome.num_lost for outcome in outcomes),
+        sum(outcome.num_doubled for outcome in outcomes),
+        sum(outcome.num_failed for outcome in outcomes),
+        f"{max(outcome.longest_pause_s for outcome in outcomes):.2f}",
+        f"{max(outcome.recovered_s for outcome in outcomes):.1f}",
+    ]
+    return f"| {name} | " + " | ".join(str(count) for count in counts) + " |"

@@ -90,13 +90,26 @@ async def test_a_stream_is_deltas_and_then_the_whole_choice(tokenizer):
     assert answers[-1].HasField("complete")
 
 
+class LateFirstChoice(FakeBackend):
+    """Play the first choice only once the second has ended."""
+
+    async def generate(self, request):
+        if request.sampling.choice_index == 0:
+            await self.until_waiting(1)
+        async for output in FakeBackend.generate(self, request):
+            yield output
+        self.num_waiting += 1
+        self.waiting.set()
+
+
 async def test_without_stream_the_choices_come_whole_in_order(tokenizer):
-    steps = {0: [[5], [6], [7], [8]], 1: [[9]]}  # the second choice is done first
-    backend = FakeBackend(lambda request: steps[request.sampling.choice_index])
+    steps = {0: [[5], [6], [7], [8]], 1: [[9], [10]]}
+    backend = LateFirstChoice(lambda request: steps[request.sampling.choice_index])
     async with serving(build_gateway(backend, tokenizer)) as (_, stub):
         answers = await responses(stub, asks(stream=False, n=2))
     assert [answer.WhichOneof("response") for answer in answers] == ["complete", "complete"]
-    assert [(a.complete.index, list(a.complete.output_ids)) for a in answers] == [(0, [5, 6, 7, 8]), (1, [9])]
+    assert [(a.complete.index, list(a.complete.output_ids)) for a in answers] == [(0, [5, 6, 7, 8]), (1, [9, 10])]
+    assert {(a.complete.spec_draft_tokens, a.complete.spec_accepted_tokens) for a in answers} == {(0, 0)}
 
 
 async def test_text_is_tokenised(tokenizer):
@@ -329,6 +342,8 @@ async def test_health_follows_the_verifiers_and_the_drain(tokenizer):
     async with serving(gateway) as (_, stub):
         answer = await stub.HealthCheck(pb.HealthCheckRequest())
         assert (answer.healthy, answer.message) == (False, "no verifier is ready")
+        fleet["verifiers"] = [verifier for verifier in FLEET["verifiers"] if verifier["state"] == "draining"]
+        assert not (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
         fleet.update(FLEET)
         answer = await stub.HealthCheck(pb.HealthCheckRequest())
         assert (answer.healthy, answer.message) == (True, "serving")
@@ -396,7 +411,9 @@ async def test_the_tokenizer_comes_as_an_archive(tokenizer, tmp_path):
     archive = b"".join(chunk.data for chunk in chunks)
     assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [hashlib.sha256(archive).hexdigest()]
     assert chunks == again
-    zipfile.ZipFile(io.BytesIO(archive)).extractall(tmp_path)
+    with zipfile.ZipFile(io.BytesIO(archive)) as file:
+        assert {info.date_time for info in file.infolist()} == {(1980, 1, 1, 0, 0, 0)}, "no part of the fingerprint"
+        file.extractall(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.get_vocab() == tokenizer.get_vocab()
     assert theirs.chat_template == tokenizer.chat_template

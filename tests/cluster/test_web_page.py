@@ -273,7 +273,7 @@ def test_streamed_tokens_are_coloured_by_origin(page: Page, service: Service):
     assert page.driver.title == "Outrider"
     assert page.find("#legend").text.split() == ["accepted", "4", "recovered", "2", "bonus", "1", "plain", "1"]
     figures = page.figures("#run-figures")
-    assert (figures["tokens"], figures["of the text drafted"]) == ("8", "50 %")
+    assert (figures["tokens"], figures["of the text from drafts"]) == ("8", "50 %")
     assert (figures["draft tokens accepted"], figures["tokens/verification"]) == ("44 %", "2.33")
     assert float(figures["tokens/s"]) > 0
     sampling = service.backend.requests[0].sampling

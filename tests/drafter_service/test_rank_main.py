@@ -62,7 +62,7 @@ class Loop:
 
     def _run(self, far: Any) -> None:
         try:
-            DraftLoop(self.engine, far, clock=time.monotonic).run()
+            DraftLoop(self.engine, far, clock=time.monotonic, check_integrity=True).run()
         except BaseException as error:
             self.error = error
         finally:
@@ -186,6 +186,19 @@ def test_the_loop_ends_quietly_when_the_pipe_closes_while_it_drafts():
     loop.pipe.close()
     release.set()
     loop.end()
+
+
+def test_a_loop_that_checks_ends_when_the_books_are_wrong():
+    loop = Loop()
+
+    def fail():
+        raise AssertionError("asks and unanswered rounds differ")
+
+    loop.engine.check_integrity = fail
+    with pytest.raises((EOFError, ConnectionError)):
+        loop.hear_until(lambda: False)
+    loop.thread.join(PATIENCE_S)
+    assert isinstance(loop.error, AssertionError)
 
 
 def test_an_engine_that_fails_ends_the_loop_and_the_shell_sees_the_end_of_the_pipe():

@@ -66,7 +66,7 @@ class Loop:
 
     def _run(self, far: Any) -> None:
         try:
-            EngineLoop(self.engine, self.drafts, far, clock=time.monotonic).run()
+            EngineLoop(self.engine, self.drafts, far, clock=time.monotonic, check_integrity=True).run()
         except BaseException as error:
             self.error = error
         finally:
@@ -203,6 +203,15 @@ def test_a_cancelled_request_is_heard_of_no_more():
         loop.hear_until(lambda: "b" in loop.finished())
         assert "a" not in loop.finished()
         assert not loop.engine.requests
+
+
+def test_a_loop_that_checks_ends_when_something_is_kept_of_a_request_that_is_gone():
+    loop = Loop(NEVER_S)
+    loop.engine.drafting._sessions["gone"] = object()
+    with pytest.raises((EOFError, ConnectionError)):
+        loop.hear_until(lambda: False)
+    loop.thread.join(PATIENCE_S)
+    assert "gone" in str(loop.error)
 
 
 def test_plans_reach_the_engine():

@@ -1,0 +1,93 @@
+"""Blame the client for bytes that are no message of the method it calls: grpc itself says UNKNOWN and logs a fault."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+Handler = grpc.RpcMethodHandler
+Context = grpc.aio.ServicerContext
+
+
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """Stands for a request that could not be read, up to where its call can be refused."""
+
+    problem: str
+
+
+class MalformedCallInterceptor(grpc.aio.ServerInterceptor):
+    """Answer INVALID_ARGUMENT to what does not parse. It must be the last interceptor, next to the servicers."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        if handler is None:  # no such method
+            return None
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                _unary(handler.unary_unary), _reader(handler), handler.response_serializer
+            )
+        if inspect.isasyncgenfunction(handler.unary_stream):
+            return grpc.unary_stream_rpc_method_handler(
+                _stream(handler.unary_stream), _reader(handler), handler.response_serializer
+            )
+        if inspect.iscoroutinefunction(handler.stream_stream):
+            return grpc.stream_stream_rpc_method_handler(
+                _both(handler.stream_stream), handler.request_deserializer, handler.response_serializer
+            )
+        return handler
+
+
+def _reader(handler: Handler) -> Callable[[bytes], Any]:
+    def read(payload: bytes) -> Any:
+        try:
+            return handler.request_deserializer(payload)
+        except DecodeError as error:
+            return _Malformed(str(error))
+
+    return read
+
+
+def _unary(behaviour: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
+    async def answer(request: Any, context: Context) -> Any:
+        if isinstance(request, _Malformed):
+            await _refuse(context, request.problem)
+        return await behaviour(request, context)
+
+    return answer
+
+
+def _stream(behaviour: Callable[[Any, Context], Any]) -> Callable[[Any, Context], AsyncIterator[Any]]:
+    async def answer(request: Any, context: Context) -> AsyncIterator[Any]:
+        if isinstance(request, _Malformed):
+            await _refuse(context, request.problem)
+        async with aclosing(behaviour(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    return answer
+
+
+def _both(behaviour: Callable[[Any, Context], Awaitable[None]]) -> Callable[[Any, Context], Awaitable[None]]:
+    async def answer(requests: Any, context: Context) -> None:
+        try:
+            await behaviour(requests, context)
+        except DecodeError as error:  # of what the behaviour read
+            await _refuse(context, str(error))
+
+    return answer
+
+
+async def _refuse(context: Context, problem: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is malformed: {problem}")
+    raise AssertionError("context.abort returned")

@@ -1,0 +1,88 @@
+"""JSON bodies for the HTTP routes: plausible ones, and what is no JSON, no UTF-8 or no body of any route."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from outrider.cluster.openai_protocol import (
+    NEUTRAL_VALUES,
+    STRUCTURED_VALUES,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+
+BASE_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "the fox"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "fox"}]},
+    "/tokenize": {"prompt": "the fox"},
+    "/detokenize": {"tokens": [5, 6]},
+}
+BODY_KINDS: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+PATHS = tuple(BASE_BODIES)
+KNOWN_NAMES = tuple(sorted({name for kind in BODY_KINDS.values() for name in kind.model_fields}))
+UNSERVED_NAMES = tuple(sorted(NEUTRAL_VALUES | STRUCTURED_VALUES))
+
+_BIG = st.sampled_from((1 << 31, 1 << 63, -(1 << 63) - 1, 1 << 64, 10**30, -1, 0))
+_TEXTS = st.text(max_size=20) | st.sampled_from(("a" * 5000, "\x00", "\u2028", "\U0001f98a", "<|end|>", "{{7*7}}"))
+SCALARS = st.none() | st.booleans() | st.integers(-2, 300) | _BIG | st.floats() | _TEXTS
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+NAMES = st.sampled_from(KNOWN_NAMES) | st.sampled_from(UNSERVED_NAMES) | st.text(max_size=12)
+
+
+def nested(depth: int, opener: str, closer: str) -> str:
+    return opener * depth + closer * depth
+
+
+def text_of(value: Any) -> str:
+    """Write JSON as Python does: infinities and NaN have names, which JSON does not know."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+@st.composite
+def plausible_bodies(draw: st.DrawFn, path: str) -> bytes:
+    """Draw a good body with some fields of any name and value put in."""
+    body = BASE_BODIES[path] | draw(st.dictionaries(NAMES, VALUES, max_size=4))
+    return text_of(body).encode()
+
+
+@st.composite
+def spoilt_bodies(draw: st.DrawFn, path: str) -> bytes:
+    """Draw a body that is spoilt as text: half a surrogate, other encodings, nesting, numbers without end, cuts."""
+    depth = draw(st.sampled_from((10, 500, 990, 5000, 200_000)))
+    odd = draw(
+        st.sampled_from(
+            (
+                '"\\ud800"',
+                '["\\udfff"]',
+                '{"\\ud800": 1}',
+                "9" * 5000,
+                "-1e400",
+                "1" + "0" * 400,
+                "NaN",
+                nested(depth, "[", "]"),
+                nested(depth, '{"a":[', "]}"),
+                "[" * depth,
+            )
+        )
+    )
+    name = draw(NAMES)
+    body = text_of(BASE_BODIES[path])[:-1] + f", {text_of(name)}: {odd}}}"
+    encoded = body.encode(draw(st.sampled_from(("utf-8", "utf-8-sig", "utf-16", "utf-32"))), "surrogatepass")
+    start = draw(st.integers(0, len(encoded)))
+    inserted = draw(st.sampled_from((b"", b"", b"\xff", b"\xed\xa0\x80", b"\x00", b'"', b"\xc0\xaf")))
+    return encoded[:start] + inserted + encoded[start : draw(st.sampled_from((len(encoded), start + 20)))]

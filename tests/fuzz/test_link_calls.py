@@ -1,0 +1,207 @@
+"""Both ends of the internal links against hostile frames, behind real servers and in front of real engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_bench import EngineBench, greedy_tokens, make_request
+from fake_runner import FakeRunner
+from fuzz.budget import examples
+from fuzz.frames import FRAMES, INTEGERS, spoilt_frames, values_of
+from fuzz.servers import CALL_TIMEOUT_S, Loop, kept_open, status_of
+from outrider.cluster.malformed_calls import MalformedCallInterceptor
+from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.model_drafter import ModelDrafter
+from outrider.drafter_service.service import DrafterLinkServicer, InProcessPort
+from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.verifier_service.drafting import Close, Commit, Draft, DraftSampling, Open
+from outrider.verifier_service.engine_messages import Cancel
+from outrider.verifier_service.link_messages import CHANNEL_OPTIONS, DrafterIdentity, Hello, Ping, Welcome, frame_of
+from outrider.verifier_service.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams
+from outrider.verifier_service.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.wire import decode, encode
+
+VOCAB_SIZE = 97
+IDENTITY = DrafterIdentity(
+    drafter_id="d", vocab_size=VOCAB_SIZE, vocab_fingerprint="", max_draft_length=8, max_model_len=64
+)
+STREAM, GENERATE = "/outrider.link.v1.DrafterLink/Stream", "/outrider.link.v1.VerifierLink/Generate"
+Server = tuple[Loop, grpc.aio.Channel]
+
+TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1) | st.sampled_from((-1, VOCAB_SIZE, 1 << 62)), max_size=6).map(tuple)
+NAMES = st.sampled_from("ab")
+PLAUSIBLE = (
+    st.builds(Open, request_id=NAMES, sampling=values_of(DraftSampling), token_ids=TOKENS)
+    | st.builds(
+        Commit,
+        request_id=NAMES,
+        round_id=INTEGERS,
+        position=st.integers(-1, 70),
+        token_ids=TOKENS,
+        max_length=st.integers(-1, 300),
+    )
+    | st.builds(Close, request_id=NAMES)
+    | values_of(Ping)
+).map(encode)
+HELLO = encode(Hello(verifier_id="v", epoch=1, vocab_size=VOCAB_SIZE))
+PAYLOADS = PLAUSIBLE | spoilt_frames(PLAUSIBLE) | spoilt_frames() | FRAMES | st.binary(max_size=40)
+LINK_FRAMES = st.builds(
+    frame_of, st.sampled_from(("v", "v", "v", "w", "")), st.sampled_from((1, 1, 1, 0, 2)), PAYLOADS
+).map(link_pb2.Frame.SerializeToString)
+GREETINGS = st.just(frame_of("v", 1, HELLO).SerializeToString()) | LINK_FRAMES
+REQUESTS = st.builds(
+    GenerationRequest,
+    request_id=NAMES,
+    prompt_token_ids=TOKENS,
+    sampling=values_of(SamplingParams),
+    output_token_ids=st.just(()) | TOKENS,
+    group_id=st.none() | NAMES,
+    cache_salt=st.just("") | NAMES,
+    priority=st.integers(-1000, 1000),
+    trace_parent=st.none() | st.text(max_size=5),
+).map(encode)
+
+
+@asynccontextmanager
+async def serving(servicer: DrafterLinkServicer | VerifierLinkServicer) -> AsyncIterator[grpc.aio.Channel]:
+    """Serve one servicer as `EngineHost` does."""
+    server = grpc.aio.server(interceptors=(MalformedCallInterceptor(),), options=CHANNEL_OPTIONS)
+    if isinstance(servicer, DrafterLinkServicer):
+        link_pb2_grpc.add_DrafterLinkServicer_to_server(servicer, server)
+    else:
+        link_pb2_grpc.add_VerifierLinkServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS) as channel:
+        yield channel
+    await server.stop(None)
+
+
+# --- the drafter's end ---
+
+
+@pytest.fixture(scope="module")
+def drafter() -> Iterator[Server]:
+    runner = FakeRunner(vocab_size=VOCAB_SIZE, num_blocks=512)
+    engine = DraftEngine(
+        ModelDrafter(runner, torch.Generator().manual_seed(0)), clock=lambda: 0.0, config=DraftEngineConfig()
+    )
+    port = InProcessPort(engine, idle_s=0.05)
+    try:
+        with kept_open(serving(DrafterLinkServicer(port, IDENTITY))) as served:
+            yield served
+    finally:
+        port.stop()
+
+
+async def hostile_stream(channel: grpc.aio.Channel, payloads: list[bytes]) -> None:
+    async def sent() -> AsyncIterator[bytes]:
+        for payload in payloads:
+            yield payload
+
+    await status_of(channel.stream_stream(STREAM)(sent(), timeout=CALL_TIMEOUT_S), "drafter link: streams of frames")
+    await good_stream(channel)
+
+
+async def good_stream(channel: grpc.aio.Channel) -> None:
+    """Open a session and get the right draft for it."""
+    call = link_pb2_grpc.DrafterLinkStub(channel).Stream(timeout=CALL_TIMEOUT_S)
+    request = make_request()
+    messages = (
+        Hello(verifier_id="good", epoch=1, vocab_size=VOCAB_SIZE),
+        Open(request_id="r", sampling=DraftSampling(temperature=0.0), token_ids=request.prompt_token_ids),
+        Commit(request_id="r", round_id=1, position=len(request.prompt_token_ids), token_ids=(), max_length=3),
+    )
+    for message in messages:
+        await call.write(frame_of("good", 1, encode(message)))
+    assert type(decode((await call.read()).payload, (Welcome,))) is Welcome
+    assert decode((await call.read()).payload, (Draft,)).token_ids == greedy_tokens(3)
+    call.cancel()
+
+
+@examples(150)
+@given(st.tuples(GREETINGS, st.lists(LINK_FRAMES, max_size=8)))
+def test_streams_of_hostile_frames(drafter: Server, frames: tuple[bytes, list[bytes]]) -> None:
+    loop, channel = drafter
+    loop.run(hostile_stream(channel, [frames[0], *frames[1]]))
+
+
+@examples(40)
+@given(st.lists(GREETINGS | st.binary(max_size=60), max_size=4))
+def test_streams_of_what_is_no_frame(drafter: Server, payloads: list[bytes]) -> None:
+    loop, channel = drafter
+    loop.run(hostile_stream(channel, payloads))
+
+
+def test_a_stream_of_garbage_ends(drafter: Server) -> None:
+    loop, channel = drafter
+    frames = [frame_of("v", 1, payload).SerializeToString() for payload in (HELLO, *[b"garbage"] * 200)]
+    loop.run(hostile_stream(channel, frames))
+
+
+# --- the verifier's end ---
+
+
+class SteppedEngine:
+    """A verifier's engine on the event loop, behind the table of its callers."""
+
+    def __init__(self) -> None:
+        self._bench = EngineBench(drafters=())
+        self.table = RequestTable(self._send)
+
+    def _send(self, message: GenerationRequest | Cancel) -> None:
+        if isinstance(message, Cancel):
+            self._bench.engine.cancel(message.request_id)
+        elif (failure := self._bench.engine.add(message)) is not None:
+            self.table.deliver([failure])
+
+    async def run(self) -> None:
+        while True:
+            self.table.deliver(self._bench.step() or [])
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def serving_engine() -> AsyncIterator[grpc.aio.Channel]:
+    engine = SteppedEngine()
+    stepping = asyncio.create_task(engine.run())
+    async with serving(VerifierLinkServicer(engine.table)) as channel:
+        yield channel
+    assert not stepping.done(), "the step loop has ended"
+    stepping.cancel()
+    await asyncio.gather(stepping, return_exceptions=True)
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[Server]:
+    with kept_open(serving_engine()) as served:
+        yield served
+
+
+async def generate(channel: grpc.aio.Channel, request: bytes) -> None:
+    await status_of(channel.unary_stream(GENERATE)(request, timeout=CALL_TIMEOUT_S), "verifier link: requests")
+    frame = link_pb2.Frame(payload=encode(make_request("good", max_tokens=4)))
+    call = link_pb2_grpc.VerifierLinkStub(channel).Generate(frame, timeout=CALL_TIMEOUT_S)
+    outputs = [decode(answer.payload, (RequestOutput,)) async for answer in call]
+    assert tuple(token_id for output in outputs for token_id in output.token_ids) == greedy_tokens(4)
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+@examples(150)
+@given(
+    (REQUESTS | spoilt_frames(REQUESTS) | FRAMES | st.binary(max_size=40)).map(
+        lambda payload: link_pb2.Frame(payload=payload).SerializeToString()
+    )
+    | st.binary(max_size=60)
+)
+def test_hostile_requests(verifier: Server, request_: bytes) -> None:
+    loop, channel = verifier
+    loop.run(generate(channel, request_))
