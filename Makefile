@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 PACKAGES := proto verifier_service drafter_service cluster
 ARGS ?=
 
-.PHONY: help demo serve bench train test soak lint proto install install-dev system-deps clean
+.PHONY: help demo serve bench train test soak fuzz lint proto install install-dev system-deps clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -34,6 +34,11 @@ test: install-dev  ## Run the tests; those that need a GPU are reported as skipp
 
 soak: install-dev  ## Repeat failures many times
 	$(BIN)/python -m pytest -m soak -rs $(ARGS)
+
+# atheris has wheels for few Pythons, so that it is no part of the development environment.
+fuzz: install-dev  ## Fuzz frames, gRPC calls, HTTP bodies and the isolation of requests; rewrites tests/FUZZ.md
+	$(PIP) atheris
+	$(BIN)/python -m pytest tests/fuzz tests/fuzz/guided.py --hypothesis-profile=fuzz --timeout=0 -q $(ARGS)
 
 # mypy cannot see through setuptools' editable import hook, so it is shown the namespace as a folder of links.
 lint: install-dev  ## Check style, import rules and types

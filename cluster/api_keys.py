@@ -32,15 +32,22 @@ def with_api_key_hashes(options: Mapping[str, Any], environ: Mapping[str, str]) 
     secret that is missing must not open the service.
     """
     rest = dict(options)
-    known = rest.pop("api_key_hashes", None) or ()
-    hashes = known.split(",") if isinstance(known, str) else list(known)
-    given = rest.pop("api_key", None) or ()
-    hashes += [_hash_of(key, "api_key") for key in ([given] if isinstance(given, str) else given)]
+    hashes = [digest for entry in _texts(rest, "api_key_hashes") for digest in entry.split(",")]
+    hashes += [_hash_of(key, "api_key") for key in _texts(rest, "api_key")]
     if (path := rest.pop("api_key_file", None)) is not None:
         hashes += _hashes_in(_lines(path), "api_key_file")
     if ENVIRONMENT_VARIABLE in environ:
         hashes += _hashes_in(environ[ENVIRONMENT_VARIABLE].split(","), ENVIRONMENT_VARIABLE)
     return {**rest, "api_key_hashes": tuple(dict.fromkeys(hashes))}
+
+
+def _texts(options: dict[str, Any], name: str) -> list[str]:
+    """Take an option of one text or several out of the others; an empty text counts, as one that is no key."""
+    given = options.pop(name, None)
+    texts = [given] if isinstance(given, str) else given or []
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{name} must be text or a list of texts")
+    return list(texts)
 
 
 def _lines(path: str) -> list[str]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import grpc
 import ray
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from outrider.cluster.api_keys import require_hashes
 from outrider.cluster.autoscaling import ReplicaRange
@@ -101,12 +102,15 @@ class ServiceConfig:
             raise ValueError("gpu_share must be in (0, 1]")
         if self.num_speculative_tokens < 0:
             raise ValueError("num_speculative_tokens must be at least 0")
-        for name in ("verifier_resources", "drafter_resources", "verifier_labels", "drafter_labels"):
-            if not isinstance(getattr(self, name), dict):
-                raise ValueError(f"{name} must map names to values")
         for name in ("drain_timeout_s", "failover_timeout_s", "engine_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite")
+        for name in ("port", "grpc_port"):
+            if not 0 < getattr(self, name) < 1 << 16:
+                raise ValueError(f"{name} must be in [1, 65535]")
+        if self.port == self.grpc_port:
+            raise ValueError("grpc_port must be another one than port")
+        self._model(self.target_path, self.tensor_parallel_size)  # refuses what no engine takes
         for name, fewest in (("num_verifiers", 1), ("num_drafters", 0), ("num_gateways", 1)):
             if self._range(name).fewest < fewest:
                 raise ValueError(f"{name} must be at least {fewest}")
@@ -123,13 +127,13 @@ class ServiceConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ServiceConfig:
-        """Build from plain values; an unknown key is refused with the closest match."""
-        known = {field.name: field for field in dataclasses.fields(cls)}
+        """Build from plain values; an unknown key is refused with the closest match, a value by its field's name."""
+        known = get_type_hints(cls)
         for key in values:
             if key not in known:
                 hint = difflib.get_close_matches(key, known, n=1)
                 raise ValueError(f"unknown option {key!r}" + (f"; did you mean {hint[0]!r}?" if hint else ""))
-        return cls(**{key: _coerce(value, str(known[key].type)) for key, value in values.items()})
+        return cls(**{key: _parsed(key, value, known[key]) for key, value in values.items()})
 
     @property
     def target_path(self) -> str:
@@ -208,9 +212,15 @@ class ServiceConfig:
 
     @property
     def gpus_per_rank(self) -> float:
-        if self.device == "cpu" or not torch.cuda.is_available():
-            return 0.0
-        return self.gpu_share
+        """Return the share of a GPU that each rank reserves. Where `device` says cuda, it is not asked of this machine."""
+        has_gpus = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+        return self.gpu_share if has_gpus else 0.0
+
+    def settled(self) -> ServiceConfig:
+        """Return the configuration with an automatic `device` decided here, for replicas on other nodes to agree on."""
+        if self.device != "auto":
+            return self
+        return dataclasses.replace(self, device="cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def internal_address(self) -> str:
@@ -274,26 +284,11 @@ class ServiceConfig:
         )
 
 
-def _coerce(value: Any, annotation: str) -> Any:
-    """Convert the strings that `serve run module:build_app key=value` passes."""
-    if not isinstance(value, str):
-        return value
-    if annotation.startswith("dict"):
-        return _mapping_of_json(value)
-    if "str" in annotation:
-        return value
-    if annotation.startswith("bool"):
-        if value.lower() not in ("true", "false"):
-            raise ValueError(f"expected true or false, got {value!r}")
-        return value.lower() == "true"
-    return float(value) if annotation == "float" else int(value)
-
-
-def _mapping_of_json(text: str) -> dict[str, Any]:
+def _parsed(name: str, value: Any, kind: Any) -> Any:
+    """Return a value as its field's type, also from the text that `serve run module:build_app key=value` passes."""
+    adapter = TypeAdapter(kind, config=ConfigDict(hide_input_in_errors=True))
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"expected a JSON object, got {text!r}: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, got {text!r}")
-    return value
+        is_json = isinstance(value, str) and get_origin(kind) is dict
+        return adapter.validate_json(value) if is_json else adapter.validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{name}: {error.errors(include_input=False, include_url=False)[0]['msg']}") from error

@@ -165,5 +165,6 @@ class DrafterReplica:
     async def __del__(self) -> None:
         if self._host.failure is None:
             await self._drain()
+        await self._host.tasks.stop()  # or a last report would bring back what is removed
         await ask_router(self._router.remove, self._drafter_id)
         await self._host.close()

@@ -8,7 +8,6 @@ OutriderError                      500  INTERNAL
 ├── Overloaded(retry_after_s)      429  RESOURCE_EXHAUSTED  a queue or a rate is at its limit: try again later
 ├── Unavailable(retry_after_s)     503  UNAVAILABLE         no verifier can serve it now
 │   └── Draining                   503  UNAVAILABLE         this replica is about to stop
-├── DeadlineExceeded               504  DEADLINE_EXCEEDED   it took longer than it was allowed to
 └── RequestFailed                  500  INTERNAL            it was accepted and did not finish
 """
 
@@ -72,10 +71,6 @@ class Draining(Unavailable):
         super().__init__("this server is shutting down")
 
 
-class DeadlineExceeded(OutriderError):
-    """The request took longer than it was allowed to."""
-
-
 class RequestFailed(OutriderError):
     """The request was accepted and the cluster could not finish it."""
 
@@ -123,12 +118,6 @@ ERROR_MAPPINGS: dict[type[OutriderError], ErrorMapping] = {
         grpc_status=grpc.StatusCode.UNAVAILABLE,
         openai_type="service_unavailable_error",
         openai_code="unavailable",
-    ),
-    DeadlineExceeded: ErrorMapping(
-        http_status=504,
-        grpc_status=grpc.StatusCode.DEADLINE_EXCEEDED,
-        openai_type="timeout_error",
-        openai_code="deadline_exceeded",
     ),
     RequestFailed: ErrorMapping(
         http_status=500, grpc_status=grpc.StatusCode.INTERNAL, openai_type="server_error", openai_code="request_failed"

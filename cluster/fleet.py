@@ -225,6 +225,9 @@ class AcceptancePolicy:
     def __post_init__(self) -> None:
         if not 0.0 < self.initial_rate < 1.0:
             raise ValueError("initial_rate must be in (0, 1)")
+        for name in ("pool_prior_tokens", "request_prior_tokens", "request_memory_tokens", "pool_memory_tokens"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

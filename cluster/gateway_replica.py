@@ -84,7 +84,7 @@ class GatewayReplica:
             self._api = TraceContextMiddleware(self._api)
         if keys:
             self._api = ApiKeyMiddleware(self._api, keys)
-        self._api = RequestIdMiddleware(self._api)
+        self._api = RequestIdMiddleware(self._api, is_echoed_by_proxy=config.tls is None)
         self._https_server: HttpsServer | None = None
         if config.tls is not None:
             self._https_server = HttpsServer(self._api, config.host, config.port, config.tls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ class LinkPool:
         self._send_to_engine = send_to_engine
         self._links: dict[DrafterEndpoint, DrafterLink] = {}
         self._num_old_bad_frames = 0  # of links that are closed
+        self._lock = asyncio.Lock()  # a replica that drains reports beside its background task
 
     @property
     def num_bad_frames(self) -> int:
@@ -40,7 +42,10 @@ class LinkPool:
 
         A live link to a drafter that is not named is kept: a router that has just started names nobody yet.
         """
-        wanted = set(drafters)
+        async with self._lock:
+            await self._hold(set(drafters))
+
+    async def _hold(self, wanted: set[DrafterEndpoint]) -> None:
         renewed = {endpoint.drafter_id for endpoint in wanted}
         for endpoint in self._links.keys() - wanted:
             if endpoint.drafter_id in renewed or not self._links[endpoint].is_up:
@@ -79,6 +84,12 @@ class LinkPool:
         else:
             self._send_to_engine(PeerState(peer=event.drafter_id, is_up=event.is_up, vocab_size=event.vocab_size))
 
+    def check(self) -> None:
+        """Raise `RuntimeError` if a link has died: it would never reach its drafter again."""
+        for link in self._links.values():
+            link.check()
+
     async def close(self) -> None:
-        for endpoint in list(self._links):
-            await self._drop(endpoint)
+        async with self._lock:
+            for endpoint in list(self._links):
+                await self._drop(endpoint)

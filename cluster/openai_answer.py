@@ -110,12 +110,13 @@ def event_of(message: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
-def error_response(error: OutriderError, headers: dict[str, str]) -> JSONResponse:
+def error_response(error: OutriderError) -> JSONResponse:
     """Render an error with its status, and when to come back where that is known."""
+    headers = {}
     if (seconds := retry_after(error)) is not None:
-        headers = {**headers, "Retry-After": seconds}
+        headers["Retry-After"] = seconds
     if isinstance(error, Unauthenticated):
-        headers = {**headers, "WWW-Authenticate": "Bearer"}
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_object(error), status_code=mapping_of(error).http_status, headers=headers)
 
 
@@ -125,11 +126,10 @@ class GenerationResponse(Response):
     The status line waits for the first event, so that a refusal has its right status in a stream too.
     """
 
-    def __init__(self, answer: Answer, *, stream: bool, headers: dict[str, str]) -> None:
-        super().__init__(headers=headers)
+    def __init__(self, answer: Answer, *, stream: bool) -> None:
+        super().__init__()
         self._answer = answer
         self._stream = stream
-        self._extra_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._send_events(scope, receive, send) if self._stream else self._send_object(scope, receive, send)
@@ -140,9 +140,9 @@ class GenerationResponse(Response):
 
     async def _send_object(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = JSONResponse(await self._answer.unary(), headers=self._extra_headers)
+            response = JSONResponse(await self._answer.unary())
         except OutriderError as error:
-            response = error_response(error, self._extra_headers)
+            response = error_response(error)
         await response(scope, receive, send)
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -156,7 +156,7 @@ class GenerationResponse(Response):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except OutriderError as error:
                 if not started:
-                    await error_response(error, self._extra_headers)(scope, receive, send)
+                    await error_response(error)(scope, receive, send)
                     return
                 await send({"type": "http.response.body", "body": event_of(error_object(error)), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -166,7 +166,6 @@ class GenerationResponse(Response):
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
             "x-accel-buffering": "no",  # a buffering proxy would defeat streaming
-            "x-request-id": self._extra_headers["X-Request-Id"],
         }
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         return {"type": "http.response.start", "status": 200, "headers": raw}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from outrider.cluster.errors import BodyTooLarge, OutriderError, RequestFailed
-from outrider.cluster.gateway import Gateway, is_safe_id
+from outrider.cluster.gateway import Gateway
 from outrider.cluster.openai_answer import Answer, GenerationResponse, error_response
 from outrider.cluster.openai_format import ChatFormat, CompletionFormat
 from outrider.cluster.openai_protocol import (
@@ -57,7 +56,7 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[
         gateway.check_model_name(body.model)
         answer = Answer(gateway, CompletionFormat(), int(wall_clock()), body.include_usage, bool(body.return_token_ids))
         answer.requests = [await gateway.parse(item) for item in body.inputs(answer.id)]
-        return GenerationResponse(answer, stream=bool(body.stream), headers=_id_header(request))
+        return GenerationResponse(answer, stream=bool(body.stream))
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema("/v1/chat/completions", ChatBody))
     async def chat_completions(request: Request) -> Response:
@@ -66,7 +65,7 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[
         answer = Answer(gateway, ChatFormat(), int(wall_clock()), body.include_usage, bool(body.return_token_ids))
         prompt = await gateway.text.render_chat(template_input(body.messages))
         answer.requests = [await gateway.parse(body.input(answer.id, prompt))]
-        return GenerationResponse(answer, stream=bool(body.stream), headers=_id_header(request))
+        return GenerationResponse(answer, stream=bool(body.stream))
 
 
 def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -162,22 +161,16 @@ async def read_json(request: Request) -> object:
     return parse_json(bytes(body))
 
 
-def _id_header(request: Request) -> dict[str, str]:
-    given = request.headers.get("x-request-id", "")
-    return {"X-Request-Id": given if is_safe_id(given) else uuid.uuid4().hex}
-
-
 async def _on_outrider_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, OutriderError)
-    return error_response(error, _id_header(request))
+    return error_response(error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Give the framework's own refusals (no such path, wrong method) OpenAI's form."""
     assert isinstance(error, HTTPException)
     content = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
-    headers = {**(error.headers or {}), **_id_header(request)}
-    return JSONResponse({"error": content}, status_code=error.status_code, headers=headers)
+    return JSONResponse({"error": content}, status_code=error.status_code, headers=error.headers)
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
@@ -186,4 +179,4 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
-    return error_response(RequestFailed("internal error"), _id_header(request))
+    return error_response(RequestFailed("internal error"))

@@ -1,4 +1,4 @@
-"""Give every HTTP request and gRPC call an id for the logs: the client's X-Request-Id, else a new one."""
+"""Give every HTTP request and gRPC call an id for the logs and the answer: the client's X-Request-Id, else a new one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 import grpc
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.cluster.gateway import is_safe_id
 from outrider.cluster.logs import request_id
@@ -16,18 +16,28 @@ _RAW_HEADER = _HEADER.encode()
 
 
 class RequestIdMiddleware:
-    """Set the id of a request's task, and the header, so that whoever echoes it echoes the one in the logs."""
+    """Set the id of a request's task and of its header, and echo it unless a proxy in front does: Serve's always does."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, is_echoed_by_proxy: bool = False) -> None:
         self._app = app
+        self._is_echoed_by_proxy = is_echoed_by_proxy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = scope.get("headers", ())
         id_ = _id_of({name: value.decode("latin-1") for name, value in headers}.get(_RAW_HEADER))
         others = [(name, value) for name, value in headers if name != _RAW_HEADER]
+        header = (_RAW_HEADER, id_.encode())
+
+        async def echo(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
         token = request_id.set(id_)
         try:
-            await self._app({**scope, "headers": [*others, (_RAW_HEADER, id_.encode())]}, receive, send)
+            await self._app(
+                {**scope, "headers": [*others, header]}, receive, send if self._is_echoed_by_proxy else echo
+            )
         finally:
             request_id.reset(token)
 

@@ -84,6 +84,11 @@ class RouterClient:
         """True while the last snapshot names no verifier: asking the router is no use."""
         return self.snapshot is not None and not self.snapshot.verifiers
 
+    def has_left(self, endpoint: str) -> bool:
+        """Return whether the last snapshot names no verifier at an endpoint."""
+        snapshot = self.snapshot
+        return snapshot is not None and all(state.report.endpoint != endpoint for state in snapshot.verifiers)
+
     async def max_model_len(self) -> int:
         """Wait for the first verifier; return the longest sequence that all of them hold."""
         while True:
@@ -268,10 +273,10 @@ class RoutedBackend:
         except grpc.aio.AioRpcError as error:
             if error.code() not in LOSS_CODES:
                 raise _error_of(error) from error
-            self._peers.pop(endpoint, None)
+            self._part_from(endpoint, peer)
             raise _VerifierLost(str(error.details()), was_accepted=was_accepted) from error
         except TimeoutError as error:
-            self._peers.pop(endpoint, None)
+            self._part_from(endpoint, peer)
             raise _VerifierLost(f"no answer within {ACCEPT_TIMEOUT_S:g} s", was_accepted=False) from error
         except WireError as error:
             raise _VerifierLost(str(error), was_accepted=was_accepted) from error
@@ -280,9 +285,25 @@ class RoutedBackend:
             peer.num_streams -= 1
             if peer.num_streams == 0 and self._peers.get(endpoint) is not peer:
                 await peer.channel.close()
+            await self._close_unused()
+
+    def _part_from(self, endpoint: str, lost: _Peer) -> None:
+        """Have the next stream open a channel of its own, unless another one has already."""
+        if self._peers.get(endpoint) is lost:
+            del self._peers[endpoint]
+
+    async def _close_unused(self) -> None:
+        """Close the channels without a stream to verifiers that have left the fleet."""
+        unused = [
+            endpoint
+            for endpoint, peer in self._peers.items()
+            if peer.num_streams == 0 and self._router.has_left(endpoint)
+        ]
+        for peer in [self._peers.pop(endpoint) for endpoint in unused]:
+            await peer.channel.close()
 
     async def close(self) -> None:
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):
             await peer.channel.close()
 
 

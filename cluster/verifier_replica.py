@@ -78,9 +78,10 @@ class VerifierReplica:
 
     async def _report_forever(self) -> None:
         """Report for as long as there is an engine: a verifier that stays silent gets no new requests."""
-        while self._host.failure is None:
-            await self._tell_router()
-            await asyncio.sleep(REPORT_INTERVAL_S)
+        with contextlib.suppress(ConnectionError):  # the engine may end while the router answers
+            while self._host.failure is None:
+                await self._tell_router()
+                await asyncio.sleep(REPORT_INTERVAL_S)
         await ask_router(self._router.remove, self._verifier_id)
 
     async def _tell_router(self) -> None:
@@ -126,6 +127,7 @@ class VerifierReplica:
     async def check_health(self) -> None:
         """Raise when this replica can no longer verify."""
         self._host.check()
+        self._links.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what the pool is scaled by."""
@@ -151,6 +153,7 @@ class VerifierReplica:
     async def __del__(self) -> None:
         with contextlib.suppress(ConnectionError):  # the engine may end before its requests do
             await self._drain()
+        await self._host.tasks.stop()  # or a last report would bring back what is removed
         await ask_router(self._router.remove, self._verifier_id)
         await self._links.close()
         await self._host.close()

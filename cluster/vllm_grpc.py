@@ -148,11 +148,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> NoReturn:
         await _unimplemented(context, "this server has no profiler")
 
-    async def SubscribeKvEvents(
-        self, request: common.SubscribeKvEventsRequest, context: Context
-    ) -> AsyncIterator[common.KvEventBatch]:
+    async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> NoReturn:
         await _unimplemented(context, "KV cache events are not published; GetLoads has the load")
-        yield common.KvEventBatch()  # makes it a stream
 
 
 async def _unimplemented(context: Context, text: str) -> NoReturn:

@@ -12,7 +12,8 @@ from starlette.responses import Response
 FOLDER = Path(__file__).parent / "web"
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FILES = {"/": "index.html"} | {
-    f"/web/{name}": name for name in ("style.css", "app.js", "api.js", "dom.js", "fleet.js", "playground.js", "icon.svg")
+    f"/web/{name}": name
+    for name in ("style.css", "app.js", "api.js", "dom.js", "fleet.js", "playground.js", "icon.svg")
 }
 # A generated text that found its way into the markup would still run nothing and reach nobody.
 HEADERS = {

@@ -84,6 +84,11 @@ def test_the_wheel_holds_the_embedded_models(wheel: Path) -> None:
     assert {f"outrider/{path.relative_to(ROOT)}" for path in models} <= shipped
 
 
+def test_the_wheel_holds_the_web_page(wheel: Path) -> None:
+    shipped = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"outrider/{path.relative_to(ROOT)}" for path in (ROOT / "cluster" / "web").iterdir()} <= shipped
+
+
 def test_the_wheel_holds_nothing_else(wheel: Path) -> None:
     shipped = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in shipped}

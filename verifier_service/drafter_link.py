@@ -121,6 +121,11 @@ class DrafterLink:
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"drafter-link {self.drafter_id}")
 
+    def check(self) -> None:
+        """Raise `RuntimeError` if the task that keeps the link has ended by itself."""
+        if self._task is not None and self._task.done():
+            raise RuntimeError(f"the link to drafter {self.drafter_id} has ended") from self._task.exception()
+
     async def stop(self) -> None:
         """Close the stream and stop reconnecting; no event follows."""
         if self._task is not None:

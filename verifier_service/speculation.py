@@ -218,10 +218,10 @@ class DraftCoordinator:
         A drafter that stalls misses the rounds of many requests at once: that is one failure of it, not many.
         """
         late: dict[str, _Session] = {}
-        for request in requests.values():
+        for request_id, session in self._sessions.items():
+            request = requests[request_id]
             if request.hold_until_s is None or request.hold_until_s > now_s:
                 continue
-            session = self._sessions[request.request_id]
             session.missed, session.missed_deadline_s = session.round, request.hold_until_s
             session.round = request.hold_until_s = None
             self.fallbacks["timeout"] += 1

@@ -1,6 +1,6 @@
 // What both views draw with.
 
-export const NOTHING = "–";
+export const NOTHING = "-";
 
 /** Make an element; whatever it holds that is no node is shown as text, never read as markup. */
 export function element(tag, content) {

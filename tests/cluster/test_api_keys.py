@@ -54,8 +54,18 @@ def test_a_missing_secret_does_not_open_the_service(tmp_path: Path):
         with_api_key_hashes({"api_key_file": str(tmp_path / "absent")}, {})
     with pytest.raises(ValueError, match="OUTRIDER_API_KEY holds no key"):
         with_api_key_hashes({}, {"OUTRIDER_API_KEY": ""})
-    with pytest.raises(ValueError, match="api_key: a key must be"):
-        with_api_key_hashes({"api_key": ("",)}, {})
+    for empty in ("", ("",)):  # `serve run module:build_app api_key=$KEY` without a KEY
+        with pytest.raises(ValueError, match="api_key: a key must be"):
+            with_api_key_hashes({"api_key": empty}, {})
+    with pytest.raises(ValueError, match="api_key_hashes must be"):
+        ServiceConfig.from_mapping(with_api_key_hashes({"api_key_hashes": ""}, {}))
+
+
+@pytest.mark.parametrize("given", [12345, [12345], True])
+def test_a_key_that_yaml_made_a_number_of_is_refused_by_name(given: object):
+    with pytest.raises(ValueError, match="api_key must be text or a list of texts") as raised:
+        with_api_key_hashes({"api_key": given}, {})
+    assert "12345" not in str(raised.value)
 
 
 def test_the_configuration_takes_nothing_but_hashes():

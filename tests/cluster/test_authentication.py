@@ -73,9 +73,9 @@ async def test_without_a_right_key_nothing_reaches_the_backend(guarded, backend:
     assert backend.requests == []
 
 
-async def test_only_what_probes_ask_is_open(guarded):
+async def test_only_the_page_and_what_probes_ask_is_open(guarded):
     async with http_client(guarded) as client:
-        for path in ("/health", "/ready", "/live", "/metrics"):
+        for path in ("/health", "/ready", "/live", "/metrics", "/"):
             assert (await client.get(path)).status_code == 200
         for path in (
             "/v1/models",
@@ -84,8 +84,8 @@ async def test_only_what_probes_ask_is_open(guarded):
             "/openapi.json",
             "/health/",
             "/metrics/x",
-            "/",
-            "//health",
+            "/web/",
+            "/%2Fhealth",
             "/no-such-path",
         ):
             assert (await client.get(path)).status_code == 401, path

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from outrider.cluster.config import ServiceConfig
 from outrider.cluster.fleet import PolicyMode
@@ -43,18 +44,41 @@ def test_each_side_gets_its_own_degree_of_tensor_parallelism():
         ({"num_verifiers": 0}, "num_verifiers must be at least 1"),
         ({"num_gateways": "0"}, "num_gateways must be at least 1"),
         ({"num_drafters": "3:1"}, "num_drafters must be a number, or min:max .* not '3:1'"),
-        ({"drafter_resources": "[1]"}, "expected a JSON object, got"),
-        ({"drafter_labels": "{"}, "expected a JSON object, got"),
-        ({"verifier_labels": ["a"]}, "verifier_labels must map names to values"),
+        ({"drafter_resources": "[1]"}, "drafter_resources: Input should be an object"),
+        ({"drafter_labels": "{"}, "drafter_labels: Invalid JSON"),
+        ({"verifier_labels": ["a"]}, "verifier_labels: Input should be a valid dictionary"),
+        ({"verifier_resources": {"gpu": "many"}}, "verifier_resources: Input should be a valid number"),
+        ({"port": "eighty"}, "port: Input should be a valid integer"),
+        ({"port": None}, "port: Input should be a valid integer"),
+        ({"port": 70000}, r"port must be in \[1, 65535\]"),
+        ({"port": 9000, "grpc_port": 9000}, "grpc_port must be another one than port"),
+        ({"max_num_seqs": 1.5}, "max_num_seqs: Input should be a valid integer"),
+        ({"gpu_share": "half"}, "gpu_share: Input should be a valid number"),
+        ({"drain_timeout_s": "inf"}, "drain_timeout_s must be positive and finite"),
+        ({"drain_timeout_s": "nan"}, "drain_timeout_s must be positive and finite"),
+        ({"dtype": "int4"}, "dtype must be one of auto"),
+        ({"max_model_len": 0}, "max_model_len must be a positive integer"),
+        ({"api_key_hashes": "not-a-hash"}, "api_key_hashes: Input should be a valid tuple"),
         ({"drain_timeout_s": 0}, "drain_timeout_s must be positive"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens must be at least 0"),
         ({"speculation": "sometimes"}, "speculation must be"),
-        ({"enable_prefix_caching": "maybe"}, "true or false"),
+        ({"enable_prefix_caching": "maybe"}, "enable_prefix_caching: Input should be a valid boolean"),
     ],
 )
 def test_bad_options_are_named(values, message):
     with pytest.raises(ValueError, match=message):
         ServiceConfig.from_mapping(values)
+
+
+def test_gpus_are_reserved_where_the_device_says_so_whatever_this_machine_has(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # Ray's head node in deploy/kuberay
+    on_gpus = ServiceConfig(device="cuda", gpu_share=0.5)
+    assert on_gpus.verifier_placement.serve_options["placement_group_bundles"][1]["GPU"] == 0.5
+    assert on_gpus.settled() is on_gpus
+    assert ServiceConfig().settled().device == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert ServiceConfig().settled().device == "cuda"
+    assert (ServiceConfig().gpus_per_rank, ServiceConfig(device="cpu").gpus_per_rank) == (1.0, 0.0)
 
 
 def test_pools_are_sized_by_the_most_replicas_they_may_have():

@@ -33,6 +33,7 @@ def test_a_policy_changes_where_it_is_named():
         ({"max_draft_length": 2.5}, "max_draft_length must be a whole number"),
         ({"min_price": False}, "min_price must be a number"),
         ({"min_price": 2}, r"min_price must be in \[0, 1\]"),
+        ({"acceptance": {"request_prior_tokens": 0}}, "request_prior_tokens must be positive"),
         ({"switch": {"off_gain": 9.0}}, "off_gain must be positive and at most on_gain"),
     ],
 )

@@ -347,7 +347,6 @@ async def test_every_request_leaves_one_record_without_its_text(tokenizer, caplo
         (errors.RequestFailed("x"), 500, grpc.StatusCode.INTERNAL),
         (errors.BodyTooLarge("x"), 413, grpc.StatusCode.INVALID_ARGUMENT),
         (errors.Unauthenticated("x"), 401, grpc.StatusCode.UNAUTHENTICATED),
-        (errors.DeadlineExceeded("x"), 504, grpc.StatusCode.DEADLINE_EXCEEDED),
         (errors.Draining(), 503, grpc.StatusCode.UNAVAILABLE),
         (type("Own", (errors.Unavailable,), {})("x"), 503, grpc.StatusCode.UNAVAILABLE),
     ],

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+import pytest
 import torch
 
 from fake_runner import FakeRunner, continuation
@@ -181,6 +182,35 @@ async def test_a_drafter_that_is_down_and_no_longer_named_is_let_go():
         await until(lambda: down("d") in scene.told)
         await scene.pool.hold([second.endpoint()])
         assert [endpoint.drafter_id for endpoint in scene.pool._links] == ["e"], "nobody tries to reach it any more"
+
+
+async def test_two_directives_at_a_time_are_followed_one_after_the_other():
+    nowhere = [DrafterEndpoint(drafter_id=name, endpoint="127.0.0.1:1", epoch=1) for name in "def"]
+    async with serving() as scene:
+        await scene.pool.hold(nowhere)
+        await asyncio.gather(scene.pool.hold([]), scene.pool.hold([]))
+        assert scene.pool._links == {}
+
+
+async def test_a_link_that_dies_is_seen():
+    def refuse(message: Any) -> None:
+        raise OSError("no room")
+
+    drafter = Drafter("d")
+    await drafter.start()
+    pool = LinkPool(HELLO, refuse)
+    try:
+        await pool.hold([drafter.endpoint()])
+        pool.check()
+        (link,) = pool._links.values()
+        await until(lambda: link._task is not None and link._task.done())
+        with pytest.raises(RuntimeError, match="the link to drafter d has ended") as raised:
+            pool.check()
+        assert isinstance(raised.value.__cause__, OSError)
+    finally:
+        with contextlib.suppress(OSError):  # it is told that the drafter is down
+            await pool.close()
+        await drafter.stop()
 
 
 async def test_holding_the_same_drafters_again_changes_nothing():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import httpx
 import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -71,6 +72,12 @@ def test_metrics_and_health(service: LiveService):
     metrics = urllib.request.urlopen(f"{service.base_url}/metrics").read().decode()
     assert "vllm:generation_tokens_total" in metrics
     assert urllib.request.urlopen(f"{service.base_url}/health").status == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models/none"])
+def test_the_request_id_is_echoed_once(service: LiveService, path: str):
+    answer = httpx.get(f"{service.base_url}{path}", headers={"X-Request-Id": "mine"})
+    assert answer.headers.get_list("x-request-id") == ["mine"]
 
 
 def test_seeded_text_is_the_same_alone_and_in_company(service: LiveService):

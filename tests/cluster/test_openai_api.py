@@ -175,13 +175,10 @@ async def test_a_typo_gets_a_hint(tokenizer, backend):
 )
 async def test_errors_before_the_first_token_have_their_status(tokenizer, stream, error, status):
     async with client_of(FakeBackend(lambda _: [error]), tokenizer) as client:
-        answer = await client.post(
-            "/v1/completions", json={"prompt": "a", "stream": stream}, headers={"X-Request-Id": "mine"}
-        )
+        answer = await client.post("/v1/completions", json={"prompt": "a", "stream": stream})
     assert answer.status_code == status
     assert answer.json()["error"]["message"] == str(error)
     assert answer.headers.get("retry-after") == {429: "3", 503: "1"}.get(status)
-    assert answer.headers["x-request-id"] == "mine"
 
 
 async def test_an_error_in_mid_stream_is_an_event_and_the_end(tokenizer):
@@ -195,10 +192,9 @@ async def test_an_error_in_mid_stream_is_an_event_and_the_end(tokenizer):
     assert len(events) == 2
 
 
-async def test_request_ids_models_health_and_metrics(tokenizer, backend):
+async def test_models_health_and_metrics(tokenizer, backend):
     async with client_of(backend, tokenizer) as client:
         answer = await client.post("/v1/completions", json={"prompt": "a", "stream": True})
-        assert answer.headers["x-request-id"]
         assert answer.text.endswith("data: [DONE]\n\n")
         missing = await client.post("/v1/completions", json={"prompt": "a", "model": "other"})
         assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
@@ -430,14 +426,6 @@ async def test_a_body_is_bounded_while_it_is_read(tokenizer, backend):
         answer = await client.post("/v1/completions", content=endless())
     assert answer.status_code == 413
     assert num_read < 20
-
-
-async def test_an_unsafe_request_id_is_replaced(tokenizer, backend):
-    async with client_of(backend, tokenizer) as client:
-        for unsafe in (b"caf\xc3\xa9", b"tab\there", b"x" * 129, b""):
-            answer = await client.post("/v1/completions", json={"prompt": "a"}, headers={b"X-Request-Id": unsafe})
-            assert answer.headers["x-request-id"].encode() != unsafe
-            assert len(answer.headers["x-request-id"]) == 32
 
 
 async def test_a_draining_gateway_is_not_ready_and_refuses(tokenizer, backend):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from httpx import ASGITransport, AsyncClient
+from httpx import ASGITransport, AsyncClient, Response
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -17,23 +17,31 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     await JSONResponse(ids)(scope, receive, send)
 
 
-async def ids_of(*headers: tuple[str, str]) -> list[str]:
-    transport = ASGITransport(RequestIdMiddleware(app))
+async def ask(*given: bytes, is_echoed_by_proxy: bool = False) -> Response:
+    transport = ASGITransport(RequestIdMiddleware(app, is_echoed_by_proxy=is_echoed_by_proxy))
     async with AsyncClient(transport=transport, base_url="http://test") as client:
-        return (await client.get("/", headers=list(headers))).json()
+        return await client.get("/", headers=[(b"X-Request-Id", id_) for id_ in given])
 
 
-async def test_a_clients_id_is_that_of_the_logs():
-    assert await ids_of(("X-Request-Id", "mine")) == ["mine", "mine"]
+async def test_a_clients_id_is_that_of_the_logs_and_of_the_answer():
+    answer = await ask(b"mine")
+    assert answer.json() == ["mine", "mine"]
+    assert answer.headers.get_list("x-request-id") == ["mine"]
     assert request_id.get() is None, "the next request has its own"
 
 
-@pytest.mark.parametrize("given", [(), (("X-Request-Id", "x" * 1000),), (("X-Request-Id", "a\tb"),)])
-async def test_a_missing_or_unsafe_id_is_replaced_by_one_that_all_share(given):
-    logged, *headers = await ids_of(*given)
-    assert headers == [logged]
-    assert logged not in ("", "a\tb")
+@pytest.mark.parametrize("given", [(), (b"",), (b"x" * 129,), (b"a\tb",), (b"caf\xc3\xa9",)])
+async def test_a_missing_or_unsafe_id_is_replaced_by_one_that_all_share(given: tuple[bytes, ...]):
+    answer = await ask(*given)
+    logged, *headers = answer.json()
+    assert headers == answer.headers.get_list("x-request-id") == [logged]
     assert len(logged) == 32
+
+
+async def test_what_a_proxy_echoes_is_not_echoed_twice():
+    answer = await ask(b"mine", is_echoed_by_proxy=True)
+    assert answer.json() == ["mine", "mine"]
+    assert "x-request-id" not in answer.headers
 
 
 async def test_a_grpc_call_has_an_id():

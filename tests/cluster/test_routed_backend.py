@@ -28,6 +28,16 @@ from outrider.verifier_service.request import (
 from outrider.verifier_service.wire import decode, encode
 from played_fleet import HANGS, PLAN, REQUEST, Router, ScriptedVerifier, fleet_of, snapshot_of, until
 
+def fleet_snapshot(*endpoints: str) -> FleetSnapshot:
+    """Return a snapshot of verifiers at these endpoints."""
+    named = snapshot_of(*endpoints)
+    states = tuple(
+        dataclasses.replace(state, report=dataclasses.replace(state.report, endpoint=endpoint))
+        for state, endpoint in zip(named.verifiers, endpoints, strict=True)
+    )
+    return dataclasses.replace(named, verifiers=states)
+
+
 ASK = RouteAsk(request_id="r", num_prompt_tokens=3)
 
 
@@ -195,6 +205,47 @@ async def test_one_channel_serves_all_requests_to_a_verifier():
         for _ in range(3):
             await generate(backend)
         assert len(backend._peers) == 1
+
+
+async def test_the_channels_of_verifiers_that_have_left_are_closed():
+    async with fleet_of(ScriptedVerifier([(1,)]), ScriptedVerifier([(1,)])) as fleet:
+        first, second = fleet.router.endpoints.values()
+        await fleet.generate()
+        channel = fleet.backend._peers[first].channel
+        fleet.router.answer = assigned(second)
+        await fleet.generate()
+        assert list(fleet.backend._peers) == [first, second], "nobody knows that the first has left"
+        fleet.client.snapshot = fleet_snapshot(second)
+        await fleet.generate()
+        assert list(fleet.backend._peers) == [second]
+        assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+
+
+async def test_a_late_loss_on_an_old_channel_leaves_the_new_one_in_use():
+    class Moody(ScriptedVerifier):
+        async def Generate(self, frame: link_pb2.Frame, context: Any) -> AsyncIterator[link_pb2.Frame]:
+            self.requests.append(decode(frame.payload, (GenerationRequest,)))
+            num_before = len(self.requests) - 1
+            if num_before == 0:
+                await go_on.wait()
+            if num_before != MAX_ATTEMPTS + 1:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "not this one")
+            last = RequestOutput(request_id="x", token_ids=(9,), finish_reason=FinishReason.STOP)
+            yield link_pb2.Frame(payload=encode(last))
+
+    verifier, go_on = Moody([]), asyncio.Event()
+    async with backend_over(verifier) as (backend, router):
+        old = asyncio.ensure_future(generate(backend))
+        await until(lambda: verifier.requests)
+        with pytest.raises(Unavailable):
+            await generate(backend)
+        await generate(backend)
+        (new,) = backend._peers.values()
+        router.answer = assigned("127.0.0.1:1")
+        go_on.set()
+        with pytest.raises(Unavailable):
+            await old
+        assert new in backend._peers.values()
 
 
 async def test_a_verifier_that_is_gone_is_passed_over_while_nothing_was_published():

@@ -96,10 +96,12 @@ class LateFirstChoice(FakeBackend):
     async def generate(self, request):
         if request.sampling.choice_index == 0:
             await self.until_waiting(1)
-        async for output in FakeBackend.generate(self, request):
-            yield output
-        self.num_waiting += 1
-        self.waiting.set()
+        try:
+            async for output in FakeBackend.generate(self, request):
+                yield output
+        finally:
+            self.num_waiting += 1
+            self.waiting.set()
 
 
 async def test_without_stream_the_choices_come_whole_in_order(tokenizer):

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import schemathesis
 from fastapi import FastAPI
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
@@ -128,6 +128,8 @@ def test_plausible_bodies(request: tuple[str, bytes]) -> None:
 
 @examples(200)
 @given(SPOILT_BODIES)
+@example(("/v1/completions", b'{"prompt": "\xed\xa0\x80"}'))
+@example(("/v1/completions", '{"prompt": "\\ud800"}'.encode("utf-16")))
 def test_spoilt_bodies(request: tuple[str, bytes]) -> None:
     path, content = request
     asyncio.run(send("POST", path, content=content, target="HTTP: spoilt bodies"))

@@ -427,6 +427,22 @@ def test_config_names_the_bad_field():
 # --- held requests, removal ------------------------------------------------------------------------------------------
 
 
+def test_a_preemption_that_frees_nothing_is_no_step():
+    """All that the least senior holds may be shared with one that stays; the others may wait for their drafts."""
+    scheduler = make_scheduler(num_blocks=6)
+    holder = added(scheduler, "holder", range(50, 60), max_tokens=8, priority=-2)
+    sharer = added(scheduler, "sharer", range(8))
+    step(scheduler)
+    holder.hold_until_s = sharer.hold_until_s = 5.0
+    added(scheduler, "taker", range(9), max_tokens=8, priority=-1)
+    for _ in range(4):  # until its blocks, two of them the sharer's, and the pool are full
+        step(scheduler, now_s=1.0)
+    assert scheduler.schedule(1.0) is None
+    scheduler.check_integrity()
+    assert [request.request_id for request in scheduler.waiting] == ["sharer"]
+    assert shares(step(scheduler, now_s=5.0)) == {"holder": 1}, "the step loop goes on"
+
+
 def test_held_request_is_left_out_until_its_deadline():
     scheduler = make_scheduler()
     first, second = added(scheduler, "a", [1]), added(scheduler, "b", [2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from engine_bench import MemoryDrafts
@@ -172,6 +174,24 @@ def test_missed_deadline_lets_the_request_run_and_the_late_draft_is_stale(bench:
     lateness = bench.coordinator.lateness_s.counts()
     assert (sum(lateness.counts), lateness.total) == (1, 0.25), "late by 0.25 s after the deadline at 0.5 s"
     assert sum(bench.coordinator.round_trip_s.counts().counts) == 0
+
+
+class Unwalked(dict[str, Request]):
+    """Requests that may be looked up, but not gone through: most of them wait in the queue."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("every request was looked at")
+
+    keys = values = items = __iter__
+
+
+def test_a_missed_deadline_is_found_without_looking_at_the_queue(bench: Bench):
+    request = bench.request()
+    bench.receive(up())
+    bench.ask()
+    bench.now_s = 1.0
+    bench.coordinator.receive(Unwalked(bench.requests), bench.now_s)
+    assert (request.hold_until_s, dict(bench.coordinator.fallbacks)) == (None, {"timeout": 1})
 
 
 def test_lost_drafter_lets_its_requests_go_on_and_another_takes_over(bench: Bench):
