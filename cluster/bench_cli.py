@@ -16,7 +16,7 @@ import click
 from outrider.cluster.server_options import server_options
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
     from outrider.cluster.bench import BenchOptions
     from outrider.cluster.bench_load import LoadPoint
@@ -135,12 +135,15 @@ def _run(columns: Sequence[Column], *, json_file: Path | None, markdown_file: Pa
 
 
 def _show(table: RenderableType, width: int = PLAIN_WIDTH) -> None:
+    console_of(width).print(table)
+
+
+def console_of(plain_width: int) -> Console:
+    """Return a console of the terminal's width, or of so many columns where the output is no terminal."""
     from rich.console import Console
 
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=width)
-    console.print(table)
+    return console if console.is_terminal else Console(width=plain_width)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cluster.bench_cli import CONTEXT_SETTINGS, bench
+from outrider.cluster.bench_cli import CONTEXT_SETTINGS, PLAIN_WIDTH, bench, console_of
 from outrider.cluster.config_file import read_config_file, read_speculative_config
 from outrider.cluster.security_options import security_options
 from outrider.cluster.server_options import server_options
@@ -278,13 +278,12 @@ def top(interval: float, once: bool, **server: Any) -> None:
     """Watch a running service: pools, load, acceptance, the router's decisions."""
     import time
 
-    from rich.console import Console
-
     from outrider.cluster import top as watching
     from outrider.cluster.openai_client import Server
 
     with usage_errors(), contextlib.suppress(KeyboardInterrupt):
-        state = watching.run(Server(**server), Console(), interval_s=interval, once=once, clock=time.monotonic)
+        console = console_of(PLAIN_WIDTH)
+        state = watching.run(Server(**server), console, interval_s=interval, once=once, clock=time.monotonic)
         if state.error is not None:
             raise click.exceptions.Exit(1)
 

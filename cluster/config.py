@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from outrider.cluster.api_keys import require_hashes
 from outrider.cluster.autoscaling import ReplicaRange
 from outrider.cluster.fleet import PolicyMode, RouterPolicy
+from outrider.cluster.hints import did_you_mean
 from outrider.cluster.logs import LOG_FORMATS
 from outrider.cluster.placement import PoolPlacement
 from outrider.cluster.security import TlsConfig, link_tls, public_tls
@@ -131,8 +131,7 @@ class ServiceConfig:
         known = get_type_hints(cls)
         for key in values:
             if key not in known:
-                hint = difflib.get_close_matches(key, known, n=1)
-                raise ValueError(f"unknown option {key!r}" + (f"; did you mean {hint[0]!r}?" if hint else ""))
+                raise ValueError(f"unknown option {key!r}{did_you_mean(key, known)}")
         return cls(**{key: _parsed(key, value, known[key]) for key, value in values.items()})
 
     @property
@@ -212,7 +211,7 @@ class ServiceConfig:
 
     @property
     def gpus_per_rank(self) -> float:
-        """Return the share of a GPU that each rank reserves. Where `device` says cuda, it is not asked of this machine."""
+        """Return the share of a GPU that each rank reserves; whether this machine has one counts for `auto` alone."""
         has_gpus = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
         return self.gpu_share if has_gpus else 0.0
 

@@ -5,14 +5,14 @@ Which one wins: an option on the command line, then --speculative-config, then t
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 import yaml
+
+from outrider.cluster.hints import did_you_mean
 
 NULL_TAG = "tag:yaml.org,2002:null"
 DRAFT_MODEL_METHOD = "draft_model"
@@ -48,7 +48,7 @@ def read_config_file(context: click.Context, parameter: click.Parameter, path: P
     for key, value in entries:
         option = options.get(key.replace("-", "_"))
         if option is None or option.name is None:
-            raise click.BadParameter(f"{path}: unknown option {key!r}{_hint(key, options)}", context, parameter)
+            raise click.BadParameter(f"{path}: unknown option {key!r}{did_you_mean(key, options)}", context, parameter)
         if option.name in defaults:
             raise click.BadParameter(f"{path}: {key!r} is given twice", context, parameter)
         defaults[option.name] = _as_typed(value, option)
@@ -78,13 +78,15 @@ def speculative_options(values: object) -> dict[str, str]:
     if method in UNSERVED_METHODS:
         raise ValueError(f"method {method!r} is not supported yet; {DRAFT_MODEL_METHOD!r} is")
     if method != DRAFT_MODEL_METHOD:
-        raise ValueError(f"unknown method {method!r}{_hint(str(method), [DRAFT_MODEL_METHOD, *UNSERVED_METHODS])}")
+        hint = did_you_mean(str(method), [DRAFT_MODEL_METHOD, *UNSERVED_METHODS])
+        raise ValueError(f"unknown method {method!r}{hint}")
     options = {}
     for key, value in values.items():
         if key in UNSERVED_KEYS:
             raise ValueError(f"{key!r} is not supported yet")
         if key != "method" and key not in SPECULATIVE_OPTIONS:
-            raise ValueError(f"unknown key {key!r}{_hint(key, ['method', *SPECULATIVE_OPTIONS, *UNSERVED_KEYS])}")
+            hint = did_you_mean(key, ["method", *SPECULATIVE_OPTIONS, *UNSERVED_KEYS])
+            raise ValueError(f"unknown key {key!r}{hint}")
         if isinstance(value, bool) or not isinstance(value, str | int):
             raise ValueError(f"{key!r} must be text or a whole number")
         if key in SPECULATIVE_OPTIONS:
@@ -123,8 +125,3 @@ def _as_typed(value: Any, option: click.Parameter) -> Any:
     if getattr(option, "multiple", False):
         return value if isinstance(value, list) else [value]
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

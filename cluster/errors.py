@@ -7,7 +7,6 @@ OutriderError                      500  INTERNAL
 ├── Unauthenticated                401  UNAUTHENTICATED     no API key, or not a known one
 ├── Overloaded(retry_after_s)      429  RESOURCE_EXHAUSTED  a queue or a rate is at its limit: try again later
 ├── Unavailable(retry_after_s)     503  UNAVAILABLE         no verifier can serve it now
-│   └── Draining                   503  UNAVAILABLE         this replica is about to stop
 └── RequestFailed                  500  INTERNAL            it was accepted and did not finish
 """
 
@@ -62,13 +61,6 @@ class Unavailable(OutriderError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-
-
-class Draining(Unavailable):
-    """This replica finishes what it has and takes nothing new; another one will."""
-
-    def __init__(self) -> None:
-        super().__init__("this server is shutting down")
 
 
 class RequestFailed(OutriderError):

@@ -7,12 +7,12 @@ of the router's clock (its wrapper and the gateways pass wall-clock seconds).
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from outrider.cluster.hints import did_you_mean
 from outrider.drafter_service.engine import DrafterCounters
 from outrider.verifier_service.engine_messages import (
     DrafterCircuit,
@@ -152,6 +152,7 @@ class VerifierState:
     reported_s: float
     default_plan: SpeculationPlan
     num_assigned: int = 0  # requests sent there since its last report
+    price: float | None = None  # committed tokens that one more draft position costs; None: none was computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,8 +271,7 @@ def with_changes(settings: _Settings, changes: Mapping[str, Any]) -> _Settings:
     known = [known.name for known in dataclasses.fields(settings)]
     for name in changes:
         if name not in known:
-            hint = difflib.get_close_matches(str(name), known, n=1)
-            raise ValueError(f"unknown policy setting {name!r}" + (f"; did you mean {hint[0]!r}?" if hint else ""))
+            raise ValueError(f"unknown policy setting {name!r}{did_you_mean(str(name), known)}")
     return dataclasses.replace(
         settings, **{name: _changed(name, getattr(settings, name), value) for name, value in changes.items()}
     )

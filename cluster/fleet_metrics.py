@@ -79,6 +79,10 @@ def _pool_replicas(snapshot: FleetSnapshot, now_s: float) -> Rows:
         yield (role, "draining" if is_draining else "ready"), counts[role, is_draining]
 
 
+def _prices(snapshot: FleetSnapshot, now_s: float) -> Rows:
+    return [((state.report.verifier_id,), state.price) for state in snapshot.verifiers if state.price is not None]
+
+
 def _decisions(snapshot: FleetSnapshot, now_s: float) -> Rows:
     return [((item.decision, item.reason), item.count) for item in snapshot.decisions]
 
@@ -193,6 +197,15 @@ _DRAFTING = (
             labels=("model_name", "decision", "reason"),
         ),
         _decisions,
+    ),
+    _FleetMetric(
+        Definition(
+            name="price",
+            kind="gauge",
+            formula="Committed tokens that one more draft position costs a verifier: drafts go on while their survival "
+            "exceeds it; no sample where the router computes none (pinned, off, warming up)",
+        ),
+        _prices,
     ),
     _of_verifiers(
         "draft_length",

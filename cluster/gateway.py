@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outrider.cluster.choice import Backend, Choice, GatewayChunk, Generation
-from outrider.cluster.errors import Draining, InvalidRequest, ModelNotFound, OutriderError
+from outrider.cluster.errors import InvalidRequest, ModelNotFound, OutriderError
 from outrider.cluster.metrics import GatewayMetrics
 from outrider.cluster.text_codec import TextCodec
 from outrider.verifier_service.request import MAX_PRIORITY, GenerationRequest, LogitBias, SamplingParams
@@ -164,7 +164,10 @@ class Gateway:
         return {"server_load": self.num_running, **self._fleet_load()}
 
     def drain(self) -> None:
-        """Refuse new requests from now on; those that run go on."""
+        """Ask for no new requests from now on; one that a server has taken already is still served.
+
+        It is the servers that refuse, by taking no more: what they took a moment ago must not be lost in an update.
+        """
         self.is_draining = True
 
     def check_model_name(self, name: str | None) -> None:
@@ -292,8 +295,6 @@ class Gateway:
         return generation is not None
 
     def _begin(self, request: ValidRequest, started_s: float) -> Generation:
-        if self.is_draining:
-            raise Draining
         taken = {id_ for generation in self._running.values() for id_ in generation.backend_ids}
         choices = request.choices()
         if request.request_id in self._running or any(choice.request_id in taken for choice in choices):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from typing import Annotated, Any, TypeVar
 
@@ -11,13 +10,13 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from outrider.cluster.errors import InvalidRequest
 from outrider.cluster.gateway import RequestInput
+from outrider.cluster.hints import did_you_mean
 
 MAX_PROMPTS = 256  # of one completions body
 MAX_TOTAL_CHOICES = 1024  # of all prompts of one completions body
 MAX_MESSAGES = 4096  # of one chat
 MAX_TOKENIZED_CHARS = 1 << 20  # of /tokenize
 MAX_DETOKENIZED_TOKENS = 1 << 20
-MAX_HINT_CHARS = 64  # a longer unknown field is no slip of the pen
 
 # Accepted and without effect on the tokens.
 IGNORED_FIELDS = frozenset(
@@ -69,9 +68,16 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one complaint is enoug
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool = False
+    include_obfuscation: bool | None = None  # OpenAI's, and
+    continuous_usage_stats: bool | None = None  # vLLM's: accepted, without effect
+
+    def model_post_init(self, _: Any) -> None:
+        for name in self.model_extra or {}:
+            hint = did_you_mean(name, StreamOptions.model_fields)
+            raise InvalidRequest(f"stream_options: unknown field {name!r}{hint}", "stream_options")
 
 
 class _ModelBody(BaseModel):
@@ -266,8 +272,8 @@ def _check_extra(name: str, value: object, kind: type[BaseModel]) -> None:
         return
     neutral_values = NEUTRAL_VALUES | STRUCTURED_VALUES
     if name not in neutral_values:
-        close = difflib.get_close_matches(name[:MAX_HINT_CHARS], [*kind.model_fields, *neutral_values], n=1)
-        raise InvalidRequest(f"unknown field {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""), name)
+        hint = did_you_mean(name, [*kind.model_fields, *neutral_values])
+        raise InvalidRequest(f"unknown field {name!r}{hint}", name)
     # `0 == False`, but best_of=True asks for nothing that is known
     if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral_values[name]):
         comes_with = ": it comes with structured output" if name in STRUCTURED_VALUES else ""

@@ -49,6 +49,7 @@ class Decision:
     plans: dict[str, SpeculationPlan]
     default_plan: SpeculationPlan
     memory: VerifierMemory
+    price: float | None  # committed tokens that one more draft position costs; None: nothing was computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class _Verdict:
     memory: VerifierMemory
     plans: dict[str, SpeculationPlan]  # of the requests that could speculate
     default_plan: SpeculationPlan
+    price: float | None = None
 
 
 def plan_speculation(
@@ -102,7 +104,7 @@ def plan_speculation(
         request_id: replace(kept, plan=plans[request_id]) for request_id, kept in verdict.memory.requests.items()
     }
     memory = replace(verdict.memory, requests=requests, default_plan=verdict.default_plan)
-    return Decision(plans, verdict.default_plan, memory)
+    return Decision(plans, verdict.default_plan, memory, verdict.price)
 
 
 def _enter(
@@ -188,7 +190,7 @@ class _Judge:
         whole = self._allocate(judged)
         switch = self._verifier_switch(memory.switch, whole.gain)
         if not switch.is_on:
-            return self._all_off(replace(memory, switch=switch), entrants, judged)
+            return replace(self._all_off(replace(memory, switch=switch), entrants, judged), price=whole.price)
         if memory.switch is not None and not memory.switch.is_on:
             memory = _all_switched_on(memory, contenders, self.now_s)
         handicapped = [self._handicapped(memory, entrant) for entrant in contenders]
@@ -235,7 +237,7 @@ class _Judge:
             requests[entrant.request_id] = replace(kept, switch=switch)
             plan = entrant.plan(max(1, length)) if switch.is_on else self._off_plan(entrant, switch)
             plans[entrant.request_id] = plan
-        return _Verdict(replace(memory, requests=requests), plans, default)
+        return _Verdict(replace(memory, requests=requests), plans, default, allocation.price)
 
     def _handicapped(self, memory: VerifierMemory, entrant: _Entrant) -> _Entrant:
         """Return the entrant as it competes: one that is off must be better by the margin, not as good."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from outrider.cluster.hints import did_you_mean
 from outrider.verifier_service.request import (
     FinishReason,
     GenerationRequest,
@@ -55,7 +56,9 @@ def parse_request(
     """Build one request; raises `PromptError` naming the field that is wrong."""
     overrides = {name: value for name, value in line.items() if name not in ("prompt", "prompt_token_ids")}
     if unknown := overrides.keys() - SAMPLING_FIELDS:
-        raise PromptError(f"{request_id}: unknown field {sorted(unknown)[0]!r}")
+        name = min(unknown)
+        hint = did_you_mean(name, ["prompt", "prompt_token_ids", *SAMPLING_FIELDS])
+        raise PromptError(f"{request_id}: unknown field {name!r}{hint}")
     try:
         sampling = dataclasses.replace(defaults, **{name: _tuple(value) for name, value in overrides.items()})
         sampling = decode(encode(sampling), (SamplingParams,))  # the codec knows the types of all fields

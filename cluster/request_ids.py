@@ -1,4 +1,4 @@
-"""Give every HTTP request and gRPC call an id for the logs and the answer: the client's X-Request-Id, else a new one."""
+"""Give every HTTP request and gRPC call an id for the logs: the client's X-Request-Id, else a new one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RAW_HEADER = _HEADER.encode()
 
 
 class RequestIdMiddleware:
-    """Set the id of a request's task and of its header, and echo it unless a proxy in front does: Serve's always does."""
+    """Set the id of a request's task and of its header, and echo it, unless the proxy in front does: Serve's does."""
 
     def __init__(self, app: ASGIApp, *, is_echoed_by_proxy: bool = False) -> None:
         self._app = app

@@ -72,6 +72,7 @@ class RouterCore:
             report=replace(report, requests=(), step_times=()),  # what nobody routes by stays out of snapshots
             reported_s=now_s,
             default_plan=decision.default_plan,
+            price=decision.price,
         )
         self._verifiers[report.verifier_id] = _Verifier(state, decision.memory, points, step_time)
         changed = _changed_plans(report, decision.plans, before)

@@ -130,7 +130,7 @@ class ModelDrafter:
 
     def _idle(self, asked: Sequence[_State]) -> Iterator[_State]:
         in_use = {id(state) for state in asked}
-        return (state for state in self._states.values() if id(state) not in in_use)
+        yield from (state for state in self._states.values() if id(state) not in in_use)
 
     # --- the step ---
 

@@ -89,7 +89,10 @@ def busy_fleet() -> FleetSnapshot:
     return FleetSnapshot(
         verifiers=(
             VerifierState(
-                report=BUSY_VERIFIER, reported_s=999.0, default_plan=SpeculationPlan(drafter_id="d0", draft_length=3)
+                report=BUSY_VERIFIER,
+                reported_s=999.0,
+                default_plan=SpeculationPlan(drafter_id="d0", draft_length=3),
+                price=0.25,
             ),
             VerifierState(
                 report=IDLE_VERIFIER, reported_s=999.5, default_plan=SpeculationPlan(disabled_reason="warmup")

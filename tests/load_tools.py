@@ -58,6 +58,11 @@ def asks_of(prompts: Sequence[str], max_tokens: int) -> list[Ask]:
     return [Ask(prompt, max_tokens, seed) for prompt in prompts for seed in (None, 7)]
 
 
+def short_asks(prompts: Sequence[str]) -> list[Ask]:
+    """Return asks for one token, for two, and for as many as it takes for a draft."""
+    return [Ask(prompt, num, seed) for prompt in prompts for num, seed in ((1, None), (2, 5), (6, None))]
+
+
 @dataclass(frozen=True)
 class Answer:
     """What an HTTP request was answered with."""
@@ -188,13 +193,18 @@ class ClosedLoop:
         self._latencies_s: list[float] = []
         self._num_wrong = 0
         self._errors: list[str] = []
+        self._is_stopped = False
 
     def run(self, is_over: Callable[[], bool]) -> LoadResult:
         """Ask until `is_over()`, which is called once before each request, one call at a time."""
         begin_s = time.monotonic()
         with ThreadPoolExecutor(len(self._clients)) as pool:
-            for future in [pool.submit(self._ask_all, client, is_over) for client in self._clients]:
-                future.result()
+            futures = [pool.submit(self._ask_all, client, is_over) for client in self._clients]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                self._is_stopped = True  # at Ctrl-C too
         return LoadResult(
             tuple(self._latencies_s), self._num_wrong, tuple(self._errors), elapsed_s=time.monotonic() - begin_s
         )
@@ -208,7 +218,7 @@ class ClosedLoop:
 
     def _next(self, is_over: Callable[[], bool]) -> Ask | None:
         with self._lock:
-            return None if is_over() else next(self._asks)
+            return None if self._is_stopped or is_over() else next(self._asks)
 
     def _ask(self, client: Client, ask: Ask) -> None:
         begin_s = time.monotonic()

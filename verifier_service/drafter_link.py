@@ -25,6 +25,7 @@ from outrider.verifier_service.drafting import PROTOCOL_VERSION, DrafterMessage
 from outrider.verifier_service.link_channel import LinkCredentials, open_channel
 from outrider.verifier_service.link_messages import (
     DRAFTER_MESSAGES,
+    MAX_DRAFTER_FRAME_BYTES,
     Hello,
     Ping,
     Pong,
@@ -180,8 +181,12 @@ class DrafterLink:
         return "the drafter ended the stream"
 
     def _channel(self) -> grpc.aio.Channel:
-        # a pool of its own: grpc's shared connections keep their back-off from one attempt to the next
-        return open_channel(self.address, self._credentials, ("grpc.use_local_subchannel_pool", 1))
+        options = (
+            # a pool of its own: grpc's shared connections keep their back-off from one attempt to the next
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.max_receive_message_length", MAX_DRAFTER_FRAME_BYTES),
+        )
+        return open_channel(self.address, self._credentials, *options)
 
     async def _handshake(self, call: Any) -> None:
         try:

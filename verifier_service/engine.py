@@ -16,7 +16,7 @@ import torch
 
 from outrider.verifier_service.batch import ScheduledBatch
 from outrider.verifier_service.logits_processors import LogitsProcessor
-from outrider.verifier_service.logprobs import LogprobsQuery, token_logprobs
+from outrider.verifier_service.logprobs import LogprobsQuery, encoded_bytes, token_logprobs
 from outrider.verifier_service.request import (
     FinishReason,
     GenerationRequest,
@@ -31,6 +31,9 @@ from outrider.verifier_service.scheduler import Schedule, ScheduledRequest, Sche
 from outrider.verifier_service.speculation import DraftCoordinator
 from outrider.verifier_service.step_stats import StepStats
 from outrider.verifier_service.verification import VerificationEntry, verify
+from outrider.verifier_service.wire import MAX_FRAME_BYTES
+
+MAX_PROMPT_LOGPROBS_BYTES = MAX_FRAME_BYTES * 3 // 4  # they come in one output, and an output in one frame
 
 
 class Runner(Protocol):
@@ -107,9 +110,12 @@ class VerifierEngine:
         for name in ("prompt_token_ids", "output_token_ids"):
             self._check_token_ids(name, getattr(message, name))
         self._check_token_ids("logit_bias", (item.token_id for item in message.sampling.logit_bias))
-        if message.sampling.min_tokens and self._stop_token_ids(message.sampling) >= set(
-            range(self._runner.vocab_size)
-        ):
+        num_top = message.sampling.prompt_logprobs
+        if num_top is not None and encoded_bytes(len(message.prompt_token_ids), num_top) > MAX_PROMPT_LOGPROBS_BYTES:
+            raise ValueError(f"prompt_logprobs: too many for a prompt of {len(message.prompt_token_ids)} tokens")
+        vocabulary = range(self._runner.vocab_size)
+        num_stops = sum(token_id in vocabulary for token_id in self._stop_token_ids(message.sampling))
+        if message.sampling.min_tokens and num_stops == len(vocabulary):
             raise ValueError("min_tokens: every token of the vocabulary is a stop token")
 
     def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:

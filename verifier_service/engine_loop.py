@@ -7,7 +7,8 @@ the pipe until something arrives or the next draft deadline passes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from outrider.verifier_service.engine import VerifierEngine
@@ -29,7 +30,7 @@ from outrider.verifier_service.ranks import arrived
 from outrider.verifier_service.relay_client import RelayDraftClient
 from outrider.verifier_service.request import GenerationRequest, Request, RequestOutput
 from outrider.verifier_service.step_stats import RecentRates
-from outrider.verifier_service.wire import decode, encode
+from outrider.verifier_service.wire import MAX_FRAME_BYTES, decode, encode
 
 LOAD_INTERVAL_S = 0.2
 
@@ -103,7 +104,8 @@ class EngineLoop:
         outputs, self._failures = self._failures + outputs, []
         update = EngineUpdate(outputs=tuple(outputs), relays=self._drafts.take_outbox(), load=self._due_load())
         if update != EngineUpdate():
-            self._pipe.send_bytes(encode(update))
+            for frame in update_frames(update):
+                self._pipe.send_bytes(frame)
 
     def _due_load(self) -> EngineLoad | None:
         now_s = self._clock()
@@ -112,6 +114,23 @@ class EngineLoop:
         self._next_load_s = now_s + LOAD_INTERVAL_S
         self._rates.sample(self._engine.stats, now_s)
         return engine_load(self._engine, self._rates, now_s)
+
+
+def update_frames(update: EngineUpdate, max_bytes: int = MAX_FRAME_BYTES) -> Iterator[bytes]:
+    """Encode an update, halved until each frame is one that its reader takes.
+
+    A drafter that joins is told the whole prefix of every request at once, however long they are.
+    """
+    frame = encode(update)
+    outputs, relays = update.outputs, update.relays
+    if len(frame) <= max_bytes or len(outputs) + len(relays) < 2:
+        yield frame
+        return
+    num_outputs, num_relays = (len(outputs) + 1) // 2, len(relays) // 2
+    first = EngineUpdate(outputs=outputs[:num_outputs], relays=relays[:num_relays])
+    yield from update_frames(first, max_bytes)
+    rest = replace(update, outputs=outputs[num_outputs:], relays=relays[num_relays:])
+    yield from update_frames(rest, max_bytes)
 
 
 def engine_load(engine: VerifierEngine, rates: RecentRates, now_s: float) -> EngineLoad:

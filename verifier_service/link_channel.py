@@ -21,8 +21,10 @@ class LinkCredentials:
 
 
 def open_channel(address: str, credentials: LinkCredentials | None, *options: tuple[str, int]) -> grpc.aio.Channel:
-    """Open a channel to a peer with the links' options and further ones; plaintext without credentials."""
+    """Open a channel to a peer with the links' options, or `options` in their place; plaintext without credentials."""
+    chosen: dict[str, int | str] = {**dict(CHANNEL_OPTIONS), **dict(options)}  # of two equal names grpc takes the first
     if credentials is None:
-        return grpc.aio.insecure_channel(address, options=(*CHANNEL_OPTIONS, *options))
-    names = () if credentials.server_name is None else (("grpc.ssl_target_name_override", credentials.server_name),)
-    return grpc.aio.secure_channel(address, credentials.channel, options=(*CHANNEL_OPTIONS, *options, *names))
+        return grpc.aio.insecure_channel(address, options=tuple(chosen.items()))
+    if credentials.server_name is not None:
+        chosen["grpc.ssl_target_name_override"] = credentials.server_name
+    return grpc.aio.secure_channel(address, credentials.channel, options=tuple(chosen.items()))

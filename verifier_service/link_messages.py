@@ -88,6 +88,12 @@ DRAFTER_MESSAGES = (Draft, Resync, Pong)  # drafter to verifier, after the hands
 # what the verifier dies of.
 ACCEPTED_METADATA = (("outrider-accepted", "1"),)
 
+# What a link delivers goes on to an engine in an envelope of its own, with every default spelled out: that must still
+# be a frame, or a peer could kill the engine by a message just below the limit.
+MAX_LINK_FRAME_BYTES = MAX_FRAME_BYTES - (64 << 10)
+# A draft is some kilobytes; decoding a frame of the full size would hold a step up for seconds.
+MAX_DRAFTER_FRAME_BYTES = 1 << 20
+
 # Both ends set these: a frozen peer is seen by grpc only with ping_timeout_ms beside the keepalive options, and a
 # server calls frequent pings abuse unless told what to expect.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -98,8 +104,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.max_receive_message_length", MAX_FRAME_BYTES + 1024),
-    ("grpc.max_send_message_length", MAX_FRAME_BYTES + 1024),
+    ("grpc.max_receive_message_length", MAX_LINK_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_LINK_FRAME_BYTES),
 )
 
 

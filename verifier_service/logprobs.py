@@ -11,6 +11,14 @@ import torch
 from outrider.verifier_service.request import TokenLogprobs
 from outrider.verifier_service.sampler import top_candidates
 
+_ENTRY_BYTES = 80  # of one token on the wire, its field names included
+_ALTERNATIVE_BYTES = 14  # an id of five bytes and a float of nine
+
+
+def encoded_bytes(num_tokens: int, num_top: int) -> int:
+    """Return how many bytes the entries of so many tokens take on the wire, at most."""
+    return num_tokens * (_ENTRY_BYTES + num_top * _ALTERNATIVE_BYTES)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsQuery:

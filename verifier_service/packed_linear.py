@@ -6,6 +6,7 @@ memory speed. That alone decides whether verifying a draft is free on a CPU.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeGuard
@@ -15,7 +16,19 @@ from torch import nn
 
 # oneDNN picks the layout for the row count it is told; 8 was best or equal for everything from 1 to 512 rows
 LAYOUT_ROWS = 8
+MAX_CACHED_SHAPES = 64  # about ten row counts of one model
 MIN_WEIGHTS = 1 << 17  # below this the weights sit in the cache anyway and the plain call is shorter
+
+
+def bound_shape_caches() -> None:
+    """Keep this process from remembering too many shapes of linears; to be called before it runs the first one.
+
+    oneDNN and PyTorch's layer above it each keep what they made for the last 1024 shapes, and nearly every step of a
+    busy engine has a row count of its own: measured, 0.6 MB for each row count of three layers whatever the weights'
+    size. They read the environment alone; what a user has set there stays.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(MAX_CACHED_SHAPES))
 
 
 class PackedLinear(nn.Module):

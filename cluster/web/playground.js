@@ -121,7 +121,7 @@ function append(tokens) {
   output.append(
     ...tokens.map((token) => {
       const shown = element("span", token.text);
-      shown.className = `token accepted`;
+      shown.className = `token ${token.origin}`;
       shown.title = `${token.origin}, token ${token.id}`;
       return shown;
     }),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from click.testing import CliRunner, Result
 from transformers import PreTrainedTokenizerFast
 
 from outrider.cluster.cli import main
+from outrider.cluster.config import ServiceConfig
 from tiny_models import make_checkpoint
 
 PROMPT = "the quick brown"
@@ -35,9 +37,7 @@ def leaf_options() -> list[tuple[str, click.Option]]:
         command: click.Command = main
         for name in path:
             command = command.commands[name]
-        leaves += [
-            (" ".join(path), option) for option in command.params if isinstance(option, click.Option)
-        ]
+        leaves += [(" ".join(path), option) for option in command.params if isinstance(option, click.Option)]
     return leaves
 
 
@@ -66,6 +66,17 @@ def test_the_version_is_the_packages():
     result = invoke("--version")
     assert result.exit_code == 0
     assert "0.1.0" in result.output
+
+
+def test_serve_has_every_option_of_the_configuration_with_the_same_default():
+    options = main.commands["serve"].make_context("serve", []).params
+    keys = {name: options.pop(name) for name in ("api_key", "api_key_file")}
+    assert not any(keys.values())
+    fields = {field.name for field in dataclasses.fields(ServiceConfig)}
+    assert options.keys() == fields - {"api_key_hashes", "check_integrity"}
+    config = ServiceConfig.from_mapping(options)
+    # ranges are texts there
+    assert dataclasses.replace(config, num_verifiers=1, num_drafters=1, num_gateways=1) == ServiceConfig()
 
 
 @pytest.mark.parametrize("verb", ["serve", "generate", "demo"])

@@ -65,6 +65,7 @@ def test_steps_and_drafts_are_counted():
         "verify_committed_tokens_total{engine=v0}": 300,
         "router_spec_decisions_total{decision=off,reason=load}": 11,
         "router_spec_decisions_total{decision=on,reason=none}": 31,
+        "price{engine=v0}": 0.25,
         "draft_length{engine=v0}": 3,
         "draft_length{engine=v1}": 0,
         "draft_rtt_seconds_count{engine=v0}": 40,
@@ -85,6 +86,7 @@ def test_steps_and_drafts_are_counted():
         "drafter_evicted_sessions_total{engine=d0}": 1,
     }
     assert {name: shown[f"outrider_{name}"] for name in expected} == expected
+    assert "outrider_price{engine=v1}" not in shown, "nothing was computed for it"
 
 
 def test_before_the_first_snapshot_there_are_no_samples():

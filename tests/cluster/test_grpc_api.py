@@ -217,8 +217,4 @@ async def test_server_info_and_loads(tokenizer):
         assert load == {"server_load": 0, "verifiers": [{"running": 2}]}
         gateway.drain()
         assert (await stub.GetServerInfo(pb.GetServerInfoRequest())).is_draining
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await stub.GenerateUnary(pb.GenerateRequest(text="a"))
     await running.server.stop(None)
-    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert dict(raised.value.trailing_metadata())["retry-after"] == "1"

@@ -26,6 +26,7 @@ from load_tools import (
     post,
     require_flat,
     settled_processes,
+    short_asks,
     stream_all,
 )
 from outrider.drafter_service.embedded import held_out_prompts
@@ -86,7 +87,7 @@ def test_64_streams_bring_what_they_bring_alone(service: LiveService):
 
 
 def test_short_requests_leave_nothing_behind(service: LiveService):
-    expected = expected_texts(service, [Ask(prompt, n, seed) for prompt in PROMPTS for n, seed in ((1, None), (2, 5))])
+    expected = expected_texts(service, short_asks(PROMPTS))
     ask_many(service, expected, num_requests=400, concurrency=CONCURRENCY)
     service.wait_until_idle()
     before = settled_processes(service)

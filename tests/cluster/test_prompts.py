@@ -32,7 +32,7 @@ def test_line_may_carry_text_or_ids_and_its_own_sampling(tokenizer):
         ({"prompt": "a", "prompt_token_ids": [1]}, "either prompt or prompt_token_ids"),
         ({"prompt": 3}, "prompt must be a string"),
         ({"prompt_token_ids": [1.5]}, "list of integers"),
-        ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'"),
+        ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'; did you mean 'temperature'"),
         ({"prompt": "a", "top_p": 2}, "top_p must be"),
         ({"prompt": "a", "temperature": "hot"}, "prompt-0"),
     ],

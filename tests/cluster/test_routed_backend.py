@@ -28,16 +28,6 @@ from outrider.verifier_service.request import (
 from outrider.verifier_service.wire import decode, encode
 from played_fleet import HANGS, PLAN, REQUEST, Router, ScriptedVerifier, fleet_of, snapshot_of, until
 
-def fleet_snapshot(*endpoints: str) -> FleetSnapshot:
-    """Return a snapshot of verifiers at these endpoints."""
-    named = snapshot_of(*endpoints)
-    states = tuple(
-        dataclasses.replace(state, report=dataclasses.replace(state.report, endpoint=endpoint))
-        for state, endpoint in zip(named.verifiers, endpoints, strict=True)
-    )
-    return dataclasses.replace(named, verifiers=states)
-
-
 ASK = RouteAsk(request_id="r", num_prompt_tokens=3)
 
 
@@ -215,7 +205,9 @@ async def test_the_channels_of_verifiers_that_have_left_are_closed():
         fleet.router.answer = assigned(second)
         await fleet.generate()
         assert list(fleet.backend._peers) == [first, second], "nobody knows that the first has left"
-        fleet.client.snapshot = fleet_snapshot(second)
+        (state,) = snapshot_of("v1").verifiers
+        state = dataclasses.replace(state, report=dataclasses.replace(state.report, endpoint=second))
+        fleet.client.snapshot = dataclasses.replace(snapshot_of(), verifiers=(state,))
         await fleet.generate()
         assert list(fleet.backend._peers) == [second]
         assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN

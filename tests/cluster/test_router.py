@@ -151,6 +151,21 @@ class TestLoad:
         assert set(fleet.reasons.values()) == {"load"}
         assert fleet.default_plan == SpeculationPlan(disabled_reason="load")
 
+    @pytest.mark.parametrize(
+        ("points", "mode", "price"),
+        [
+            (MEMORY_BOUND, PolicyMode.AUTO, RouterPolicy().min_price),
+            (COMPUTE_BOUND, PolicyMode.AUTO, 1.0),
+            (MEMORY_BOUND, PolicyMode.ALWAYS, None),
+        ],
+    )
+    def test_operators_see_the_price(self, points, mode, price):
+        fleet = Fleet(points, policy=RouterPolicy(mode=mode))
+        fleet.add(*names(16), acceptance=0.9)
+        fleet.run(10)
+        (verifier,) = fleet.core.snapshot(fleet.now_s).verifiers
+        assert verifier.price == (price if price is None else pytest.approx(price))
+
     def test_off_when_load_rises_and_on_when_it_falls(self):
         fleet = Fleet(ROOFLINE)
         fleet.add(*names(8))

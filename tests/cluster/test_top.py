@@ -108,6 +108,7 @@ def test_one_frame_is_printed_by_the_command():
         result = CliRunner().invoke(main, ["top", "--once", "--url", url])
     assert result.exit_code == 0, result.output
     assert "v0" in result.output
+    assert "tokens/verif." in result.output, "a pipe has room for whole headings"
     assert "time to first token" in result.output
 
 

@@ -108,6 +108,7 @@ PLAIN = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
+_ODD = st.sampled_from((None, False, 0, 1.5, 1 << 63, "", b"", (), {}))  # of every kind, one that is easily let in
 Edit = Callable[[bytes, st.DataObject], bytes]
 
 
@@ -141,7 +142,7 @@ def _nest(frame: bytes, data: st.DataObject) -> bytes:
     return frame[:index] + opener * data.draw(st.integers(1, 3000)) + frame[index:]
 
 
-def _replace_value(frame: bytes, data: st.DataObject) -> bytes:
+def replace_value(frame: bytes, data: st.DataObject) -> bytes:
     """Put an arbitrary value in the place of one field, at any depth; a frame that does not unpack stays as it is."""
     try:
         fields = msgpack.unpackb(frame)
@@ -149,15 +150,19 @@ def _replace_value(frame: bytes, data: st.DataObject) -> bytes:
         return frame
     node: Any = fields
     while isinstance(node, dict | list) and node:
-        key: Any = data.draw(st.sampled_from(list(node) if isinstance(node, dict) else range(len(node))))
+        # a message of another type is refused before any of its fields is looked at
+        keys = [key for key in node if key != "type"] if isinstance(node, dict) else range(len(node))
+        if not keys:
+            break
+        key: Any = data.draw(st.sampled_from(keys))
         if not isinstance(node[key], dict | list) or not node[key] or data.draw(st.booleans()):
-            node[key] = data.draw(PLAIN)
+            node[key] = data.draw(_ODD | PLAIN)
             break
         node = node[key]
     return msgpack.packb(fields)
 
 
-EDITS: tuple[Edit, ...] = (_flip_bit, _truncate, _double, _insert_huge_length, _nest, _replace_value)
+EDITS: tuple[Edit, ...] = (_flip_bit, _truncate, _double, _insert_huge_length, _nest, replace_value)
 
 
 @st.composite

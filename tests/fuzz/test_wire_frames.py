@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz.budget import examples
-from fuzz.frames import MESSAGE_TYPES, MESSAGES, PLAIN, spoilt_frames
+from fuzz.frames import FRAMES, MESSAGE_TYPES, MESSAGES, PLAIN, replace_value, spoilt_frames
 from fuzz.tally import TALLY
 from outrider.verifier_service.link_messages import peek_request_id, peek_type
 from outrider.verifier_service.wire import WireError, decode, encode
@@ -58,6 +58,12 @@ def test_random_bytes(payload: bytes) -> None:
 @given(spoilt_frames())
 def test_spoilt_frames(payload: bytes) -> None:
     decodes_or_is_refused(payload, "frames: spoilt messages")
+
+
+@examples(400)
+@given(FRAMES, st.data())
+def test_one_wrong_value(payload: bytes, data: st.DataObject) -> None:
+    decodes_or_is_refused(replace_value(payload, data), "frames: one wrong value")
 
 
 @examples(200)

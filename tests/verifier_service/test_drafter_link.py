@@ -22,7 +22,14 @@ from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
 from outrider.verifier_service.circuit_breaker import BreakerConfig, BreakerState
 from outrider.verifier_service.drafter_link import DrafterLink, LinkConfig, LinkEvent
 from outrider.verifier_service.drafting import Close, Commit, Draft, DraftSampling, Open, Resync
-from outrider.verifier_service.link_messages import CHANNEL_OPTIONS, DrafterIdentity, Hello, Welcome, frame_of
+from outrider.verifier_service.link_messages import (
+    CHANNEL_OPTIONS,
+    MAX_DRAFTER_FRAME_BYTES,
+    DrafterIdentity,
+    Hello,
+    Welcome,
+    frame_of,
+)
 from outrider.verifier_service.wire import encode
 
 logger = logging.getLogger(__name__)
@@ -234,6 +241,19 @@ async def test_stale_and_malformed_frames_are_dropped_and_counted():
         await recorder.next()
         assert (await recorder.next()).message == Resync(request_id="r")
         assert (link.counters.num_stale_frames, link.counters.num_bad_frames) == (2, 2)
+
+
+async def test_an_oversized_draft_costs_the_link_before_it_is_decoded():
+    async def talk(context: Any) -> None:
+        await context.read()
+        await context.write(frame_of("v", 7, encode(IDENTITY.welcome())))
+        many = (1,) * MAX_DRAFTER_FRAME_BYTES
+        await context.write(frame_of("v", 7, encode(Draft(request_id="r", round_id=1, position=2, token_ids=many))))
+        await asyncio.sleep(60)
+
+    async with serving(Script(talk)) as address, linked(address, LinkConfig(max_silent_pings=100)) as (_, recorder):
+        assert (await recorder.next()).is_up
+        assert not (await recorder.next()).is_up
 
 
 OLD_WELCOME = Welcome(protocol_version=0, drafter_id="d", vocab_size=9, max_draft_length=1, max_model_len=1)

@@ -386,9 +386,10 @@ def test_requests_with_and_without_processors_share_a_step():
         ({"logit_bias": (LogitBias(token_id=97, bias=1.0),)}, "logit_bias"),
         ({"logit_bias": (LogitBias(token_id=-1, bias=1.0),)}, "logit_bias"),
         ({"min_tokens": 1, "stop_token_ids": tuple(range(97))}, "min_tokens"),
+        ({"prompt": (1,) * 150_000, "prompt_logprobs": 20}, "prompt_logprobs"),
     ],
 )
-def test_what_cannot_be_done_to_logits_is_refused_by_name(options, named: str):
+def test_what_cannot_be_done_with_logits_is_refused_by_name(options, named: str):
     bench = EngineBench()
     failure = bench.add(**options)
     assert failure.error.startswith(named)

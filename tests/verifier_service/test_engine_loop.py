@@ -15,7 +15,7 @@ import torch
 from engine_bench import PROMPT, greedy_tokens, make_request, make_runner, tokens_of
 from outrider.verifier_service.drafting import Close, Commit, Draft, Open
 from outrider.verifier_service.engine import VerifierEngine
-from outrider.verifier_service.engine_loop import EngineLoop
+from outrider.verifier_service.engine_loop import EngineLoop, update_frames
 from outrider.verifier_service.engine_messages import (
     FROM_ENGINE,
     Cancel,
@@ -150,9 +150,7 @@ def test_a_request_that_cannot_run_is_answered_though_no_step_runs():
 def test_asks_are_relayed_and_drafts_taken_in():
     expected = greedy_tokens(10)
     with looping() as loop:
-        loop.say(
-            PeerState(peer="d", is_up=True, vocab_size=97), make_request("a", max_tokens=5, **wait_for_drafts(3))
-        )
+        loop.say(PeerState(peer="d", is_up=True, vocab_size=97), make_request("a", max_tokens=5, **wait_for_drafts(3)))
         loop.hear_until(loop.asks)
         assert {relay.peer for relay in loop.relays} == {"d"}
         opened, ask = loop.heard_by_drafter()
@@ -236,9 +234,7 @@ def test_loads_are_reported_while_nothing_happens():
 
 def test_loads_are_reported_while_every_request_waits_for_its_draft():
     with looping() as loop:
-        loop.say(
-            PeerState(peer="d", is_up=True), make_request("a", num_speculative_tokens=2, **wait_for_drafts(3))
-        )
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", num_speculative_tokens=2, **wait_for_drafts(3)))
         loop.hear_until(loop.asks)
         num_before = len(loop.loads)
         loop.hear_until(lambda: len(loop.loads) >= num_before + 2)
@@ -279,6 +275,24 @@ def test_loads_count_what_drafters_did():
         (time_of_d,) = load.drafter_times
         assert time_of_d.drafter_id == "d"
         assert 0 < time_of_d.seconds < PATIENCE_S
+
+
+@pytest.mark.parametrize(("num_outputs", "num_relays"), [(0, 9), (9, 0), (1, 1), (5, 4)])
+def test_an_update_that_is_too_large_comes_in_several_frames_in_order(num_outputs: int, num_relays: int):
+    update = EngineUpdate(
+        outputs=tuple(RequestOutput(request_id=str(i), token_ids=(1,) * 50) for i in range(num_outputs)),
+        relays=tuple(Relay(peer="d", payload=bytes([i]) * 50) for i in range(num_relays)),
+        load=EngineLoad(num_running=1, num_waiting=0, num_decoding=0, kv_usage=0.0),
+    )
+    max_bytes = len(encode(update)) - 1
+    frames = list(update_frames(update, max_bytes))
+    assert len(frames) > 1
+    assert max(map(len, frames)) <= max_bytes
+    parts = [decode(frame, FROM_ENGINE) for frame in frames]
+    assert tuple(output for part in parts for output in part.outputs) == update.outputs
+    assert tuple(relay for part in parts for relay in part.relays) == update.relays
+    assert [part.load for part in parts if part.load is not None] == [update.load]
+    assert list(update_frames(update)) == [encode(update)]
 
 
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "with a held request"])

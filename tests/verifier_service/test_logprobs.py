@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
-from outrider.verifier_service.logprobs import LogprobsQuery, token_logprobs
+from outrider.verifier_service.logprobs import LogprobsQuery, encoded_bytes, token_logprobs
+from outrider.verifier_service.request import RequestOutput, TokenLogprobs
+from outrider.verifier_service.wire import encode
 
 
 def test_one_row_by_hand():
@@ -47,3 +49,15 @@ def test_queries_of_different_widths_share_a_step():
 def test_nothing_asked_is_nothing_computed():
     assert token_logprobs(torch.zeros(0, 4), []) == []
     assert token_logprobs(torch.zeros(1, 4), [LogprobsQuery(first_row=0, token_ids=(), num_top=3)]) == [[]]
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 20])
+def test_the_bytes_of_entries_are_bounded_tightly(num_top: int):
+    ids = tuple(range(1 << 31, (1 << 31) + num_top))
+    entry = TokenLogprobs(
+        token_id=1 << 31, logprob=-1.0, rank=1 << 17, top_token_ids=ids, top_logprobs=(-1.0,) * num_top
+    )
+    empty = RequestOutput(request_id="a", token_ids=(), prompt_logprobs=())
+    full = RequestOutput(request_id="a", token_ids=(), prompt_logprobs=(entry,) * 1000)
+    num_bytes = len(encode(full)) - len(encode(empty))
+    assert 0.8 * encoded_bytes(1000, num_top) < num_bytes <= encoded_bytes(1000, num_top)

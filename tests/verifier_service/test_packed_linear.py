@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -107,3 +109,28 @@ def test_row_cost_is_a_ratio_of_medians():
         now_s[0] += 0.01 * num_rows
 
     assert measure_row_cost(forward, num_rows=5, clock=lambda: now_s[0]) == pytest.approx(5.0)
+
+
+MANY_SHAPES = """
+import resource
+import torch
+from outrider.verifier_service.packed_linear import PackedLinear, bound_shape_caches
+
+bound_shape_caches()
+torch.set_num_threads(1)
+linears = [PackedLinear(torch.nn.Linear(256, num, bias=False)) for num in (512, 704, 1024)]
+rows = torch.zeros(400, 256)
+peaks = []
+with torch.inference_mode():
+    for num_rows in range(400, 0, -1):
+        for linear in linears:
+            linear(rows[:num_rows])
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(peaks[-1] - peaks[0])
+"""
+
+
+def test_many_row_counts_do_not_fill_the_memory():
+    """In a process of its own: the caches are sized when the first linear runs. Unbounded it is about 700 MiB."""
+    growth_kib = int(subprocess.check_output([sys.executable, "-c", MANY_SHAPES], text=True))
+    assert growth_kib < 200 << 10

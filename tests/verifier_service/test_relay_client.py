@@ -4,6 +4,7 @@ import pytest
 
 from outrider.verifier_service.drafting import Close, Commit, Draft, DrafterEvent, DraftSampling, Open, Resync
 from outrider.verifier_service.engine_messages import PeerState, Relay
+from outrider.verifier_service.link_messages import MAX_LINK_FRAME_BYTES
 from outrider.verifier_service.relay_client import RelayDraftClient
 from outrider.verifier_service.wire import decode, encode
 
@@ -25,6 +26,11 @@ def test_states_and_messages_become_events_in_order():
         DrafterEvent(drafter_id="d", is_up=False),
     ]
     assert client.poll() == []
+
+
+def test_the_largest_message_of_a_link_still_fits_its_relay():
+    relay = Relay(peer="d" * 100, payload=bytes(MAX_LINK_FRAME_BYTES), received_s=1.0)
+    assert decode(encode(relay), (Relay,)) == relay
 
 
 @pytest.mark.parametrize(

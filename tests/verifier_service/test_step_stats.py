@@ -21,9 +21,7 @@ EMPTY = ScheduledBatch(
 
 
 def schedule_of(num_tokens: int, *requests: Request) -> Schedule:
-    items = tuple(
-        ScheduledRequest(request=request, num_new_tokens=1, draft=None, samples=True) for request in requests
-    )
+    items = tuple(ScheduledRequest(request=request, num_new_tokens=1, draft=None, samples=True) for request in requests)
     return Schedule(items=items, preempted=(), batch=replace(EMPTY, token_ids=[0] * num_tokens))
 
 
