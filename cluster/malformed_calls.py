@@ -6,13 +6,13 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 
-Handler = grpc.RpcMethodHandler
-Context = grpc.aio.ServicerContext
+Handler: TypeAlias = grpc.RpcMethodHandler
+Context: TypeAlias = grpc.aio.ServicerContext
 
 
 @dataclass(frozen=True, slots=True)

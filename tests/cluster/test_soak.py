@@ -33,6 +33,14 @@ def num_runs(pytestconfig: pytest.Config) -> int:
     return pytestconfig.getoption("--soak-runs")
 
 
+def test_failures_of_drafters_and_links(num_runs: int):
+    with drafter_drill() as drill:
+        for fault in FAULTS:
+            repeat(f"drafter: {fault.name}", num_runs, lambda index, fault=fault: drill.run_fault(fault, index))
+        for name in LINK_CASES:
+            repeat(name, num_runs, lambda index, name=name: drill.run_link(name, index))
+
+
 def test_failures_of_a_fleet(num_runs: int):
     with fleet_drill() as drill:
         for case in FLEET_CASES:
@@ -43,14 +51,6 @@ def test_failures_of_ranks(num_runs: int):
     with parallel_drill() as drill:
         for case in PARALLEL_CASES:
             repeat(case.name, num_runs, lambda index, case=case: drill.run(case, index))
-
-
-def test_failures_of_drafters_and_links(num_runs: int):
-    with drafter_drill() as drill:
-        for fault in FAULTS:
-            repeat(f"drafter: {fault.name}", num_runs, lambda index, fault=fault: drill.run_fault(fault, index))
-        for name in LINK_CASES:
-            repeat(name, num_runs, lambda index, name=name: drill.run_link(name, index))
 
 
 def repeat(name: str, num_runs: int, run: Callable[[int], Outcome]) -> None:

@@ -14,7 +14,8 @@ TABLE = Path(__file__).resolve().parents[1] / "FUZZ.md"
 _STARTED_S = time.monotonic()
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.getoption("--hypothesis-profile") == PROFILE and TALLY.outcomes:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    is_complete = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if is_complete and session.config.getoption("--hypothesis-profile") == PROFILE and TALLY.outcomes:
         seconds = time.monotonic() - _STARTED_S
         TABLE.write_text(TALLY.markdown(num_failed=session.testsfailed, seconds=seconds), encoding="utf-8")
