@@ -6,16 +6,17 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing import Pipe
 from typing import Any
 
 import pytest
 import torch
 
-from engine_bench import PROMPT, greedy_tokens, make_request, make_runner, tokens_of
+from engine_bench import PROMPT, EngineBench, greedy_tokens, make_request, make_runner, tokens_of
 from outrider.verifier_service.drafting import Close, Commit, Draft, Open
 from outrider.verifier_service.engine import VerifierEngine
-from outrider.verifier_service.engine_loop import EngineLoop, update_frames
+from outrider.verifier_service.engine_loop import EngineLoop, engine_load, update_frames
 from outrider.verifier_service.engine_messages import (
     FROM_ENGINE,
     Cancel,
@@ -30,6 +31,7 @@ from outrider.verifier_service.relay_client import RelayDraftClient
 from outrider.verifier_service.request import FinishReason, RequestOutput, SpeculationPlan
 from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
 from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.step_stats import RecentRates
 from outrider.verifier_service.wire import decode, encode
 
 PATIENCE_S = 20.0  # of the tests: never reached unless something is wrong
@@ -275,6 +277,20 @@ def test_loads_count_what_drafters_did():
         (time_of_d,) = load.drafter_times
         assert time_of_d.drafter_id == "d"
         assert 0 < time_of_d.seconds < PATIENCE_S
+
+
+def test_a_load_names_the_running_requests_first():
+    bench = EngineBench(num_blocks=9)
+    for request_id, priority in (("a", 0), ("b", -1)):  # the later one is served first, the other does not fit
+        assert (
+            bench.engine.add(replace(make_request(request_id, prompt=range(20), max_tokens=8), priority=priority))
+            is None
+        )
+    bench.engine.add(make_request("c", max_tokens=1))
+    bench.step()
+    load = engine_load(bench.engine, RecentRates(), now_s=0.0)
+    assert (load.num_running, load.num_waiting) == (1, 2)
+    assert [request.request_id for request in load.requests] == ["b", "a", "c"]
 
 
 @pytest.mark.parametrize(("num_outputs", "num_relays"), [(0, 9), (9, 0), (1, 1), (5, 4)])
