@@ -38,7 +38,7 @@ soak: install-dev  ## Repeat failures many times
 # atheris has wheels for few Pythons, so that it is no part of the development environment.
 fuzz: install-dev  ## Fuzz frames, gRPC calls, HTTP bodies and the isolation of requests; rewrites tests/FUZZ.md
 	$(PIP) atheris
-	$(BIN)/python -m pytest tests/fuzz tests/fuzz/guided.py --hypothesis-profile=fuzz --timeout=0 -q $(ARGS)
+	$(BIN)/python -m pytest tests/fuzz -o python_files="test_*.py guided.py" --hypothesis-profile=fuzz --timeout=0 -q $(ARGS)
 
 # mypy cannot see through setuptools' editable import hook, so it is shown the namespace as a folder of links.
 lint: install-dev  ## Check style, import rules and types

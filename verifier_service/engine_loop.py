@@ -136,15 +136,17 @@ def update_frames(update: EngineUpdate, max_bytes: int = MAX_FRAME_BYTES) -> Ite
 def engine_load(engine: VerifierEngine, rates: RecentRates, now_s: float) -> EngineLoad:
     """Describe the engine's state for the router."""
     scheduler, drafting = engine.scheduler, engine.drafting
+    running = scheduler.running
+    waiting = (request for request in engine.requests.values() if not request.block_table)
     return EngineLoad(
-        num_running=len(scheduler.running),
+        num_running=len(running),
         num_waiting=scheduler.num_waiting,
-        num_decoding=sum(request.is_decoding for request in scheduler.running),
+        num_decoding=sum(request.is_decoding for request in running),
         kv_usage=scheduler.kv_usage,
         tokens_per_s=rates.tokens_per_s,
         mean_step_s=rates.mean_step_s,
         counters=_counters(engine),
-        requests=tuple(_request_load(request) for request in engine.requests.values()),
+        requests=tuple(_request_load(request) for request in (*running, *waiting)),
         drafter_times=tuple(
             DrafterTime(drafter_id=drafter_id, seconds=seconds)
             for drafter_id, seconds in drafting.round_trips_s().items()

@@ -120,7 +120,7 @@ class EngineLoad:
     tokens_per_s: float = 0.0  # committed, over the last two seconds
     mean_step_s: float | None = None  # over the last two seconds; None: no step ran
     counters: EngineCounters = EngineCounters()
-    requests: tuple[RequestLoad, ...] = ()
+    requests: tuple[RequestLoad, ...] = ()  # the running ones first
     drafter_times: tuple[DrafterTime, ...] = ()
     circuits: tuple[DrafterCircuit, ...] = ()
 

@@ -1,4 +1,4 @@
-"""The coverage-guided part of `make fuzz`, which alone names this file: it needs atheris and minutes."""
+"""The coverage-guided part of `make fuzz`, which alone collects this file: it needs atheris and a minute."""
 
 from __future__ import annotations
 

@@ -242,7 +242,6 @@ class Play:
         num_cancelled = len(self._cancelled)
         TALLY.count("isolation: engine requests", "whole", len(self._asks) - num_cancelled)
         TALLY.count("isolation: engine requests", "cancelled", num_cancelled)
-        TALLY.count("isolation: engine preemptions", "recovered", self._bench.engine.scheduler.num_preemptions)
 
 
 @examples(80)
