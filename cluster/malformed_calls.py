@@ -37,9 +37,10 @@ class MalformedCallInterceptor(grpc.aio.ServerInterceptor):
             return grpc.unary_unary_rpc_method_handler(
                 _unary(handler.unary_unary), _reader(handler), handler.response_serializer
             )
-        if inspect.isasyncgenfunction(handler.unary_stream):
+        if handler.unary_stream is not None:
+            wrap = _stream if inspect.isasyncgenfunction(handler.unary_stream) else _unary
             return grpc.unary_stream_rpc_method_handler(
-                _stream(handler.unary_stream), _reader(handler), handler.response_serializer
+                wrap(handler.unary_stream), _reader(handler), handler.response_serializer
             )
         if inspect.iscoroutinefunction(handler.stream_stream):
             return grpc.stream_stream_rpc_method_handler(
