@@ -182,6 +182,8 @@ class DrafterLinkServicer:
         return stream
 
     async def _serve(self, stream: _Stream, context: Any) -> None:
+        # grpc sends it with the first write: were that one cancelled below, the stream's end would never be sent
+        await context.send_initial_metadata(())
         parts = (self._read_all(stream, context), stream.write_all(context))
         tasks = [asyncio.ensure_future(part) for part in parts]
         try:

@@ -141,6 +141,12 @@ def test_streams_of_what_is_no_frame(drafter: Server, payloads: list[bytes]) -> 
     loop.run(hostile_stream(channel, payloads))
 
 
+def test_a_stream_that_says_hello_and_no_more_ends(drafter: Server) -> None:
+    loop, channel = drafter
+    for _ in range(20):  # about every second one was never told its end
+        loop.run(hostile_stream(channel, [frame_of("v", 1, HELLO).SerializeToString()]))
+
+
 def test_a_stream_of_garbage_ends(drafter: Server) -> None:
     loop, channel = drafter
     frames = [frame_of("v", 1, payload).SerializeToString() for payload in (HELLO, *[b"garbage"] * 200)]
