@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fuzz.budget import PROFILE
-from fuzz.tally import TALLY
+from fuzz.tally import GUIDED, TALLY
 
 TABLE = Path(__file__).resolve().parents[1] / "FUZZ.md"
 _STARTED_S = time.monotonic()
@@ -16,6 +16,7 @@ _STARTED_S = time.monotonic()
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     is_complete = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    if is_complete and session.config.getoption("--hypothesis-profile") == PROFILE and TALLY.outcomes:
+    is_everything = session.config.getoption("--hypothesis-profile") == PROFILE and not session.config.option.keyword
+    if is_complete and is_everything and TALLY.outcomes.keys() > {GUIDED}:
         seconds = time.monotonic() - _STARTED_S
         TABLE.write_text(TALLY.markdown(num_failed=session.testsfailed, seconds=seconds), encoding="utf-8")

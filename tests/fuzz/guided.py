@@ -12,7 +12,7 @@ from hypothesis import find
 
 from fuzz.budget import SECONDS_GUIDED
 from fuzz.frames import MESSAGE_TYPES, values_of
-from fuzz.tally import TALLY
+from fuzz.tally import GUIDED, TALLY
 from outrider.verifier_service.wire import encode
 
 FOLDER = Path(__file__).parent
@@ -29,4 +29,4 @@ def test_frames_guided_by_coverage(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-5000:]
     finished = re.search(r"Done (\d+) runs", done.stderr)
     assert finished is not None, done.stderr[-5000:]
-    TALLY.count("frames: guided by coverage", "decoded or refused", int(finished[1]))
+    TALLY.count(GUIDED, "decoded or refused", int(finished[1]))

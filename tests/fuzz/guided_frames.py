@@ -10,8 +10,9 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["outrider.verifier_service.wire", "outrider.verifier_service.link_messages"]):
+    from fuzz.tally import GUIDED
     from fuzz.test_wire_frames import decodes_or_is_refused
 
 if __name__ == "__main__":
-    atheris.Setup(sys.argv, lambda payload: decodes_or_is_refused(payload, "frames: guided by coverage"))
+    atheris.Setup(sys.argv, lambda payload: decodes_or_is_refused(payload, GUIDED))
     atheris.Fuzz()

@@ -8,6 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 
+GUIDED = "frames: guided by coverage"  # the target that only the whole of `make fuzz` has
+
+
 @dataclass(slots=True)
 class Tally:
     """Outcomes by target: one count per input."""
