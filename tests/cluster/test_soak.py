@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,37 +36,35 @@ def num_runs(pytestconfig: pytest.Config) -> int:
 
 def test_failures_of_drafters_and_links(num_runs: int):
     with drafter_drill() as drill:
-        for fault in FAULTS:
-            repeat(f"drafter: {fault.name}", num_runs, lambda index, fault=fault: drill.run_fault(fault, index))
-        for name in LINK_CASES:
-            repeat(name, num_runs, lambda index, name=name: drill.run_link(name, index))
+        faults = {f"drafter: {fault.name}": partial(drill.run_fault, fault) for fault in FAULTS}
+        repeat(faults | {name: partial(drill.run_link, name) for name in LINK_CASES}, num_runs)
 
 
 def test_failures_of_a_fleet(num_runs: int):
     with fleet_drill() as drill:
-        for case in FLEET_CASES:
-            repeat(case.name, num_runs, lambda index, case=case: drill.run(case, index))
+        repeat({case.name: partial(drill.run, case) for case in FLEET_CASES}, num_runs)
 
 
 def test_failures_of_ranks(num_runs: int):
     with parallel_drill() as drill:
-        for case in PARALLEL_CASES:
-            repeat(case.name, num_runs, lambda index, case=case: drill.run(case, index))
+        repeat({case.name: partial(drill.run, case) for case in PARALLEL_CASES}, num_runs)
 
 
-def repeat(name: str, num_runs: int, run: Callable[[int], Outcome]) -> None:
-    """Run one case so often; the table is written after each, so that a soak cut short leaves what it saw."""
-    outcomes = ROWS[name] = []
+def repeat(runs: dict[str, Callable[[int], Outcome]], num_runs: int) -> None:
+    """Run every case in turn, so often; the table is written after each, so that a soak cut short leaves what it saw."""
     for index in range(num_runs):
-        outcomes.append(run(index))
-        TABLE.write_text(table(ROWS), encoding="utf-8")
+        for name, run in runs.items():
+            ROWS.setdefault(name, []).append(run(index))
+            TABLE.write_text(table(ROWS), encoding="utf-8")
+    for name in runs:
+        for outcome in ROWS[name]:
+            require_unharmed(name, outcome)
+
+
+def require_unharmed(name: str, outcome: Outcome) -> None:
     tells_clients = {case.name for case in FLEET_CASES if case.ends_streams}
-    for outcome in outcomes:
-        assert outcome.num_hung == outcome.num_doubled == 0, outcome
-        if name in tells_clients:
-            assert outcome.num_failed == NUM_STREAMS, outcome
-        else:
-            assert outcome.num_lost == outcome.num_failed == 0, outcome
+    assert outcome.num_hung == outcome.num_doubled == outcome.num_lost == 0, outcome
+    assert outcome.num_failed == (NUM_STREAMS if name in tells_clients else 0), outcome
 
 
 def table(rows: dict[str, list[Outcome]]) -> str:

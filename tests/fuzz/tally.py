@@ -7,7 +7,6 @@ import platform
 from collections import Counter
 from dataclasses import dataclass, field
 
-
 GUIDED = "frames: guided by coverage"  # the target that only the whole of `make fuzz` has
 
 
