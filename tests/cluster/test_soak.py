@@ -51,7 +51,7 @@ def test_failures_of_ranks(num_runs: int):
 
 
 def repeat(runs: dict[str, Callable[[int], Outcome]], num_runs: int) -> None:
-    """Run every case in turn, so often; the table is written after each, so that a soak cut short leaves what it saw."""
+    """Run every case in turn, so often; the table is written each time, so a soak cut short leaves what it saw."""
     for index in range(num_runs):
         for name, run in runs.items():
             ROWS.setdefault(name, []).append(run(index))
