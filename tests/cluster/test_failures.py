@@ -21,6 +21,8 @@ from failures import (
     parallel_drill,
 )
 
+pytestmark = pytest.mark.timeout(600)  # every replica that was lost starts again, on a busy machine in a minute
+
 MAX_PAUSE_S = 60.0  # the only verifier of a service starts again
 MAX_DRAFTER_PAUSE_S = 3.0  # a round's deadline is at most 1 s
 

@@ -31,6 +31,8 @@ from load_tools import (
 )
 from outrider.drafter_service.embedded import held_out_prompts
 
+pytestmark = pytest.mark.timeout(600)  # a busy machine serves slowly
+
 PROMPTS = held_out_prompts()[:3]
 MAX_NUM_SEQS = 16
 MAX_QUEUED = 192
