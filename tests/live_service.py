@@ -114,7 +114,7 @@ class LiveService:
         """Wait until a request is served with drafts again."""
         self._wait(lambda: self.stream("import os\n", max_tokens=8).speculation["num_drafts"] > 0, timeout_s)
 
-    def wait_until_idle(self, timeout_s: float = 30.0) -> None:
+    def wait_until_idle(self, timeout_s: float = 120.0) -> None:
         """Wait until neither a request nor a session nor a KV block is held anywhere."""
         self._wait(self._is_idle, timeout_s)
 
