@@ -128,6 +128,17 @@ class DrafterReport:
     num_bad_frames: int = 0  # that verifiers sent
 
 
+class ReplicaState(enum.StrEnum):
+    """What a replica that reports is good for."""
+
+    READY = "ready"
+    DRAINING = "draining"  # takes no new requests
+
+    @classmethod
+    def of(cls, report: VerifierReport | DrafterReport) -> ReplicaState:
+        return cls.DRAINING if report.draining else cls.READY
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterEndpoint:
     drafter_id: str

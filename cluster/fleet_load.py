@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.cluster.fleet import DrafterReport, DrafterState, FleetSnapshot, VerifierState
+from outrider.cluster.fleet import DrafterReport, DrafterState, FleetSnapshot, ReplicaState, VerifierState
 
 
 def fleet_load(snapshot: FleetSnapshot | None, now_s: float) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def _verifier(state: VerifierState) -> dict[str, Any]:
     report = state.report
     return {
         "id": report.verifier_id,
-        "state": "draining" if report.draining else "ready",
+        "state": ReplicaState.of(report).value,
         "num_running": report.num_running,
         "num_waiting": report.num_waiting,
         "kv_usage": report.kv_usage,
@@ -56,7 +56,7 @@ def _drafter(report: DrafterReport, verifiers: tuple[VerifierState, ...]) -> dic
     ]
     return {
         "id": report.drafter_id,
-        "state": "draining" if report.draining else "ready",
+        "state": ReplicaState.of(report).value,
         "num_sessions": report.num_sessions,
         "queue_depth": report.queue_depth,
         "mean_draft_s": report.mean_draft_s,

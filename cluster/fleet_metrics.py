@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from outrider.cluster.fleet import DrafterReport, FleetSnapshot, VerifierState
+from outrider.cluster.fleet import DrafterReport, FleetSnapshot, ReplicaState, VerifierState
 from outrider.cluster.metrics import LABELS, OWN_PREFIX, Definition, alias_of
 from outrider.verifier_service.circuit_breaker import BreakerState
 from outrider.verifier_service.histogram import HistogramCounts
@@ -73,10 +73,10 @@ def _bad_frames(snapshot: FleetSnapshot, now_s: float) -> Rows:
 
 
 def _pool_replicas(snapshot: FleetSnapshot, now_s: float) -> Rows:
-    counts = Counter(("verifier", state.report.draining) for state in snapshot.verifiers)
-    counts += Counter(("drafter", state.report.draining) for state in snapshot.drafters)
-    for role, is_draining in itertools.product(("verifier", "drafter"), (False, True)):
-        yield (role, "draining" if is_draining else "ready"), counts[role, is_draining]
+    counts = Counter(("verifier", ReplicaState.of(state.report).value) for state in snapshot.verifiers)
+    counts += Counter(("drafter", ReplicaState.of(state.report).value) for state in snapshot.drafters)
+    for labels in itertools.product(("verifier", "drafter"), [state.value for state in ReplicaState]):
+        yield labels, counts[labels]
 
 
 def _prices(snapshot: FleetSnapshot, now_s: float) -> Rows:

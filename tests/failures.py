@@ -42,6 +42,10 @@ class Case:
     prepare: Callable[[LiveService, int], Inject]
     ends_streams: bool = False  # its clients are told so; everything else is invisible but for a pause
 
+    @property
+    def num_failing_streams(self) -> int:
+        return NUM_STREAMS if self.ends_streams else 0
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -87,6 +91,12 @@ PARALLEL_CASES = (
     Case("one TP rank of the only verifier killed", _kill_rank("Verifier", 1)),
 )
 LINK_CASES = ("link cut", "link half-open")
+
+
+def require_unharmed(outcome: Outcome, *, num_failed: int = 0) -> None:
+    """Raise `AssertionError` unless no stream hung or changed, and so many were told of a failure."""
+    assert outcome.num_hung == outcome.num_lost == outcome.num_doubled == 0, outcome
+    assert outcome.num_failed == num_failed, outcome
 
 
 class Drill:

@@ -125,10 +125,15 @@ class LiveService:
 
     @staticmethod
     def _wait(condition: Callable[[], bool], timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while not _holds(condition):
-            assert time.monotonic() < deadline_s, f"condition not met within {timeout_s} s"
-            time.sleep(0.1)
+        wait_for(lambda: _holds(condition), timeout_s)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Ask again and again until the condition holds; raises what it raises."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"condition not met within {timeout_s} s"
+        time.sleep(0.1)
 
 
 def _holds(condition: Callable[[], bool]) -> bool:

@@ -9,12 +9,11 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import grpc
 import pytest
 
-from live_service import LiveService, live_service
+from live_service import LiveService, live_service, wait_for
 from load_tools import (
     Ask,
     ClosedLoop,
@@ -40,6 +39,7 @@ LOW_PRIORITY_LIMIT = MAX_QUEUED // 2
 MAX_MODEL_LEN = 2048
 LONG = 1800  # tokens: a generation that no test waits for
 CONCURRENCY = 32
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +72,6 @@ def num_committed_tokens(service: LiveService) -> int:
 
 def num_waiting(service: LiveService) -> int:
     return service.call("Verifier", "load").num_waiting
-
-
-def wait_for(condition: Any, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it never came true"
-        time.sleep(0.05)
 
 
 def test_64_streams_bring_what_they_bring_alone(service: LiveService):
@@ -195,7 +188,7 @@ def test_a_full_queue_refuses_and_loses_nothing(service: LiveService):
     with grpc_client(service) as client:
         with busy_verifier(service, MAX_NUM_SEQS, LONG):
             futures = [client.unary(ask) for _ in range(LOW_PRIORITY_LIMIT + 64)]
-            wait_for(lambda: sum(future.done() for future in futures) >= 64)
+            wait_for(lambda: sum(future.done() for future in futures) >= 64, WAIT_S)
             refused = [future for future in futures if future.done()]
             assert {future.code() for future in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
             assert all(int(dict(future.trailing_metadata())["retry-after"]) >= 1 for future in refused)
@@ -216,11 +209,11 @@ def test_an_urgent_request_overtakes_the_queue(service: LiveService):
                 futures.append(client.unary(Ask(PROMPTS[0], 2, priority=priority)))
                 futures[-1].add_done_callback(lambda _, priority=priority: served.append(priority))
                 if priority == 0 and len(futures) == 48:
-                    wait_for(lambda: num_waiting(service) == 48)
-            wait_for(lambda: num_waiting(service) == 56)
+                    wait_for(lambda: num_waiting(service) == 48, WAIT_S)
+            wait_for(lambda: num_waiting(service) == 56, WAIT_S)
         for future in futures:
             future.result()
-    wait_for(lambda: len(served) == 56)
+    wait_for(lambda: len(served) == 56, WAIT_S)
     places = [place for place, priority in enumerate(served) if priority == -2]
     assert statistics.median(places) < MAX_NUM_SEQS, served
 
@@ -234,7 +227,7 @@ def test_a_request_of_low_priority_is_served_in_the_end(service: LiveService):
     background = threading.Thread(target=lambda: results.append(crowd.run(is_over.is_set)), daemon=True)
     background.start()
     try:
-        wait_for(lambda: num_waiting(service) >= MAX_NUM_SEQS)
+        wait_for(lambda: num_waiting(service) >= MAX_NUM_SEQS, WAIT_S)
         with grpc_client(service) as client:
             text = client.complete(Ask(PROMPTS[0], 8, priority=1))
     finally:

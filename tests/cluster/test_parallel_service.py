@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
-from live_service import live_service
+from live_service import live_service, wait_for
 from outrider.cluster.config import ServiceConfig
 from outrider.cluster.fleet import DisabledReason
 from outrider.cluster.offline import OfflineEngine
@@ -34,10 +32,7 @@ def plain_text() -> str:
 def test_two_rank_verifier_goes_on_drafting_when_one_of_two_drafters_dies():
     expected = plain_text()
     with live_service(tensor_parallel_size=2, num_drafters=2) as service:
-        deadline_s = time.monotonic() + 60
-        while len(service.call("Verifier", "drafters_up")) < 2:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
+        wait_for(lambda: len(service.call("Verifier", "drafters_up")) >= 2, timeout_s=60)
 
         def kill(num_chunks: int) -> None:
             if num_chunks == 5:

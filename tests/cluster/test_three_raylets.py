@@ -6,7 +6,6 @@ import copy
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import pytest
 import yaml
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
-from live_service import LiveService, Streamed
+from live_service import LiveService, Streamed, wait_for
 from outrider.cluster.config import APP_NAME, ServiceConfig
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.verifier_service.ranks import free_port
@@ -27,6 +26,7 @@ pytestmark = pytest.mark.timeout(600)  # a replica takes seconds to start, on a 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_TOKENS = 200
 NUM_STREAMS = 6
+WAIT_S = 180.0
 SESSIONS_PER_DRAFTER = 2  # the target of the policy in this test: so many streams want all three drafters
 
 
@@ -94,11 +94,8 @@ class Deployed:
         return self.service.stream(prompt, max_tokens=MAX_TOKENS, ignore_eos=True, **body)
 
 
-def wait(condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"condition not met within {timeout_s} s"
-        time.sleep(0.2)
+def wait(condition: Callable[[], bool]) -> None:
+    wait_for(condition, WAIT_S)
 
 
 def manifest_for_test(port: int, grpc_port: int) -> dict[str, Any]:
