@@ -100,6 +100,7 @@ class DrafterReplica:
             vocab_fingerprint=draft_vocabulary_fingerprint(config),
             max_draft_length=self._ready.max_draft_length,
             max_model_len=self._ready.max_model_len,
+            needs=self._ready.needs,
         )
         self._servicer = DrafterLinkServicer(self._port, identity)
         self._endpoint = await self._host.serve(

@@ -82,7 +82,10 @@ class LinkPool:
         if event.message is not None:
             self._send_to_engine(Relay(peer=event.drafter_id, payload=event.payload, received_s=time.monotonic()))
         else:
-            self._send_to_engine(PeerState(peer=event.drafter_id, is_up=event.is_up, vocab_size=event.vocab_size))
+            state = PeerState(
+                peer=event.drafter_id, is_up=event.is_up, vocab_size=event.vocab_size, needs=event.needs
+            )
+            self._send_to_engine(state)
 
     def check(self) -> None:
         """Raise `RuntimeError` if a link has died: it would never reach its drafter again."""

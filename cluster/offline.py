@@ -44,13 +44,13 @@ class NoDrafters:
 class PipeDraftClient:
     """A `DraftClient` whose drafter is a process at the other end of a pipe."""
 
-    def __init__(self, pipe: Connection, drafter_id: str, vocab_size: int) -> None:
+    def __init__(self, pipe: Connection, drafter_id: str, ready: DrafterReady) -> None:
         self._pipe = pipe
         self._writer = PipeWriter(pipe, lambda error: None)  # reading notices the same loss
         self._relay = RelayDraftClient()
         self._drafter_id = drafter_id
         self._is_up = True
-        self._relay.feed(PeerState(peer=drafter_id, is_up=True, vocab_size=vocab_size))
+        self._relay.feed(PeerState(peer=drafter_id, is_up=True, vocab_size=ready.vocab_size, needs=ready.needs))
 
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
         self._relay.send(drafter_id, messages)
@@ -157,7 +157,7 @@ class OfflineEngine:
         pipe = listener.accept(ranks.are_alive)
         self.drafter_pids = ranks.pids
         ready = decode(pipe.recv_bytes(), (DrafterReady,))
-        client = PipeDraftClient(pipe, "process", ready.vocab_size)
+        client = PipeDraftClient(pipe, "process", ready)
         opening.callback(client.close)
         return client
 

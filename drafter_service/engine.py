@@ -9,16 +9,20 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
+
 from outrider.drafter_service.sessions import Round, Session, SessionKey, SessionTable, first_bad_token
 from outrider.verifier_service.drafting import (
     Close,
     Commit,
     Draft,
     DrafterMessage,
+    DraftNeeds,
     DraftSampling,
     Open,
     Resync,
     SparseRow,
+    States,
     VerifierMessage,
 )
 from outrider.verifier_service.link_messages import VERIFIER_MESSAGES, peek_request_id
@@ -35,7 +39,12 @@ class Ask:
     ask_id: int  # unique within the engine; a verifier's round ids are its own affair
     token_ids: Sequence[int]  # committed; the session's own list, to be read only
     sampling: DraftSampling
-    length: int  # at least 1
+    length: int  # at least 1; of a tree: its depth
+    max_nodes: int = 0  # a tree of so many tokens; 0: a chain
+    cache_salt: str = ""  # sessions of different salts share nothing
+    states: torch.Tensor | None = None  # [num_states, width] of the first tokens; of the last one alone if so needed
+    predicted_ids: Sequence[int] = ()  # as in `Commit`
+    forced_ids: Sequence[int] = ()  # as in `Commit`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +54,9 @@ class DraftResult:
     key: SessionKey
     ask_id: int
     token_ids: tuple[int, ...]
-    draft_probs: tuple[SparseRow, ...] | None = None
+    draft_probs: tuple[SparseRow, ...] | None = None  # this and what follows as in `Draft`
+    parents: tuple[int, ...] | None = None
+    confidences: tuple[float, ...] | None = None
 
 
 class Drafter(Protocol):
@@ -56,6 +67,9 @@ class Drafter(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def needs(self) -> DraftNeeds: ...
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         """Advance the asks (oldest first) by one batched step of at most `max_num_tokens` tokens.
@@ -79,6 +93,7 @@ class DraftEngineConfig:
     session_ttl_s: float = 300.0
     max_num_batched_tokens: int = 512
     max_draft_length: int = 16
+    max_tree_nodes: int = 64
 
     def __post_init__(self) -> None:
         if min(self.max_sessions, self.max_num_batched_tokens, self.max_draft_length) < 1 or self.session_ttl_s <= 0:
@@ -127,6 +142,14 @@ class DraftEngine:
         return self._drafter.vocab_size
 
     @property
+    def max_model_len(self) -> int:
+        return self._drafter.max_model_len
+
+    @property
+    def needs(self) -> DraftNeeds:
+        return self._drafter.needs
+
+    @property
     def config(self) -> DraftEngineConfig:
         return self._config
 
@@ -136,6 +159,8 @@ class DraftEngine:
         match message:
             case Open():
                 self._open(key, message)
+            case States():
+                self._take_states(key, message)
             case Commit():
                 self._commit(key, message)
             case Close():
@@ -179,13 +204,25 @@ class DraftEngine:
 
     def _open(self, key: SessionKey, message: Open) -> None:
         self._asked.pop(key, None)
-        self._sessions.put(Session(key, message.sampling, list(message.token_ids), self._clock()))
+        session = Session(key, message.sampling, list(message.token_ids), self._clock(), cache_salt=message.cache_salt)
+        self._sessions.put(session)
         self._check_tokens(key, message.token_ids, may_be_empty=False)
         for session in self._sessions.surplus():
             self.counters.num_evicted_sessions += 1
             if session.round is not None:  # it waits for an answer: the honest one is that there is none
                 self._reply_empty(session.key, session.round.round_id, len(session.token_ids))
             self._drop(session.key)
+
+    def _take_states(self, key: SessionKey, message: States) -> None:
+        """Keep states; a session that cannot use them is given up, for the verifier to say everything again."""
+        session = self._sessions.get(key)
+        if session is None:
+            return  # the commit that follows says so
+        try:
+            session.states.append(message, self._drafter.needs)
+        except ValueError:
+            self.counters.num_bad_messages += 1
+            self._ask_for_resync(key)
 
     def _commit(self, key: SessionKey, message: Commit) -> None:
         session = self._sessions.get(key)
@@ -204,7 +241,15 @@ class DraftEngine:
             self._reply_empty(key, message.round_id, len(session.token_ids))
             return
         self._num_asks += 1
-        session.round = Round(self._num_asks, message.round_id, length, now_s)
+        session.round = Round(
+            self._num_asks,
+            message.round_id,
+            length,
+            now_s,
+            max_nodes=min(message.max_nodes, self._config.max_tree_nodes),
+            predicted_ids=message.predicted_ids,
+            forced_ids=message.forced_ids,
+        )
         self._asked[key] = session
 
     def _check_tokens(self, key: SessionKey, token_ids: Sequence[int], *, may_be_empty: bool) -> None:
@@ -264,6 +309,8 @@ class DraftEngine:
             position=len(session.token_ids),
             token_ids=result.token_ids,
             draft_probs=result.draft_probs,
+            parents=result.parents,
+            confidences=result.confidences,
         )
         self._outbox.append((result.key.peer, draft))
 
@@ -284,6 +331,11 @@ def _ask_of(session: Session) -> Ask:
         token_ids=session.token_ids,
         sampling=session.sampling,
         length=session.round.length,
+        max_nodes=session.round.max_nodes,
+        cache_salt=session.cache_salt,
+        states=session.states.tensor,
+        predicted_ids=session.round.predicted_ids,
+        forced_ids=session.round.forced_ids,
     )
 
 

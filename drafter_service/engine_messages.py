@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.drafter_service.engine import DrafterLoad
+from outrider.verifier_service.drafting import DraftNeeds
 from outrider.verifier_service.engine_messages import PeerState, Relay
 
 
@@ -15,6 +16,7 @@ class DrafterReady:
     vocab_size: int
     max_model_len: int
     max_draft_length: int
+    needs: DraftNeeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

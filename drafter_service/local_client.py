@@ -17,7 +17,7 @@ class LocalDraftClient:
     def __init__(self, engine: DraftEngine) -> None:
         self._engine = engine
         self._inbox: list[VerifierMessage] = []
-        self._events = [DrafterEvent(drafter_id=LOCAL_DRAFTER_ID, vocab_size=engine.vocab_size)]
+        self._events = [DrafterEvent(drafter_id=LOCAL_DRAFTER_ID, vocab_size=engine.vocab_size, needs=engine.needs)]
 
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
         if drafter_id == LOCAL_DRAFTER_ID:

@@ -19,7 +19,7 @@ from outrider.drafter_service.draft_sampler import draft_tokens
 from outrider.drafter_service.engine import Ask, DraftResult
 from outrider.drafter_service.sessions import SessionKey
 from outrider.verifier_service.batch import ScheduledBatch
-from outrider.verifier_service.drafting import SparseRow
+from outrider.verifier_service.drafting import DraftNeeds, SparseRow
 from outrider.verifier_service.engine import Runner
 from outrider.verifier_service.kv_cache import BlockPool
 
@@ -57,6 +57,10 @@ class ModelDrafter:
     @property
     def vocab_size(self) -> int:
         return self._runner.vocab_size
+
+    @property
+    def needs(self) -> DraftNeeds:
+        return DraftNeeds()
 
     @property
     def max_model_len(self) -> int:

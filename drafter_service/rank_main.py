@@ -65,7 +65,10 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
     shell = connect(rank.shell_address)
     engine = build_draft_engine(runner, spec)
     ready = DrafterReady(
-        vocab_size=runner.vocab_size, max_model_len=runner.max_model_len, max_draft_length=spec.max_draft_length
+        vocab_size=engine.vocab_size,
+        max_model_len=engine.max_model_len,
+        max_draft_length=spec.max_draft_length,
+        needs=engine.needs,
     )
     shell.send_bytes(encode(ready))
     DraftLoop(engine, shell, clock=time.monotonic, check_integrity=spec.check_integrity).run()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from outrider.drafter_service.state_buffer import StateBuffer
 from outrider.verifier_service.drafting import DraftSampling
 
 
@@ -27,6 +28,9 @@ class Round:
     round_id: int  # the verifier's
     length: int  # fixed here, before any token of it is drawn
     asked_s: float
+    max_nodes: int = 0
+    predicted_ids: tuple[int, ...] = ()
+    forced_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -38,6 +42,8 @@ class Session:
     token_ids: list[int]
     last_used_s: float
     round: Round | None = None
+    cache_salt: str = ""
+    states: StateBuffer = field(default_factory=StateBuffer)
     refusal: str | None = None  # why nothing can be drafted for it: its asks are answered by empty drafts
 
 

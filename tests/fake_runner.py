@@ -31,21 +31,32 @@ class FakeRunner:
     def __init__(self, *, vocab_size: int = 97, max_model_len: int = 64, num_blocks: int = 64, block_size: int = 4):
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.states = None
         self.batches: list[ScheduledBatch] = []
         self._kv = [-1] * (num_blocks * block_size)
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         self.batches.append(batch)
+        moved = [self._kv[source] for source in batch.move_sources]
+        for target, token_id in zip(batch.move_targets, moved, strict=True):
+            self._kv[target] = token_id
         copied = [self._kv[source * self.block_size :][: self.block_size] for source in batch.copy_sources]
         for target, block in zip(batch.copy_targets, copied, strict=True):
             self._kv[target * self.block_size : (target + 1) * self.block_size] = block
         for token_id, slot in zip(batch.token_ids, batch.slot_mapping, strict=True):
             self._kv[slot] = token_id
         contexts: list[list[int]] = []
-        for query, context, table in zip(batch.query_lengths, batch.context_lengths, batch.block_tables, strict=True):
+        trees = batch.tree_parents or [[]] * len(batch.block_tables)
+        sequences = zip(batch.query_lengths, batch.context_lengths, batch.block_tables, trees, strict=True)
+        for query, context, table, parents in sequences:
             assert len(table) == -(-context // self.block_size), "table does not cover the context exactly"
             kv = [self._kv[table[i // self.block_size] * self.block_size + i % self.block_size] for i in range(context)]
-            contexts += [kv[: end + 1] for end in range(context - query, context)]
+            first = context - len(parents)  # of the tree's own places
+            contexts += [kv[: end + 1] for end in range(context - query, first)]
+            paths: list[list[int]] = []
+            for parent, token_id in zip(parents, kv[first:], strict=True):
+                paths.append([*(kv[:first] if parent < 0 else paths[parent]), token_id])
+            contexts += paths
         assert batch.positions == [len(context) - 1 for context in contexts], "positions"
         assert max(batch.positions) < self.max_model_len, "beyond the model's context"
         logits = torch.zeros(len(batch.logits_indices), self.vocab_size)

@@ -78,6 +78,7 @@ class ScriptedTarget:
     """A `Runner` with known laws whose KV is the token id; prompts must be whole triples."""
 
     eos_token_ids: tuple[int, ...] = ()
+    states: None = None
 
     def __init__(
         self, laws: np.ndarray, *, num_blocks: int, block_size: int, max_model_len: int = MAX_MODEL_LEN
@@ -90,6 +91,7 @@ class ScriptedTarget:
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """Look the logits up: float32 [num_rows, vocab_size]."""
         blocks = self._kv.reshape(-1, self.block_size)
+        self._kv[batch.move_targets] = self._kv[batch.move_sources]
         blocks[batch.copy_targets] = blocks[batch.copy_sources]
         self._kv[batch.slot_mapping] = batch.token_ids
         rows = np.asarray(batch.logits_indices)
@@ -102,8 +104,11 @@ class ScriptedTarget:
         """Find the slot of the token before each token, by way of the block tables."""
         size = self.block_size
         slots: list[int] = []
-        for table, context, query in zip(batch.block_tables, batch.context_lengths, batch.query_lengths, strict=True):
-            before = range(context - query - 1, context - 1)
+        trees = batch.tree_parents or [[]] * len(batch.block_tables)
+        sequences = zip(batch.block_tables, batch.context_lengths, batch.query_lengths, trees, strict=True)
+        for table, context, query, parents in sequences:
+            first = context - len(parents)  # of the tree's own places
+            before = [*range(context - query - 1, first - 1), *(first + parent for parent in parents)]
             slots += [table[max(p, 0) // size] * size + max(p, 0) % size for p in before]
         return slots
 

@@ -117,7 +117,8 @@ def scattered_batches(
     tables = [[free.pop() for _ in range(-(-len(sequence) // block_size))] for sequence in sequences]
     computed = [0] * len(sequences)
     while any(done < len(sequence) for done, sequence in zip(computed, sequences, strict=True)):
-        fields: dict[str, list[Any]] = {name: [] for name in ScheduledBatch.__slots__}
+        fields: dict[str, list[Any]] = {name: [] for name in ("token_ids", "positions", "slot_mapping")}
+        fields |= {name: [] for name in ("query_lengths", "context_lengths", "block_tables", "logits_indices")}
         rows: list[tuple[int, int]] = []
         for index, sequence in enumerate(sequences):
             start = computed[index]

@@ -143,6 +143,14 @@ class KVPool:
 
         self._scratch: dict[str, torch.Tensor] = {}
 
+    def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the keys and values of single tokens, in every layer; all are read before the first is written."""
+        if not sources:
+            return
+        source_ids, target_ids = torch.tensor(sources, device=self.device), torch.tensor(targets, device=self.device)
+        for cache in (*self.keys.values(), *self.values.values()):
+            cache.index_copy_(0, target_ids, cache.index_select(0, source_ids))
+
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole blocks of keys and values, in every layer; all are read before the first is written."""
         if not sources:
@@ -182,7 +190,7 @@ class QueryGroup:
     query_length: int
     token_index: torch.Tensor | None  # [num_sequences * query_length] into the packed tokens; None: all, in order
     block_ids: torch.Tensor  # [num_sequences * width]
-    distance: torch.Tensor  # [num_sequences, query_length, context] query position - key position
+    distance: torch.Tensor  # [num_sequences, query_length, context] query position - key position; < 0: never seen
     fold_heads: bool  # query heads that share a KV head become query rows: no copy of keys and values
     _biases: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
@@ -361,18 +369,39 @@ def _query_group(batch: ScheduledBatch, members: list[int], tokens: list[int] | 
     width = max(len(batch.block_tables[index]) for index in members)
     blocks: list[int] = []
     positions: list[list[int]] = []
-    for index in members:
+    trees: list[tuple[int, int, int, list[list[int]]]] = []  # (member, first query, first key, distances)
+    for member, index in enumerate(members):
         table, length, context = batch.block_tables[index], batch.query_lengths[index], batch.context_lengths[index]
         blocks += table
         blocks += [0] * (width - len(table))  # any block: its positions lie beyond every query
-        positions.append([*range(context - length, context), *[context - 1] * (query_length - length)])
+        distances = tree_distances(batch.tree_parents[index]) if batch.tree_parents else []
+        first_key = context - len(distances)
+        depths = [max(row) for row in distances]
+        own = [*range(context - length, first_key), *(first_key + depth for depth in depths)]
+        positions.append([*own, *[context - 1] * (query_length - length)])
+        if distances:
+            trees.append((member, length - len(distances), first_key, distances))
     query_positions = torch.tensor(positions, device=device)  # [num_sequences, query_length]
     key_positions = torch.arange(width * pool.block_size, device=device)
+    distance = query_positions[:, :, None] - key_positions
+    for member, first_query, first_key, distances in trees:
+        rows = slice(first_query, first_query + len(distances))
+        distance[member, rows, first_key : first_key + len(distances)] = torch.tensor(distances, device=device)
     return QueryGroup(
         num_sequences=len(members),
         query_length=query_length,
         token_index=None if tokens is None else torch.tensor(tokens, device=device),
         block_ids=torch.tensor(blocks, device=device),
-        distance=query_positions[:, :, None] - key_positions,
+        distance=distance,
         fold_heads=query_length <= MAX_SHORT_QUERY,
     )
+
+
+def tree_distances(parents: Sequence[int]) -> list[list[int]]:
+    """Return how many steps above each node of a tree every other one lies: [num_nodes][num_nodes], -1 off its path."""
+    rows: list[list[int]] = []
+    for index, parent in enumerate(parents):
+        row = [-1] * len(parents) if parent < 0 else [steps + 1 if steps >= 0 else -1 for steps in rows[parent]]
+        row[index] = 0
+        rows.append(row)
+    return rows

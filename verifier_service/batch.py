@@ -20,7 +20,13 @@ class ScheduledBatch:
     context_lengths: list[int]  # [num_sequences] includes the query
     block_tables: list[list[int]]  # [num_sequences][blocks that cover context_lengths]
     logits_indices: list[int]  # [num_rows] indices into the packed tokens whose logits are wanted
-    copy_sources: list[int] = field(default_factory=list)  # blocks to copy before anything else of the step …
+    # [num_sequences] where a sequence's last tokens form a tree: for each of them the index of its parent among them,
+    # or -1 for the token before them; it sees its ancestors alone. Empty: all chains
+    tree_parents: list[list[int]] = field(default_factory=list)
+    num_layers: int | None = None  # leave after so many layers, as the model's last ones would; None: all
+    move_sources: list[int] = field(default_factory=list)  # slots whose KV is moved before anything else of the step …
+    move_targets: list[int] = field(default_factory=list)  # … and, one for each, where to: all are read, then written
+    copy_sources: list[int] = field(default_factory=list)  # blocks to copy after that …
     copy_targets: list[int] = field(default_factory=list)  # … and, one for each, where to: all are read, then written
 
     @property

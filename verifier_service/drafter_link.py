@@ -21,7 +21,7 @@ import grpc
 from outrider.proto.link_pb2 import Frame
 from outrider.proto.link_pb2_grpc import DrafterLinkStub
 from outrider.verifier_service.circuit_breaker import BreakerConfig, CircuitBreaker
-from outrider.verifier_service.drafting import PROTOCOL_VERSION, DrafterMessage
+from outrider.verifier_service.drafting import PROTOCOL_VERSION, DrafterMessage, DraftNeeds
 from outrider.verifier_service.link_channel import LinkCredentials, open_channel
 from outrider.verifier_service.link_messages import (
     DRAFTER_MESSAGES,
@@ -64,6 +64,7 @@ class LinkEvent:
     drafter_id: str
     is_up: bool = True
     vocab_size: int | None = None  # when it comes up
+    needs: DraftNeeds = DraftNeeds()  # when it comes up
     message: DrafterMessage | None = None
     payload: bytes = b""  # `message` as it came, to be passed on without encoding it again
     reason: str | None = None
@@ -220,7 +221,8 @@ class DrafterLink:
         self._outbox.clear()
         self._overflowed = False
         self._num_silent_pings = 0
-        self._on_event(LinkEvent(drafter_id=self.drafter_id, vocab_size=welcome.vocab_size))
+        event = LinkEvent(drafter_id=self.drafter_id, vocab_size=welcome.vocab_size, needs=welcome.needs)
+        self._on_event(event)
 
     def _go_down(self, reason: str) -> None:
         if reason != self.last_error:  # the same failure is not news at every attempt

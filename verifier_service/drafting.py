@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+ROOT = -1  # as a parent: the last committed token
 DRAFT_PROB_SCALE = 1 << 16  # quantised draft probabilities are integers that sum to this
 
 
@@ -48,19 +49,54 @@ def require(condition: bool, field_name: str, expectation: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftNeeds:
+    """What a drafter must be told besides the tokens; most need nothing.
+
+    `taps` name hidden states of the target, to be joined in this order: i >= 0 is the input of its layer i, FINAL_TAP
+    what its output embedding sees (after the final norm).
+    """
+
+    taps: tuple[int, ...] = ()
+    last_state_only: bool = False  # the states of the token before the draft are enough
+    predictions: bool = False  # `Commit.predicted_ids`
+
+
+FINAL_TAP = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Start, or start again, the session of a request whose committed tokens are `token_ids` (never empty)."""
+    """Start, or start again, the session of a request whose committed tokens are `token_ids` (never empty).
+
+    Sessions of different `cache_salt` share nothing.
+    """
 
     request_id: str
     sampling: DraftSampling
     token_ids: tuple[int, ...]
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """The target's tapped states of the committed tokens from `position` on, before the `Commit` that asks for a draft.
+
+    The last committed token has none yet. A drafter that needs all states gets every position once, in order.
+    """
+
+    request_id: str
+    position: int
+    dtype: str  # torch's name: float32, float16 or bfloat16
+    width: int  # values per token: all taps together
+    data: bytes  # [num_tokens, width], little-endian
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """Append `token_ids` (may be empty) at `position` (tokens known before them) and ask for a draft after them.
 
-    `max_length` 0 asks for nothing and is answered by nothing.
+    `max_length` 0 asks for nothing and is answered by nothing. With `max_nodes` the draft may be a tree of so many
+    tokens, none deeper than `max_length`; 0: a chain.
     """
 
     request_id: str
@@ -68,6 +104,10 @@ class Commit:
     position: int
     token_ids: tuple[int, ...]
     max_length: int
+    max_nodes: int = 0
+    # the target's likeliest token after the draft's root and after each token of the draft that was verified last
+    predicted_ids: tuple[int, ...] = ()
+    forced_ids: tuple[int, ...] = ()  # the only tokens that the request's grammar allows next, one after another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +125,15 @@ class SparseRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A chain of proposed tokens after `position` committed tokens.
+    """Proposed tokens after `position` committed tokens: a chain, or a tree where it has `parents`.
 
-    `draft_probs` has one row per token when the tokens were drawn at random, and is None for point masses (greedy and
-    coupled drafts). An empty draft is the honest answer of a drafter that has nothing.
+    `parents` holds, for each token, the index of the one that it follows, or ROOT; a token comes after its parent, and
+    siblings are tried in their order. `draft_probs` is None for point masses (greedy, coupled and deterministic
+    drafts). Where tokens were drawn at random it has one row per parent, in the order of their first children: for a
+    chain one row per token. Siblings are drawn from their parent's row without replacement.
+
+    `confidences` are the drafter's own estimates that a token is accepted if its parent is, a function of what precedes
+    the token and of the row it was drawn from. An empty draft is the honest answer of a drafter that has nothing.
     """
 
     request_id: str
@@ -96,6 +141,8 @@ class Draft:
     position: int
     token_ids: tuple[int, ...]
     draft_probs: tuple[SparseRow, ...] | None = None
+    parents: tuple[int, ...] | None = None  # None: a chain
+    confidences: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +152,7 @@ class Resync:
     request_id: str
 
 
-VerifierMessage = Open | Commit | Close
+VerifierMessage = Open | States | Commit | Close
 DrafterMessage = Draft | Resync
 
 
@@ -116,6 +163,7 @@ class DrafterEvent:
     drafter_id: str
     is_up: bool = True
     vocab_size: int | None = None  # the drafter's, when it says so: its vocabulary may be padded beyond the target's
+    needs: DraftNeeds = DraftNeeds()  # when it comes up
     message: DrafterMessage | None = None  # None: only the change of `is_up`
     received_s: float | None = None  # when it arrived, by this machine's monotonic clock; None: just now
 
@@ -130,7 +178,7 @@ class DraftClient(Protocol):
         """Return what arrived since the last call, oldest first."""
 
 
-def check_draft(draft: Draft, *, draft_vocab_size: int, max_length: int) -> str | None:
+def check_draft(draft: Draft, *, draft_vocab_size: int, max_length: int, max_nodes: int = 0) -> str | None:
     """Return what is wrong with a draft as text, or None when it may be verified.
 
     A drafter that misreports its draft_probs biases sampling silently, so rows are checked: unique ids within the

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from outrider.verifier_service.batch import ScheduledBatch
+from outrider.verifier_service.drafting import ROOT, Draft
 from outrider.verifier_service.logits_processors import LogitsProcessor
 from outrider.verifier_service.logprobs import LogprobsQuery, encoded_bytes, token_logprobs
 from outrider.verifier_service.request import (
@@ -27,9 +28,12 @@ from outrider.verifier_service.request import (
     StepTiming,
     TokenLogprobs,
 )
-from outrider.verifier_service.scheduler import Schedule, ScheduledRequest, Scheduler
+from outrider.verifier_service.schedule import Schedule, ScheduledRequest
+from outrider.verifier_service.scheduler import Scheduler
 from outrider.verifier_service.speculation import DraftCoordinator
+from outrider.verifier_service.state_pool import StatePool
 from outrider.verifier_service.step_stats import StepStats
+from outrider.verifier_service.tree import VerifiedTokens, depths
 from outrider.verifier_service.verification import VerificationEntry, verify
 from outrider.verifier_service.wire import MAX_FRAME_BYTES
 
@@ -44,6 +48,7 @@ class Runner(Protocol):
     num_blocks: int
     block_size: int
     eos_token_ids: tuple[int, ...]
+    states: StatePool | None  # of the tokens computed so far, where drafters read them
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """Return float32 logits [len(batch.logits_indices), vocab_size]."""
@@ -54,10 +59,16 @@ class _Outcome:
     """What a step decided for one request: tokens up to the first that ends it, none after a prefill chunk."""
 
     item: ScheduledRequest
-    first_row: int  # of the logits that the tokens were chosen from, one row each
+    first_row: int  # of the logits that the tokens were chosen from: that of the draft's root
     committed: list[int]
-    num_accepted: int  # of those, draft tokens: what a stop token cut off is not committed, so it does not count
+    path: tuple[int, ...]  # committed draft tokens: what a stop token cut off is not committed, so it does not count
+    follows_leaf: bool  # the last token stands where no draft token was left to try
     finish_reason: FinishReason | None
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of the logits that the committed tokens were chosen from."""
+        return [self.first_row, *(self.first_row + 1 + node for node in self.path)][: len(self.committed)]
 
 
 class VerifierEngine:
@@ -171,6 +182,7 @@ class VerifierEngine:
         timings = [self._timing(schedule, item, begin_s) for item in schedule.items]
         committed = [self._commit(*result) for result in zip(outcomes, logprobs, timings, strict=True)]
         outputs = [output for output in committed if output is not None]
+        self._move_states()
         end_s = self._clock()
         self.drafting.ask(self._running_after(schedule), end_s)
         self.stats.observe(schedule, outputs, began_s=begin_s, ended_s=end_s)
@@ -190,7 +202,8 @@ class VerifierEngine:
             token_ids = item.request.token_ids[start : start + item.num_prompt_rows]
             kept.append((entries, start))
             num_top = item.request.sampling.prompt_logprobs or 0
-            queries.append(LogprobsQuery(first_row=row, token_ids=token_ids, num_top=num_top))
+            rows = range(row, row + len(token_ids))
+            queries.append(LogprobsQuery(rows=rows, token_ids=token_ids, num_top=num_top))
         for (entries, start), found in zip(kept, token_logprobs(logits, queries), strict=True):
             entries[start : start + len(found)] = found
 
@@ -202,18 +215,28 @@ class VerifierEngine:
         verified = iter(verify(_sampling_rows(items, first_rows, logits), entries, self._generator))
         outcomes: list[_Outcome] = []
         for item, row in zip(items, first_rows, strict=True):
-            tokens = next(verified) if item.samples else []
-            committed, finish_reason = self._until_finished(item.request, tokens)
+            tokens = next(verified) if item.samples else _NOTHING
+            committed, finish_reason = self._until_finished(item.request, tokens.token_ids)
             outcomes.append(
                 _Outcome(
                     item=item,
                     first_row=row + item.num_prompt_rows,
                     committed=committed,
-                    num_accepted=min(len(committed), max(0, len(tokens) - 1)),
+                    path=tokens.path[: len(committed)],
+                    follows_leaf=_is_leaf(item.draft, tokens.path),
                     finish_reason=finish_reason,
                 )
             )
+        self._note_predictions(outcomes, logits)
         return outcomes
+
+    def _note_predictions(self, outcomes: Sequence[_Outcome], logits: torch.Tensor) -> None:
+        """Keep the likeliest token of every row for the drafters that want to know."""
+        for outcome in outcomes:
+            request = outcome.item.request
+            if outcome.item.samples and self.drafting.needs_of(request).predictions:
+                rows = slice(outcome.first_row, outcome.first_row + _num_choice_rows(outcome.item))
+                request.predicted_ids = tuple(logits[rows].argmax(dim=1).tolist())
 
     def _entry(self, item: ScheduledRequest) -> VerificationEntry:
         request = item.request
@@ -232,8 +255,8 @@ class VerifierEngine:
         """Append what was verified, up to the first token that ends the request."""
         item, request = outcome.item, outcome.item.request
         if item.samples:
-            _count_draft(item, num_accepted=outcome.num_accepted)
-        self.scheduler.commit(item, outcome.committed)
+            _count_draft(item, num_accepted=len(outcome.path))
+        self.scheduler.commit(item, outcome.committed, outcome.path)
         prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None) if item.samples else None
         if outcome.finish_reason is not None:
             self._forget(request)
@@ -243,7 +266,8 @@ class VerifierEngine:
             request_id=request.request_id,
             token_ids=tuple(outcome.committed),
             num_draft_tokens=_num_draft_tokens(item),
-            num_accepted_tokens=outcome.num_accepted,
+            num_accepted_tokens=len(outcome.path),
+            follows_leaf=outcome.follows_leaf,
             logprobs=logprobs,
             prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
             timing=timing,
@@ -251,6 +275,12 @@ class VerifierEngine:
             finish_reason=outcome.finish_reason,
             speculation=request.metrics,
         )
+
+    def _move_states(self) -> None:
+        """Let the states of accepted tree paths follow at once: they are asked for before the next batch moves the KV."""
+        moves = self.scheduler.moves
+        if self._runner.states is not None:
+            self._runner.states.move_slots([source for source, _ in moves], [target for _, target in moves])
 
     def _timing(self, schedule: Schedule, item: ScheduledRequest, begin_s: float) -> StepTiming | None:
         """Tell a traced request when its step ran, and its draft's round."""
@@ -298,6 +328,18 @@ class VerifierEngine:
         self.drafting.close(request)
 
 
+_NOTHING = VerifiedTokens([], ())
+
+
+def _is_leaf(draft: Draft | None, path: Sequence[int]) -> bool:
+    """Return whether no token of the draft follows the accepted ones."""
+    if draft is None:
+        return False
+    if draft.parents is None:
+        return len(path) == len(draft.token_ids)
+    return (path[-1] if path else ROOT) not in draft.parents
+
+
 def _num_draft_tokens(item: ScheduledRequest) -> int:
     return len(item.draft.token_ids) if item.draft is not None else 0
 
@@ -328,7 +370,7 @@ def _output_logprobs(outcomes: Sequence[_Outcome], logits: torch.Tensor) -> list
     """Look up the committed tokens of the requests that want it, None for the others."""
     wanted = [outcome.item.request.sampling.logprobs for outcome in outcomes]
     queries = [
-        LogprobsQuery(first_row=outcome.first_row, token_ids=outcome.committed, num_top=num_top)
+        LogprobsQuery(rows=outcome.rows, token_ids=outcome.committed, num_top=num_top)
         for outcome, num_top in zip(outcomes, wanted, strict=True)
         if num_top is not None
     ]
@@ -345,8 +387,10 @@ def _count_draft(item: ScheduledRequest, *, num_accepted: int) -> None:
     metrics.num_drafts += 1
     metrics.num_draft_tokens += num_draft_tokens
     metrics.num_accepted_tokens += num_accepted
+    assert item.draft is not None
+    depth = num_draft_tokens if item.draft.parents is None else 1 + max(depths(item.draft.parents))
     per_position = metrics.num_accepted_per_position
-    per_position.extend([0] * (num_draft_tokens - len(per_position)))
+    per_position.extend([0] * (depth - len(per_position)))
     for position in range(num_accepted):
         per_position[position] += 1
 

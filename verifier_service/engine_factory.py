@@ -39,6 +39,7 @@ class VerifierSpec:
     enable_prefix_caching: bool = True
     sampling_seed: int | None = None  # of unseeded requests; None: from the operating system
     max_draft_deadline_s: float = 1.0
+    max_tree_nodes: int = 0  # of a draft; 0: chains alone
     check_integrity: bool = False  # after every step: for tests
 
 
@@ -57,11 +58,12 @@ def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> Ver
         max_model_len=runner.max_model_len,
         first_deadline_s=spec.max_draft_deadline_s,
         max_deadline_s=spec.max_draft_deadline_s,
+        max_tree_nodes=spec.max_tree_nodes,
     )
     return VerifierEngine(
         runner,
         Scheduler(config, pool),
-        DraftCoordinator(drafts, speculation),
+        DraftCoordinator(drafts, speculation, runner.states),
         clock=time.monotonic,
         generator=torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "verifier")),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.verifier_service.drafting import DraftNeeds
 from outrider.verifier_service.histogram import NO_VALUES, HistogramCounts
 from outrider.verifier_service.request import GenerationRequest, RequestOutput, SpeculationPlan
 
@@ -36,6 +37,7 @@ class PeerState:
     peer: str
     is_up: bool
     vocab_size: int | None = None
+    needs: DraftNeeds = DraftNeeds()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgpack
 
 from outrider.proto.link_pb2 import Frame
-from outrider.verifier_service.drafting import PROTOCOL_VERSION, Close, Commit, Draft, Open, Resync
+from outrider.verifier_service.drafting import PROTOCOL_VERSION, Close, Commit, Draft, DraftNeeds, Open, Resync, States
 from outrider.verifier_service.wire import MAX_FRAME_BYTES
 
 
@@ -26,6 +26,7 @@ class Hello:
     epoch: int
     vocab_size: int
     vocab_fingerprint: str = ""  # empty: not known
+    state_taps: tuple[int, ...] = ()  # the hidden states that it keeps for drafters, as in `DraftNeeds`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class Welcome:
     vocab_size: int
     max_draft_length: int
     max_model_len: int
+    needs: DraftNeeds = DraftNeeds()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,7 @@ class DrafterIdentity:
     vocab_fingerprint: str
     max_draft_length: int
     max_model_len: int
+    needs: DraftNeeds = DraftNeeds()
 
     def welcome(self) -> Welcome:
         return Welcome(
@@ -78,10 +81,11 @@ class DrafterIdentity:
             vocab_size=self.vocab_size,
             max_draft_length=self.max_draft_length,
             max_model_len=self.max_model_len,
+            needs=self.needs,
         )
 
 
-VERIFIER_MESSAGES = (Open, Commit, Close)  # verifier to drafter, for the drafting engine
+VERIFIER_MESSAGES = (Open, States, Commit, Close)  # verifier to drafter, for the drafting engine
 DRAFTER_MESSAGES = (Draft, Resync, Pong)  # drafter to verifier, after the handshake
 
 # What a verifier's answer to a gateway begins with, once its engine has the request: from then on the request may be
@@ -124,6 +128,8 @@ def refusal_reason(hello: Hello, drafter: DrafterIdentity) -> str | None:
     """Return why a drafter cannot serve a verifier, for its operator to read, or None when it can."""
     if hello.protocol_version != PROTOCOL_VERSION:
         return f"protocol version {hello.protocol_version} of the verifier, {PROTOCOL_VERSION} of the drafter"
+    if drafter.needs.taps and hello.state_taps != drafter.needs.taps:
+        return f"the drafter reads the target's states {drafter.needs.taps}, the verifier keeps {hello.state_taps}"
     if hello.vocab_fingerprint and drafter.vocab_fingerprint:
         if hello.vocab_fingerprint != drafter.vocab_fingerprint:
             return f"vocabularies differ: {hello.vocab_fingerprint} (verifier), {drafter.vocab_fingerprint} (drafter)"

@@ -22,9 +22,9 @@ def encoded_bytes(num_tokens: int, num_top: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsQuery:
-    """Tokens whose log probabilities are wanted: the i-th is predicted by row `first_row` + i."""
+    """Tokens whose log probabilities are wanted: the i-th is predicted by the i-th of `rows`."""
 
-    first_row: int
+    rows: Sequence[int]
     token_ids: Sequence[int]
     num_top: int  # how many of the likeliest are wanted besides
 
@@ -37,9 +37,9 @@ def token_logprobs(logits: torch.Tensor, queries: Sequence[LogprobsQuery]) -> li
     """
     assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
     wanted = [
-        (query.first_row + index, token_id, query.num_top)
+        (row, token_id, query.num_top)
         for query in queries
-        for index, token_id in enumerate(query.token_ids)
+        for row, token_id in zip(query.rows, query.token_ids, strict=True)
     ]
     entries = iter(_entries(logits, wanted) if wanted else [])
     return [list(itertools.islice(entries, len(query.token_ids))) for query in queries]

@@ -23,6 +23,8 @@ class ModelConfig:
     tensor_parallel_size: int = 1
     trust_remote_code: bool = False
     num_threads: int | None = None  # torch's intra-op threads of each rank; None: as torch decides
+    state_taps: tuple[int, ...] = ()  # hidden states to keep for drafters, as in `DraftNeeds.taps`
+    num_scratch_blocks: int = 0  # KV blocks beyond the pool's, for drafts made by the model itself
     check_logits: bool = True  # compare the engine's logits with the library's own at start
 
     def __post_init__(self) -> None:

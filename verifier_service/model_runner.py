@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,6 +36,7 @@ from outrider.verifier_service.start_check import (
     require_equal_logits,
     sample_token_ids,
 )
+from outrider.verifier_service.state_pool import StatePool, StateTaps, decoder_layers, states_width
 from outrider.verifier_service.tensor_parallel import TensorParallelGroup, plan_shards, shrink, wrap_shards
 from outrider.verifier_service.weights import Checkpoint, StateDictSource, TensorSource, load_weights
 from outrider.verifier_service.wire import decode, encode
@@ -116,9 +117,25 @@ def _engine_logits(model: PreTrainedModel, token_ids: list[int], device: torch.d
 @torch.inference_mode()
 def run_batch(model: PreTrainedModel, pool: KVPool, batch: ScheduledBatch) -> torch.Tensor:
     """Run the model over a packed batch: float32 logits [num_rows, vocab_size]."""
+    pool.move_slots(batch.move_sources, batch.move_targets)
     pool.copy_blocks(batch.copy_sources, batch.copy_targets)
-    with entered(AttentionContext.of(batch, pool)):
+    with entered(AttentionContext.of(batch, pool)), shortened(model, batch.num_layers):
         return forward_packed(model, batch.token_ids, batch.positions, batch.logits_indices)
+
+
+@contextlib.contextmanager
+def shortened(model: PreTrainedModel, num_layers: int | None) -> Iterator[None]:
+    """Leave the model after its first `num_layers` decoder layers; final norm and output embedding stay."""
+    if num_layers is None:
+        yield
+        return
+    parent, name = decoder_layers(model)
+    layers = getattr(parent, name)
+    setattr(parent, name, layers[:num_layers])
+    try:
+        yield
+    finally:
+        setattr(parent, name, layers)
 
 
 @torch.inference_mode()
@@ -163,16 +180,39 @@ class ModelRunner:
         shapes = record_shapes(self.model)
         self.num_blocks = group.all_reduce_min(resolve_num_blocks(config, shapes, self.dtype, self.device))
         self.max_model_len = limit_to_pool(config, self.max_model_len, self.num_blocks * self.block_size)
+        self.scratch_blocks = range(self.num_blocks, self.num_blocks + config.num_scratch_blocks)
         self.pool = KVPool(
-            shapes, num_blocks=self.num_blocks, block_size=self.block_size, dtype=self.dtype, device=self.device
+            shapes,
+            num_blocks=self.scratch_blocks.stop,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            device=self.device,
         )
+        self._taps: StateTaps | None = None
+        self.states: StatePool | None = None
+        if config.state_taps and group.rank == 0:  # the ranks' hidden states are the same
+            self._taps = StateTaps(self.model, config.state_taps)
+            self.states = StatePool(
+                num_blocks=self.scratch_blocks.stop,
+                block_size=self.block_size,
+                width=states_width(self.model, config.state_taps),
+                dtype=self.dtype,
+            )
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run one step and return float32 logits [num_rows, vocab_size] of `batch.logits_indices`.
 
         Token ids must lie in the vocabulary and slots in the pool. With several ranks the logits are the same on all.
         """
-        return run_batch(self.model, self.pool, batch)
+        if self._taps is None or self.states is None:
+            return run_batch(self.model, self.pool, batch)
+        self._taps.is_on = batch.num_layers is None
+        logits = run_batch(self.model, self.pool, batch)
+        self.states.move_slots(batch.move_sources, batch.move_targets)
+        self.states.copy_blocks(batch.copy_sources, batch.copy_targets)
+        if self._taps.is_on:
+            self.states.write(batch.slot_mapping, self._taps.take())
+        return logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +228,7 @@ class ParallelRunner:
         self.vocab_size, self.max_model_len = runner.vocab_size, runner.max_model_len
         self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
         self.eos_token_ids, self.device = runner.eos_token_ids, runner.device
+        self.states, self.scratch_blocks = runner.states, runner.scratch_blocks
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run one step on all ranks: float32 logits [num_rows, vocab_size] on rank 0's device."""

@@ -20,7 +20,9 @@ class RelayDraftClient:
     def feed(self, message: Relay | PeerState) -> None:
         """Take in what the far end said; a frame that does not decode is counted and ends in a missed deadline."""
         if isinstance(message, PeerState):
-            event = DrafterEvent(drafter_id=message.peer, is_up=message.is_up, vocab_size=message.vocab_size)
+            event = DrafterEvent(
+                drafter_id=message.peer, is_up=message.is_up, vocab_size=message.vocab_size, needs=message.needs
+            )
             self._events.append(event)
             return
         try:

@@ -38,6 +38,14 @@ class VerificationMode(enum.Enum):
     COUPLED = "coupled"  # seeded sampling: drafter-invariant
 
 
+class AcceptanceRule(enum.StrEnum):
+    """Which draft tokens count as right."""
+
+    STANDARD = "standard"  # token by token: rejection sampling, or equality where the target's own token is known
+    BLOCK = "block"  # the same law, never fewer tokens on average (Sun et al. 2024)
+    TYPICAL = "typical"  # whatever the target finds likely enough (Medusa, Cai et al. 2024): changes the law
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitBias:
     """What is added to one token's logit."""
@@ -67,6 +75,10 @@ class SamplingParams:
     min_tokens: int = 0  # neither an end-of-sequence nor a stop token before so many output tokens
     logprobs: int | None = None  # of each output token and so many alternatives; None: not wanted
     prompt_logprobs: int | None = None  # the same of each prompt token but the first
+    acceptance: AcceptanceRule = AcceptanceRule.STANDARD
+    # typical acceptance takes a token whose target probability exceeds min(epsilon, delta * exp(-entropy))
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
 
     def __post_init__(self) -> None:
         check_sampling_shape(self.temperature, self.top_k, self.top_p, self.min_p)
@@ -81,6 +93,8 @@ class SamplingParams:
         require(len(self.logit_bias) <= MAX_LOGIT_BIASES, "logit_bias", f"at most {MAX_LOGIT_BIASES} tokens")
         require(all(-100.0 <= item.bias <= 100.0 for item in self.logit_bias), "logit_bias", "in [-100, 100]")
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "in [0, max_tokens]")
+        require(0.0 < self.typical_epsilon <= 1.0, "typical_epsilon", "in (0, 1]")
+        require(0.0 < self.typical_delta <= 1.0, "typical_delta", "in (0, 1]")
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, name)
             require(wanted is None or 0 <= wanted <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]")
@@ -193,6 +207,7 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     num_draft_tokens: int = 0  # verified in this step
     num_accepted_tokens: int = 0  # of those, committed: the first of `token_ids`
+    follows_leaf: bool = False  # no draft token was left to try after the accepted ones
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token, where asked for
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # one per prompt token, on the first output
     timing: StepTiming | None = None
@@ -209,8 +224,7 @@ class RequestOutput:
             return accepted  # a stop token within the draft ended the request
         if self.num_draft_tokens == 0:
             return (TokenOrigin.PLAIN,)
-        is_full = self.num_accepted_tokens == self.num_draft_tokens
-        return (*accepted, TokenOrigin.BONUS if is_full else TokenOrigin.RECOVERED)
+        return (*accepted, TokenOrigin.BONUS if self.follows_leaf else TokenOrigin.RECOVERED)
 
 
 @dataclass(slots=True, eq=False)
@@ -236,6 +250,8 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # chained, of the full blocks of token_ids; grown lazily
     draft: Draft | None = None  # arrived, bounds-checked, for exactly this position; None or empty: decode plainly
+    predicted_ids: tuple[int, ...] = ()  # for drafters that want them: see `Commit`; of the last verification
+    forced_ids: tuple[int, ...] = ()  # by the grammar; see `Commit`
     hold_until_s: float | None = None  # leave out of steps until then: its draft is on its way
     num_preemptions: int = 0
     first_scheduled_s: float | None = None  # by the clock of `arrival_s`; the difference is its time in the queue

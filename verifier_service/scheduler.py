@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from outrider.verifier_service.batch import ScheduledBatch
 from outrider.verifier_service.block_tables import BlockTables
 from outrider.verifier_service.drafting import Draft
 from outrider.verifier_service.kv_cache import BlockPool
 from outrider.verifier_service.prompt_groups import PromptGroups
 from outrider.verifier_service.request import Request
+from outrider.verifier_service.schedule import Schedule, ScheduledRequest, build_batch, first_nodes
 from outrider.verifier_service.waiting_queue import Seniority, WaitingQueue
 
 PRIORITY_STEP_S = 5.0  # one level of priority is worth as much as having arrived so much earlier
@@ -37,30 +37,6 @@ class SchedulerConfig:
         for name, minimum in minima.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be at least {minimum}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledRequest:
-    """One request's share of a step.
-
-    token_ids  |<-- computed -->|<------- num_new_tokens ------->|
-                                |<- to the end ->|<-- `draft` -->|   the draft only where the step `samples`
-    """
-
-    request: Request
-    num_new_tokens: int  # draft included
-    draft: Draft | None  # to verify now, possibly cut; never empty
-    samples: bool  # this step reaches the end of the request's tokens
-    num_prompt_rows: int = 0  # before its sampling rows in `logits_indices`: positions from num_computed_tokens on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """One step. `batch` shares the requests' block tables: it is good until the first `commit`."""
-
-    items: tuple[ScheduledRequest, ...]  # in the batch's order
-    preempted: tuple[Request, ...]  # back in the waiting queue, least senior first
-    batch: ScheduledBatch  # logits_indices: each item's prompt rows, then, where it samples, its last 1 + len(draft)
 
 
 @dataclass(slots=True)
@@ -94,6 +70,7 @@ class Scheduler:
         self._running: list[Request] = []  # the most senior first
         self._waiting = WaitingQueue()
         self._groups = PromptGroups()
+        self._moves: list[tuple[int, int]] = []  # KV slots (source, target) of accepted paths of trees
         self.num_preemptions = 0
         # of first admissions, as vLLM counts them; what a sibling has computed is a hit, too
         self.num_prefix_queried_tokens = 0
@@ -170,12 +147,28 @@ class Scheduler:
         if not step.items:  # perhaps after a preemption: all that it took away may be shared with who stays
             return None
         batch = build_batch(
-            step.items, step.copies, block_size=self._pool.block_size, vocab_size=self._config.vocab_size
+            step.items,
+            copies=step.copies,
+            moves=self.take_moves(),
+            block_size=self._pool.block_size,
+            vocab_size=self._config.vocab_size,
         )
         return Schedule(items=tuple(step.items), preempted=tuple(step.preempted), batch=batch)
 
-    def commit(self, item: ScheduledRequest, committed: Sequence[int]) -> None:
+    @property
+    def moves(self) -> Sequence[tuple[int, int]]:
+        """The KV slots (source, target) that the next batch moves: commits since the last one accepted tree paths."""
+        return self._moves
+
+    def take_moves(self) -> list[tuple[int, int]]:
+        """Hand the moves over: whoever runs the next batch must make them before anything else."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def commit(self, item: ScheduledRequest, committed: Sequence[int], path: Sequence[int] | None = None) -> None:
         """Take over a step's result: `committed` tokens after a sampling item, none after a prefill chunk.
+
+        `path` are the accepted draft tokens where the draft was a tree; of a chain they are its first ones.
 
         before   |<- num_computed ->|<- to the end ->|<---------- draft ---------->|
         verified |                  |                |<- accepted ->|<- rejected ->|
@@ -191,6 +184,7 @@ class Scheduler:
         if item.samples:
             max_committed = 1 + (len(item.draft.token_ids) if item.draft else 0)
             assert 1 <= len(committed) <= max_committed, f"{len(committed)} tokens committed, at most {max_committed}"
+            self._move_path(request, (path or ())[: len(committed) - 1])
             request.token_ids.extend(committed)
             request.num_computed_tokens = request.num_tokens - 1
             request.draft = None
@@ -201,6 +195,20 @@ class Scheduler:
         self._tables.roll_back(request)
         self._tables.publish(request, first_unpublished)
         self._enqueue(self._groups.release(request))
+
+    def _move_path(self, request: Request, path: Sequence[int]) -> None:
+        """Have the KV of accepted tree nodes moved to where their positions are; called before they are committed.
+
+        slots    |<- committed ->|<- node 0 | node 1 | node 2 | node 3 ->|
+        path     |               |<-          node 1 ,         node 3 ->|   depth k goes to the k-th place
+        """
+        first, size = request.num_tokens, self._pool.block_size
+        for depth, node in enumerate(path):
+            if node != depth:
+                source, target = (
+                    request.block_table[place // size] * size + place % size for place in (first + node, first + depth)
+                )
+                self._moves.append((source, target))
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless queues, block tables and pool agree."""
@@ -327,15 +335,11 @@ class Scheduler:
         if draft is None or not draft.token_ids:
             return None
         assert draft.position == request.num_tokens, f"draft for {draft.position} at {request.num_tokens} tokens"
-        num_tokens = len(draft.token_ids)
         # A recovered or bonus token always follows the accepted ones, and must still be within the limits.
-        num_kept = max(0, min(num_tokens, num_fitting, self._max_total_tokens(request) - request.num_tokens - 1))
-        request.metrics.num_cut_tokens += num_tokens - num_kept
-        if num_kept == num_tokens:
-            return draft
-        probs = draft.draft_probs
-        kept_probs = None if probs is None else probs[:num_kept]
-        return replace(draft, token_ids=draft.token_ids[:num_kept], draft_probs=kept_probs) if num_kept else None
+        max_depth = self._max_total_tokens(request) - request.num_tokens - 1
+        kept = first_nodes(draft, max_nodes=max(0, num_fitting), max_depth=max(0, max_depth))
+        request.metrics.num_cut_tokens += len(draft.token_ids) - len(kept.token_ids)
+        return kept if kept.token_ids else None
 
     def _preempt(self, request: Request, step: _Step) -> None:
         """Take a request's KV away; it will be recomputed, output included, when its turn comes again."""
@@ -361,45 +365,3 @@ class Scheduler:
 def _wants_prompt_rows(request: Request) -> bool:
     """Return whether every prompt position must be computed here, for its logits; a preempted prompt starts again."""
     return request.sampling.prompt_logprobs is not None and request.num_output_tokens == 0
-
-
-def build_batch(
-    items: Sequence[ScheduledRequest], copies: Sequence[tuple[int, int]], *, block_size: int, vocab_size: int
-) -> ScheduledBatch:
-    """Pack the items' tokens for one forward pass; every block table must already cover its tokens."""
-    batch = ScheduledBatch(
-        token_ids=[],
-        positions=[],
-        slot_mapping=[],
-        query_lengths=[item.num_new_tokens for item in items],
-        context_lengths=[item.request.num_computed_tokens + item.num_new_tokens for item in items],
-        block_tables=[item.request.block_table for item in items],
-        logits_indices=[],
-        copy_sources=[source for source, _ in copies],
-        copy_targets=[target for _, target in copies],
-    )
-    for item, stop in zip(items, batch.context_lengths, strict=True):
-        start = item.request.num_computed_tokens
-        batch.logits_indices.extend(range(batch.num_tokens, batch.num_tokens + item.num_prompt_rows))
-        batch.token_ids.extend(item.request.token_ids[start:stop])
-        num_rows = 1
-        if item.draft is not None:
-            num_rows += len(item.draft.token_ids)
-            # A drafter's padded vocabulary may be larger than the target's. Such an id is verified with target
-            # probability 0, so it is never accepted, but it still needs *some* embedding to occupy its position.
-            batch.token_ids.extend([min(token_id, vocab_size - 1) for token_id in item.draft.token_ids])
-        if item.samples:
-            batch.logits_indices.extend(range(batch.num_tokens - num_rows, batch.num_tokens))
-        batch.positions.extend(range(start, stop))
-        _append_slots(batch.slot_mapping, item.request.block_table, start, stop, block_size)
-    return batch
-
-
-def _append_slots(slots: list[int], block_table: list[int], start: int, stop: int, block_size: int) -> None:
-    """Append the slots of positions [start, stop), one range per block."""
-    while start < stop:
-        index, offset = divmod(start, block_size)
-        first = block_table[index] * block_size + offset
-        count = min(block_size - offset, stop - start)
-        slots.extend(range(first, first + count))
-        start += count

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from outrider.verifier_service.circuit_breaker import BreakerState, CircuitBreaker
 from outrider.verifier_service.drafting import (
@@ -18,9 +19,11 @@ from outrider.verifier_service.drafting import (
     Draft,
     DraftClient,
     DrafterEvent,
+    DraftNeeds,
     DraftSampling,
     Open,
     Resync,
+    States,
     VerifierMessage,
     check_draft,
 )
@@ -32,6 +35,16 @@ ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
+_NO_NEEDS = DraftNeeds()
+
+
+class StateSource(Protocol):
+    """Where the target's tapped states are; `StatePool` fits."""
+
+    def messages(self, request: Request, start: int, stop: int) -> Iterable[States]:
+        """Say the states of a running request's positions [start, stop)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
     """What the verifier assumes of its drafters before and beyond what it measures."""
@@ -40,6 +53,7 @@ class SpeculationConfig:
     max_model_len: int
     first_deadline_s: float = 1.0  # how long to wait for a drafter that has not answered yet (it may be loading)
     max_deadline_s: float = 1.0
+    max_tree_nodes: int = 0  # of a draft; 0: chains alone
     min_deadline_s: float = 0.02  # a stall of the machine must not cost every draft in flight
 
     def __post_init__(self) -> None:
@@ -54,6 +68,7 @@ class _Round:
     round_id: int
     position: int
     max_length: int
+    max_nodes: int
     asked_s: float
 
 
@@ -72,6 +87,7 @@ class _Session:
 
     drafter_id: str
     num_sent_tokens: int = 0  # 0: not open
+    num_sent_states: int = 0
     has_answered: bool = False  # since it was opened; until then its rounds contain a prefill
     round: _Round | None = None
     missed: _Round | None = None  # the last one whose deadline passed
@@ -83,6 +99,7 @@ class _Drafter:
     """What the verifier knows of one drafter that is up."""
 
     vocab_size: int
+    needs: DraftNeeds
     timer: RoundTimer
     opening_timer: RoundTimer  # of rounds that contain the drafter's prefill
     breaker: CircuitBreaker
@@ -95,8 +112,10 @@ class _Drafter:
 class DraftCoordinator:
     """The drafting side of the step loop: `receive` before scheduling, `ask` after committing."""
 
-    def __init__(self, client: DraftClient, config: SpeculationConfig) -> None:
+    def __init__(self, client: DraftClient, config: SpeculationConfig, states: StateSource | None = None) -> None:
+        """`states` are there where drafters read the target's hidden states."""
         self._client = client
+        self._states = states
         self._config = config
         self._drafters: dict[str, _Drafter] = {}
         self._sessions: dict[str, _Session] = {}
@@ -119,6 +138,11 @@ class DraftCoordinator:
         told = {request_id for drafter in self._drafters.values() for request_id in drafter.session_ids}
         return {*self._sessions, *self._answered} | told
 
+    def needs_of(self, request: Request) -> DraftNeeds:
+        """Return what a request's drafter wants to know."""
+        session = self._sessions.get(request.request_id)
+        return _NO_NEEDS if session is None else self._drafters[session.drafter_id].needs
+
     def answered_round(self, request: Request) -> AnsweredRound | None:
         """Return the last round in which a good draft came for a request, or None."""
         return self._answered.get(request.request_id)
@@ -140,7 +164,7 @@ class DraftCoordinator:
             self._lose_drafter(event.drafter_id, requests)
             return
         if event.drafter_id not in self._drafters:
-            self._drafters[event.drafter_id] = self._new_drafter(event.vocab_size)
+            self._drafters[event.drafter_id] = self._new_drafter(event)
         match event.message:
             case Draft() as draft:
                 received_s = now_s if event.received_s is None else min(event.received_s, now_s)
@@ -148,11 +172,12 @@ class DraftCoordinator:
             case Resync(request_id=request_id):
                 self._on_resync(event.drafter_id, request_id, requests, now_s)
 
-    def _new_drafter(self, vocab_size: int | None) -> _Drafter:
+    def _new_drafter(self, event: DrafterEvent) -> _Drafter:
         config = self._config
         limits = {"first_s": config.first_deadline_s, "max_s": config.max_deadline_s}
         return _Drafter(
-            vocab_size or config.vocab_size,
+            event.vocab_size or config.vocab_size,
+            event.needs,
             timer=RoundTimer(min_s=config.min_deadline_s, **limits),
             opening_timer=RoundTimer(min_s=config.max_deadline_s / 4, **limits),
             breaker=CircuitBreaker(),
@@ -171,7 +196,12 @@ class DraftCoordinator:
             return
         request.hold_until_s = None
         drafter = self._drafters[drafter_id]
-        problem = check_draft(draft, draft_vocab_size=drafter.vocab_size, max_length=outstanding.max_length)
+        problem = check_draft(
+            draft,
+            draft_vocab_size=drafter.vocab_size,
+            max_length=outstanding.max_length,
+            max_nodes=outstanding.max_nodes,
+        )
         if problem or draft.position != outstanding.position:
             self.fallbacks["bad_draft"] += 1
             drafter.breaker.record_failure(now_s)
@@ -196,7 +226,7 @@ class DraftCoordinator:
         if request is None or session is None or session.drafter_id != drafter_id:
             return
         self.num_resyncs += 1
-        session.num_sent_tokens = 0
+        session.num_sent_tokens = session.num_sent_states = 0
         session.has_answered = False
         if (outstanding := session.round) is not None:
             messages = self._messages(request, session, outstanding.max_length, now_s)
@@ -314,10 +344,13 @@ class DraftCoordinator:
                     request_id=request.request_id,
                     sampling=_draft_sampling(request),
                     token_ids=tuple(request.token_ids),
+                    cache_salt=request.cache_salt,
                 )
             )
             session.num_sent_tokens = request.num_tokens
+        messages.extend(self._state_messages(request, session))
         self._num_rounds += 1
+        max_nodes = self._config.max_tree_nodes if max_length > 1 else 0
         messages.append(
             Commit(
                 request_id=request.request_id,
@@ -325,11 +358,24 @@ class DraftCoordinator:
                 position=session.num_sent_tokens,
                 token_ids=tuple(request.token_ids[session.num_sent_tokens :]),
                 max_length=max_length,
+                max_nodes=max_nodes,
+                predicted_ids=request.predicted_ids,
+                forced_ids=request.forced_ids,
             )
         )
         session.num_sent_tokens = request.num_tokens
-        session.round = _Round(self._num_rounds, request.num_tokens, max_length, now_s)
+        session.round = _Round(self._num_rounds, request.num_tokens, max_length, max_nodes, now_s)
         return messages
+
+    def _state_messages(self, request: Request, session: _Session) -> Iterable[States]:
+        """Say the states that the drafter needs and does not have; those of the last token are not computed yet."""
+        needs = self._drafters[session.drafter_id].needs
+        if not needs.taps or self._states is None:
+            return ()
+        stop = request.num_computed_tokens
+        start = max(0, stop - 1) if needs.last_state_only else session.num_sent_states
+        session.num_sent_states = stop
+        return self._states.messages(request, start, stop)
 
 
 def _draft_sampling(request: Request) -> DraftSampling:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from outrider.verifier_service.histogram import Histogram
 from outrider.verifier_service.request import RequestOutput
-from outrider.verifier_service.scheduler import Schedule
+from outrider.verifier_service.schedule import Schedule
 
 STEP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 QUEUE_BOUNDS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from outrider.drafter_service.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult, handle_payload
 from outrider.drafter_service.local_client import LOCAL_DRAFTER_ID, LocalDraftClient
 from outrider.drafter_service.sessions import SessionKey
-from outrider.verifier_service.drafting import Close, Commit, Draft, DraftSampling, Open, Resync
+from outrider.verifier_service.drafting import Close, Commit, Draft, DraftNeeds, DraftSampling, Open, Resync
 from outrider.verifier_service.wire import decode, encode
 
 GREEDY = DraftSampling(temperature=0.0)
@@ -23,6 +23,7 @@ class CountingDrafter:
     num_steps: int = 1
     vocab_size: int = VOCAB_SIZE
     max_model_len: int = 20
+    needs: DraftNeeds = DraftNeeds()
     calls: list[list[SessionKey]] = field(default_factory=list)
     age: dict[int, int] = field(default_factory=dict)
     released: list[SessionKey] = field(default_factory=list)

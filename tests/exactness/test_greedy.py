@@ -142,7 +142,7 @@ class AlteredRunner:
         self._runner, self._execute = runner, execute
         self.vocab_size, self.max_model_len = runner.vocab_size, runner.max_model_len
         self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
-        self.eos_token_ids = runner.eos_token_ids
+        self.eos_token_ids, self.states = runner.eos_token_ids, runner.states
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         return self._execute(self._runner, batch)

@@ -52,10 +52,12 @@ import grpc
 from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig, DraftResult
 from outrider.drafter_service.service import DrafterLinkServicer, InProcessPort
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
+from outrider.verifier_service.drafting import DraftNeeds
 from outrider.verifier_service.link_messages import CHANNEL_OPTIONS, DrafterIdentity
 
 class Scripted:
     vocab_size, max_model_len = 9, 64
+    needs = DraftNeeds()
     def draft(self, asks, *, max_num_tokens):
         return [DraftResult(key=a.key, ask_id=a.ask_id, token_ids=(1, 2, 3)[: a.length]) for a in asks]
     def release(self, key): pass

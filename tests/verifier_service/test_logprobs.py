@@ -14,7 +14,7 @@ from outrider.verifier_service.wire import encode
 
 def test_one_row_by_hand():
     logits = torch.tensor([[0.0] * 4, [math.log(4), math.log(1), math.log(3), math.log(2)]])
-    ((entry,),) = token_logprobs(logits, [LogprobsQuery(first_row=1, token_ids=(3,), num_top=2)])
+    ((entry,),) = token_logprobs(logits, [LogprobsQuery(rows=(1,), token_ids=(3,), num_top=2)])
     assert (entry.token_id, entry.rank) == (3, 3)
     assert entry.logprob == pytest.approx(math.log(0.2))
     assert entry.top_token_ids == (0, 2)
@@ -23,7 +23,7 @@ def test_one_row_by_hand():
 
 def test_equal_logits_rank_alike_and_stand_by_id():
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0]])
-    queries = [LogprobsQuery(first_row=0, token_ids=(token_id,), num_top=3) for token_id in range(4)]
+    queries = [LogprobsQuery(rows=(0,), token_ids=(token_id,), num_top=3) for token_id in range(4)]
     entries = [entry for (entry,) in token_logprobs(logits, queries)]
     assert [entry.rank for entry in entries] == [4, 1, 1, 1]
     assert all(entry.top_token_ids == (1, 2, 3) for entry in entries)
@@ -33,14 +33,14 @@ def test_queries_of_different_widths_share_a_step():
     logits = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
     expected = torch.log_softmax(logits, dim=1)
     queries = [
-        LogprobsQuery(first_row=4, token_ids=(8, 0), num_top=0),
-        LogprobsQuery(first_row=2, token_ids=(), num_top=3),
-        LogprobsQuery(first_row=0, token_ids=(1, 2, 3), num_top=20),
+        LogprobsQuery(rows=(4, 5), token_ids=(8, 0), num_top=0),
+        LogprobsQuery(rows=(), token_ids=(), num_top=3),
+        LogprobsQuery(rows=(0, 1, 2), token_ids=(1, 2, 3), num_top=20),
     ]
     found = token_logprobs(logits, queries)
     assert [[entry.token_id for entry in entries] for entries in found] == [[8, 0], [], [1, 2, 3]]
     for query, entries in zip(queries, found, strict=True):
-        for row, entry in enumerate(entries, start=query.first_row):
+        for row, entry in zip(query.rows, entries, strict=True):
             assert entry.logprob == pytest.approx(expected[row, entry.token_id].item(), abs=1e-6)
             assert entry.rank == 1 + (expected[row] > expected[row, entry.token_id]).sum()
             assert entry.top_token_ids == tuple(expected[row].argsort(descending=True)[: query.num_top].tolist())
@@ -48,7 +48,7 @@ def test_queries_of_different_widths_share_a_step():
 
 def test_nothing_asked_is_nothing_computed():
     assert token_logprobs(torch.zeros(0, 4), []) == []
-    assert token_logprobs(torch.zeros(1, 4), [LogprobsQuery(first_row=0, token_ids=(), num_top=3)]) == [[]]
+    assert token_logprobs(torch.zeros(1, 4), [LogprobsQuery(rows=(), token_ids=(), num_top=3)]) == [[]]
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 20])

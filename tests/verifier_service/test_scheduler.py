@@ -11,14 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Draft, SparseRow
 from outrider.verifier_service.kv_cache import BlockPool
 from outrider.verifier_service.request import Request, SamplingParams, SpeculationPlan
-from outrider.verifier_service.scheduler import (
-    MAX_PROMPT_ROWS,
-    PRIORITY_STEP_S,
-    Schedule,
-    ScheduledRequest,
-    Scheduler,
-    SchedulerConfig,
-)
+from outrider.verifier_service.schedule import Schedule, ScheduledRequest
+from outrider.verifier_service.scheduler import MAX_PROMPT_ROWS, PRIORITY_STEP_S, Scheduler, SchedulerConfig
 
 BLOCK_SIZE = 4
 

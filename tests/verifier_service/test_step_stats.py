@@ -6,7 +6,7 @@ import pytest
 
 from outrider.verifier_service.batch import ScheduledBatch
 from outrider.verifier_service.request import GenerationRequest, Request, RequestOutput
-from outrider.verifier_service.scheduler import Schedule, ScheduledRequest
+from outrider.verifier_service.schedule import Schedule, ScheduledRequest
 from outrider.verifier_service.step_stats import NUM_RATE_SAMPLES, RecentRates, StepStats
 
 EMPTY = ScheduledBatch(
