@@ -49,7 +49,7 @@ def build(config: ServiceConfig) -> Application:
     )
     # Serve deploys what the ingress is bound to
     pools = [verifier.bind(config, router)]
-    if config.draft_path is not None:
+    if config.has_drafters:
         drafter = _deployment(
             DrafterReplica,
             "Drafter",

@@ -85,7 +85,7 @@ class BenchOptions:
     def arm_names(self) -> tuple[str, ...]:
         peers = (LIBRARY, LIBRARY_ASSISTED) if self.with_peers else ()
         names = (*peers, OFF, SHARED, APART)
-        drafting = self.config.draft_path is not None and self.workload.num_speculative_tokens > 0
+        drafting = self.config.drafter_spec is not None and self.workload.num_speculative_tokens > 0
         return names if drafting else tuple(name for name in names if name in (LIBRARY, OFF))
 
     @property

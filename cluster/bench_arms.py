@@ -84,8 +84,9 @@ def open_arms(opening: contextlib.ExitStack, config: ServiceConfig, names: Seque
     if LIBRARY in names:
         target = load_library_model(config.verifier_spec.model)
         arms.append(LibraryArm(LIBRARY, target, cores=cores, num_threads=len(cores), clock=clock))
-        if LIBRARY_ASSISTED in names and config.drafter_spec is not None:
-            draft = load_library_model(config.drafter_spec.model)
+        drafter = config.drafter_spec
+        if LIBRARY_ASSISTED in names and drafter is not None and drafter.model is not None:
+            draft = load_library_model(drafter.model)
             arms.append(
                 AssistedLibraryArm(LIBRARY_ASSISTED, target, draft, cores=cores, num_threads=len(cores), clock=clock)
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_origin, get_type_hints
 
@@ -20,12 +20,16 @@ from outrider.cluster.hints import did_you_mean
 from outrider.cluster.logs import LOG_FORMATS
 from outrider.cluster.placement import PoolPlacement
 from outrider.cluster.security import TlsConfig, link_tls, public_tls
+from outrider.cluster.speculative_options import parse_speculative_config, split_options
 from outrider.drafter_service import embedded
-from outrider.drafter_service.rank_main import DrafterSpec
+from outrider.drafter_service.colocated import ColocatedSpec, run_colocated_rank
+from outrider.drafter_service.drafters import DrafterSpec, num_scratch_blocks, state_taps
+from outrider.drafter_service.speculative_config import Location, SpeculativeConfig
 from outrider.verifier_service.architectures import load_model_description, resolve_folder
-from outrider.verifier_service.engine_factory import VerifierSpec
+from outrider.verifier_service.engine_factory import VerifierSpec, run_verifier_rank
 from outrider.verifier_service.link_channel import LinkCredentials
 from outrider.verifier_service.model_config import ModelConfig
+from outrider.verifier_service.ranks import RankSpec
 
 APP_NAME = "outrider"
 _POSITIVE = (
@@ -67,7 +71,8 @@ class ServiceConfig:
     failover_timeout_s: float = 60.0  # how long a request that has lost its verifier waits for another
     engine_timeout_s: float = 10.0  # an engine silent for longer is given up and its replica replaced
     drain_timeout_s: float = 30.0  # how long a replica that shall stop waits for its streams to finish or move
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = 4  # the longest draft; 0: never speculate
+    speculative_config: dict[str, Any] = field(default_factory=dict)  # keys of `SpeculativeConfig` but those above
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     kv_cache_memory_bytes: int | None = None
@@ -120,6 +125,7 @@ class ServiceConfig:
             raise ValueError("log_format must be text or json")
         if not 0.0 <= self.trace_sample_ratio <= 1.0:
             raise ValueError("trace_sample_ratio must be in [0, 1]")
+        self.speculative  # noqa: B018  # refuses what no drafter takes
         require_hashes(self.api_key_hashes)
         public_tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)  # refuses an incomplete set
         if self.link_tls is None and self.link_ssl_server_name is not None:
@@ -129,6 +135,10 @@ class ServiceConfig:
     def from_mapping(cls, values: Mapping[str, Any]) -> ServiceConfig:
         """Build from plain values; an unknown key is refused with the closest match, a value by its field's name."""
         known = get_type_hints(cls)
+        given = values.get("speculative_config")
+        if isinstance(given, Mapping):
+            options, rest = split_options(given)
+            values = {**options, **values, "speculative_config": rest}
         for key in values:
             if key not in known:
                 raise ValueError(f"unknown option {key!r}{did_you_mean(key, known)}")
@@ -193,13 +203,28 @@ class ServiceConfig:
         )
 
     @property
+    def speculative(self) -> SpeculativeConfig:
+        """How drafts are made; raises `ValueError` naming the key of `speculative_config` that is wrong."""
+        return dataclasses.replace(
+            parse_speculative_config(self.speculative_config),
+            model=self.draft_model,
+            num_speculative_tokens=max(1, self.num_speculative_tokens),
+            draft_tensor_parallel_size=self.draft_tensor_parallel_size,
+        )
+
+    @property
     def draft_path(self) -> str | None:
-        """Where the draft model is; None: nothing drafts."""
-        if self.drafter_range.most == 0:
-            return None
+        """Where the draft model or head is; None: the method needs none, or there is none."""
         if self.draft_model is not None:
             return self.draft_model
-        return str(embedded.draft_path()) if self.model is None else None
+        shipped = embedded.drafter_paths() if self.model is None else {}
+        found = (shipped.get(method) for method in self.speculative.all_methods)
+        return next((str(path) for path in found if path is not None), None)
+
+    @property
+    def has_drafters(self) -> bool:
+        """Whether there is a pool of drafters."""
+        return self.drafter_spec is not None and self.speculative.location is Location.POOL
 
     @property
     def model_name(self) -> str:
@@ -245,25 +270,45 @@ class ServiceConfig:
 
     @property
     def verifier_spec(self) -> VerifierSpec:
+        model = self._model(self.target_path, self.tensor_parallel_size)
+        drafter = self.drafter_spec
+        if drafter is not None:
+            model = dataclasses.replace(
+                model,
+                state_taps=state_taps(drafter),
+                num_scratch_blocks=num_scratch_blocks(drafter, self.block_size, self.max_num_seqs),
+            )
         return VerifierSpec(
-            model=self._model(self.target_path, self.tensor_parallel_size),
+            model=model,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             enable_prefix_caching=self.enable_prefix_caching,
             sampling_seed=self.seed,
             check_integrity=self.check_integrity,
+            max_tree_nodes=self.speculative.num_tree_nodes,
         )
 
     @property
+    def verifier_main(self) -> tuple[Callable[[Any, RankSpec], None], VerifierSpec | ColocatedSpec]:
+        """What each rank of a verifier runs, and its argument: with the drafter beside it where it belongs there."""
+        drafter = self.drafter_spec
+        if drafter is None or self.has_drafters:
+            return run_verifier_rank, self.verifier_spec
+        return run_colocated_rank, ColocatedSpec(verifier=self.verifier_spec, drafter=drafter)
+
+    @property
     def drafter_spec(self) -> DrafterSpec | None:
-        if self.draft_path is None:
+        """What drafts, in a pool or in the verifier; None: nothing does."""
+        speculative, path = self.speculative, self.draft_path
+        is_in_pool = speculative.location is Location.POOL
+        if (is_in_pool and self.drafter_range.most == 0) or (speculative.needs_checkpoint and path is None):
             return None
         return DrafterSpec(
-            model=self._model(self.draft_path, self.draft_tensor_parallel_size),
+            model=None if path is None else self._model(path, self.draft_tensor_parallel_size),
             target=self._model(self.target_path, 1),
+            speculative=speculative,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            max_draft_length=max(1, self.num_speculative_tokens),
-            max_sessions=self.verifier_range.most * self.max_num_seqs,
+            max_sessions=(self.verifier_range.most if is_in_pool else 1) * self.max_num_seqs,
             sampling_seed=self.seed,
             check_integrity=self.check_integrity,
         )

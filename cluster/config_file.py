@@ -13,23 +13,9 @@ import click
 import yaml
 
 from outrider.cluster.hints import did_you_mean
+from outrider.cluster.speculative_options import split_options
 
 NULL_TAG = "tag:yaml.org,2002:null"
-DRAFT_MODEL_METHOD = "draft_model"
-# vLLM's keys that we serve, and the options that they stand for
-SPECULATIVE_OPTIONS = {
-    "model": "draft_model",
-    "num_speculative_tokens": "num_speculative_tokens",
-    "draft_tensor_parallel_size": "draft_tensor_parallel_size",
-}
-# the rest of vLLM's keys and methods: refused by name rather than as typing errors
-UNSERVED_KEYS = frozenset(
-    {"prompt_lookup_max", "prompt_lookup_min", "rejection_sample_method", "draft_sample_method", "quantization"}
-    | {"num_speculative_tokens_per_batch_size", "disable_by_batch_size", "max_model_len", "revision"}
-    | {"suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"}
-    | {"suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"}
-)
-UNSERVED_METHODS = frozenset({"eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram", "suffix", "dflash"})
 
 
 def read_config_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
@@ -55,43 +41,21 @@ def read_config_file(context: click.Context, parameter: click.Parameter, path: P
     context.default_map = {**defaults, **(context.default_map or {})}
 
 
-def read_speculative_config(context: click.Context, parameter: click.Parameter, text: str | None) -> None:
-    """Make vLLM's `speculative_config` object the defaults of our options; a key or method not served is an error."""
+def read_speculative_config(
+    context: click.Context, parameter: click.Parameter, text: str | None
+) -> dict[str, Any] | None:
+    """Return vLLM's `speculative_config` object; what of it are options of their own becomes their defaults."""
     if text is None:
-        return
+        return None
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise click.BadParameter(f"not JSON: {error}", context, parameter) from error
-    try:
-        defaults = speculative_options(values)
+        if not isinstance(values, dict):
+            raise ValueError("expected a JSON object")
+        options, rest = split_options(values)
     except ValueError as error:
         raise click.BadParameter(str(error), context, parameter) from error
-    context.default_map = {**(context.default_map or {}), **defaults}
-
-
-def speculative_options(values: object) -> dict[str, str]:
-    """Translate vLLM's keys to our option names; raises `ValueError` naming the key that cannot be served."""
-    if not isinstance(values, dict):
-        raise ValueError("expected a JSON object")
-    method = values.get("method", DRAFT_MODEL_METHOD)
-    if method in UNSERVED_METHODS:
-        raise ValueError(f"method {method!r} is not supported yet; {DRAFT_MODEL_METHOD!r} is")
-    if method != DRAFT_MODEL_METHOD:
-        hint = did_you_mean(str(method), [DRAFT_MODEL_METHOD, *UNSERVED_METHODS])
-        raise ValueError(f"unknown method {method!r}{hint}")
-    options = {}
-    for key, value in values.items():
-        if key in UNSERVED_KEYS:
-            raise ValueError(f"{key!r} is not supported yet")
-        if key != "method" and key not in SPECULATIVE_OPTIONS:
-            hint = did_you_mean(key, ["method", *SPECULATIVE_OPTIONS, *UNSERVED_KEYS])
-            raise ValueError(f"unknown key {key!r}{hint}")
-        if isinstance(value, bool) or not isinstance(value, str | int):
-            raise ValueError(f"{key!r} must be text or a whole number")
-        if key in SPECULATIVE_OPTIONS:
-            options[SPECULATIVE_OPTIONS[key]] = str(value)
-    return options
+    context.default_map = {**(context.default_map or {}), **options}
+    return rest
 
 
 def _entries(text: str) -> list[tuple[str, Any]]:

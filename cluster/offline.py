@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cluster.config import ServiceConfig
+from outrider.drafter_service.colocated import open_local_drafter
+from outrider.drafter_service.drafters import DrafterSpec
 from outrider.drafter_service.engine_messages import DrafterReady, DrafterUpdate
 from outrider.drafter_service.local_client import LocalDraftClient
-from outrider.drafter_service.rank_main import DrafterSpec, build_draft_engine, run_drafter_rank
+from outrider.drafter_service.rank_main import run_drafter_rank
 from outrider.verifier_service.drafting import DrafterEvent, VerifierMessage
 from outrider.verifier_service.engine import VerifierEngine
 from outrider.verifier_service.engine_factory import build_engine, load_rank, run_verifier_rank
 from outrider.verifier_service.engine_messages import PeerState
+from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import ParallelRunner
 from outrider.verifier_service.pipe_writer import PipeWriter
 from outrider.verifier_service.ranks import PipeListener, RankSpec
@@ -135,19 +138,21 @@ class OfflineEngine:
         self.drafter_pids: list[int] = []  # where the drafter has processes of its own
         self._exit = contextlib.ExitStack()
         with contextlib.ExitStack() as opening:
-            self.drafts = self._open_drafter(opening, config.drafter_spec, drafter_process)
-            self.engine = self._open_engine(opening, config)
+            spec, drafter = config.verifier_spec, config.drafter_spec
+            is_apart = drafter_process and config.has_drafters
+            process = self._start_drafter(opening, drafter) if drafter is not None and is_apart else None
+            runner = _load_here(opening, run_verifier_rank, spec, spec.model)
+            self.drafts: NoDrafters | LocalDraftClient | PipeDraftClient = process or NoDrafters()
+            show = None
+            if drafter is not None and process is None:
+                self.drafts, show = open_local_drafter(drafter, runner, _load_draft_model(opening, drafter))
+            self.engine = build_engine(runner, spec, self.drafts)
+            if show is not None:
+                show(self.engine)
             self._exit = opening.pop_all()
 
-    def _open_drafter(
-        self, opening: contextlib.ExitStack, spec: DrafterSpec | None, in_process_of_its_own: bool
-    ) -> NoDrafters | LocalDraftClient | PipeDraftClient:
-        if spec is None:
-            return NoDrafters()
-        if not in_process_of_its_own:
-            runner = _load_here(opening, run_drafter_rank, spec)
-            return LocalDraftClient(build_draft_engine(runner, spec))
-        size = spec.model.tensor_parallel_size
+    def _start_drafter(self, opening: contextlib.ExitStack, spec: DrafterSpec) -> PipeDraftClient:
+        size = spec.speculative.draft_tensor_parallel_size
         ranks = RankProcesses(run_drafter_rank, spec, size, first_rank=0)
         opening.callback(ranks.close)
         listener = opening.enter_context(PipeListener(ranks.rank(0, size).shell_address))
@@ -160,10 +165,6 @@ class OfflineEngine:
         client = PipeDraftClient(pipe, "process", ready)
         opening.callback(client.close)
         return client
-
-    def _open_engine(self, opening: contextlib.ExitStack, config: ServiceConfig) -> VerifierEngine:
-        spec = config.verifier_spec
-        return build_engine(_load_here(opening, run_verifier_rank, spec), spec, self.drafts)
 
     def generate(self, requests: Iterable[GenerationRequest]) -> Iterator[RequestOutput]:
         """Run all requests together; yield each one's outputs as its tokens are committed."""
@@ -190,13 +191,21 @@ class OfflineEngine:
         self.close()
 
 
-def _load_here(opening: contextlib.ExitStack, main: Callable[[Any, RankSpec], None], spec: Any) -> ParallelRunner:
+def _load_draft_model(opening: contextlib.ExitStack, spec: DrafterSpec) -> ParallelRunner | None:
+    if not spec.loads_model or spec.model is None:
+        return None
+    return _load_here(opening, run_drafter_rank, spec, spec.model)
+
+
+def _load_here(
+    opening: contextlib.ExitStack, main: Callable[[Any, RankSpec], None], spec: Any, model: ModelConfig
+) -> ParallelRunner:
     """Be rank 0 in this process, with the other ranks as child processes."""
-    size = spec.model.tensor_parallel_size
+    size = model.tensor_parallel_size
     followers = RankProcesses(main, spec, size, first_rank=1)
     opening.callback(followers.close)
     followers.start()
-    share = load_rank(spec.model, followers.rank(0, size), are_followers_alive=followers.are_alive)
+    share = load_rank(model, followers.rank(0, size), are_followers_alive=followers.are_alive)
     runner = ParallelRunner(*share)
     opening.callback(runner.close)
     return runner

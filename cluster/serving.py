@@ -98,7 +98,8 @@ def check_ports(config: ServiceConfig) -> None:
 
 def check_models(config: ServiceConfig) -> None:
     """Refuse a model that cannot be served before anything is started; raises `UnsupportedModelError` or `OSError`."""
-    specs = [config.verifier_spec.model, *([config.drafter_spec.model] if config.drafter_spec else [])]
+    drafter = config.drafter_spec
+    specs = [config.verifier_spec.model, *([drafter.model] if drafter and drafter.model else [])]
     for model in specs:
         description = load_model_description(resolve_folder(model), model)
         require_supported(description, model.tensor_parallel_size)

@@ -21,7 +21,6 @@ from outrider.cluster.rank_actors import RankActors
 from outrider.cluster.reports import REPORT_INTERVAL_S, ask_router
 from outrider.cluster.tokenizer import target_vocabulary_fingerprint
 from outrider.proto import link_pb2_grpc
-from outrider.verifier_service.engine_factory import run_verifier_rank
 from outrider.verifier_service.engine_messages import FROM_ENGINE, EngineLoad, EngineReady, EngineUpdate, SetPlans
 from outrider.verifier_service.link_messages import Hello
 from outrider.verifier_service.request import GenerationRequest
@@ -50,11 +49,10 @@ class VerifierReplica:
             epoch=self._epoch,
             vocab_size=config.target_vocab_size,
             vocab_fingerprint=target_vocabulary_fingerprint(config),
+            state_taps=config.verifier_spec.model.state_taps,
         )
         self._links = LinkPool(hello, self._host.send, config.link_credentials)
-        ranks = RankActors(
-            run_verifier_rank, config.verifier_spec, config.tensor_parallel_size, num_gpus=config.gpus_per_rank
-        )
+        ranks = RankActors(*config.verifier_main, config.tensor_parallel_size, num_gpus=config.gpus_per_rank)
         self._ready: EngineReady = await self._host.start(ranks, FROM_ENGINE)
         self._endpoint = await self._host.serve(
             config.internal_address,

@@ -28,6 +28,7 @@ from outrider.verifier_service.drafting import (
 from outrider.verifier_service.link_messages import VERIFIER_MESSAGES, peek_request_id
 from outrider.verifier_service.wire import WireError, decode, encode
 
+_GREEDY = DraftSampling(temperature=0.0)
 SMOOTHING = 1 / 8  # gain of the mean draft time, as TCP's retransmission timer uses it (RFC 6298)
 
 
@@ -94,6 +95,7 @@ class DraftEngineConfig:
     max_num_batched_tokens: int = 512
     max_draft_length: int = 16
     max_tree_nodes: int = 64
+    drafts_greedily: bool = False  # whatever the request's sampling, as point masses
 
     def __post_init__(self) -> None:
         if min(self.max_sessions, self.max_num_batched_tokens, self.max_draft_length) < 1 or self.session_ttl_s <= 0:
@@ -187,7 +189,7 @@ class DraftEngine:
         """Run one batched step; return (peer, message) for drafts that became complete and for resyncs."""
         self._expire()
         if self._asked:
-            asks = [_ask_of(session) for session in self._asked.values()]
+            asks = [self._ask_of(session) for session in self._asked.values()]
             for result in self._drafter.draft(asks, max_num_tokens=self._config.max_num_batched_tokens):
                 self._answer(result)
         outbox, self._outbox = self._outbox, []
@@ -314,6 +316,21 @@ class DraftEngine:
         )
         self._outbox.append((result.key.peer, draft))
 
+    def _ask_of(self, session: Session) -> Ask:
+        assert session.round is not None
+        return Ask(
+            key=session.key,
+            ask_id=session.round.ask_id,
+            token_ids=session.token_ids,
+            sampling=_GREEDY if self._config.drafts_greedily else session.sampling,
+            length=session.round.length,
+            max_nodes=session.round.max_nodes,
+            cache_salt=session.cache_salt,
+            states=session.states.tensor,
+            predicted_ids=session.round.predicted_ids,
+            forced_ids=session.round.forced_ids,
+        )
+
     def _reply_empty(self, key: SessionKey, round_id: int, position: int) -> None:
         draft = Draft(request_id=key.request_id, round_id=round_id, position=position, token_ids=())
         self._outbox.append((key.peer, draft))
@@ -321,22 +338,6 @@ class DraftEngine:
     def _observe(self, draft_s: float) -> None:
         mean_s = self._mean_draft_s
         self._mean_draft_s = draft_s if mean_s is None else mean_s + SMOOTHING * (draft_s - mean_s)
-
-
-def _ask_of(session: Session) -> Ask:
-    assert session.round is not None
-    return Ask(
-        key=session.key,
-        ask_id=session.round.ask_id,
-        token_ids=session.token_ids,
-        sampling=session.sampling,
-        length=session.round.length,
-        max_nodes=session.round.max_nodes,
-        cache_salt=session.cache_salt,
-        states=session.states.tensor,
-        predicted_ids=session.round.predicted_ids,
-        forced_ids=session.round.forced_ids,
-    )
 
 
 def handle_payload(engine: DraftEngine, peer: str, payload: bytes) -> list[bytes]:

@@ -5,69 +5,53 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-import torch
-
+from outrider.drafter_service.drafters import DrafterSpec, build_drafter
 from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig, handle_payload
 from outrider.drafter_service.engine_messages import TO_DRAFT_ENGINE, DrafterReady, DrafterUpdate
-from outrider.drafter_service.model_drafter import ModelDrafter
-from outrider.verifier_service.architectures import load_model_description, resolve_folder
+from outrider.drafter_service.target_view import TargetView
 from outrider.verifier_service.engine import Runner
 from outrider.verifier_service.engine_factory import load_rank
 from outrider.verifier_service.engine_messages import PeerState, Relay
-from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import ParallelRunner, follow
 from outrider.verifier_service.ranks import RankSpec, arrived, connect
-from outrider.verifier_service.seeds import derive_seed
 from outrider.verifier_service.wire import decode, encode
 
 LOAD_INTERVAL_S = 0.2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterSpec:
-    """Everything a drafter's ranks must know."""
-
-    model: ModelConfig
-    target: ModelConfig  # whose vocabulary drafts are made of
-    max_num_batched_tokens: int = 2048
-    max_draft_length: int = 16
-    max_sessions: int = 256
-    sampling_seed: int | None = None  # of unseeded drafts; None: from the operating system
-    check_integrity: bool = False  # after every step: for tests
-
-
-def build_draft_engine(runner: Runner, spec: DrafterSpec) -> DraftEngine:
-    """Put sessions and batching around a loaded draft model."""
-    target = load_model_description(resolve_folder(spec.target), spec.target)
-    drafter = ModelDrafter(
-        runner,
-        rng=torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "drafter")),
-        vocab_size=min(runner.vocab_size, target.vocab_size),
-    )
+def build_draft_engine(
+    spec: DrafterSpec, *, runner: Runner | None = None, view: TargetView | None = None
+) -> DraftEngine:
+    """Put sessions and batching around a drafter; the arguments are those of `build_drafter`."""
+    speculative = spec.speculative
     config = DraftEngineConfig(
         max_num_batched_tokens=spec.max_num_batched_tokens,
-        max_draft_length=spec.max_draft_length,
+        max_draft_length=speculative.num_speculative_tokens,
+        max_tree_nodes=speculative.num_tree_nodes,
         max_sessions=spec.max_sessions,
+        drafts_greedily=speculative.draft_sample_method == "greedy",
     )
-    return DraftEngine(drafter, clock=time.monotonic, config=config)
+    return DraftEngine(build_drafter(spec, runner=runner, view=view), clock=time.monotonic, config=config)
 
 
 def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
     """Be one rank of a drafter until its shell, or rank 0, goes away."""
-    share, pipes = load_rank(spec.model, rank)
-    if rank.rank > 0:
-        follow(pipes[0], share)
-        return
-    runner = ParallelRunner(share, pipes)
+    runner: ParallelRunner | None = None
+    if spec.loads_model:
+        assert spec.model is not None
+        share, pipes = load_rank(spec.model, rank)
+        if rank.rank > 0:
+            follow(pipes[0], share)
+            return
+        runner = ParallelRunner(share, pipes)
     shell = connect(rank.shell_address)
-    engine = build_draft_engine(runner, spec)
+    engine = build_draft_engine(spec, runner=runner)
     ready = DrafterReady(
         vocab_size=engine.vocab_size,
         max_model_len=engine.max_model_len,
-        max_draft_length=spec.max_draft_length,
+        max_draft_length=engine.config.max_draft_length,
         needs=engine.needs,
     )
     shell.send_bytes(encode(ready))

@@ -87,16 +87,28 @@ def load_rank(
     return runner, pipes
 
 
-def run_verifier_rank(spec: VerifierSpec, rank: RankSpec) -> None:
-    """Be one rank of a verifier until its shell, or rank 0, goes away."""
+MakeDrafts = Callable[[ParallelRunner, DraftClient], tuple[DraftClient, Callable[[VerifierEngine], None]]]
+
+
+def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDrafts | None = None) -> None:
+    """Be one rank of a verifier until its shell, or rank 0, goes away.
+
+    `make_drafts` adds a drafter of this process to those behind the links: from the loaded model and their client it
+    makes the engine's client, and a function that shows it the engine.
+    """
     share, pipes = load_rank(spec.model, rank)
     if rank.rank > 0:
         follow(pipes[0], share)
         return
     runner = ParallelRunner(share, pipes)
     shell = connect(rank.shell_address)
-    drafts = RelayDraftClient()
-    engine = build_engine(runner, spec, drafts)
+    links = RelayDraftClient()
+    if make_drafts is None:
+        engine = build_engine(runner, spec, links)
+    else:
+        drafts, attach = make_drafts(runner, links)
+        engine = build_engine(runner, spec, drafts)
+        attach(engine)
     ready = EngineReady(
         vocab_size=runner.vocab_size,
         max_model_len=runner.max_model_len,
@@ -105,4 +117,4 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec) -> None:
         step_times=measure_step_times(runner, max_tokens=min(64, spec.max_num_batched_tokens)),
     )
     shell.send_bytes(encode(ready))
-    EngineLoop(engine, drafts, shell, clock=time.monotonic, check_integrity=spec.check_integrity).run()
+    EngineLoop(engine, links, shell, clock=time.monotonic, check_integrity=spec.check_integrity).run()

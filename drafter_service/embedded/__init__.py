@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from outrider.drafter_service.speculative_config import Method
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -16,6 +18,11 @@ def target_path() -> Path:
 def draft_path() -> Path:
     """Return the folder of the shipped drafter."""
     return HERE / "draft"
+
+
+def drafter_paths() -> dict[Method, Path]:
+    """Return the folders of the shipped draft model and heads, all made for the shipped target."""
+    return {Method.DRAFT_MODEL: draft_path(), Method.MEDUSA: HERE / "medusa", Method.EAGLE3: HERE / "eagle3"}
 
 
 def held_out_prompts() -> list[str]:

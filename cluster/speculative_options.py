@@ -1,0 +1,61 @@
+"""Read `speculative_config`, vLLM's object with our keys besides, from JSON, YAML or a Serve application."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from outrider.cluster.hints import did_you_mean
+from outrider.drafter_service.speculative_config import Method, SpeculativeConfig
+
+# keys that are options of their own, and how those are called
+OPTION_OF_KEY = {
+    "model": "draft_model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "draft_tensor_parallel_size": "draft_tensor_parallel_size",
+}
+# the rest of vLLM's keys: refused by name rather than as typing errors
+UNSERVED_KEYS = frozenset(
+    {"num_speculative_tokens_per_batch_size", "disable_by_batch_size", "max_model_len", "revision", "quantization"}
+)
+_ALIASES = {"mtp_eagle": "mtp", "pard": "parallel_draft", "draft": "draft_model"}
+
+
+def split_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part the keys that are options of their own, under the options' names, from the others."""
+    options = {OPTION_OF_KEY[key]: value for key, value in values.items() if key in OPTION_OF_KEY}
+    return options, {key: value for key, value in values.items() if key not in OPTION_OF_KEY}
+
+
+def parse_speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
+    """Build the configuration; raises `ValueError` naming the key, with the closest match for an unknown one."""
+    kinds = get_type_hints(SpeculativeConfig)
+    known = [*kinds, *UNSERVED_KEYS]
+    parsed: dict[str, Any] = {}
+    for key, value in values.items():
+        if key in UNSERVED_KEYS:
+            raise ValueError(f"speculative_config: {key!r} is not supported")
+        if key not in kinds:
+            raise ValueError(f"speculative_config: unknown key {key!r}{did_you_mean(key, known)}")
+        parsed[key] = _method(value) if key == "method" else _parsed(key, value, kinds[key])
+    try:
+        return SpeculativeConfig(**parsed)
+    except ValueError as error:
+        raise ValueError(f"speculative_config: {error}") from error
+
+
+def _method(value: Any) -> Method:
+    name = _ALIASES.get(value, value) if isinstance(value, str) else value
+    if name not in set(Method):
+        raise ValueError(f"speculative_config: unknown method {value!r}{did_you_mean(str(value), list(Method))}")
+    return Method(name)
+
+
+def _parsed(key: str, value: Any, kind: Any) -> Any:
+    try:
+        return TypeAdapter(kind, config=ConfigDict(hide_input_in_errors=True)).validate_python(value)
+    except ValidationError as error:
+        problem = error.errors(include_input=False, include_url=False)[0]["msg"]
+        raise ValueError(f"speculative_config: {key}: {problem}") from error

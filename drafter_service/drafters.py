@@ -1,0 +1,197 @@
+"""Build the drafter that a configuration asks for, where it runs."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from outrider.drafter_service.eagle_drafter import EagleDrafter
+from outrider.drafter_service.early_exit_drafter import early_exit_drafter
+from outrider.drafter_service.engine import Drafter
+from outrider.drafter_service.head_runner import HeadRunner, load_heads
+from outrider.drafter_service.heads.eagle3 import parse_config
+from outrider.drafter_service.heads.medusa import MedusaHeads
+from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
+from outrider.drafter_service.hybrid_drafter import HybridDrafter
+from outrider.drafter_service.lookahead_drafter import LookaheadConfig, LookaheadDrafter
+from outrider.drafter_service.medusa_drafter import MedusaDrafter
+from outrider.drafter_service.mlp_drafter import MlpDrafter
+from outrider.drafter_service.model_drafter import ModelDrafter
+from outrider.drafter_service.ngram_drafter import NgramDrafter
+from outrider.drafter_service.self_drafter import scratch_blocks_per_draft
+from outrider.drafter_service.sparse_drafter import sparse_drafter
+from outrider.drafter_service.speculative_config import (
+    MODEL_FREE,
+    STATE_READING,
+    TARGET_DERIVED,
+    Method,
+    SpeculativeConfig,
+)
+from outrider.drafter_service.suffix_drafter import SuffixConfig, SuffixDrafter
+from outrider.drafter_service.target_view import TargetView
+from outrider.drafter_service.tree_growth import TreeConfig
+from outrider.verifier_service.architectures import load_model_description, resolve_folder
+from outrider.verifier_service.drafting import FINAL_TAP
+from outrider.verifier_service.engine import Runner
+from outrider.verifier_service.model_config import ModelConfig
+from outrider.verifier_service.seeds import derive_seed
+
+MAX_DRAFTS_TOGETHER = 32  # that a target drafts for itself in one go: scratch blocks for more would lie idle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterSpec:
+    """Everything a drafter's ranks must know."""
+
+    model: ModelConfig | None  # the draft model or head; None: the method has none
+    target: ModelConfig  # whose vocabulary drafts are made of
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    max_num_batched_tokens: int = 2048
+    max_sessions: int = 256
+    sampling_seed: int | None = None  # of unseeded drafts; None: from the operating system
+    check_integrity: bool = False  # after every step: for tests
+
+    @property
+    def loads_model(self) -> bool:
+        """Whether the ranks load a whole model, which may be tensor-parallel."""
+        return any(method in _WHOLE_MODELS for method in self.speculative.all_methods)
+
+
+_WHOLE_MODELS = (Method.DRAFT_MODEL, Method.PARALLEL_DRAFT)
+
+
+def state_taps(spec: DrafterSpec) -> tuple[int, ...]:
+    """Return the hidden states that a verifier must keep for a drafter: read from the drafter's files."""
+    methods = [method for method in spec.speculative.all_methods if method in STATE_READING]
+    if not methods:
+        return ()
+    if methods[0] is not Method.EAGLE3:
+        return (FINAL_TAP,)
+    assert spec.model is not None
+    config = json.loads((resolve_folder(spec.model) / "config.json").read_text())
+    return parse_config(config, _num_target_layers(spec)).taps
+
+
+def num_scratch_blocks(spec: DrafterSpec, block_size: int, max_num_seqs: int) -> int:
+    """Return how many KV blocks of the target a drafter writes its own guesses into."""
+    speculative = spec.speculative
+    if not any(method in TARGET_DERIVED for method in speculative.all_methods):
+        return 0
+    num_nodes = max(speculative.num_tree_nodes, speculative.num_speculative_tokens)
+    return min(max_num_seqs, MAX_DRAFTS_TOGETHER) * scratch_blocks_per_draft(num_nodes, block_size)
+
+
+def build_drafter(spec: DrafterSpec, *, runner: Runner | None = None, view: TargetView | None = None) -> Drafter:
+    """Build what `spec` asks for; raises `ValueError` naming what is wrong with it or its files.
+
+    `runner` is the loaded draft model of methods that have a whole one, `view` the target's engine where the drafter
+    runs beside it.
+    """
+    maker = _Maker(spec, runner, view)
+    methods = spec.speculative.all_methods
+    if spec.speculative.method is not Method.HYBRID:
+        return maker.make(methods[0])
+    lookups = {method.value: maker.make(method) for method in methods if method in MODEL_FREE}
+    models = {method.value: maker.make(method) for method in methods if method not in MODEL_FREE}
+    return HybridDrafter(lookups, models)
+
+
+class _Maker:
+    """One drafter of each kind."""
+
+    def __init__(self, spec: DrafterSpec, runner: Runner | None, view: TargetView | None) -> None:
+        self._spec, self._runner, self._view = spec, runner, view
+        self._config = spec.speculative
+        self._rng = torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "drafter"))
+        description = load_model_description(resolve_folder(spec.target), spec.target)
+        self._vocab_size: int = description.vocab_size
+        self._max_model_len: int = spec.target.max_model_len or description.max_position_embeddings
+        self._limits = {"vocab_size": self._vocab_size, "max_model_len": self._max_model_len}
+        self._trees = TreeConfig(method=self._config.tree_method)
+
+    def make(self, method: Method) -> Drafter:
+        makers: dict[Method, Callable[[], Drafter]] = {
+            Method.DRAFT_MODEL: self._draft_model,
+            Method.NGRAM: self._ngram,
+            Method.SUFFIX: self._suffix,
+            Method.LOOKAHEAD: self._lookahead,
+            Method.EARLY_EXIT: self._early_exit,
+            Method.SPARSE: self._sparse,
+            Method.MEDUSA: self._medusa,
+            Method.MLP_SPECULATOR: self._mlp_speculator,
+            Method.EAGLE: partial(self._eagle, Method.EAGLE),
+            Method.EAGLE3: partial(self._eagle, Method.EAGLE3),
+            Method.MTP: partial(self._eagle, Method.MTP),
+        }
+        return makers[method]()
+
+    def _draft_model(self) -> Drafter:
+        assert self._runner is not None, "the draft model is not loaded"
+        return ModelDrafter(
+            self._runner,
+            self._rng,
+            vocab_size=min(self._runner.vocab_size, self._vocab_size),
+            trees=self._trees,
+        )
+
+    def _ngram(self) -> Drafter:
+        return NgramDrafter(
+            prompt_lookup_min=self._config.prompt_lookup_min,
+            prompt_lookup_max=self._config.prompt_lookup_max,
+            **self._limits,
+        )
+
+    def _suffix(self) -> Drafter:
+        config = SuffixConfig(
+            max_tree_depth=self._config.suffix_decoding_max_tree_depth,
+            max_cached_requests=self._config.suffix_decoding_max_cached_requests,
+            max_spec_factor=self._config.suffix_decoding_max_spec_factor,
+            min_token_prob=self._config.suffix_decoding_min_token_prob,
+        )
+        return SuffixDrafter(config=config, **self._limits)
+
+    def _lookahead(self) -> Drafter:
+        config = LookaheadConfig(window=self._config.lookahead_window, ngram=self._config.lookahead_ngram_size)
+        rng = random.Random(derive_seed(self._spec.sampling_seed, "lookahead"))
+        return LookaheadDrafter(rng=rng, config=config, **self._limits)
+
+    def _early_exit(self) -> Drafter:
+        assert self._view is not None, "early exit runs in the verifier"
+        return early_exit_drafter(self._view, self._rng, exit_layer=self._config.exit_layer, trees=self._trees)
+
+    def _sparse(self) -> Drafter:
+        assert self._view is not None, "sparse self-speculation runs in the verifier"
+        return sparse_drafter(self._view, self._rng, num_blocks=self._config.sparse_num_blocks, trees=self._trees)
+
+    def _medusa(self) -> Drafter:
+        heads = MedusaHeads.from_folder(self._head_folder())
+        return MedusaDrafter(heads, rng=self._rng, **self._limits)
+
+    def _mlp_speculator(self) -> Drafter:
+        return MlpDrafter(MlpSpeculator.from_folder(self._head_folder()), rng=self._rng, **self._limits)
+
+    def _eagle(self, method: Method) -> Drafter:
+        model = self._spec.model or self._spec.target  # MTP layers come with the target
+        paths = self._config.models or (model.path,)
+        heads = load_heads(
+            method.value,
+            [resolve_folder(replace(model, path=path)) for path in paths],
+            model,
+            target=resolve_folder(self._spec.target),
+            num_target_layers=_num_target_layers(self._spec),
+        )
+        return EagleDrafter(HeadRunner.sized_by(heads, model), self._rng, vocab_size=self._vocab_size)
+
+    def _head_folder(self) -> Path:
+        assert self._spec.model is not None, "the head has no checkpoint"
+        return resolve_folder(self._spec.model)
+
+
+def _num_target_layers(spec: DrafterSpec) -> int:
+    return int(load_model_description(resolve_folder(spec.target), spec.target).num_hidden_layers)
