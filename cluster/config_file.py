@@ -13,7 +13,7 @@ import click
 import yaml
 
 from outrider.cluster.hints import did_you_mean
-from outrider.cluster.speculative_options import split_options
+from outrider.cluster.speculative_options import parse_speculative_config, split_options
 
 NULL_TAG = "tag:yaml.org,2002:null"
 
@@ -43,18 +43,21 @@ def read_config_file(context: click.Context, parameter: click.Parameter, path: P
 
 def read_speculative_config(
     context: click.Context, parameter: click.Parameter, text: str | None
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
     """Return vLLM's `speculative_config` object; what of it are options of their own becomes their defaults."""
     if text is None:
-        return None
+        return {}
     try:
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError("expected a JSON object")
         options, rest = split_options(values)
+        parse_speculative_config(rest)
+    except json.JSONDecodeError as error:
+        raise click.BadParameter(f"not JSON: {error}", context, parameter) from error
     except ValueError as error:
         raise click.BadParameter(str(error), context, parameter) from error
-    context.default_map = {**(context.default_map or {}), **options}
+    context.default_map = {**(context.default_map or {}), **{name: str(value) for name, value in options.items()}}
     return rest
 
 

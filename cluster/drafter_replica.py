@@ -18,7 +18,7 @@ from outrider.cluster.logs import configure_logging
 from outrider.cluster.rank_actors import RankActors
 from outrider.cluster.reports import REPORT_INTERVAL_S, ask_router
 from outrider.cluster.tokenizer import draft_vocabulary_fingerprint
-from outrider.drafter_service.engine import DrafterLoad
+from outrider.drafter_service.drafter_load import DrafterLoad
 from outrider.drafter_service.engine_messages import FROM_DRAFT_ENGINE, DrafterReady, DrafterUpdate
 from outrider.drafter_service.rank_main import run_drafter_rank
 from outrider.drafter_service.service import DrafterLinkServicer, EngineDeadError

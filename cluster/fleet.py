@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from outrider.cluster.hints import did_you_mean
-from outrider.drafter_service.engine import DrafterCounters
+from outrider.drafter_service.drafter_load import DrafterCounters
 from outrider.verifier_service.engine_messages import (
     DrafterCircuit,
     DrafterTime,
@@ -65,6 +65,7 @@ class VerifierReport:
     max_model_len: int | None = None  # longest sequence its KV pool holds; None: not known
     step_times: tuple[StepTime, ...] = ()
     requests: tuple[RequestLoad, ...] = ()  # the running ones first; those that wait may follow
+    own_draft_length: int = 0  # the longest draft of the drafter in its own process; 0: there is none
     drafters_up: tuple[str, ...] = ()  # drafters it has a live link to and that have not failed it lately
     round_trips: tuple[DrafterTime, ...] = ()
     draining: bool = False  # takes no new requests and ends when the running ones have
@@ -85,6 +86,7 @@ class VerifierReport:
         max_model_len: int,
         step_times: tuple[StepTime, ...],
         drafters_up: tuple[str, ...],
+        own_draft_length: int = 0,
         draining: bool = False,
         num_bad_frames: int = 0,
     ) -> VerifierReport:
@@ -101,6 +103,7 @@ class VerifierReport:
             max_model_len=max_model_len,
             step_times=step_times,
             requests=load.requests,
+            own_draft_length=own_draft_length,
             drafters_up=tuple(drafter_id for drafter_id in drafters_up if drafter_id not in failing),
             round_trips=load.drafter_times,
             draining=draining,

@@ -16,7 +16,14 @@ from outrider.cluster.choice import Backend, Choice, GatewayChunk, Generation
 from outrider.cluster.errors import InvalidRequest, ModelNotFound, OutriderError
 from outrider.cluster.metrics import GatewayMetrics
 from outrider.cluster.text_codec import TextCodec
-from outrider.verifier_service.request import MAX_PRIORITY, GenerationRequest, LogitBias, SamplingParams
+from outrider.verifier_service.request import (
+    MAX_PRIORITY,
+    AcceptanceRule,
+    GenerationRequest,
+    LogitBias,
+    SamplingParams,
+    StructuredOutput,
+)
 
 if TYPE_CHECKING:
     from outrider.cluster.tracing import Tracing
@@ -41,6 +48,7 @@ _SAMPLING_FIELDS = (  # the same in RequestInput and in SamplingParams
     "seed",
     "ignore_eos",
     "logprobs",
+    "structured",
 )
 
 
@@ -53,6 +61,7 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     created: int  # Unix time
+    acceptance: AcceptanceRule = AcceptanceRule.STANDARD  # of requests that name none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +97,8 @@ class RequestInput:
     echo: bool | None = None
     disable_spec_decode: bool | None = None
     num_speculative_tokens: int | None = None  # a cap; 0: off
+    rejection_sample_method: str | None = None  # an `AcceptanceRule`
+    structured: StructuredOutput | None = None
     priority: int | None = None
     session_id: str | None = None
     cache_salt: str | None = None
@@ -237,6 +248,7 @@ class Gateway:
             "top_k": self._top_k(request.top_k),
             "prompt_logprobs": _num_prompt_logprobs(request),
             "num_speculative_tokens": self._draft_cap(request),
+            "acceptance": self._acceptance(request.rejection_sample_method),
         }
         set_fields: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
         max_tokens = _max_tokens(request, num_free_tokens)
@@ -256,6 +268,13 @@ class Gateway:
         if top_k is None or top_k < -1:
             return top_k
         return 0 if top_k >= self.model.vocab_size else max(0, top_k)
+
+    def _acceptance(self, name: str | None) -> AcceptanceRule:
+        if name is None:
+            return self.model.acceptance
+        rules = [rule.value for rule in AcceptanceRule]
+        _require(name in rules, "rejection_sample_method", f"one of {', '.join(rules)}")
+        return AcceptanceRule(name)
 
     def _draft_cap(self, request: RequestInput) -> int | None:
         cap = 0 if request.disable_spec_decode else request.num_speculative_tokens

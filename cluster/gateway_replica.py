@@ -31,6 +31,7 @@ from outrider.cluster.tracing import TraceContextInterceptor, TraceContextMiddle
 from outrider.verifier_service.architectures import load_model_description, resolve_folder
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import read_eos_token_ids
+from outrider.verifier_service.request import AcceptanceRule
 
 # the gateways of a node share its port; `serving` refuses one that a stranger holds
 GRPC_OPTIONS = {**SERVER_OPTIONS, "grpc.so_reuseport": 1}
@@ -49,7 +50,12 @@ class GatewayReplica:
         configure_logging(config.log_format, replica=f"gateway/{gateway_id}")
         self._tracing = tracing_of(config, gateway_id)
         model = config.verifier_spec.model
-        info = model_info(config.model_name, model, await self._router.max_model_len())
+        info = model_info(
+            config.model_name,
+            model,
+            await self._router.max_model_len(),
+            config.speculative.rejection_sample_method,
+        )
         self._backend = RoutedBackend(
             self._router,
             gateway_id,
@@ -133,7 +139,7 @@ def tracing_of(config: ServiceConfig, replica: str) -> Tracing | None:
     return Tracing(otlp_provider(config.otlp_traces_endpoint, sample_ratio=config.trace_sample_ratio, replica=replica))
 
 
-def model_info(name: str, model: ModelConfig, max_model_len: int) -> ModelInfo:
+def model_info(name: str, model: ModelConfig, max_model_len: int, acceptance: AcceptanceRule) -> ModelInfo:
     """Describe a model from its files, without loading its weights; its verifiers know how long a sequence may be."""
     folder = resolve_folder(model)
     description = load_model_description(folder, model)
@@ -143,4 +149,5 @@ def model_info(name: str, model: ModelConfig, max_model_len: int) -> ModelInfo:
         vocab_size=description.vocab_size,
         eos_token_ids=read_eos_token_ids(folder, description),
         created=int(time.time()),
+        acceptance=acceptance,
     )

@@ -20,7 +20,6 @@ from outrider.drafter_service.engine_messages import DrafterReady, DrafterUpdate
 from outrider.drafter_service.local_client import LocalDraftClient
 from outrider.drafter_service.rank_main import run_drafter_rank
 from outrider.verifier_service.drafting import DrafterEvent, VerifierMessage
-from outrider.verifier_service.engine import VerifierEngine
 from outrider.verifier_service.engine_factory import build_engine, load_rank, run_verifier_rank
 from outrider.verifier_service.engine_messages import PeerState
 from outrider.verifier_service.model_config import ModelConfig

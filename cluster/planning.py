@@ -86,7 +86,7 @@ def plan_speculation(
     Without a profile speculation is off (`warmup`), unless the operator pins it on.
     """
     memory = observe(report, memory, policy, now_s)
-    desk = DrafterDesk(drafters, report.drafters_up, policy)
+    desk = DrafterDesk(drafters, report, policy)
     plans, entrants = _enter(report, memory, desk, policy)
     newcomer = _enter_newcomer(report, memory, desk, policy)
     if (reason := _blanket_reason(step_time, policy)) is not None:

@@ -21,14 +21,17 @@ from dataclasses import replace
 from outrider.cluster.fleet import (
     Assignment,
     DisabledReason,
+    DrafterReport,
     DrafterState,
     FleetSnapshot,
     RouteAsk,
     RouterPolicy,
+    VerifierReport,
     VerifierState,
     off,
 )
 from outrider.cluster.goodput import stable_hash
+from outrider.verifier_service.drafting import LOCAL_DRAFTER_ID
 from outrider.verifier_service.request import SpeculationPlan
 
 WAITING_WEIGHT = 4.0  # a request in the queue delays the next one more than one that runs
@@ -115,7 +118,7 @@ def _plan_for_ask(
     default = verifier.default_plan
     if default.draft_length == 0:
         return default
-    desk = DrafterDesk(drafters, verifier.report.drafters_up, policy)
+    desk = DrafterDesk(drafters, verifier.report, policy)
     chosen = desk.choose(ask.request_id, None)
     if chosen is None:
         return off(desk.reason)
@@ -128,13 +131,13 @@ def _plan_for_ask(
 class DrafterDesk:
     """Hand out one verifier's drafters: a request keeps the one it has, any other gets the least loaded.
 
-    Only drafters that report, that do not drain and that the verifier can use count.
+    Only drafters that report, that do not drain and that the verifier can use count, and one of its own.
     """
 
-    def __init__(self, live: Iterable[DrafterState], drafters_up: Sequence[str], policy: RouterPolicy) -> None:
-        up = set(drafters_up)
+    def __init__(self, live: Iterable[DrafterState], verifier: VerifierReport, policy: RouterPolicy) -> None:
+        up = set(verifier.drafters_up)
         usable = (state for state in live if state.report.drafter_id in up and not state.report.draining)
-        self.linked = {state.report.drafter_id: state for state in usable}
+        self.linked = {state.report.drafter_id: state for state in (*usable, *_own_drafters(verifier))}
         self.open = [state for state in self.linked.values() if state.report.queue_depth <= policy.max_queue_depth]
         self.reason = DisabledReason.DRAFT_QUEUE if self.linked else DisabledReason.DRAFTER_UNAVAILABLE
         self._load = {
@@ -155,3 +158,19 @@ class DrafterDesk:
     def _rank(self, state: DrafterState, request_id: str) -> tuple[int, int, str]:
         drafter_id = state.report.drafter_id
         return (self._load[drafter_id], stable_hash(f"{request_id}/{drafter_id}"), drafter_id)
+
+
+def _own_drafters(verifier: VerifierReport) -> list[DrafterState]:
+    """Return the drafter in the verifier's own process as if it reported: it drafts between two steps, without a queue."""
+    if verifier.own_draft_length == 0:
+        return []
+    report = DrafterReport(
+        drafter_id=LOCAL_DRAFTER_ID,
+        endpoint="",
+        epoch=verifier.epoch,
+        num_sessions=0,
+        queue_depth=0,
+        max_draft_length=verifier.own_draft_length,
+        mean_draft_s=0.0,
+    )
+    return [DrafterState(report, 0.0)]

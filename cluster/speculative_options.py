@@ -24,7 +24,13 @@ _ALIASES = {"mtp_eagle": "mtp", "pard": "parallel_draft", "draft": "draft_model"
 
 
 def split_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part the keys that are options of their own, under the options' names, from the others."""
+    """Part the keys that are options of their own, under the options' names, from the others.
+
+    Raises `ValueError` naming a key whose value no option takes.
+    """
+    for key in OPTION_OF_KEY:
+        if isinstance(value := values.get(key, ""), bool) or not isinstance(value, str | int):
+            raise ValueError(f"{key!r} must be text or a whole number")
     options = {OPTION_OF_KEY[key]: value for key, value in values.items() if key in OPTION_OF_KEY}
     return options, {key: value for key, value in values.items() if key not in OPTION_OF_KEY}
 
@@ -32,7 +38,7 @@ def split_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 def parse_speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
     """Build the configuration; raises `ValueError` naming the key, with the closest match for an unknown one."""
     kinds = get_type_hints(SpeculativeConfig)
-    known = [*kinds, *UNSERVED_KEYS]
+    known = [*kinds, *OPTION_OF_KEY, *UNSERVED_KEYS]
     parsed: dict[str, Any] = {}
     for key, value in values.items():
         if key in UNSERVED_KEYS:
@@ -49,7 +55,7 @@ def parse_speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
 def _method(value: Any) -> Method:
     name = _ALIASES.get(value, value) if isinstance(value, str) else value
     if name not in set(Method):
-        raise ValueError(f"speculative_config: unknown method {value!r}{did_you_mean(str(value), list(Method))}")
+        raise ValueError(f"speculative_config: unknown method {value!r}{did_you_mean(str(value), [method.value for method in Method])}")
     return Method(name)
 
 

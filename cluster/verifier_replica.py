@@ -41,6 +41,8 @@ class VerifierReplica:
         configure_logging(config.log_format, replica=f"verifier/{self._verifier_id}")
         self._epoch = time.time_ns()
         self._load: EngineLoad | None = None
+        is_colocated = config.drafter_spec is not None and not config.has_drafters
+        self._own_draft_length = config.num_speculative_tokens if is_colocated else 0
         self._drain_timeout_s = config.drain_timeout_s
         self._is_draining = self._is_closed = False
         self._table = RequestTable(self._send)
@@ -102,6 +104,7 @@ class VerifierReplica:
             max_model_len=self._ready.max_model_len,
             step_times=self._ready.step_times,
             drafters_up=self._links.drafters_up,
+            own_draft_length=self._own_draft_length,
             draining=self._is_draining,
             num_bad_frames=self._links.num_bad_frames,
         )

@@ -6,11 +6,12 @@ It knows nothing of processes, sockets or event loops: messages come in through 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from outrider.drafter_service.drafter_load import DrafterCounters, DrafterLoad
 from outrider.drafter_service.sessions import Round, Session, SessionKey, SessionTable, first_bad_token
 from outrider.verifier_service.drafting import (
     Close,
@@ -100,29 +101,6 @@ class DraftEngineConfig:
     def __post_init__(self) -> None:
         if min(self.max_sessions, self.max_num_batched_tokens, self.max_draft_length) < 1 or self.session_ttl_s <= 0:
             raise ValueError("max_sessions, session_ttl_s, max_num_batched_tokens, max_draft_length must be positive")
-
-
-@dataclass(slots=True)
-class DrafterCounters:
-    """What happened at a drafter since its start."""
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_resyncs: int = 0
-    num_superseded_rounds: int = 0
-    num_evicted_sessions: int = 0
-    num_expired_sessions: int = 0
-    num_bad_messages: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterLoad:
-    """How busy a drafter is."""
-
-    num_sessions: int = 0
-    queue_depth: int = 0  # unanswered asks
-    mean_draft_s: float | None = None  # smoothed time from ask to draft inside the engine; None: nothing drafted yet
-    counters: DrafterCounters = field(default_factory=DrafterCounters)
 
 
 class DraftEngine:

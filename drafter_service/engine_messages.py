@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.drafter_service.engine import DrafterLoad
+from outrider.drafter_service.drafter_load import DrafterLoad
 from outrider.verifier_service.drafting import DraftNeeds
 from outrider.verifier_service.engine_messages import PeerState, Relay
 

@@ -4,8 +4,8 @@ Drafters of different kinds fail at different places: a suffix match guesses ten
 head guesses two or three; elsewhere it has nothing. Taking the better one at each step is where the upper bound of 4.9
 times in "Performance or Illusion?" comes from.
 
-The choice looks at the prefix alone. *Lookups* (n-gram, suffix) are cheap and answer with point masses, which the prefix
-determines; their confidences, calibrated by themselves, say how many tokens to expect. What a *model* will achieve is
+The choice looks at the prefix alone. *Lookups* (n-gram, suffix) are cheap and answer with point masses, which the
+prefix determines; their confidences, calibrated by themselves, say how many tokens to expect. What a *model* will achieve is
 estimated from its earlier drafts before it draws anything: this request's, starting from what all requests saw.
 """
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.drafter_service.engine import DraftEngine
-from outrider.verifier_service.drafting import DrafterEvent, VerifierMessage
+from outrider.verifier_service.drafting import LOCAL_DRAFTER_ID, DrafterEvent, VerifierMessage
 
-LOCAL_DRAFTER_ID = "local"
 _PEER = "local"
 
 

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import grpc
 
-from outrider.drafter_service.engine import DraftEngine, DrafterLoad, handle_payload
+from outrider.drafter_service.drafter_load import DrafterLoad
+from outrider.drafter_service.engine import DraftEngine, handle_payload
 from outrider.proto.link_pb2 import Frame
 from outrider.verifier_service.link_messages import (
     VERIFIER_MESSAGES,

@@ -22,7 +22,8 @@ from live_service import LiveService
 from outrider.cluster.config import APP_NAME, ServiceConfig
 from outrider.cluster.fleet import DrafterReport
 from outrider.cluster.tokenizer import target_vocabulary_fingerprint
-from outrider.drafter_service.engine import DraftEngine, DrafterLoad
+from outrider.drafter_service.drafter_load import DrafterLoad
+from outrider.drafter_service.engine import DraftEngine
 from outrider.drafter_service.rank_main import build_draft_engine
 from outrider.drafter_service.service import DrafterLinkServicer, InProcessPort
 from outrider.proto import link_pb2_grpc
@@ -120,7 +121,8 @@ class FaultyPort:
 def _embedded_engine(config: ServiceConfig) -> DraftEngine:
     spec = config.drafter_spec
     assert spec is not None
-    return build_draft_engine(ModelRunner(spec.model, TensorParallelGroup.single()), spec)
+    assert spec.model is not None
+    return build_draft_engine(spec, runner=ModelRunner(spec.model, TensorParallelGroup.single()))
 
 
 class ExternalDrafter:

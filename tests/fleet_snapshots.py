@@ -10,7 +10,7 @@ from outrider.cluster.fleet import (
     VerifierReport,
     VerifierState,
 )
-from outrider.drafter_service.engine import DrafterCounters
+from outrider.drafter_service.drafter_load import DrafterCounters
 from outrider.verifier_service.engine_messages import DrafterCircuit, EngineCounters
 from outrider.verifier_service.histogram import HistogramCounts
 from outrider.verifier_service.request import SpeculationPlan

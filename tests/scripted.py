@@ -21,7 +21,7 @@ import torch
 
 from outrider.cluster.fleet import DrafterEndpoint
 from outrider.cluster.link_pool import LinkPool
-from outrider.drafter_service.engine import DrafterLoad
+from outrider.drafter_service.drafter_load import DrafterLoad
 from outrider.drafter_service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
 from outrider.verifier_service.batch import ScheduledBatch

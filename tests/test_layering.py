@@ -16,7 +16,7 @@ LAYERS = ("proto", "verifier_service", "drafter_service", "cluster")  # imports 
 PURE_MODULES = {
     "verifier_service": (
         *("scheduler", "kv_cache", "prefix_cache", "request", "drafting", "batch"),
-        *("block_tables", "prompt_groups", "waiting_queue"),
+        *("block_tables", "prompt_groups", "schedule", "tree", "waiting_queue"),
     ),
     "cluster": ("routing", "planning", "goodput", "cost_model", "router", "fleet", "autoscaling"),
 }

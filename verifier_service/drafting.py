@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 PROTOCOL_VERSION = 2
+LOCAL_DRAFTER_ID = "local"  # of a drafter in the verifier's own process
 ROOT = -1  # as a parent: the last committed token
 DRAFT_PROB_SCALE = 1 << 16  # quantised draft probabilities are integers that sum to this
 
@@ -181,31 +182,69 @@ class DraftClient(Protocol):
 def check_draft(draft: Draft, *, draft_vocab_size: int, max_length: int, max_nodes: int = 0) -> str | None:
     """Return what is wrong with a draft as text, or None when it may be verified.
 
-    A drafter that misreports its draft_probs biases sampling silently, so rows are checked: unique ids within the
-    drafter's vocabulary, positive weights with the right sum, the drawn id among them. An id beyond the *target's*
-    vocabulary (padding) is no fault: it was drawn, so it is verified, with target probability 0.
+    A tree may have `max_nodes` tokens (0: chains only), none deeper than `max_length`. A drafter that misreports its
+    draft_probs biases sampling silently, so rows are checked: unique ids within the drafter's vocabulary, positive
+    weights with the right sum, the drawn ids among them, none twice. An id beyond the *target's* vocabulary (padding)
+    is no fault: it was drawn, so it is verified, with target probability 0.
     """
-    if len(draft.token_ids) > max_length:
-        return f"draft of {len(draft.token_ids)} tokens, {max_length} were asked for"
+    if problem := _check_shape(draft, max_length, max_nodes):
+        return problem
     if any(not 0 <= token_id < draft_vocab_size for token_id in draft.token_ids):
         return "draft token id outside the vocabulary"
-    if draft.draft_probs is None:
+    if draft.confidences is not None:
+        if len(draft.confidences) != len(draft.token_ids):
+            return "confidences and token_ids differ in length"
+        if any(not 0.0 <= confidence <= 1.0 for confidence in draft.confidences):  # NaN is not in there either
+            return "confidence outside [0, 1]"
+    return None if draft.draft_probs is None else _check_rows(draft, draft.draft_probs, draft_vocab_size)
+
+
+def _check_shape(draft: Draft, max_length: int, max_nodes: int) -> str | None:
+    num_tokens, parents = len(draft.token_ids), draft.parents
+    limit = max_length if parents is None else max_nodes
+    if parents is not None and max_nodes == 0:
+        return "parents, where a chain was asked for"
+    if num_tokens > limit:
+        return f"draft of {num_tokens} tokens, {limit} were asked for"
+    if parents is None:
         return None
-    if len(draft.draft_probs) != len(draft.token_ids):
-        return "draft_probs and token_ids differ in length"
-    for row, token_id in zip(draft.draft_probs, draft.token_ids, strict=True):
-        if problem := _check_row(row, token_id, draft_vocab_size):
-            return problem
+    if len(parents) != num_tokens:
+        return "parents and token_ids differ in length"
+    depths: list[int] = []  # from 1
+    for index, parent in enumerate(parents):
+        if not ROOT <= parent < index:
+            return "a parent is no earlier token"
+        depths.append(1 if parent == ROOT else depths[parent] + 1)
+    if depths and max(depths) > max_length:
+        return f"draft {max(depths)} tokens deep, {max_length} were asked for"
+    if len(set(zip(parents, draft.token_ids, strict=True))) != num_tokens:
+        return "the same token twice after one parent"
     return None
 
 
-def _check_row(row: SparseRow, token_id: int, draft_vocab_size: int) -> str | None:
+def _check_rows(draft: Draft, rows: Sequence[SparseRow], draft_vocab_size: int) -> str | None:
+    if draft.parents is None:
+        if len(rows) != len(draft.token_ids):
+            return "draft_probs and token_ids differ in length"
+        drawn: Sequence[Sequence[int]] = [(token_id,) for token_id in draft.token_ids]
+    else:
+        children: dict[int, list[int]] = {}  # in the order of first children, as the rows are
+        for parent, token_id in zip(draft.parents, draft.token_ids, strict=True):
+            children.setdefault(parent, []).append(token_id)
+        if len(rows) != len(children):
+            return "draft_probs are not one per parent"
+        drawn = list(children.values())
+    problems = (_check_row(row, token_ids, draft_vocab_size) for row, token_ids in zip(rows, drawn, strict=True))
+    return next(filter(None, problems), None)
+
+
+def _check_row(row: SparseRow, drawn_ids: Sequence[int], draft_vocab_size: int) -> str | None:
     if len(row.token_ids) != len(row.weights) or len(set(row.token_ids)) != len(row.token_ids):
         return "draft_probs ids are not unique or do not match their weights"
     if any(not 0 <= id_ < draft_vocab_size for id_ in row.token_ids):
         return "draft_probs id outside the vocabulary"
     if any(weight <= 0 for weight in row.weights) or sum(row.weights) != DRAFT_PROB_SCALE:
         return "draft_probs weights do not sum to one"
-    if token_id not in row.token_ids:
+    if any(token_id not in row.token_ids for token_id in drawn_ids):
         return "the drawn token is not in its draft_probs"
     return None

@@ -9,7 +9,7 @@ target probability 0, so it is rejected and recovered like any other. Cutting it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ def verify_by_rejection(target_probs: torch.Tensor, draft: Draft | None, uniform
     token_ids = () if draft is None else draft.token_ids
     assert target_probs.is_floating_point(), target_probs.dtype
     assert target_probs.shape == (len(token_ids) + 1, target_probs.shape[-1]), (target_probs.shape, len(token_ids))
-    draft_rows = [] if draft is None else [_draft_row(draft, index) for index in range(len(token_ids))]
+    draft_rows = [] if draft is None else [draft_law(draft, index) for index in range(len(token_ids))]
     for index, (token_id, draft_row) in enumerate(zip(token_ids, draft_rows, strict=True)):
         target_row = target_probs[index].double()  # [vocab_size]
         target_prob = float(target_row[token_id]) if token_id < len(target_row) else 0.0
@@ -56,11 +56,54 @@ def verify_batch_by_rejection(
     if not drafts:
         return []
     outcomes = _judge(target_probs, drafts, uniforms.tolist())
-    last = _last_tokens(target_probs, drafts, outcomes, uniforms)
+    rejected = [_rejected_row(draft, outcome) for draft, outcome in zip(drafts, outcomes, strict=True)]
+    uniform_rows = torch.tensor([outcome.uniform_row for outcome in outcomes], device=uniforms.device)
+    last = draw_from_rest(
+        target_probs, [outcome.row for outcome in outcomes], rejected, uniforms.index_select(0, uniform_rows)
+    )
     return [
         [*(() if draft is None else draft.token_ids[: outcome.num_accepted]), token_id]
         for draft, outcome, token_id in zip(drafts, outcomes, last, strict=True)
     ]
+
+
+def target_probs_of_drafts(target_probs: torch.Tensor, drafts: Sequence[Draft | None]) -> list[float]:
+    """Look up the target probability of every token of some chains in one go: [num_rows], 0 outside the vocabulary.
+
+    That of a bonus row means nothing.
+    """
+    vocab_size = target_probs.shape[1]
+    flat = [id_ for draft in drafts for id_ in (*(() if draft is None else draft.token_ids), vocab_size)]
+    token_ids = torch.tensor(flat, device=target_probs.device)
+    found = target_probs.gather(1, token_ids.clamp(max=vocab_size - 1)[:, None])[:, 0]
+    return found.double().masked_fill_(token_ids >= vocab_size, 0.0).tolist()
+
+
+def draw_from_rest(
+    target_probs: torch.Tensor, rows: Sequence[int], taken: Sequence[Mapping[int, float]], uniforms: torch.Tensor
+) -> list[int]:
+    """Draw each request's last token from what rejections left of its row of target_probs [num_rows, vocab_size].
+
+    `taken` holds {token id: probability} to subtract, down to 0; ids outside the vocabulary mean nothing, and an empty
+    one leaves the target's own law. uniforms float64 [num_requests].
+    """
+    device, vocab_size = target_probs.device, target_probs.shape[1]
+    target_rows = target_probs.index_select(0, torch.tensor(rows, device=device)).double()  # [num_requests, vocab_size]
+    entries = [
+        (request, token_id, prob)
+        for request, row in enumerate(taken)
+        for token_id, prob in row.items()
+        if token_id < vocab_size
+    ]
+    residual = target_rows.clone()
+    requests = torch.tensor([entry[0] for entry in entries], device=device, dtype=torch.int64)
+    token_ids = torch.tensor([entry[1] for entry in entries], device=device, dtype=torch.int64)
+    probs = torch.tensor([entry[2] for entry in entries], device=device, dtype=torch.float64)
+    residual.index_put_((requests, token_ids), -probs, accumulate=True)
+    residual.clamp_(min=0.0)
+    # target and draft agree but for rounding: nothing is left to recover from, and the target itself is as good
+    weights = torch.where(residual.sum(dim=1, keepdim=True) > 0.0, residual, target_rows)
+    return choose(weights, uniforms.to(device)).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +117,16 @@ def _num_tokens(draft: Draft | None) -> int:
     return 0 if draft is None else len(draft.token_ids)
 
 
-def _draft_row(draft: Draft, index: int) -> dict[int, float]:
-    """Return what one draft token was drawn from as {token id: probability}."""
+def draft_law(draft: Draft, index: int) -> dict[int, float]:
+    """Return what one token of a chain was drawn from as {token id: probability}."""
     if draft.draft_probs is None:
         return {draft.token_ids[index]: 1.0}
     row = draft.draft_probs[index]
     return {id_: weight / DRAFT_PROB_SCALE for id_, weight in zip(row.token_ids, row.weights, strict=True)}
 
 
-def _drawn_prob(draft: Draft, index: int) -> float:
+def drawn_prob(draft: Draft, index: int) -> float:
+    """Return how likely one token of a chain was to be drawn."""
     if draft.draft_probs is None:
         return 1.0
     row = draft.draft_probs[index]
@@ -99,7 +143,7 @@ def _draw(weights: torch.Tensor, uniform: float) -> int:
 
 def _judge(target_probs: torch.Tensor, drafts: Sequence[Draft | None], uniforms: Sequence[float]) -> list[_Outcome]:
     """Find how many tokens of each draft are accepted."""
-    drawn = _target_probs_of_drafts(target_probs, drafts)  # one per row; that of a bonus row means nothing
+    drawn = target_probs_of_drafts(target_probs, drafts)
     outcomes, start = [], 0
     for draft in drafts:
         num_tokens = _num_tokens(draft)
@@ -113,47 +157,13 @@ def _judge(target_probs: torch.Tensor, drafts: Sequence[Draft | None], uniforms:
 
 def _num_accepted(draft: Draft, target_probs: Sequence[float], uniforms: Sequence[float]) -> int:
     for index in range(len(draft.token_ids)):
-        if not uniforms[index] * _drawn_prob(draft, index) < target_probs[index]:
+        if not uniforms[index] * drawn_prob(draft, index) < target_probs[index]:
             return index
     return len(draft.token_ids)
 
 
-def _target_probs_of_drafts(target_probs: torch.Tensor, drafts: Sequence[Draft | None]) -> list[float]:
-    """Look up the target probability of every draft token in one go: [num_rows], 0 outside the vocabulary."""
-    vocab_size = target_probs.shape[1]
-    flat = [id_ for draft in drafts for id_ in (*(() if draft is None else draft.token_ids), vocab_size)]
-    token_ids = torch.tensor(flat, device=target_probs.device)
-    found = target_probs.gather(1, token_ids.clamp(max=vocab_size - 1)[:, None])[:, 0]
-    return found.double().masked_fill_(token_ids >= vocab_size, 0.0).tolist()
-
-
-def _last_tokens(
-    target_probs: torch.Tensor, drafts: Sequence[Draft | None], outcomes: Sequence[_Outcome], uniforms: torch.Tensor
-) -> list[int]:
-    """Draw every request's recovered or bonus token."""
-    device = target_probs.device
-    rows = torch.tensor([outcome.row for outcome in outcomes], device=device)
-    target_rows = target_probs.index_select(0, rows).double()  # [num_requests, vocab_size]
-    residual = target_rows.clone()
-    requests, token_ids, draft_probs = _rejected_entries(drafts, outcomes, target_probs.shape[1])
-    index = (torch.tensor(requests, device=device, dtype=torch.int64), torch.tensor(token_ids, device=device).long())
-    residual.index_put_(index, -torch.tensor(draft_probs, device=device, dtype=torch.float64), accumulate=True)
-    residual.clamp_(min=0.0)
-    # target and draft agree but for rounding: nothing is left to recover from, and the target itself is as good
-    weights = torch.where(residual.sum(dim=1, keepdim=True) > 0.0, residual, target_rows)
-    uniform_rows = torch.tensor([outcome.uniform_row for outcome in outcomes], device=uniforms.device)
-    return choose(weights, uniforms.index_select(0, uniform_rows).to(device)).tolist()
-
-
-def _rejected_entries(
-    drafts: Sequence[Draft | None], outcomes: Sequence[_Outcome], vocab_size: int
-) -> tuple[list[int], list[int], list[float]]:
-    """List (request, token id, draft probability) of every draft row that ended in a rejection."""
-    entries = [
-        (request, token_id, draft_prob)
-        for request, (draft, outcome) in enumerate(zip(drafts, outcomes, strict=True))
-        if draft is not None and outcome.num_accepted < len(draft.token_ids)
-        for token_id, draft_prob in _draft_row(draft, outcome.num_accepted).items()
-        if token_id < vocab_size
-    ]
-    return [entry[0] for entry in entries], [entry[1] for entry in entries], [entry[2] for entry in entries]
+def _rejected_row(draft: Draft | None, outcome: _Outcome) -> dict[int, float]:
+    """Return what the token that was rejected was drawn from; nothing where all were accepted."""
+    if draft is None or outcome.num_accepted == len(draft.token_ids):
+        return {}
+    return draft_law(draft, outcome.num_accepted)

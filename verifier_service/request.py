@@ -12,6 +12,9 @@ GREEDY_TEMPERATURE = 1e-5  # at and below this a request is greedy, as in vLLM
 MAX_LOGPROBS = 20  # alternatives per token, as OpenAI and vLLM
 MAX_LOGIT_BIASES = 300  # as OpenAI
 MAX_PRIORITY = 1000
+MAX_STRUCTURED_CHARS = 1 << 17  # of a schema, or of all choices together
+MAX_GRAMMAR_CHARS = 1 << 14  # of a regular expression or a grammar: reading one is quadratic in it
+MAX_STRUCTURED_CHOICES = 1024
 
 
 class FinishReason(enum.Enum):
@@ -54,6 +57,36 @@ class LogitBias:
     bias: float
 
 
+class StructuredKind(enum.StrEnum):
+    """How the form of an output is described."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"  # any
+    REGEX = "regex"
+    GRAMMAR = "grammar"  # Lark or GBNF
+    CHOICE = "choice"  # one of some texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """The form that an output must have. Raises `ValueError` naming `structured` where it can be none."""
+
+    kind: StructuredKind
+    text: str = ""  # the schema as JSON, the regular expression or the grammar
+    choices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        is_short = self.kind in (StructuredKind.REGEX, StructuredKind.GRAMMAR)
+        limit = MAX_GRAMMAR_CHARS if is_short else MAX_STRUCTURED_CHARS
+        num_chars = len(self.text) + sum(len(choice) for choice in self.choices)
+        require(num_chars <= limit, "structured", f"at most {limit} characters")
+        if self.kind is StructuredKind.CHOICE:
+            is_list = 1 <= len(self.choices) <= MAX_STRUCTURED_CHOICES and all(self.choices)
+            require(is_list, "structured", f"1 to {MAX_STRUCTURED_CHOICES} texts, none of them empty")
+        elif self.kind is not StructuredKind.JSON_OBJECT:
+            require(bool(self.text), "structured", f"a {self.kind} that is not empty")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens. Raises `ValueError` naming the field that is out of range."""
@@ -75,6 +108,7 @@ class SamplingParams:
     min_tokens: int = 0  # neither an end-of-sequence nor a stop token before so many output tokens
     logprobs: int | None = None  # of each output token and so many alternatives; None: not wanted
     prompt_logprobs: int | None = None  # the same of each prompt token but the first
+    structured: StructuredOutput | None = None  # the form that the output must have
     acceptance: AcceptanceRule = AcceptanceRule.STANDARD
     # typical acceptance takes a token whose target probability exceeds min(epsilon, delta * exp(-entropy))
     typical_epsilon: float = 0.09
@@ -144,6 +178,7 @@ class SpeculationMetrics:
 
     enabled: bool = False
     disabled_reason: str | None = None
+    acceptance: AcceptanceRule = AcceptanceRule.STANDARD  # how drafts were judged
     num_drafts: int = 0  # verifications with a draft that was not empty
     num_draft_tokens: int = 0  # draft tokens scheduled for verification
     num_accepted_tokens: int = 0
@@ -159,6 +194,7 @@ class SpeculationMetrics:
         return SpeculationMetrics(
             enabled=self.enabled or other.enabled,
             disabled_reason=self.disabled_reason or other.disabled_reason,
+            acceptance=self.acceptance,
             num_drafts=self.num_drafts + other.num_drafts,
             num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens + other.num_accepted_tokens,
@@ -270,6 +306,7 @@ class Request:
             cache_salt=message.cache_salt,
             priority=message.priority,
             trace_parent=message.trace_parent,
+            metrics=SpeculationMetrics(acceptance=message.sampling.acceptance),
         )
 
     @property

@@ -37,7 +37,7 @@ class Schedule:
 
 
 def first_nodes(draft: Draft, *, max_nodes: int, max_depth: int) -> Draft:
-    """Return the first tokens of a draft up to a number, before the first that is `max_depth` deep (0: the root's child).
+    """Return the first tokens of a draft, up to the first that is `max_depth` deep (0: a child of the root).
 
     Counts and shape alone decide, so that cutting a sampled draft leaves the law as it is.
     """

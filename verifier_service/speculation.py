@@ -28,7 +28,7 @@ from outrider.verifier_service.drafting import (
     check_draft,
 )
 from outrider.verifier_service.histogram import Histogram
-from outrider.verifier_service.request import Request
+from outrider.verifier_service.request import AcceptanceRule, Request
 from outrider.verifier_service.round_timer import RoundTimer
 
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
@@ -350,7 +350,9 @@ class DraftCoordinator:
             session.num_sent_tokens = request.num_tokens
         messages.extend(self._state_messages(request, session))
         self._num_rounds += 1
-        max_nodes = self._config.max_tree_nodes if max_length > 1 else 0
+        # block verification is for chains: a tree that happens to be one would choose the rule by what was drawn
+        is_tree = max_length > 1 and request.sampling.acceptance is not AcceptanceRule.BLOCK
+        max_nodes = self._config.max_tree_nodes if is_tree else 0
         messages.append(
             Commit(
                 request_id=request.request_id,

@@ -8,7 +8,8 @@ it. The states lie in the host's memory: 3 taps of an 8B model in half precision
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -53,14 +54,14 @@ class StateTaps:
         if FINAL_TAP in taps:
             model.base_model.register_forward_hook(self._output_hook)
 
-    def _input_hook(self, tap: int):  # type: ignore[no-untyped-def]  # torch declares hooks as Callable[..., Any]
+    def _input_hook(self, tap: int) -> Callable[..., None]:
         def note(module: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
             if self.is_on:
                 self._taken[tap] = (args[0] if args else kwargs["hidden_states"])[0]
 
         return note
 
-    def _output_hook(self, module: torch.nn.Module, args: object, output) -> None:  # type: ignore[no-untyped-def]
+    def _output_hook(self, module: torch.nn.Module, args: object, output: Any) -> None:
         if self.is_on:
             self._taken[FINAL_TAP] = output.last_hidden_state[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from outrider.cluster.cli import main, model_options
 from outrider.cluster.config import ServiceConfig
-from outrider.cluster.config_file import speculative_options
+from outrider.drafter_service.speculative_config import Method
 
 
 @click.command()
@@ -122,19 +123,36 @@ def test_the_object_may_stand_in_the_file(file: Path):
     [
         ({"num_speculative_token": 3}, "unknown key 'num_speculative_token'; did you mean 'num_speculative_tokens'?"),
         ({"zzz": 3}, "unknown key 'zzz'"),
-        ({"prompt_lookup_max": 3}, "'prompt_lookup_max' is not supported yet"),
-        ({"method": "eagle3"}, "method 'eagle3' is not supported yet"),
+        ({"prompt_lookup_max": "three"}, "prompt_lookup_max"),
+        ({"quantization": "fp8"}, "'quantization' is not supported"),
+        ({"method": "eagle4"}, "unknown method 'eagle4'; did you mean 'eagle3'?"),
         ({"method": "draft_modle"}, "did you mean 'draft_model'?"),
+        ({"method": "early_exit"}, "location: early_exit reads the target's own KV"),
+        ({"method": "ngram", "prompt_lookup_min": 9}, "prompt_lookup_min must be at least 1 and at most"),
+        ({"method": "hybrid", "methods": ["suffix"]}, "methods must name two or more"),
         ({"num_speculative_tokens": True}, "'num_speculative_tokens' must be"),
         ({"model": {"path": "x"}}, "'model' must be"),
         ([1], "expected a JSON object"),
     ],
 )
 def test_what_the_object_cannot_ask_is_refused_by_name(given: object, named: str):
-    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the text is compared below
-        speculative_options(given)
-    assert named in str(refused.value)
     assert named in refusal("-sc", json.dumps(given))
+    if isinstance(given, dict):
+        with pytest.raises(ValueError) as refused:  # noqa: PT011 - the text is compared below
+            ServiceConfig.from_mapping({"speculative_config": given})
+        assert named.partition(";")[0].split("'")[-1] in str(refused.value)
+
+
+def test_keys_that_are_no_options_stay_in_the_object():
+    given = {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 7}
+    found = values("-sc", json.dumps(given))
+    assert found["speculative_config"] == {"method": "ngram", "prompt_lookup_max": 3}
+    config = ServiceConfig.from_mapping({"speculative_config": given})
+    assert (config.speculative.method, config.speculative.prompt_lookup_max) == (Method.NGRAM, 3)
+    assert config.num_speculative_tokens == 7
+    assert ServiceConfig.from_mapping({"speculative_config": given, "num_speculative_tokens": 2}).speculative == (
+        dataclasses.replace(config.speculative, num_speculative_tokens=2)
+    )
 
 
 def test_an_object_that_is_no_json_is_refused():

@@ -10,7 +10,7 @@ import pytest
 from outrider.cluster.drafter_replica import ShellPort
 from outrider.cluster.engine_host import EngineHost
 from outrider.cluster.engine_shell import EngineShell
-from outrider.drafter_service.engine import DrafterLoad
+from outrider.drafter_service.drafter_load import DrafterLoad
 from outrider.drafter_service.engine_messages import FROM_DRAFT_ENGINE, TO_DRAFT_ENGINE, DrafterUpdate
 from outrider.drafter_service.service import EngineDeadError
 from outrider.verifier_service.engine_messages import PeerState, Relay

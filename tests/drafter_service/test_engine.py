@@ -7,9 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.drafter_service.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult, handle_payload
-from outrider.drafter_service.local_client import LOCAL_DRAFTER_ID, LocalDraftClient
+from outrider.drafter_service.local_client import LocalDraftClient
 from outrider.drafter_service.sessions import SessionKey
-from outrider.verifier_service.drafting import Close, Commit, Draft, DraftNeeds, DraftSampling, Open, Resync
+from outrider.verifier_service.drafting import (
+    LOCAL_DRAFTER_ID,
+    Close,
+    Commit,
+    Draft,
+    DraftNeeds,
+    DraftSampling,
+    Open,
+    Resync,
+)
 from outrider.verifier_service.wire import decode, encode
 
 GREEDY = DraftSampling(temperature=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +15,13 @@ import pytest
 import torch
 
 from fake_runner import FakeRunner, continuation
-from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig, DrafterLoad
+from outrider.drafter_service.drafter_load import DrafterLoad
+from outrider.drafter_service.drafters import DrafterSpec
+from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.engine_messages import FROM_DRAFT_ENGINE
 from outrider.drafter_service.model_drafter import ModelDrafter
-from outrider.drafter_service.rank_main import DrafterSpec, DraftLoop, build_draft_engine
+from outrider.drafter_service.rank_main import DraftLoop, build_draft_engine
+from outrider.drafter_service.speculative_config import SpeculativeConfig
 from outrider.verifier_service.drafting import Close, Commit, Draft, DraftSampling, Open, Resync
 from outrider.verifier_service.engine_messages import PeerState, Relay
 from outrider.verifier_service.model_config import ModelConfig
@@ -35,6 +39,11 @@ def open_(request_id: str = "r", token_ids: tuple[int, ...] = PROMPT) -> Open:
 
 def commit(request_id: str = "r", *, round_id: int = 1, position: int = len(PROMPT), length: int = 3) -> Commit:
     return Commit(request_id=request_id, round_id=round_id, position=position, token_ids=(), max_length=length)
+
+
+def without_confidences(payload: bytes) -> Draft | Resync:
+    message = decode(payload, (Draft, Resync))
+    return dataclasses.replace(message, confidences=None) if isinstance(message, Draft) else message
 
 
 def draft(request_id: str = "r", token_ids: tuple[int, ...] = PROMPT, *, round_id: int = 1, length: int = 3) -> Draft:
@@ -82,7 +91,7 @@ class Loop:
             assert self.pipe.poll(max(0.0, deadline_s - time.monotonic())), "the loop says nothing more"
             assert time.monotonic() < deadline_s, "what was waited for does not come"
             update = decode(self.pipe.recv_bytes(), FROM_DRAFT_ENGINE)
-            self.answers += [(relay.peer, decode(relay.payload, (Draft, Resync))) for relay in update.relays]
+            self.answers += [(relay.peer, without_confidences(relay.payload)) for relay in update.relays]
             self.loads += [update.load] if update.load is not None else []
 
     def end(self) -> None:
@@ -219,8 +228,9 @@ def test_an_engine_that_fails_ends_the_loop_and_the_shell_sees_the_end_of_the_pi
 def test_drafts_stay_inside_the_targets_vocabulary(tmp_path: Path, target_vocab_size: int, limit: int):
     make_checkpoint(tmp_path, vocab_size=target_vocab_size)
     model = ModelConfig(path=str(tmp_path), device="cpu")
-    spec = DrafterSpec(model=model, target=model, max_draft_length=12, sampling_seed=1)
-    engine = build_draft_engine(FakeRunner(), spec)
+    config = SpeculativeConfig(num_speculative_tokens=12)
+    spec = DrafterSpec(model=model, target=model, speculative=config, sampling_seed=1)
+    engine = build_draft_engine(spec, runner=FakeRunner())
     sampling = DraftSampling(temperature=50.0)  # nearly uniform over what may be drawn
     for index in range(8):
         request_id = str(index)

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_runner import FakeRunner, continuation
-from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig, DrafterLoad
+from outrider.drafter_service.drafter_load import DrafterLoad
+from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.model_drafter import ModelDrafter
 from outrider.drafter_service.service import (
     DrafterLinkServicer,

@@ -98,8 +98,8 @@ def counts_of(edits_of: EditsOf, num_draws: int) -> np.ndarray:
         for draft in drafts
     ]
     last = [min(token_id, VOCAB_SIZE - 1) for draft in drafts for token_id in (PROMPT[-1], *draft.token_ids)]
-    committed = verify(LOGITS[torch.tensor(last)], entries, torch.Generator().manual_seed(3))
-    tokens = np.array([[*row, -1, -1][:3] for row in committed])
+    verified = verify(LOGITS[torch.tensor(last)], entries, torch.Generator().manual_seed(3))
+    tokens = np.array([[*row.token_ids, -1, -1][:3] for row in verified])
     rng = np.random.default_rng(4)
     for column in (1, 2):
         laws = SECOND[tokens[:, 0]] if column == 1 else THIRD[tokens[:, 0], tokens[:, 1]]

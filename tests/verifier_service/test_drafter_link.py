@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
-from outrider.drafter_service.engine import DrafterLoad
+from outrider.drafter_service.drafter_load import DrafterLoad
 from outrider.drafter_service.service import DrafterLinkServicer, EngineDeadError
 from outrider.proto.link_pb2_grpc import DrafterLinkServicer as DrafterLinkBase
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server

@@ -11,7 +11,7 @@ import pytest
 
 from certificates import Certificates
 from outrider.cluster.security import TlsConfig, bind
-from outrider.drafter_service.engine import DrafterLoad
+from outrider.drafter_service.drafter_load import DrafterLoad
 from outrider.drafter_service.service import DrafterLinkServicer
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.circuit_breaker import BreakerConfig

@@ -39,7 +39,7 @@ def first_tokens(verifier_seed: int, drafter_seed: int) -> torch.Tensor:
             )
             for token_id, row in drawn
         ]
-        counts.update(tokens[0] for tokens in verify(TARGET.log().expand(200, 3), entries, judging))
+        counts.update(tokens.token_ids[0] for tokens in verify(TARGET.log().expand(200, 3), entries, judging))
     return torch.tensor([counts[token_id] for token_id in range(3)])
 
 

@@ -26,10 +26,15 @@ from law import (
     shifted,
 )
 from outrider.drafter_service.draft_sampler import draft_tokens
+from outrider.verifier_service.block_verification import verify_blocks
 from outrider.verifier_service.coupled_sampler import coupled_choice, gumbel_noise
-from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Draft, DraftSampling, SparseRow
-from outrider.verifier_service.request import SamplingParams
-from outrider.verifier_service.sampler import target_probs
+from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft, DraftSampling, SparseRow
+from outrider.verifier_service.rejection_sampler import verify_batch_by_rejection
+from outrider.verifier_service.request import AcceptanceRule, SamplingParams
+from outrider.verifier_service.sampler import choose, target_probs
+from outrider.verifier_service.tree import VerifiedTokens
+from outrider.verifier_service.tree_sampler import verify_trees
+from outrider.verifier_service.typical_acceptance import typical_path
 from outrider.verifier_service.verification import VerificationEntry, verify
 
 VOCAB_SIZE = 5
@@ -94,7 +99,8 @@ def committed_after(drafts: Sequence[Draft | None], samplings: Sequence[Sampling
         for sampling, draft in zip(samplings, drafts, strict=True)
     ]
     last = [token_id for entry in entries for token_id in (PROMPT, *entry.draft_token_ids)]
-    return verify(TARGET[torch.tensor(last)], entries, torch.Generator().manual_seed(2))
+    verified = verify(TARGET[torch.tensor(last)], entries, torch.Generator().manual_seed(2))
+    return [tokens.token_ids for tokens in verified]
 
 
 def counts_of(committed: Sequence[Sequence[int]], transition: np.ndarray) -> np.ndarray:
@@ -215,7 +221,7 @@ def generated(sampling: SamplingParams, proposals: Callable[[int], tuple[int, ..
     while len(tokens) <= num_tokens:
         draft = drafted(*proposals(len(tokens)))
         entry = VerificationEntry(sampling=sampling, draft=draft, position=len(tokens))
-        tokens += verify(TARGET[[tokens[-1], *draft.token_ids]], [entry], rng)[0]
+        tokens += verify(TARGET[[tokens[-1], *draft.token_ids]], [entry], rng)[0].token_ids
     return tokens[: num_tokens + 1]
 
 
@@ -253,7 +259,8 @@ def test_greedy_accepts_while_the_draft_is_the_argmax() -> None:
         (drafted(1, 0, 3), [2]),
     ]:
         entry = VerificationEntry(sampling=greedy, draft=draft, position=POSITION)
-        assert verify(logits, [entry], torch.Generator()) == [expected]
+        path = tuple(range(len(expected) - 1))
+        assert verify(logits, [entry], torch.Generator()) == [VerifiedTokens(expected, path)]
 
 
 def test_modes_share_a_step_and_entries_keep_their_order() -> None:
@@ -268,8 +275,8 @@ def test_modes_share_a_step_and_entries_keep_their_order() -> None:
     for entry, tokens in zip(entries, together, strict=True):
         rows = logits[start : start + entry.num_rows]
         start += entry.num_rows
-        assert 1 <= len(tokens) <= entry.num_rows
-        assert tokens[:-1] == list(entry.draft_token_ids[: len(tokens) - 1])
+        assert tokens.path == tuple(range(len(tokens.token_ids) - 1))
+        assert tokens.token_ids[:-1] == list(entry.draft_token_ids[: len(tokens.path)])
         if entry.sampling != SamplingParams():  # top_k=1 leaves nothing to chance
             assert verify(rows, [entry], torch.Generator().manual_seed(9)) == [tokens]
 
@@ -296,3 +303,146 @@ def test_rows_and_entries_must_agree() -> None:
     entry = VerificationEntry(sampling=SamplingParams(), draft=drafted(1), position=POSITION)
     with pytest.raises(AssertionError):
         verify(torch.zeros(3, 4), [entry], torch.Generator())
+
+
+# --- trees and the other rules ---
+
+#   root -> 0 -> 2 -> 5
+#        -> 1 -> 3
+#             -> 4
+PARENTS = (ROOT, ROOT, 0, 1, 1, 2)
+BLOCK = SamplingParams(acceptance=AcceptanceRule.BLOCK)
+TYPICAL = SamplingParams(acceptance=AcceptanceRule.TYPICAL)
+
+
+def tree_of(*token_ids: int) -> Draft:
+    return replace(drafted(*token_ids), parents=PARENTS[: len(token_ids)])
+
+
+def following(draft: Draft) -> torch.Tensor:
+    """Return what the target says after the prompt and after each token: [len(draft) + 1, VOCAB_SIZE]."""
+    return TARGET[torch.tensor([PROMPT, *draft.token_ids])]
+
+
+def test_rows_choose_positions_by_depth() -> None:
+    entry = VerificationEntry(sampling=PLAIN, draft=tree_of(1, 2, 3, 4, 0, 1), position=POSITION)
+    assert entry.positions == [7, 8, 8, 9, 9, 9, 10]
+    assert replace(entry, draft=drafted(1, 2)).positions == [7, 8, 9]
+    assert replace(entry, draft=None).positions == [7]
+
+
+def test_greedy_walks_down_the_branch_that_is_right() -> None:
+    greedy = SamplingParams(temperature=0.0)
+    logits = torch.eye(6)[[2, 5, 4, 5, 5, 3, 5]]  # argmax after the root, then after each of the six tokens
+    for draft, expected in [
+        (tree_of(1, 2, 0, 3, 4, 0), VerifiedTokens([2, 4, 3], (1, 4))),
+        (tree_of(1, 2, 0, 4, 3, 0), VerifiedTokens([2, 4, 5], (1, 3))),
+        (tree_of(2, 1, 5, 4, 3, 5), VerifiedTokens([2, 5, 5, 5], (0, 2, 5))),
+        (tree_of(1, 3, 4, 4, 3, 0), VerifiedTokens([2], ())),
+    ]:
+        entry = VerificationEntry(sampling=greedy, draft=draft, position=POSITION)
+        assert verify(logits, [entry], torch.Generator()) == [expected]
+
+
+def trees_around(plain: list[int], position: int, rng: np.random.Generator) -> Draft:
+    """A tree whose second branch, at a random node, follows the right tokens as far as it goes."""
+    right = [*plain[position:], 0, 0, 0][:3]
+    wrong = (rng.integers(0, VOCAB_SIZE, 6)).tolist()
+    wrong[0] = (right[0] + 1) % VOCAB_SIZE
+    wrong[3] = (right[1] + 1 + int(rng.integers(0, 4))) % VOCAB_SIZE
+    return tree_of(wrong[0], right[0], wrong[2], wrong[3], right[1], wrong[5])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(seed=5), SamplingParams(temperature=0.0), SamplingParams(seed=5, acceptance=AcceptanceRule.BLOCK)],
+    ids=["seeded", "greedy", "seeded, block"],
+)
+def test_tokens_do_not_depend_on_the_tree(sampling: SamplingParams) -> None:
+    plain = generated(sampling, lambda position: (), 30)
+    tokens, rng, num_accepted = [PROMPT], np.random.default_rng(12), 0
+    while len(tokens) <= 30:
+        draft = trees_around(plain, len(tokens), rng)
+        entry = VerificationEntry(sampling=sampling, draft=draft, position=len(tokens))
+        logits = TARGET[torch.tensor([tokens[-1], *draft.token_ids])]
+        (verified,) = verify(logits, [entry], torch.Generator().manual_seed(0))
+        assert [draft.token_ids[index] for index in verified.path] == verified.token_ids[:-1]
+        tokens += verified.token_ids
+        num_accepted += len(verified.path)
+    assert tokens[:31] == plain
+    assert num_accepted >= 18  # two of three tokens come from the tree
+
+
+def sampled_tree() -> Draft:
+    """Rows in fifths of padding and all, children two, one and two."""
+    weights = (13107, 13107, 13107, 13107, 13108)
+    row = SparseRow(token_ids=(0, 1, 2, 3, 5), weights=weights)
+    return replace(tree_of(1, 2, 0, 3, 5), draft_probs=(row, row, row))
+
+
+def numbers_of(seed: int, num_rows: int) -> torch.Tensor:
+    return torch.rand(num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def by_its_rule(sampling: SamplingParams, draft: Draft | None, probs: torch.Tensor, uniforms: torch.Tensor) -> object:
+    """Verify one unseeded request by the function that its rule and its draft call for."""
+    if sampling.acceptance is AcceptanceRule.TYPICAL:
+        path = typical_path(probs, draft, sampling)
+        row = probs[path[-1] + 1 if path else 0][None]
+        return VerifiedTokens.along(draft, path, int(choose(row.double(), uniforms[:1])))
+    if draft is not None and draft.parents is not None:
+        return verify_trees(probs, [draft], uniforms)[0]
+    if sampling.acceptance is AcceptanceRule.BLOCK:
+        return verify_blocks(probs, [draft], uniforms)[0]
+    (token_ids,) = verify_batch_by_rejection(probs, [draft], uniforms)
+    return VerifiedTokens(token_ids, tuple(range(len(token_ids) - 1)))
+
+
+def test_rules_share_a_step_and_each_request_keeps_its_numbers() -> None:
+    row = SparseRow(token_ids=(0, 1, 2), weights=(40000, 20000, 5536))
+    chain = drafted(1, 0, rows=(row, row))
+    as_tree = replace(chain, parents=(ROOT, 0))  # by block verification would be wrong: see there
+    drafts = [None, chain, tree_of(2, 0, 1, 4, 1), sampled_tree(), as_tree]
+    entries = [
+        VerificationEntry(sampling=sampling, draft=draft, position=POSITION)
+        for _ in range(20)
+        for sampling in (PLAIN, BLOCK, TYPICAL)
+        for draft in drafts
+    ]
+    logits = torch.cat([following(tree_of()) if e.draft is None else padded(e.draft) for e in entries])
+    verified = verify(logits, entries, torch.Generator().manual_seed(13))
+    uniforms, start = numbers_of(13, len(logits)), 0
+    for entry, tokens in zip(entries, verified, strict=True):
+        rows = slice(start, start + entry.num_rows)
+        probs = target_probs(logits[rows], [PLAIN] * entry.num_rows)
+        assert tokens == by_its_rule(entry.sampling, entry.draft, probs, uniforms[rows])
+        start += entry.num_rows
+    assert {len(tokens.path) for tokens in verified} == {0, 1, 2}
+
+
+def padded(draft: Draft) -> torch.Tensor:
+    return following(replace(draft, token_ids=tuple(min(id_, VOCAB_SIZE - 1) for id_ in draft.token_ids)))
+
+
+def test_typical_acceptance_of_a_seeded_request_ends_in_its_own_choice() -> None:
+    draft = tree_of(1, 3, 0, 2, 4)
+    probs = target_probs(following(draft), [PLAIN] * 6)
+    lengths = set()
+    for seed in range(20):
+        limits = {"typical_epsilon": 0.05 + 0.03 * seed, "typical_delta": 1.0}
+        loose = SamplingParams(seed=seed, acceptance=AcceptanceRule.TYPICAL, **limits)
+        entry = VerificationEntry(sampling=loose, draft=draft, position=POSITION)
+        (tokens,) = verify(following(draft), [entry], torch.Generator())
+        assert tokens.path == typical_path(probs, draft, loose)
+        lengths.add(len(tokens.path))
+        row = tokens.path[-1] + 1 if tokens.path else 0
+        noise = gumbel_noise(seed, 0, torch.tensor([POSITION + len(tokens.path)]), VOCAB_SIZE, "cpu")
+        assert tokens.token_ids[-1] == int(coupled_choice(probs[row][None], noise))
+    assert len(lengths) > 1
+
+
+def test_greedy_typical_acceptance_is_equality() -> None:
+    sure = SamplingParams(temperature=0.0, acceptance=AcceptanceRule.TYPICAL, typical_epsilon=0.01, typical_delta=0.01)
+    flat = torch.tensor([[0.0, 0.1, 0.0], [0.1, 0.0, 0.0], [0.0, 0.0, 0.1]])
+    entry = VerificationEntry(sampling=sure, draft=drafted(1, 2), position=POSITION)
+    assert verify(flat, [entry], torch.Generator()) == [VerifiedTokens([1, 0], (0,))]
