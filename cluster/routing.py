@@ -161,7 +161,7 @@ class DrafterDesk:
 
 
 def _own_drafters(verifier: VerifierReport) -> list[DrafterState]:
-    """Return the drafter in the verifier's own process as if it reported: it drafts between two steps, without a queue."""
+    """Return the drafter in the verifier's own process as if it reported; it drafts between two steps."""
     if verifier.own_draft_length == 0:
         return []
     report = DrafterReport(

@@ -55,7 +55,8 @@ def parse_speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
 def _method(value: Any) -> Method:
     name = _ALIASES.get(value, value) if isinstance(value, str) else value
     if name not in set(Method):
-        raise ValueError(f"speculative_config: unknown method {value!r}{did_you_mean(str(value), [method.value for method in Method])}")
+        hint = did_you_mean(str(value), [method.value for method in Method])
+        raise ValueError(f"speculative_config: unknown method {value!r}{hint}")
     return Method(name)
 
 

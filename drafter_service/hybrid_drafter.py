@@ -5,8 +5,8 @@ head guesses two or three; elsewhere it has nothing. Taking the better one at ea
 times in "Performance or Illusion?" comes from.
 
 The choice looks at the prefix alone. *Lookups* (n-gram, suffix) are cheap and answer with point masses, which the
-prefix determines; their confidences, calibrated by themselves, say how many tokens to expect. What a *model* will achieve is
-estimated from its earlier drafts before it draws anything: this request's, starting from what all requests saw.
+prefix determines; their confidences, calibrated by themselves, say how many tokens to expect. What a *model* will
+achieve is estimated from its earlier drafts before it draws anything: this request's, starting from what all requests saw.
 """
 
 from __future__ import annotations

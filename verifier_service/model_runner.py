@@ -24,7 +24,14 @@ from outrider.verifier_service.architectures import (
     require_supported,
     resolve_folder,
 )
-from outrider.verifier_service.attention import AttentionContext, KVPool, LayerShape, ShapeRecorder, entered
+from outrider.verifier_service.attention import (
+    AttentionContext,
+    AttentionHandler,
+    KVPool,
+    LayerShape,
+    ShapeRecorder,
+    entered,
+)
 from outrider.verifier_service.batch import ScheduledBatch
 from outrider.verifier_service.lean_modules import fuse_siblings, replace_rms_norms
 from outrider.verifier_service.model_config import ModelConfig
@@ -119,8 +126,17 @@ def run_batch(model: PreTrainedModel, pool: KVPool, batch: ScheduledBatch) -> to
     """Run the model over a packed batch: float32 logits [num_rows, vocab_size]."""
     pool.move_slots(batch.move_sources, batch.move_targets)
     pool.copy_blocks(batch.copy_sources, batch.copy_targets)
-    with entered(AttentionContext.of(batch, pool)), shortened(model, batch.num_layers):
+    with entered(attention_context(batch, pool)), shortened(model, batch.num_layers):
         return forward_packed(model, batch.token_ids, batch.positions, batch.logits_indices)
+
+
+def attention_context(batch: ScheduledBatch, pool: KVPool) -> AttentionHandler:
+    """Return one step's attention: our kernel on CUDA, torch's over gathered blocks elsewhere."""
+    if pool.device.type != "cuda":
+        return AttentionContext.of(batch, pool)
+    from outrider.verifier_service.triton_attention import TritonContext  # an installation for CPUs has no Triton
+
+    return TritonContext.of(batch, pool)
 
 
 @contextlib.contextmanager
