@@ -225,7 +225,6 @@ class ModelRunner:
             return run_batch(self.model, self.pool, batch)
         self._taps.is_on = batch.num_layers is None
         logits = run_batch(self.model, self.pool, batch)
-        self.states.move_slots(batch.move_sources, batch.move_targets)
         self.states.copy_blocks(batch.copy_sources, batch.copy_targets)
         if self._taps.is_on:
             self.states.write(batch.slot_mapping, self._taps.take())

@@ -84,6 +84,7 @@ class StatePool:
         self._states.index_copy_(0, torch.tensor(slots), states.to("cpu", self._states.dtype))
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Follow an accepted tree path as soon as it is known: a drafter is told before the next batch moves the KV."""
         if sources:
             moved = self._states.index_select(0, torch.tensor(sources))
             self._states.index_copy_(0, torch.tensor(targets), moved)
