@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from outrider.cluster.bench_replay import replay
 from outrider.cluster.server_options import server_options
 
 if TYPE_CHECKING:
@@ -82,7 +83,13 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 @click.group(context_settings=CONTEXT_SETTINGS)
 def bench() -> None:
-    """Measure: latency and throughput beside transformers, without a server; serve: a running server under load."""
+    """Measure: latency and throughput beside transformers, without a server; serve: a running server under load.
+
+    replay: drafters that need no model, over recorded token ids.
+    """
+
+
+bench.add_command(replay)
 
 
 @bench.command()

@@ -1,4 +1,4 @@
-"""A tree of drafted tokens in one forward: each node as if its path stood alone, and the accepted path's KV in place."""
+"""A tree of drafted tokens in one forward: a node is as if its path stood alone, an accepted path's KV is in place."""
 
 from __future__ import annotations
 

@@ -1,0 +1,182 @@
+"""Prompt lookup: what followed the last few tokens when they stood here before (Saxena 2023; vLLM's `ngram`).
+
+The longest n-gram that occurred before wins, its most recent occurrence is copied. Where the copy reaches the end of
+the text it goes on with itself, as LZ77 does, so that a loop is drafted to any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from outrider.drafter_service.engine import Ask, DraftResult
+from outrider.drafter_service.sessions import SessionKey
+from outrider.drafter_service.token_history import (
+    UNBOUNDED_MODEL_LEN,
+    AcceptanceEstimate,
+    Guesses,
+    GuessTree,
+    TokenHistory,
+)
+from outrider.verifier_service.drafting import ROOT, DraftNeeds
+
+MAX_KIND = 16  # guesses after a longer match are of this kind
+PRIOR = 0.5  # acceptance of a kind that was never judged
+
+
+@dataclass(slots=True)
+class _Session:
+    """One request's text and where its n-grams were last continued: `grams[i]` has those of the i-th size."""
+
+    grams: list[dict[tuple[int, ...], int]]  # n-gram -> position of the token after its last occurrence
+    history: TokenHistory = field(default_factory=TokenHistory)
+    guesses: Guesses = field(default_factory=Guesses)
+
+
+class NgramDrafter:
+    """A `Drafter` that looks the last tokens up in the request's own text, for chains and trees.
+
+    A session costs one dict entry per token and size; a draft costs one look-up per size and the copy.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        prompt_lookup_min: int = 2,
+        prompt_lookup_max: int = 5,
+        max_model_len: int = UNBOUNDED_MODEL_LEN,
+    ) -> None:
+        """Match the last `prompt_lookup_max` tokens, or fewer down to `prompt_lookup_min`."""
+        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
+            raise ValueError("prompt_lookup_min must be at least 1 and at most prompt_lookup_max")
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._sizes = range(prompt_lookup_min, prompt_lookup_max + 1)
+        self._estimate = AcceptanceEstimate()
+        self._sessions: dict[SessionKey, _Session] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def needs(self) -> DraftNeeds:
+        return DraftNeeds()
+
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+        """Answer every ask at once; nothing is computed that `max_num_tokens` would bound."""
+        return [self._answer(ask) for ask in asks]
+
+    def release(self, key: SessionKey) -> None:
+        self._sessions.pop(key, None)
+
+    def check_integrity(self, keys: Collection[SessionKey]) -> None:
+        assert self._sessions.keys() <= set(keys), "n-grams of a session that is gone"
+        for session in self._sessions.values():
+            tokens = session.history.token_ids
+            for size, grams in zip(self._sizes, session.grams, strict=True):
+                for gram, end in grams.items():
+                    assert size <= end < len(tokens), "an n-gram that nothing follows"
+                    assert tuple(tokens[end - size : end]) == gram, "an n-gram is not where the index says"
+
+    # --- one ask ---
+
+    def _answer(self, ask: Ask) -> DraftResult:
+        session = self._follow(ask)
+        forced = list(ask.forced_ids[: ask.length])
+        places = self._places(session, forced)
+        if ask.max_nodes:
+            return self._tree(ask, session, forced, places)
+        return self._chain(ask, session, forced, next(places, None))
+
+    def _follow(self, ask: Ask) -> _Session:
+        """Bring a session up to its ask's tokens; one whose earlier tokens changed begins anew."""
+        session = self._sessions.get(ask.key)
+        if session is None or not session.history.is_continued_by(ask.token_ids):
+            session = self._sessions[ask.key] = _Session([{} for _ in self._sizes])
+        history = session.history
+        begin = max(1, len(history.token_ids))
+        new_ids = history.extend_to(ask.token_ids)
+        session.guesses.teach(self._estimate, new_ids)
+        session.guesses = Guesses()
+        tokens = history.token_ids
+        for size, grams in zip(self._sizes, session.grams, strict=True):
+            for end in range(max(begin, size), len(tokens)):
+                grams[tuple(tokens[end - size : end])] = end
+        return session
+
+    def _places(self, session: _Session, forced: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield (length of the match, position of what followed), longest match first."""
+        text = [*session.history.token_ids[-self._sizes[-1] :], *forced]
+        for size, grams in zip(reversed(self._sizes), reversed(session.grams), strict=True):
+            end = grams.get(tuple(text[-size:]))
+            if end is not None:  # a text of fewer tokens than `size` is no key
+                yield size, end
+
+    def _chain(
+        self, ask: Ask, session: _Session, forced: Sequence[int], place: tuple[int, int] | None
+    ) -> DraftResult:
+        copied: Sequence[int] = ()
+        kinds: list[int] = []
+        if place is not None and len(forced) < ask.length:
+            size, begin = place
+            tokens = session.history.token_ids
+            copied = copy_on(tokens, forced, begin, ask.length - len(forced))
+            longest = size if forced else _match_length(tokens, begin, size)
+            kinds = [min(longest + depth, MAX_KIND) for depth in range(len(copied))]
+        if not forced:
+            session.guesses = Guesses(copied, None, kinds)
+        rates = {kind: self._estimate.rate(kind, PRIOR) for kind in set(kinds)}
+        return DraftResult(
+            key=ask.key,
+            ask_id=ask.ask_id,
+            token_ids=(*forced, *copied),
+            confidences=(*[1.0] * len(forced), *[rates[kind] for kind in kinds]),
+        )
+
+    def _tree(
+        self, ask: Ask, session: _Session, forced: Sequence[int], places: Iterator[tuple[int, int]]
+    ) -> DraftResult:
+        """Branch where the last continuations of longer and shorter n-grams differ."""
+        tokens = session.history.token_ids
+        guesses = GuessTree()
+        root = ROOT
+        for token_id in forced:
+            root = guesses.add(root, token_id, 1.0, None)
+        for size, begin in places:
+            node = root
+            for depth, token_id in enumerate(copy_on(tokens, forced, begin, ask.length - len(forced))):
+                kind = min(size + depth, MAX_KIND)
+                node = guesses.add(node, token_id, self._estimate.rate(kind, PRIOR) * guesses.free(node), kind)
+        if not forced:
+            session.guesses = guesses.guesses()
+        chosen = guesses.best(ask.max_nodes)
+        return DraftResult(
+            key=ask.key,
+            ask_id=ask.ask_id,
+            token_ids=chosen.token_ids,
+            parents=chosen.parents,
+            confidences=chosen.confidences,
+        )
+
+
+def copy_on(tokens: list[int], forced: Sequence[int], begin: int, length: int) -> list[int]:
+    """Copy `length` tokens from `begin` on; after the last one (and the forced ones) comes the copy itself."""
+    copied = tokens[begin : begin + length]
+    if len(copied) < length:
+        copied = tokens[begin:] + list(forced)
+        copied *= -(-length // len(copied))
+    return copied[:length]
+
+
+def _match_length(tokens: Sequence[int], begin: int, size: int) -> int:
+    """Return how many tokens before `begin` equal the last ones: at least `size`, at most MAX_KIND."""
+    length = size
+    while length < min(MAX_KIND, begin) and tokens[begin - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length

@@ -1,0 +1,93 @@
+"""Drafters without a service: asks by hand, and a greedy target that verifies what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from outrider.drafter_service.engine import Ask, Drafter, DraftResult
+from outrider.drafter_service.sessions import SessionKey
+from outrider.verifier_service.drafting import ROOT, DraftSampling
+
+GREEDY = DraftSampling(temperature=0.0)
+KEY = SessionKey("peer", "request")
+
+Target = Callable[[Sequence[int]], int]  # all tokens so far -> the next one
+
+
+def ask_of(token_ids: Sequence[int], *, length: int = 8, **fields: object) -> Ask:
+    values: dict[str, object] = {"key": KEY, "ask_id": 1, "sampling": GREEDY, **fields}
+    return Ask(token_ids=token_ids, length=length, **values)  # type: ignore[arg-type]
+
+
+def draft_after(drafter: Drafter, token_ids: Sequence[int], **fields: object) -> DraftResult:
+    """Return a drafter's answer to one ask, checked for its form."""
+    ask = ask_of(token_ids, **fields)
+    (result,) = drafter.draft([ask], max_num_tokens=1)
+    check_form(ask, result)
+    return result
+
+
+def check_form(ask: Ask, result: DraftResult) -> None:
+    """Assert what every draft without probabilities keeps to."""
+    assert (result.key, result.ask_id) == (ask.key, ask.ask_id)
+    assert result.draft_probs is None
+    assert result.confidences is not None
+    assert len(result.confidences) == len(result.token_ids)
+    assert all(0.0 <= confidence <= 1.0 for confidence in result.confidences)
+    assert (result.parents is None) == (ask.max_nodes == 0)
+    assert len(result.token_ids) <= (ask.max_nodes or ask.length)
+    paths = paths_of(result)
+    assert all(len(path) <= ask.length for path in paths)
+    assert len({tuple(path) for path in paths}) == len(paths), "two nodes of one path"
+
+
+def paths_of(result: DraftResult) -> list[list[int]]:
+    """Return, for each drafted token, the tokens from the root to it."""
+    paths: dict[int, list[int]] = {ROOT: []}
+    for index, token_id in enumerate(result.token_ids):
+        parent = index - 1 if result.parents is None else result.parents[index]
+        paths[index] = [*paths[parent], token_id]
+    return [paths[index] for index in range(len(result.token_ids))]
+
+
+@dataclass
+class Played:
+    token_ids: list[int]
+    drafts: list[DraftResult] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        return 1 + sum(self.num_accepted) / len(self.num_accepted)
+
+
+def play(
+    drafter: Drafter,
+    target: Target,
+    prompt: Sequence[int],
+    num_rounds: int,
+    *,
+    length: int = 8,
+    max_nodes: int = 0,
+    num_verified: int | None = None,
+    key: SessionKey = KEY,
+) -> Played:
+    """Verify `num_rounds` drafts, each cut to its first `num_verified` tokens, and commit what the target says."""
+    played = Played(list(prompt))
+    predicted_ids: tuple[int, ...] = ()
+    for _ in range(num_rounds):
+        tokens = played.token_ids
+        draft = draft_after(
+            drafter, tokens, length=length, max_nodes=max_nodes, predicted_ids=predicted_ids, key=key
+        )
+        drafter.check_integrity([key])
+        verified = paths_of(draft)[:num_verified]
+        predicted_ids = tuple(target([*tokens, *path]) for path in [[], *verified])
+        committed = [target(tokens)]
+        while committed in verified:
+            committed.append(target([*tokens, *committed]))
+        tokens += committed
+        played.drafts.append(draft)
+        played.num_accepted.append(len(committed) - 1)
+    return played
