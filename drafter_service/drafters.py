@@ -35,7 +35,9 @@ from outrider.drafter_service.speculative_config import (
 )
 from outrider.drafter_service.suffix_drafter import SuffixConfig, SuffixDrafter
 from outrider.drafter_service.target_view import TargetView
+from outrider.drafter_service.translated_drafter import IntersectionDrafter, TextDrafter
 from outrider.drafter_service.tree_growth import TreeConfig
+from outrider.drafter_service.vocabulary_map import FileTokenizer, VocabularyMap
 from outrider.verifier_service.architectures import load_model_description, resolve_folder
 from outrider.verifier_service.drafting import FINAL_TAP
 from outrider.verifier_service.engine import Runner
@@ -133,12 +135,40 @@ class _Maker:
 
     def _draft_model(self) -> Drafter:
         assert self._runner is not None, "the draft model is not loaded"
-        return ModelDrafter(
-            self._runner,
+        match self._config.vocabulary:
+            case "text":
+                return self._by_way_of_text(self._runner)
+            case "intersect":
+                return self._in_shared_tokens(self._runner)
+        shared = min(self._runner.vocab_size, self._vocab_size)
+        return ModelDrafter(self._runner, self._rng, vocab_size=shared, trees=self._trees)
+
+    def _by_way_of_text(self, runner: Runner) -> Drafter:
+        target, draft = self._tokenizers()
+        inner = ModelDrafter(runner, self._rng, trees=self._trees)
+        return TextDrafter(inner, target_tokenizer=target, draft_tokenizer=draft, target_vocab_size=self._vocab_size)
+
+    def _in_shared_tokens(self, runner: Runner) -> Drafter:
+        target, draft = self._tokenizers()
+        vocabulary = VocabularyMap.of(
+            target.vocabulary(),
+            draft.vocabulary(),
+            target_vocab_size=self._vocab_size,
+            draft_vocab_size=runner.vocab_size,
+        )
+        return IntersectionDrafter(
+            runner,
             self._rng,
-            vocab_size=min(self._runner.vocab_size, self._vocab_size),
+            vocabulary=vocabulary,
+            target_tokenizer=target,
+            draft_tokenizer=draft,
             trees=self._trees,
         )
+
+    def _tokenizers(self) -> tuple[FileTokenizer, FileTokenizer]:
+        assert self._spec.model is not None
+        folders = (resolve_folder(self._spec.target), resolve_folder(self._spec.model))
+        return FileTokenizer.from_folder(folders[0]), FileTokenizer.from_folder(folders[1])
 
     def _ngram(self) -> Drafter:
         return NgramDrafter(

@@ -6,13 +6,13 @@ import torch
 
 from outrider.drafter_service.self_drafter import SelfDrafter
 from outrider.drafter_service.target_view import TargetView
-from outrider.drafter_service.tree_growth import TreeConfig
+from outrider.drafter_service.tree_growth import DEFAULT_TREES, TreeConfig
 
 DEFAULT_SHARE = 3  # a third of the layers, where nothing is said
 
 
 def early_exit_drafter(
-    view: TargetView, rng: torch.Generator, *, exit_layer: int | None = None, trees: TreeConfig = TreeConfig()
+    view: TargetView, rng: torch.Generator, *, exit_layer: int | None = None, trees: TreeConfig = DEFAULT_TREES
 ) -> SelfDrafter:
     """Leave after `exit_layer` layers, by way of the target's own final norm and output embedding.
 

@@ -19,7 +19,7 @@ from outrider.drafter_service.draft_sampler import draft_children
 from outrider.drafter_service.engine import Ask, DraftResult
 from outrider.drafter_service.sessions import SessionKey
 from outrider.drafter_service.target_view import TargetView
-from outrider.drafter_service.tree_growth import Growth, TreeConfig, nodes_to_compute, start_growth, stem_length
+from outrider.drafter_service.tree_growth import DEFAULT_TREES, Growth, TreeConfig, nodes_to_compute, start_growth, stem_length
 from outrider.verifier_service.batch import ScheduledBatch
 from outrider.verifier_service.drafting import ROOT, DraftNeeds
 from outrider.verifier_service.request import Request
@@ -58,7 +58,7 @@ class SelfDrafter:
         *,
         num_layers: int | None = None,
         choose_blocks: BlockChoice | None = None,
-        trees: TreeConfig = TreeConfig(),
+        trees: TreeConfig = DEFAULT_TREES,
         top_n: int = 32,
     ) -> None:
         """Leave after `num_layers` (None: run all) and attend to the blocks of `choose_blocks` (None: to all)."""

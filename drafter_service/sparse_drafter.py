@@ -11,12 +11,12 @@ import torch
 
 from outrider.drafter_service.self_drafter import SelfDrafter
 from outrider.drafter_service.target_view import TargetView
-from outrider.drafter_service.tree_growth import TreeConfig
+from outrider.drafter_service.tree_growth import DEFAULT_TREES, TreeConfig
 from outrider.verifier_service.request import Request
 
 
 def sparse_drafter(
-    view: TargetView, rng: torch.Generator, *, num_blocks: int, trees: TreeConfig = TreeConfig()
+    view: TargetView, rng: torch.Generator, *, num_blocks: int, trees: TreeConfig = DEFAULT_TREES
 ) -> SelfDrafter:
     """Attend to `num_blocks` whole KV blocks, and to the tokens that do not fill one yet."""
 

@@ -60,7 +60,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 4
     location: Location = Location.POOL
     num_tree_nodes: int = 0  # draft trees of so many tokens; 0: chains
-    tree_method: str = "top_k"  # top_k: the likeliest, as point masses | sampled: drawn, without replacement
+    tree_method: str = "sampled"  # of unseeded sampling: drawn, without replacement | top_k: the likeliest
     draft_sample_method: str = "probabilistic"  # greedy: every draft the drafter's likeliest, as a point mass
     rejection_sample_method: AcceptanceRule = AcceptanceRule.STANDARD
     draft_tensor_parallel_size: int = 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from law import assert_law
-from outrider.drafter_service.draft_sampler import draft_tokens, quantised_rows
+from outrider.drafter_service.draft_sampler import Children, draft_children, draft_tokens, quantised_rows
 from outrider.verifier_service.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Draft, DraftSampling, SparseRow, check_draft
 from outrider.verifier_service.sampler import target_probs
@@ -110,3 +110,82 @@ def test_rows_of_every_kind_share_a_batch() -> None:
         assert alone == [drafted[index]]
     assert drafted == draft_tokens(logits, kinds, range(6), generator(), vocab_size=16)
     assert draft_tokens(logits[:0], [], [], generator(), vocab_size=16) == []
+
+
+# --- siblings ---
+
+
+def children_of(logits: torch.Tensor, sampling: DraftSampling, num_children: int, **options) -> list[Children]:
+    num_rows, vocab_size = logits.shape
+    rows = [sampling] * num_rows
+    return draft_children(
+        logits, rows, range(num_rows), generator(), vocab_size=vocab_size, num_children=num_children, **options
+    )
+
+
+def test_greedy_siblings_are_the_largest_logits_with_their_probabilities() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0]])
+    [found] = children_of(logits, GREEDY, 3)
+    assert (found.token_ids, found.row) == ((1, 3, 2), None)
+    assert found.probs == pytest.approx(logits.softmax(dim=1)[0, [1, 3, 2]].tolist())
+
+
+def test_unseeded_siblings_as_point_masses_are_the_likeliest_of_their_law() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    [found] = children_of(logits, DraftSampling(temperature=0.5, top_k=2), 3)
+    assert (found.token_ids, found.row) == ((1, 3), None), "top_k leaves two"
+    assert found.probs == pytest.approx(torch.tensor([6.0, 4.0]).softmax(dim=0).tolist())
+
+
+def test_seeded_siblings_are_ranked_under_the_targets_noise() -> None:
+    logits = random_logits(50, 40)
+    scores = target_probs(logits, [SEEDED] * 50).double().log2() + gumbel_noise(11, 2, torch.arange(50), 40, "cpu") / (
+        1 << 36
+    )
+    shares = torch.softmax(scores * np.log(2), dim=1)
+    for num_children in (1, 3):
+        for row, found in enumerate(children_of(logits, SEEDED, num_children)):
+            best = shares[row].topk(num_children)
+            assert found.token_ids == tuple(best.indices.tolist())
+            assert found.probs == pytest.approx(best.values.tolist(), rel=1e-6)
+    firsts = [(found.token_ids[0], None) for found in children_of(logits, SEEDED, 3)]
+    assert firsts == draft_tokens(logits, [SEEDED] * 50, range(50), generator(), vocab_size=40)
+
+
+def test_seeded_siblings_are_possible_tokens() -> None:
+    shape = DraftSampling(temperature=1.0, seed=3, top_k=2)
+    for found in children_of(random_logits(30, 12), shape, 4):
+        assert len(found.token_ids) == 2
+        assert sum(found.probs) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_siblings_stop_where_the_vocabulary_does(sampled: bool) -> None:
+    for sampling in (GREEDY, SAMPLED, SEEDED):
+        [found] = children_of(torch.zeros(1, 3), sampling, 5, sampled=sampled)
+        assert sorted(found.token_ids) == [0, 1, 2]
+
+
+def test_drawn_siblings_follow_the_law_of_draws_without_replacement() -> None:
+    num_draws = 60_000
+    logits = torch.tensor([[2.0, 0.0, 1.0, 0.5]])
+    drawn = children_of(logits.expand(num_draws, 4), SAMPLED, 2, sampled=True)
+    row = drawn[0].row
+    assert row is not None
+    assert all(other.row == row for other in drawn)
+    law = as_law(row, 4)
+    pairs = law[:, None] * law[None, :] / (1 - law[:, None])
+    np.fill_diagonal(pairs, 0.0)
+    counts = np.zeros((4, 4))
+    np.add.at(counts, tuple(np.array([found.token_ids for found in drawn]).T), 1)
+    assert_law(counts, pairs)
+
+
+def test_what_is_said_of_drawn_siblings_does_not_depend_on_the_draw() -> None:
+    """Else the choice of what is verified would look at the drawn tokens, and the law would be lost."""
+    peaked = torch.tensor([[20.0, 2.0, 1.0, -30.0]])
+    drawn = children_of(peaked.expand(500, 4), DraftSampling(temperature=3.0), 4, sampled=True)
+    assert len({found.token_ids for found in drawn}) > 1
+    assert len({found.probs for found in drawn}) == 1
+    assert len(drawn[0].token_ids) == len(drawn[0].row.token_ids) == 3, "the fourth rounds to nothing"
+    assert drawn[0].probs == tuple(weight / DRAFT_PROB_SCALE for weight in drawn[0].row.weights)
