@@ -42,7 +42,9 @@ from outrider.verifier_service.architectures import load_model_description, reso
 from outrider.verifier_service.drafting import FINAL_TAP
 from outrider.verifier_service.engine import Runner
 from outrider.verifier_service.model_config import ModelConfig
+from outrider.verifier_service.model_runner import resolve_device
 from outrider.verifier_service.seeds import derive_seed
+from outrider.verifier_service.weights import Checkpoint
 
 MAX_DRAFTS_TOGETHER = 32  # that a target drafts for itself in one go: scratch blocks for more would lie idle
 
@@ -57,6 +59,7 @@ class DrafterSpec:
     max_num_batched_tokens: int = 2048
     max_sessions: int = 256
     sampling_seed: int | None = None  # of unseeded drafts; None: from the operating system
+    tensor_host: str = ""  # where it listens for channels that bring hidden states; "": they come as bytes
     check_integrity: bool = False  # after every step: for tests
 
     @property
@@ -113,6 +116,8 @@ class _Maker:
         self._rng = torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "drafter"))
         description = load_model_description(resolve_folder(spec.target), spec.target)
         self._vocab_size: int = description.vocab_size
+        self._state_width: int = description.hidden_size
+        self._device = resolve_device(spec.target.device)
         self._max_model_len: int = spec.target.max_model_len or description.max_position_embeddings
         self._limits = {"vocab_size": self._vocab_size, "max_model_len": self._max_model_len}
         self._trees = TreeConfig(method=self._config.tree_method)
@@ -200,11 +205,27 @@ class _Maker:
         return sparse_drafter(self._view, self._rng, num_blocks=self._config.sparse_num_blocks, trees=self._trees)
 
     def _medusa(self) -> Drafter:
-        heads = MedusaHeads.from_folder(self._head_folder())
-        return MedusaDrafter(heads, rng=self._rng, **self._limits)
+        folder = self._head_folder()
+        heads = MedusaHeads.from_folder(folder, target_lm_head=self._target_lm_head())
+        self._require_width(folder, heads.hidden_size)
+        return MedusaDrafter(heads.to(self._device), rng=self._rng, **self._limits)
 
     def _mlp_speculator(self) -> Drafter:
-        return MlpDrafter(MlpSpeculator.from_folder(self._head_folder()), rng=self._rng, **self._limits)
+        folder = self._head_folder()
+        speculator = MlpSpeculator.from_folder(folder)
+        self._require_width(folder, speculator.emb_dim)
+        return MlpDrafter(speculator.to(self._device), rng=self._rng, **self._limits)
+
+    def _require_width(self, folder: Path, width: int) -> None:
+        if width != self._state_width:
+            raise ValueError(f"{folder}: it reads states of width {width}, the target's have {self._state_width}")
+
+    def _target_lm_head(self) -> torch.Tensor | None:
+        """Read the target's output embedding, for heads that share it."""
+        with Checkpoint(resolve_folder(self._spec.target)) as target:
+            found = (name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in target)
+            name = next(found, None)
+            return None if name is None else target.read(name)
 
     def _eagle(self, method: Method) -> Drafter:
         model = self._spec.model or self._spec.target  # MTP layers come with the target

@@ -6,7 +6,7 @@ times in "Performance or Illusion?" comes from.
 
 The choice looks at the prefix alone. *Lookups* (n-gram, suffix) are cheap and answer with point masses, which the
 prefix determines; their confidences, calibrated by themselves, say how many tokens to expect. What a *model* will
-achieve is estimated from its earlier drafts before it draws anything: this request's, starting from what all requests saw.
+achieve is estimated before it draws anything from its earlier drafts: this request's, starting from what all saw.
 """
 
 from __future__ import annotations

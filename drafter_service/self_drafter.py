@@ -19,7 +19,14 @@ from outrider.drafter_service.draft_sampler import draft_children
 from outrider.drafter_service.engine import Ask, DraftResult
 from outrider.drafter_service.sessions import SessionKey
 from outrider.drafter_service.target_view import TargetView
-from outrider.drafter_service.tree_growth import DEFAULT_TREES, Growth, TreeConfig, nodes_to_compute, start_growth, stem_length
+from outrider.drafter_service.tree_growth import (
+    DEFAULT_TREES,
+    Growth,
+    TreeConfig,
+    nodes_to_compute,
+    start_growth,
+    stem_length,
+)
 from outrider.verifier_service.batch import ScheduledBatch
 from outrider.verifier_service.drafting import ROOT, DraftNeeds
 from outrider.verifier_service.request import Request

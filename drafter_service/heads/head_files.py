@@ -1,0 +1,187 @@
+"""Read the checkpoints of drafting heads: one `config.json` and named tensors, each taken once and checked.
+
+Heads come in many layouts from many trainers. So nothing is skipped in silence: a tensor that is missing, of another
+shape or kind, or that nobody asked for is named in the error, and so is a value of the config that makes no sense.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from outrider.verifier_service.weights import Checkpoint, StateDictSource, TensorSource, WeightError
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+_PICKLED_INDEX = "pytorch_model.bin.index.json"
+_PICKLED = ("pytorch_model*.bin", "medusa_lm_head.pt")
+
+
+class HeadFiles:
+    """A head's checkpoint while it is read. Every error is a `WeightError` (a `ValueError`) that names the place."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], source: TensorSource) -> None:
+        self.folder = folder
+        self.config = config
+        self._source = source
+        self._taken: set[str] = set()
+
+    @property
+    def names(self) -> Collection[str]:
+        """All tensors of the checkpoint, taken or not."""
+        return list(self._source.names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._source
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading it."""
+        self._require_tensor(name)
+        return self._source.shape(name)
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Read a tensor as `dtype`; floats stay floats, integers integers."""
+        self._require_tensor(name)
+        found = self._source.shape(name)
+        if found != tuple(shape):
+            raise self.error(f"tensor {name!r} has shape {found}, expected {tuple(shape)}")
+        self._taken.add(name)
+        tensor = self._source.read(name)
+        if tensor.is_floating_point() != dtype.is_floating_point:
+            raise self.error(f"tensor {name!r} has dtype {tensor.dtype}, expected one like {dtype}")
+        return tensor.to(dtype)
+
+    def skip(self, name: str) -> None:
+        """Leave a tensor out on purpose."""
+        self._taken.add(name)
+
+    def require_all_taken(self) -> None:
+        """Refuse a checkpoint that holds something nobody asked for: it is of another kind than it was read as."""
+        unknown = sorted(set(self._source.names) - self._taken)
+        if unknown:
+            raise self.error(f"tensor {unknown[0]!r} has no place in the model ({len(unknown)} such tensors)")
+
+    def integer(self, *keys: str, default: int | None = None, at_least: int = 1) -> int:
+        """Return the first of some config keys that is there."""
+        for key in keys:
+            value = self.config.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+                raise self.error(f"{CONFIG_NAME}: {key} must be an integer of at least {at_least}, not {value!r}")
+            return value
+        if default is None:
+            raise self.error(f"{CONFIG_NAME}: {' or '.join(keys)} is missing")
+        return default
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """Return a config key that is true or false."""
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(f"{CONFIG_NAME}: {key} must be true or false, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """Return a config key that is a number."""
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.error(f"{CONFIG_NAME}: {key} must be a number, not {value!r}")
+        return float(value)
+
+    def error(self, problem: str) -> WeightError:
+        """Return an error that says where the problem is."""
+        return WeightError(f"{self.folder}: {problem}")
+
+    def _require_tensor(self, name: str) -> None:
+        if name not in self._source:
+            raise self.error(f"tensor {name!r} is missing")
+
+
+@contextmanager
+def opened(folder: Path | str) -> Iterator[HeadFiles]:
+    """Open a head's checkpoint: safetensors, sharded or not, else PyTorch's own files, without running any code."""
+    folder = Path(folder)
+    config = read_json(folder / CONFIG_NAME)
+    if any(folder.glob("*.safetensors")):
+        try:
+            checkpoint = Checkpoint(folder)
+        except SafetensorError as error:
+            raise WeightError(f"{folder}: not a safetensors file: {error}") from error
+        with checkpoint:
+            yield HeadFiles(folder, config, checkpoint)
+    else:
+        yield HeadFiles(folder, config, StateDictSource(_unpickled(folder)))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises `WeightError` where there is none."""
+    try:
+        value = json.loads(path.read_text())
+    except OSError as error:
+        raise WeightError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise WeightError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise WeightError(f"{path}: must hold an object, not {type(value).__name__}")
+    return value
+
+
+def write_head(
+    folder: Path | str,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    file_name: str = WEIGHTS_NAME,
+) -> None:
+    """Write a head's checkpoint, floats as `dtype`; None: as they are."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {}
+    for name, tensor in tensors.items():
+        kept = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
+        stored[name] = kept.clone(memory_format=torch.contiguous_format)  # safetensors refuses shared memory
+    floats = {tensor.dtype for tensor in stored.values() if tensor.is_floating_point()}
+    named = {"dtype": str(next(iter(floats))).removeprefix("torch.")} if len(floats) == 1 else {}
+    (folder / CONFIG_NAME).write_text(json.dumps({**config, **named}, indent=2) + "\n")
+    save_file(stored, folder / file_name, metadata={"format": "pt"})
+
+
+def _unpickled(folder: Path) -> dict[str, torch.Tensor]:
+    paths = _pickled_files(folder)
+    if not paths:
+        raise WeightError(f"{folder}: neither *.safetensors nor {' nor '.join(_PICKLED)}")
+    tensors: dict[str, torch.Tensor] = {}
+    for path in paths:
+        if not path.is_file():
+            raise WeightError(f"{folder}: {_PICKLED_INDEX} names {path.name}, which is not there")
+        tensors |= _load_tensors(path)
+    return tensors
+
+
+def _pickled_files(folder: Path) -> list[Path]:
+    index = folder / _PICKLED_INDEX
+    if index.is_file():
+        return [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+    return next((found for pattern in _PICKLED if (found := sorted(folder.glob(pattern)))), [])
+
+
+def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what a broken or malicious pickle raises has no common type
+        raise WeightError(f"{path}: not a file of plain tensors: {str(error).splitlines()[0]}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        raise WeightError(f"{path}: must hold a dict of tensors by name")
+    return tensors
