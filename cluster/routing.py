@@ -173,4 +173,4 @@ def _own_drafters(verifier: VerifierReport) -> list[DrafterState]:
         max_draft_length=verifier.own_draft_length,
         mean_draft_s=0.0,
     )
-    return [DrafterState(report, 0.0)]
+    return [DrafterState(report=report, reported_s=0.0)]
