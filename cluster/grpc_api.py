@@ -20,10 +20,18 @@ from outrider.cluster.gateway import Gateway, RequestInput
 from outrider.cluster.grpc_errors import abort
 from outrider.cluster.malformed_calls import MalformedCallInterceptor
 from outrider.cluster.security import bind
+from outrider.cluster.structured_format import structure_of
 from outrider.cluster.version import VERSION
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
-from outrider.verifier_service.request import FinishReason, SpeculationMetrics, TokenLogprobs, TokenOrigin
+from outrider.verifier_service.request import (
+    FinishReason,
+    SpeculationMetrics,
+    StructuredKind,
+    StructuredOutput,
+    TokenLogprobs,
+    TokenOrigin,
+)
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 MAX_MESSAGE_BYTES = 16 << 20
@@ -117,9 +125,19 @@ def request_input(request: pb.GenerateRequest) -> RequestInput:
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         logit_bias=dict(sampling.logit_bias),
+        structured=_structured_output(sampling),
         **_optional_fields(sampling),
         **_optional_fields(request),
     )
+
+
+def _structured_output(sampling: pb.SamplingParams) -> StructuredOutput | None:
+    name = sampling.WhichOneof("structured_output")
+    if name is None:
+        return None
+    value = list(sampling.choice.choices) if name == "choice" else getattr(sampling, name)
+    structure = structure_of(StructuredKind(name), value, name)
+    return None if structure is None else structure.output
 
 
 def _optional_fields(message: pb.SamplingParams | pb.GenerateRequest) -> dict[str, Any]:
@@ -198,6 +216,8 @@ def _speculation_message(speculation: SpeculationMetrics) -> pb.SpeculativeDecod
         num_drafts=speculation.num_drafts,
         num_draft_tokens=speculation.num_draft_tokens,
         num_accepted_tokens=speculation.num_accepted_tokens,
+        rejection_sample_method=speculation.acceptance.value,
+        is_lossy=speculation.is_lossy,
     )
 
 

@@ -17,7 +17,7 @@ from outrider.cluster.errors import OutriderError, field_of, mapping_of, text_of
 from outrider.cluster.gateway import ValidRequest
 from outrider.cluster.logprobs_format import ShownToken, chat_logprobs, completion_logprobs, prompt_logprobs
 from outrider.cluster.text_codec import TextCodec
-from outrider.verifier_service.request import AcceptanceRule, SpeculationMetrics
+from outrider.verifier_service.request import SpeculationMetrics
 
 
 def error_object(error: OutriderError) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def _speculation_object(speculation: SpeculationMetrics) -> dict[str, Any]:
         "enabled": speculation.enabled,
         "disabled_reason": speculation.disabled_reason,
         "rejection_sample_method": speculation.acceptance.value,
-        "is_lossy": speculation.acceptance is AcceptanceRule.TYPICAL,
+        "is_lossy": speculation.is_lossy,
         "mean_acceptance_length": speculation.mean_acceptance_length,
         "draft_acceptance_rate": speculation.draft_acceptance_rate,
         "num_drafts": speculation.num_drafts,

@@ -11,6 +11,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from outrider.cluster.errors import InvalidRequest
 from outrider.cluster.gateway import RequestInput
 from outrider.cluster.hints import did_you_mean
+from outrider.cluster.structured_format import OPENAI_FIELDS, openai_structure
 
 MAX_PROMPTS = 256  # of one completions body
 MAX_TOTAL_CHOICES = 1024  # of all prompts of one completions body
@@ -49,14 +50,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-# The same, of what comes with structured output.
-STRUCTURED_VALUES: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+# The same, of tool calls.
+TOOL_VALUES: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -119,6 +114,13 @@ class _Body(_ModelBody):
         default=None, validation_alias=AliasChoices("disable_spec_decode", "disable_speculative_decoding")
     )
     num_speculative_tokens: int | None = None
+    rejection_sample_method: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -128,7 +130,9 @@ class _Body(_ModelBody):
         """Return the fields that `RequestInput` has under the same name."""
         shared = {field.name for field in dataclasses.fields(RequestInput)} & _Body.model_fields.keys()
         fields: dict[str, Any] = {name: getattr(self, name) for name in shared}
-        return fields | {"logit_bias": _token_biases(self.logit_bias or {})}
+        structure = openai_structure({name: getattr(self, name) for name in OPENAI_FIELDS})
+        structured = None if structure is None else structure.output
+        return fields | {"logit_bias": _token_biases(self.logit_bias or {}), "structured": structured}
 
 
 def _token_biases(logit_bias: dict[str, float]) -> dict[int, float]:
@@ -270,11 +274,11 @@ def parse_body(body: object, kind: type[BodyT]) -> BodyT:
 def _check_extra(name: str, value: object, kind: type[BaseModel]) -> None:
     if value is None or name in IGNORED_FIELDS:
         return
-    neutral_values = NEUTRAL_VALUES | STRUCTURED_VALUES
+    neutral_values = NEUTRAL_VALUES | TOOL_VALUES
     if name not in neutral_values:
         hint = did_you_mean(name, [*kind.model_fields, *neutral_values])
         raise InvalidRequest(f"unknown field {name!r}{hint}", name)
     # `0 == False`, but best_of=True asks for nothing that is known
     if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral_values[name]):
-        comes_with = ": it comes with structured output" if name in STRUCTURED_VALUES else ""
+        comes_with = ": it comes with tool calls" if name in TOOL_VALUES else ""
         raise InvalidRequest(f"{name} is not supported yet{comes_with}", name)

@@ -33,8 +33,9 @@ from outrider.cluster.choice import GatewayChunk, joined
 from outrider.cluster.errors import InvalidRequest, OutriderError
 from outrider.cluster.gateway import Gateway, RequestInput, ValidRequest
 from outrider.cluster.grpc_errors import abort
+from outrider.cluster.structured_format import structure_of
 from outrider.cluster.version import VERSION
-from outrider.verifier_service.request import FinishReason, TokenLogprobs
+from outrider.verifier_service.request import FinishReason, StructuredKind, StructuredOutput, TokenLogprobs
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 METADATA_PREFIX = "x-outrider-"
@@ -46,9 +47,9 @@ SAMPLING_FIELDS = (  # the same in RequestInput; where a zero means "not given",
     "include_stop_str_in_output",
 )
 UNSUPPORTED_SAMPLING_FIELDS = frozenset(
-    {"json_schema", "regex", "grammar", "structural_tag", "json_object", "choice", "grammar_from_first_token"}
-    | {"truncate_prompt_tokens"}
+    {"structural_tag", "grammar_from_first_token", "truncate_prompt_tokens"}
 )
+STRUCTURED_FIELDS = frozenset(StructuredKind)  # named as in the message
 UNSUPPORTED_FIELDS = frozenset(
     {"kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs", "media_refs"}
 )
@@ -176,8 +177,18 @@ def request_input(request: pb.GenerateRequest, metadata: Iterable[tuple[str, str
         logit_bias=dict(request.sampling_params.logit_bias),
         skip_special_tokens=request.sampling_params.skip_special_tokens,  # matters to stop strings
         **{name: sampling[name] for name in SAMPLING_FIELDS if name in sampling},
+        structured=_structured_output(request.sampling_params),
         **_switches(metadata),
     )
+
+
+def _structured_output(sampling: pb.SamplingParams) -> StructuredOutput | None:
+    name = sampling.WhichOneof("constraint")
+    if name not in STRUCTURED_FIELDS:
+        return None
+    value = list(sampling.choice.choices) if name == "choice" else getattr(sampling, name)
+    structure = structure_of(StructuredKind(name), value, name)
+    return None if structure is None else structure.output
 
 
 def _given(message: pb.GenerateRequest | pb.SamplingParams, unsupported: frozenset[str]) -> dict[str, Any]:

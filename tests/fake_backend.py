@@ -104,6 +104,7 @@ class FakeBackend:
             token_ids=tuple(step or ()),
             num_draft_tokens=max(0, len(step or ()) - 1),
             num_accepted_tokens=max(0, len(step or ()) - 1),
+            follows_leaf=True,
             logprobs=None if num_top is None else tuple(fake_logprobs(id_, num_top) for id_ in step or ()),
             num_cached_tokens=2,
             finish_reason=self.finish_reason if is_last else None,

@@ -16,6 +16,7 @@ import torch
 
 from outrider.verifier_service.batch import ScheduledBatch
 from outrider.verifier_service.drafting import ROOT, Draft
+from outrider.verifier_service.grammar import GrammarCompiler, GrammarState
 from outrider.verifier_service.logits_processors import LogitsProcessor
 from outrider.verifier_service.logprobs import LogprobsQuery, encoded_bytes, token_logprobs
 from outrider.verifier_service.request import (
@@ -83,9 +84,12 @@ class VerifierEngine:
         clock: Callable[[], float],
         generator: torch.Generator,
         wall_clock: Callable[[], float] = time.time,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
+        """`grammars`: of the runner's tokens; without it structured output is refused."""
         self.scheduler = scheduler
         self.drafting = drafting
+        self.grammars = grammars
         self.stats = StepStats()
         self._runner = runner
         self._clock = clock
@@ -93,23 +97,28 @@ class VerifierEngine:
         self._wall_clock = wall_clock
         self._requests: dict[str, Request] = {}
         self._processors: dict[str, LogitsProcessor] = {}  # of the requests that need one
+        self._grammar_states: dict[str, GrammarState] = {}  # of those with structured output
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}  # of those whose first output is to come
 
     def add(self, message: GenerationRequest) -> RequestOutput | None:
         """Queue a request; one that can never run is answered at once with its error."""
         try:
             self._check(message)
+            grammar_state = self._open_grammar(message.sampling)
             request = Request.of(message, self._clock())
             self.scheduler.add(request)
         except ValueError as error:
             return _failure(message.request_id, str(error))
         self._requests[request.request_id] = request
+        if grammar_state is not None:
+            self._grammar_states[request.request_id] = grammar_state
         if LogitsProcessor.is_needed(request.sampling):
             self._processors[request.request_id] = LogitsProcessor(
                 request.sampling,
                 num_prompt_tokens=request.num_prompt_tokens,
                 stop_token_ids=self._stop_token_ids(request.sampling),
                 vocab_size=self._runner.vocab_size,
+                mask=grammar_state,
             )
         if request.sampling.prompt_logprobs is not None and not message.output_token_ids:
             self._prompt_logprobs[request.request_id] = [None] * request.num_prompt_tokens
@@ -132,6 +141,13 @@ class VerifierEngine:
     def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
         if any(not 0 <= token_id < self._runner.vocab_size for token_id in token_ids):
             raise ValueError(f"{name}: ids must be in [0, {self._runner.vocab_size})")
+
+    def _open_grammar(self, sampling: SamplingParams) -> GrammarState | None:
+        if sampling.structured is None:
+            return None
+        if self.grammars is None:
+            raise ValueError("structured: this engine does not know the text of its tokens")
+        return self.grammars.open(sampling.structured, (*sampling.stop_token_ids, *self._runner.eos_token_ids))
 
     def _stop_token_ids(self, sampling: SamplingParams) -> set[int]:
         return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._runner.eos_token_ids)}
@@ -164,7 +180,7 @@ class VerifierEngine:
         assert {request.request_id for request in (*self.scheduler.running, *self.scheduler.waiting)} == {
             *self._requests
         }, "the scheduler's requests are not the engine's"
-        kept = {*self._processors, *self._prompt_logprobs, *self.drafting.request_ids}
+        kept = {*self._processors, *self._grammar_states, *self._prompt_logprobs, *self.drafting.request_ids}
         assert kept <= {*self._requests}, f"kept of requests that are gone: {kept - {*self._requests}}"
 
     def step(self) -> list[RequestOutput] | None:
@@ -242,11 +258,12 @@ class VerifierEngine:
         request = item.request
         processor = self._processors.get(request.request_id)
         draft_token_ids = item.draft.token_ids if item.draft is not None else ()
+        parents = item.draft.parents if item.draft is not None else None
         return VerificationEntry(
             sampling=request.sampling,
             draft=item.draft,
             position=request.num_tokens,
-            edits=None if processor is None else processor.edits(request.token_ids, draft_token_ids),
+            edits=None if processor is None else processor.edits(request.token_ids, draft_token_ids, parents),
         )
 
     def _commit(
@@ -257,8 +274,11 @@ class VerifierEngine:
         if item.samples:
             _count_draft(item, num_accepted=len(outcome.path))
         self.scheduler.commit(item, outcome.committed, outcome.path)
+        error = self._grammar_error(request)
         prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None) if item.samples else None
-        if outcome.finish_reason is not None:
+        if outcome.finish_reason is None:
+            self._note_forced(request)
+        else:
             self._forget(request)
         if not outcome.committed:
             return None
@@ -273,11 +293,24 @@ class VerifierEngine:
             timing=timing,
             num_cached_tokens=request.num_cached_tokens,
             finish_reason=outcome.finish_reason,
+            error=error,
             speculation=request.metrics,
         )
 
+    def _grammar_error(self, request: Request) -> str | None:
+        state = self._grammar_states.get(request.request_id)
+        return None if state is None else state.error
+
+    def _note_forced(self, request: Request) -> None:
+        """Look up what the grammar forces next, for the drafter."""
+        state = self._grammar_states.get(request.request_id)
+        if state is not None and request.plan.draft_length > 0:
+            request.forced_ids = state.forced_ids(request.token_ids[request.num_prompt_tokens :])
+        else:
+            request.forced_ids = ()
+
     def _move_states(self) -> None:
-        """Let the states of accepted tree paths follow at once: they are asked for before the next batch moves the KV."""
+        """Let the states of accepted tree paths follow at once: they are read before the next batch moves the KV."""
         moves = self.scheduler.moves
         if self._runner.states is not None:
             self._runner.states.move_slots([source for source, _ in moves], [target for _, target in moves])
@@ -302,6 +335,8 @@ class VerifierEngine:
         )
 
     def _until_finished(self, request: Request, verified: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+        if verified and self._grammar_error(request) is not None:
+            return list(verified[:1]), FinishReason.ERROR
         sampling = request.sampling
         stops = self._stop_token_ids(sampling)
         room = min(
@@ -323,6 +358,7 @@ class VerifierEngine:
     def _forget(self, request: Request) -> None:
         del self._requests[request.request_id]
         self._processors.pop(request.request_id, None)
+        self._grammar_states.pop(request.request_id, None)
         self._prompt_logprobs.pop(request.request_id, None)
         self.scheduler.remove(request.request_id)
         self.drafting.close(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from outrider.verifier_service.drafting import DraftClient
 from outrider.verifier_service.engine import Runner, VerifierEngine
 from outrider.verifier_service.engine_loop import EngineLoop
 from outrider.verifier_service.engine_messages import EngineReady
+from outrider.verifier_service.grammar import GrammarCompiler
 from outrider.verifier_service.kv_cache import BlockPool
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner, follow, resolve_device
@@ -66,6 +68,9 @@ def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> Ver
         DraftCoordinator(drafts, speculation, runner.states),
         clock=time.monotonic,
         generator=torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "verifier")),
+        grammars=GrammarCompiler.of_model(
+            spec.model, vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids
+        ),
     )
 
 
@@ -117,4 +122,5 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
         step_times=measure_step_times(runner, max_tokens=min(64, spec.max_num_batched_tokens)),
     )
     shell.send_bytes(encode(ready))
-    EngineLoop(engine, links, shell, clock=time.monotonic, check_integrity=spec.check_integrity).run()
+    with contextlib.closing(links):
+        EngineLoop(engine, links, shell, clock=time.monotonic, check_integrity=spec.check_integrity).run()

@@ -26,6 +26,7 @@ from outrider.verifier_service.engine_messages import (
     SetPlans,
     ToEngine,
 )
+from outrider.verifier_service.grammar import GrammarQueue
 from outrider.verifier_service.ranks import arrived
 from outrider.verifier_service.relay_client import RelayDraftClient
 from outrider.verifier_service.request import GenerationRequest, Request, RequestOutput
@@ -33,6 +34,7 @@ from outrider.verifier_service.step_stats import RecentRates
 from outrider.verifier_service.wire import MAX_FRAME_BYTES, decode, encode
 
 LOAD_INTERVAL_S = 0.2
+COMPILING_INTERVAL_S = 0.005  # how often to look for a grammar that is ready, where nothing can run
 
 
 class EngineLoop:
@@ -54,6 +56,7 @@ class EngineLoop:
         self._clock = clock
         self._checks_integrity = check_integrity
         self._failures: list[RequestOutput] = []
+        self._compiling = None if engine.grammars is None else GrammarQueue(engine.grammars)
         self._next_load_s = 0.0
         self._rates = RecentRates()
 
@@ -81,19 +84,31 @@ class EngineLoop:
     def _patience_s(self) -> float:
         """Return how long to sleep on the pipe when nothing could run; load reports go on even then."""
         idle_s = self._engine.idle_s()
-        return LOAD_INTERVAL_S if idle_s is None else min(idle_s, LOAD_INTERVAL_S)
+        longest_s = COMPILING_INTERVAL_S if self._compiling else LOAD_INTERVAL_S
+        return longest_s if idle_s is None else min(idle_s, longest_s)
 
     def _receive(self, patience_s: float) -> None:
         """Take in all that has arrived, waiting `patience_s` for the first of it."""
         for frame in arrived(self._pipe, patience_s):
             self._dispatch(decode(frame, TO_ENGINE))
+        if self._compiling is not None:
+            for message in self._compiling.take_ready():
+                self._add(message)
+
+    def _add(self, message: GenerationRequest) -> None:
+        if (failure := self._engine.add(message)) is not None:
+            self._failures.append(failure)
 
     def _dispatch(self, message: ToEngine) -> None:
         match message:
             case GenerationRequest():
-                if (failure := self._engine.add(message)) is not None:
-                    self._failures.append(failure)
+                if message.sampling.structured is None or self._compiling is None:
+                    self._add(message)
+                else:
+                    self._compiling.put(message)
             case Cancel(request_id=request_id):
+                if self._compiling is not None:
+                    self._compiling.drop(request_id)
                 self._engine.cancel(request_id)
             case SetPlans(plans=plans):
                 self._engine.set_plans(plans)
@@ -113,7 +128,7 @@ class EngineLoop:
             return None
         self._next_load_s = now_s + LOAD_INTERVAL_S
         self._rates.sample(self._engine.stats, now_s)
-        return engine_load(self._engine, self._rates, now_s)
+        return engine_load(self._engine, self._rates, now_s, self._drafts)
 
 
 def update_frames(update: EngineUpdate, max_bytes: int = MAX_FRAME_BYTES) -> Iterator[bytes]:
@@ -133,8 +148,10 @@ def update_frames(update: EngineUpdate, max_bytes: int = MAX_FRAME_BYTES) -> Ite
     yield from update_frames(rest, max_bytes)
 
 
-def engine_load(engine: VerifierEngine, rates: RecentRates, now_s: float) -> EngineLoad:
-    """Describe the engine's state for the router."""
+def engine_load(
+    engine: VerifierEngine, rates: RecentRates, now_s: float, drafts: RelayDraftClient | None = None
+) -> EngineLoad:
+    """Describe the engine's state for the router; `drafts` is its way to drafters behind links, where it has one."""
     scheduler, drafting = engine.scheduler, engine.drafting
     running = scheduler.running
     waiting = (request for request in engine.requests.values() if not request.block_table)
@@ -145,7 +162,7 @@ def engine_load(engine: VerifierEngine, rates: RecentRates, now_s: float) -> Eng
         kv_usage=scheduler.kv_usage,
         tokens_per_s=rates.tokens_per_s,
         mean_step_s=rates.mean_step_s,
-        counters=_counters(engine),
+        counters=_counters(engine, drafts or RelayDraftClient()),
         requests=tuple(_request_load(request) for request in (*running, *waiting)),
         drafter_times=tuple(
             DrafterTime(drafter_id=drafter_id, seconds=seconds)
@@ -158,7 +175,7 @@ def engine_load(engine: VerifierEngine, rates: RecentRates, now_s: float) -> Eng
     )
 
 
-def _counters(engine: VerifierEngine) -> EngineCounters:
+def _counters(engine: VerifierEngine, drafts: RelayDraftClient) -> EngineCounters:
     scheduler, drafting, stats = engine.scheduler, engine.drafting, engine.stats
     return EngineCounters(
         num_steps=stats.num_steps,
@@ -173,6 +190,8 @@ def _counters(engine: VerifierEngine) -> EngineCounters:
         num_stale_drafts=drafting.num_stale_drafts,
         num_resyncs=drafting.num_resyncs,
         fallbacks=dict(drafting.fallbacks),
+        num_state_bytes=dict(drafts.num_state_bytes),
+        num_tensor_fallbacks=drafts.num_tensor_fallbacks,
         idle_s=stats.idle_s,
         step_s=stats.step_s.counts(),
         queue_s=stats.queue_s.counts(),

@@ -186,6 +186,11 @@ class SpeculationMetrics:
     num_empty_rounds: int = 0  # decode steps that ran without a draft although speculation was on
     num_accepted_per_position: list[int] = field(default_factory=list)
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the tokens have another law than the target's."""
+        return self.acceptance is AcceptanceRule.TYPICAL
+
     def plus(self, other: SpeculationMetrics) -> SpeculationMetrics:
         """Return the counters of both together, and the first reason that either has."""
         per_position = itertools.zip_longest(

@@ -11,6 +11,7 @@ from fake_backend import EOS, FakeBackend, build_gateway, fake_logprobs, says
 from outrider.cluster import errors
 from outrider.cluster.gateway import RequestInput
 from outrider.verifier_service.request import (
+    AcceptanceRule,
     FinishReason,
     LogitBias,
     SamplingParams,
@@ -183,6 +184,7 @@ async def test_an_id_that_runs_is_refused(tokenizer):
         ({"stop_token_ids": [5] * 1025}, "stop_token_ids"),
         ({"stop": "s" * 1025}, "stop"),
         ({"request_id": "r" * 129}, "request_id"),
+        ({"rejection_sample_method": "blocks"}, "rejection_sample_method"),
         ({"request_id": "two\nlines"}, "request_id"),
     ],
 )
@@ -218,10 +220,13 @@ async def test_what_is_asked_for_reaches_the_engine(tokenizer):
     same |= {"logprobs": 1, "prompt_logprobs": 2, "num_speculative_tokens": 3}
     message = {"priority": -3, "session_id": "s", "cache_salt": "salt"}
     gateway = build_gateway(backend, tokenizer)
-    await collect(gateway, prompt=[5], logit_bias={7: 2.0}, stop_token_ids=[9], **same, **message)
+    ours = {"logit_bias": {7: 2.0}, "stop_token_ids": [9], "rejection_sample_method": "block"}
+    await collect(gateway, prompt=[5], **ours, **same, **message)
     request = backend.requests[0]
     bias = (LogitBias(token_id=7, bias=2.0),)
-    assert request.sampling == SamplingParams(logit_bias=bias, stop_token_ids=(9,), **same)
+    assert request.sampling == SamplingParams(
+        logit_bias=bias, stop_token_ids=(9,), acceptance=AcceptanceRule.BLOCK, **same
+    )
     assert {name: getattr(request, name) for name in message} == message
     assert request.group_id is None
 

@@ -16,7 +16,13 @@ from outrider.cluster.errors import Overloaded
 from outrider.cluster.grpc_api import SERVICE_NAME, start_grpc_server
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
-from outrider.verifier_service.request import LogitBias, SamplingParams, SpeculationMetrics
+from outrider.verifier_service.request import (
+    LogitBias,
+    SamplingParams,
+    SpeculationMetrics,
+    StructuredKind,
+    StructuredOutput,
+)
 
 
 @asynccontextmanager
@@ -65,6 +71,8 @@ async def test_stream_and_unary_agree(tokenizer):
         (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(top_p=0.0)), "top_p"),
         (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(logit_bias={9999: 1})), "logit_bias"),
         (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(presence_penalty=3)), "presence_penalty"),
+        (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(regex="((")), "regex"),
+        (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(choice=pb.TextChoices())), "choice"),
         (pb.GenerateRequest(text="a", priority=1001), "priority"),
         (pb.GenerateRequest(text="a", request_id="two\nlines"), "request_id"),
     ],
@@ -167,6 +175,24 @@ async def test_every_parameter_reaches_the_engine(tokenizer):
     bias = (LogitBias(token_id=7, bias=2.0),)
     assert request.sampling == SamplingParams(logit_bias=bias, stop_token_ids=(9,), **same)
     assert {name: getattr(request, name) for name in message} == message
+
+
+@pytest.mark.parametrize(
+    ("sampling", "structured"),
+    [
+        ({"json_schema": "{}"}, StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text="{}")),
+        ({"json_object": True}, StructuredOutput(kind=StructuredKind.JSON_OBJECT)),
+        ({"json_object": False}, None),
+        ({"regex": "a+"}, StructuredOutput(kind=StructuredKind.REGEX, text="a+")),
+        ({"grammar": 'start: "a"'}, StructuredOutput(kind=StructuredKind.GRAMMAR, text='start: "a"')),
+        ({"choice": pb.TextChoices(choices="ab")}, StructuredOutput(kind=StructuredKind.CHOICE, choices=("a", "b"))),
+    ],
+)
+async def test_structured_output_reaches_the_engine(tokenizer, sampling, structured):
+    backend = FakeBackend(lambda _: [[5]])
+    async with serving(backend, tokenizer) as (_, _, stub):
+        await stub.GenerateUnary(pb.GenerateRequest(text="a", sampling=pb.SamplingParams(**sampling)))
+    assert backend.requests[0].sampling.structured == structured
 
 
 @pytest.mark.parametrize(

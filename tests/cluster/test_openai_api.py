@@ -13,7 +13,13 @@ import uvicorn
 from fake_backend import EOS, FakeBackend, build_gateway, build_tokenizer, says
 from outrider.cluster.errors import Overloaded, RequestFailed, Unavailable
 from outrider.cluster.openai_api import MAX_BODY_BYTES, build_api
-from outrider.verifier_service.request import LogitBias, SamplingParams, SpeculationMetrics
+from outrider.verifier_service.request import (
+    LogitBias,
+    SamplingParams,
+    SpeculationMetrics,
+    StructuredKind,
+    StructuredOutput,
+)
 
 SPECULATION = SpeculationMetrics(enabled=True, num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
 TEXT = "größer 日本"
@@ -137,7 +143,10 @@ async def test_every_form_of_prompt(tokenizer, backend):
         ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": ["a"] * 65, "n": 16}, "n"),
-        ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
+        ({"prompt": "a", "response_format": "json_object"}, "response_format"),
+        ({"prompt": "a", "guided_json": {"type": "nope"}}, "guided_json"),
+        ({"prompt": "a", "structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
         ({"prompt": "a", "tools": [{}]}, "tools"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "suffix": "x"}, "suffix"),
@@ -452,12 +461,24 @@ async def test_load_is_the_gateways_and_the_fleets(tokenizer):
         await asyncio.gather(call, return_exceptions=True)
 
 
-@pytest.mark.parametrize("field", ["response_format", "tools", "guided_json"])
-async def test_structured_output_is_refused_by_name(tokenizer, backend, field):
+async def test_tools_are_refused_by_name(tokenizer, backend):
     async with client_of(backend, tokenizer) as client:
-        answer = await client.post("/v1/chat/completions", json={"messages": MESSAGES, field: [{"type": "x"}]})
-    assert answer.json()["error"]["param"] == field
-    assert "comes with structured output" in answer.json()["error"]["message"]
+        answer = await client.post("/v1/chat/completions", json={"messages": MESSAGES, "tools": [{"type": "x"}]})
+    assert answer.json()["error"]["param"] == "tools"
+    assert "comes with tool calls" in answer.json()["error"]["message"]
+
+
+async def test_structured_output_reaches_the_engine(tokenizer, backend):
+    schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    async with client_of(backend, tokenizer) as client:
+        await client.post("/v1/chat/completions", json={"messages": MESSAGES, "response_format": response_format})
+        await client.post("/v1/completions", json={"prompt": "a", "guided_choice": ["x", "y"]})
+        await client.post("/v1/completions", json={"prompt": "a"})
+    first, second, third = (request.sampling.structured for request in backend.requests)
+    assert first == StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=json.dumps(schema))
+    assert second == StructuredOutput(kind=StructuredKind.CHOICE, choices=("x", "y"))
+    assert third is None
 
 
 async def test_a_stream_that_is_read_slowly_has_fewer_events(tokenizer):

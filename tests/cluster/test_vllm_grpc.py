@@ -25,7 +25,14 @@ from outrider.cluster.authentication import ApiKeyInterceptor
 from outrider.cluster.errors import Overloaded, Unavailable
 from outrider.cluster.grpc_api import start_grpc_server
 from outrider.cluster.vllm_grpc import SERVICE_NAME, VllmEngineServicer, scheduler_load
-from outrider.verifier_service.request import FinishReason, LogitBias, SamplingParams, SpeculationMetrics
+from outrider.verifier_service.request import (
+    FinishReason,
+    LogitBias,
+    SamplingParams,
+    SpeculationMetrics,
+    StructuredKind,
+    StructuredOutput,
+)
 
 FLEET = {
     "verifiers": [
@@ -144,10 +151,32 @@ async def test_what_is_not_given_takes_vllms_defaults(tokenizer):
     assert backend.requests[1].sampling == SamplingParams(max_tokens=62, temperature=0.0, logprobs=0), "a given zero"
 
 
+@pytest.mark.parametrize(
+    ("sampling", "structured"),
+    [
+        ({"json_schema": "{}"}, StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text="{}")),
+        ({"json_object": True}, StructuredOutput(kind=StructuredKind.JSON_OBJECT)),
+        ({"json_object": False}, None),
+        ({"regex": "a+"}, StructuredOutput(kind=StructuredKind.REGEX, text="a+")),
+        ({"grammar": 'start: "a"'}, StructuredOutput(kind=StructuredKind.GRAMMAR, text='start: "a"')),
+        (
+            {"choice": pb.ChoiceConstraint(choices="ab")},
+            StructuredOutput(kind=StructuredKind.CHOICE, choices=("a", "b")),
+        ),
+    ],
+)
+async def test_structured_output_reaches_the_engine(tokenizer, sampling, structured):
+    backend = FakeBackend(lambda _: [[5]])
+    async with serving(build_gateway(backend, tokenizer)) as (_, stub):
+        await responses(stub, asks(**sampling))
+    assert backend.requests[0].sampling.structured == structured
+
+
 def test_every_field_of_the_protocol_is_read_or_refused():
     sampling = {"stop", "stop_token_ids", "logit_bias", "skip_special_tokens"}
     text_only = {"spaces_between_special_tokens"}
     known = {*vllm_grpc.SAMPLING_FIELDS, *vllm_grpc.UNSUPPORTED_SAMPLING_FIELDS, *sampling, *text_only}
+    known |= vllm_grpc.STRUCTURED_FIELDS
     assert {field.name for field in pb.SamplingParams.DESCRIPTOR.fields} == known
     request = {"request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"}
     known = request | vllm_grpc.UNSUPPORTED_FIELDS
@@ -173,12 +202,11 @@ def test_every_field_of_the_protocol_is_read_or_refused():
         (asks(stop=[""]), "stop"),
         (asks(truncate_prompt_tokens=1), "truncate_prompt_tokens"),
         (asks(grammar_from_first_token=True), "grammar_from_first_token"),
-        (asks(json_schema="{}"), "json_schema"),
-        (asks(regex="a"), "regex"),
+        (asks(json_schema='{"type": "nope"}'), "json_schema"),
+        (asks(regex="(("), "regex"),
         (asks(grammar="a"), "grammar"),
         (asks(structural_tag="a"), "structural_tag"),
-        (asks(json_object=True), "json_object"),
-        (asks(choice=pb.ChoiceConstraint(choices=["a"])), "choice"),
+        (asks(choice=pb.ChoiceConstraint()), "choice"),
         (pb.GenerateRequest(text="a", kv_transfer_params=pb.KvTransferParams()), "kv_transfer_params"),
         (pb.GenerateRequest(text="a", kv_transfer_params_json="{}"), "kv_transfer_params_json"),
         (pb.GenerateRequest(text="a", mm_inputs=pb.MultimodalInputs()), "mm_inputs"),

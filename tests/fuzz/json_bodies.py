@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from outrider.cluster.openai_protocol import (
     NEUTRAL_VALUES,
-    STRUCTURED_VALUES,
+    TOOL_VALUES,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -31,7 +31,7 @@ BODY_KINDS: dict[str, type[BaseModel]] = {
 }
 PATHS = tuple(BASE_BODIES)
 KNOWN_NAMES = tuple(sorted({name for kind in BODY_KINDS.values() for name in kind.model_fields}))
-UNSERVED_NAMES = tuple(sorted(NEUTRAL_VALUES | STRUCTURED_VALUES))
+UNSERVED_NAMES = tuple(sorted(NEUTRAL_VALUES | TOOL_VALUES))
 
 _BIG = st.sampled_from((1 << 31, 1 << 63, -(1 << 63) - 1, 1 << 64, 10**30, -1, 0))
 _TEXTS = st.text(max_size=20) | st.sampled_from(("a" * 5000, "\x00", "\u2028", "\U0001f98a", "<|end|>", "{{7*7}}"))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from outrider.verifier_service.logits_processors import LogitsProcessor, apply_edits
-from outrider.verifier_service.request import LogitBias, SamplingParams
+from outrider.verifier_service.request import LogitBias, SamplingParams, StructuredKind, StructuredOutput
 from processed import processed_row
 
 INF = float("inf")
@@ -112,6 +114,112 @@ def test_repetition_is_that_of_transformers():
     for row in range(3):
         expected = library(torch.tensor([[*tokens, *draft[:row]]]), logits[row : row + 1].clone())
         torch.testing.assert_close(found[row], expected[0], rtol=0.0, atol=1e-6)
+
+
+# --- trees ---
+
+
+def test_a_trees_rows_count_their_own_path():
+    rows = processed_tree([[1.0, 2.0, 3.0, 4.0]] * 5, (2, 3, 2, 2), (-1, -1, 0, 1), frequency_penalty=0.5)
+    plain, after_2, after_3 = [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 2.5, 4.0], [1.0, 2.0, 3.0, 3.5]
+    assert rows == [plain, after_2, after_3, [1.0, 2.0, 2.0, 4.0], [1.0, 2.0, 2.5, 3.5]]
+
+
+def test_stop_tokens_are_barred_by_depth_in_a_tree():
+    options = {"stop_token_ids": (1,), "min_tokens": 2}
+    row, barred = [0.0, 0.0, 0.0, 0.0], [0.0, -INF, 0.0, 0.0]
+    rows = processed_tree([row] * 5, (2, 3, 2, 0), (-1, -1, 0, 2), **options)
+    assert rows == [barred, barred, barred, row, row]
+
+
+def processed_tree(
+    rows: Sequence[Sequence[float]],
+    draft: Sequence[int],
+    parents: Sequence[int],
+    *,
+    stop_token_ids: Sequence[int] = (),
+    **sampling: object,
+) -> list[list[float]]:
+    processor = make_processor(SamplingParams(**sampling), stop_token_ids=stop_token_ids, vocab_size=4)
+    edits = processor.edits(PROMPT, draft, parents)
+    assert edits is not None
+    return apply_edits(torch.tensor(rows), [(0, edits)]).tolist()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_row_of_a_tree_is_the_last_of_its_paths_chain(seed: int):
+    rng = random.Random(seed)
+    for _ in range(20):
+        sampling = dataclasses.replace(random_sampling(rng), repetition_penalty=1.7)
+        parents = [rng.randrange(-1, node) for node in range(6)]
+        draft = [rng.randrange(VOCAB_SIZE + 2) for _ in parents]
+        logits = torch.randn(1, VOCAB_SIZE).expand(7, -1)
+        processor = make_processor(sampling, stop_token_ids=(4,))
+        tree = apply_edits(logits, [(0, processor.edits([*PROMPT, 3], draft, parents))])
+        for node in range(6):
+            path = [node]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            edits = make_processor(sampling, stop_token_ids=(4,)).edits([*PROMPT, 3], [draft[i] for i in path])
+            chain = apply_edits(logits[: len(path) + 1], [(0, edits)])
+            assert torch.equal(tree[node + 1], chain[-1])
+
+
+# --- masks ---
+
+
+class FixedMask:
+    """Allows the same tokens after each prefix, and notes what it is shown."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self._bits = np.isin(np.arange(16), token_ids)
+        self.seen: list[tuple[list[int], list[int], list[int]]] = []
+
+    def allowed(self, output: Sequence[int], draft: Sequence[int], parents: Sequence[int]) -> np.ndarray:
+        self.seen.append((list(output), list(draft), list(parents)))
+        return np.tile(np.packbits(self._bits, bitorder="little"), (len(draft) + 1, 1))
+
+
+STRUCTURED = StructuredOutput(kind=StructuredKind.JSON_OBJECT)
+
+
+def masked(mask: FixedMask, *, draft: Sequence[int] = (), parents: Sequence[int] | None = None, **sampling: object):
+    processor = LogitsProcessor(
+        SamplingParams(structured=STRUCTURED, **sampling),
+        num_prompt_tokens=len(PROMPT),
+        stop_token_ids=(1,),
+        vocab_size=VOCAB_SIZE,
+        mask=mask,
+    )
+    return processor.edits([*PROMPT, 7], draft, parents)
+
+
+def test_a_mask_comes_after_all_else():
+    logits = torch.arange(float(VOCAB_SIZE)).repeat(2, 1)
+    mask = FixedMask(1, 7, 9)
+    edits = masked(mask, draft=[9], presence_penalty=2.0, logit_bias=(LogitBias(token_id=3, bias=100.0),))
+    rows = apply_edits(logits, [(0, edits)])
+    kept = torch.full((2, VOCAB_SIZE), -INF)
+    kept[:, 1], kept[:, 7], kept[0, 9], kept[1, 9] = 1.0, 5.0, 9.0, 7.0
+    assert torch.equal(rows, kept)
+    assert mask.seen == [([7], [9], [-1])]
+
+
+def test_a_mask_sees_the_output_and_the_tree():
+    mask = FixedMask(1)
+    masked(mask, draft=[9, 3, 4], parents=[-1, -1, 1])
+    assert mask.seen == [([7], [9, 3, 4], [-1, -1, 1])]
+
+
+def test_where_min_tokens_bars_all_that_a_mask_allows_it_gives_way():
+    logits = torch.zeros(3, VOCAB_SIZE)
+    first = masked(FixedMask(1), min_tokens=5)
+    other = masked(FixedMask(1, 4), min_tokens=5, logit_bias=(LogitBias(token_id=4, bias=-3.0),))
+    rows = apply_edits(logits, [(2, other), (0, first)])
+    assert (rows[0] == 0.0).nonzero().flatten().tolist() == [1]
+    assert rows[2].isfinite().nonzero().flatten().tolist() == [4]
+    assert rows[2, 4] == -3.0
+    assert torch.equal(rows[1], logits[1]), "a row of somebody else's"
 
 
 # --- against the reference ---
