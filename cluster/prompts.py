@@ -11,8 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from outrider.cluster.errors import InvalidRequest
 from outrider.cluster.hints import did_you_mean
+from outrider.cluster.structured_format import OPENAI_FIELDS, openai_structure
 from outrider.verifier_service.request import (
+    AcceptanceRule,
     FinishReason,
     GenerationRequest,
     RequestOutput,
@@ -22,7 +25,9 @@ from outrider.verifier_service.request import (
 )
 from outrider.verifier_service.wire import decode, encode
 
-SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
+# what an object or a name of our own stands for is spelled as over HTTP
+SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)} - {"structured", "acceptance"}
+ACCEPTANCE_FIELD = "rejection_sample_method"
 
 
 class PromptError(ValueError):
@@ -54,15 +59,17 @@ def parse_request(
     tokenizer: PreTrainedTokenizerBase,
 ) -> GenerationRequest:
     """Build one request; raises `PromptError` naming the field that is wrong."""
-    overrides = {name: value for name, value in line.items() if name not in ("prompt", "prompt_token_ids")}
+    own_names = ("prompt", "prompt_token_ids", ACCEPTANCE_FIELD, *OPENAI_FIELDS)
+    overrides = {name: value for name, value in line.items() if name not in own_names}
     if unknown := overrides.keys() - SAMPLING_FIELDS:
         name = min(unknown)
-        hint = did_you_mean(name, ["prompt", "prompt_token_ids", *SAMPLING_FIELDS])
+        hint = did_you_mean(name, [*own_names, *SAMPLING_FIELDS])
         raise PromptError(f"{request_id}: unknown field {name!r}{hint}")
     try:
+        overrides |= _spelled_as_over_http(line)
         sampling = dataclasses.replace(defaults, **{name: _tuple(value) for name, value in overrides.items()})
         sampling = decode(encode(sampling), (SamplingParams,))  # the codec knows the types of all fields
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, InvalidRequest) as error:
         raise PromptError(f"{request_id}: {error}") from error
     return GenerationRequest(
         request_id=request_id,
@@ -70,6 +77,15 @@ def parse_request(
         sampling=sampling,
         plan=plan,
     )
+
+
+def _spelled_as_over_http(line: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if ACCEPTANCE_FIELD in line:
+        fields["acceptance"] = AcceptanceRule(line[ACCEPTANCE_FIELD])
+    if (structure := openai_structure(line)) is not None:
+        fields["structured"] = structure.output
+    return fields
 
 
 def _tuple(value: Any) -> Any:

@@ -2,12 +2,15 @@ import pytest
 
 from outrider.cluster.prompts import PromptError, collect, parse_request, read_prompt_lines, result_json
 from outrider.verifier_service.request import (
+    AcceptanceRule,
     FinishReason,
     GenerationRequest,
     RequestOutput,
     SamplingParams,
     SpeculationMetrics,
     SpeculationPlan,
+    StructuredKind,
+    StructuredOutput,
 )
 
 
@@ -65,3 +68,23 @@ def test_results_are_yielded_as_they_finish():
     assert record["finish_reason"] == "length"
     assert record["metrics"]["speculative_decoding"]["mean_acceptance_length"] == 3
     assert record["metrics"]["speculative_decoding"]["draft_acceptance_rate"] == 0.5
+
+
+def test_structured_output_and_the_acceptance_rule_are_spelled_as_over_http(tokenizer):
+    line = {"prompt_token_ids": [5], "guided_choice": ["a", "b"], "rejection_sample_method": "block"}
+    sampling = parse(line, tokenizer).sampling
+    assert sampling.structured == StructuredOutput(kind=StructuredKind.CHOICE, choices=("a", "b"))
+    assert sampling.acceptance is AcceptanceRule.BLOCK
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rejection_sample_method": "blocks"}, "blocks"),
+        ({"guided_regex": 3}, "guided_regex"),
+        ({"structured": {"kind": "regex"}}, "unknown field 'structured'"),
+    ],
+)
+def test_what_is_wrong_with_them_is_named(tokenizer, fields, named):
+    with pytest.raises(PromptError, match=named):
+        parse({"prompt_token_ids": [5], **fields}, tokenizer)
