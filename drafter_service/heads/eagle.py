@@ -1,0 +1,90 @@
+"""EAGLE-1: one decoder layer over the target's final states and the embedding of the token that came after.
+
+Li et al. 2024 (arXiv 2401.15077). State and embedding are joined and projected (`fc`); the layer has no norm before its
+attention, and its output takes the place of the target's state: under the target's own output embedding it predicts,
+and with the next token it goes on. The checkpoint has neither a final norm nor an output embedding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from outrider.drafter_service.heads.head_files import opened, write_head
+from outrider.drafter_service.heads.head_layer import (
+    Attend,
+    DraftHead,
+    HeadError,
+    HeadLayer,
+    HeadOutput,
+    attend_causally,
+    describe_layer,
+    fill,
+    unborrowed,
+)
+from outrider.verifier_service.drafting import FINAL_TAP
+from outrider.verifier_service.weights import TensorSource
+
+
+class EagleHead(DraftHead):
+    """An EAGLE-1 head; `has_fc_bias` as the checkpoint has it."""
+
+    def __init__(self, layer: PreTrainedConfig, *, has_fc_bias: bool = False) -> None:
+        super().__init__(layer, taps=(FINAL_TAP,), state_size=layer.hidden_size)
+        if layer.num_hidden_layers != 1:
+            raise HeadError(f"num_hidden_layers: {layer.num_hidden_layers}, an EAGLE-1 head is served with 1")
+        size = layer.hidden_size
+        self.embed_tokens = nn.Embedding(self.vocab_size, size)
+        self.fc = nn.Linear(2 * size, size, bias=has_fc_bias)
+        self.layers = nn.ModuleList([HeadLayer(layer, has_input_norm=False)])
+        self.lm_head = nn.Linear(size, self.vocab_size, bias=False)
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend = attend_causally,
+    ) -> HeadOutput:
+        hidden = self.fc(torch.cat([self.embed_tokens(token_ids), hidden], dim=-1))
+        hidden = self.layers[0](hidden, self.rotary(hidden, positions), attend)
+        return HeadOutput(output=hidden, feedback=hidden)
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: Path,
+        *,
+        target: TensorSource | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+        dtype: torch.dtype = torch.float32,
+    ) -> EagleHead:
+        """Load a checkpoint; the output embedding, and the embedding where it has none, come from `target`.
+
+        Raises `ValueError` naming the file, field or tensor, with both shapes where they differ.
+        """
+        with opened(folder) as files:
+            layer = describe_layer(files.config)
+            with torch.device("meta"):
+                head = cls(layer, has_fc_bias="fc.bias" in files)
+            fill(
+                head,
+                files,
+                target,
+                stored_name=lambda name: name,
+                skipped=lambda name: name.endswith("rotary_emb.inv_freq"),
+                device=device,
+                dtype=dtype,
+            )
+        return head.eval()
+
+    def save(self, folder: Path) -> None:
+        """Write the checkpoint in the authors' format; what was borrowed from the target is left out."""
+        config = {**self.description.to_diff_dict(), "architectures": ["LlamaForCausalLMEagle"]}
+        write_head(folder, config, unborrowed(self))

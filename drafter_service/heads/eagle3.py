@@ -1,0 +1,278 @@
+"""EAGLE-3: one decoder layer over three of the target's layers and the embedding of the token that came after.
+
+Li et al. 2025 (arXiv 2503.01840). The tapped states are joined and projected (`fc`); attention reads them beside the
+embedding, each under a norm of its own; the residual stream is the states' alone. It drafts from a vocabulary of its
+own: draft token i is the target's i + d2t[i]. Two public formats, the authors' (`midlayer.*`) and that of the
+`speculators` library (`layers.0.*`, the layer's config nested), are read and written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from outrider.drafter_service.heads.head_files import HeadFiles, opened, write_head
+from outrider.drafter_service.heads.head_layer import (
+    Attend,
+    DraftHead,
+    HeadAttention,
+    HeadError,
+    HeadMLP,
+    HeadOutput,
+    attend_causally,
+    describe_layer,
+    fill,
+    make_norm,
+    unborrowed,
+)
+from outrider.verifier_service.weights import TensorSource
+
+ORIGINAL_LAYER, SPECULATORS_LAYER = "midlayer.", "layers.0."
+SKIPPED = re.compile(r"^t2d$|^verifier_(norm|lm_head)\.|rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config:
+    """The shape of an EAGLE-3 head; `layer` describes its decoder layer, its vocabulary being the target's."""
+
+    layer: PreTrainedConfig
+    taps: tuple[int, ...]  # the target's layers whose input it reads
+    draft_vocab_size: int
+    target_hidden_size: int
+    norm_before_residual: bool = False  # the residual stream starts at the normed states
+    norm_before_fc: bool = False  # one norm over the joined states
+    fc_norm: bool = False  # a norm for each tapped state
+    norm_output: bool = False  # what is fed back has gone through the final norm
+
+    def __post_init__(self) -> None:
+        if self.layer.num_hidden_layers != 1:
+            raise HeadError(f"num_hidden_layers: {self.layer.num_hidden_layers}, an EAGLE-3 head is served with 1")
+        if not self.taps or min(self.taps) < 0:
+            raise HeadError(f"eagle_aux_hidden_state_layer_ids: {list(self.taps)} are not layers of the target")
+        if not 1 <= self.draft_vocab_size <= self.layer.vocab_size:
+            raise HeadError(f"draft_vocab_size: {self.draft_vocab_size} of a vocabulary of {self.layer.vocab_size}")
+        if self.norm_before_fc and self.fc_norm:
+            raise HeadError("fc_norm: not together with norm_before_fc")
+
+
+class Eagle3Layer(nn.Module):
+    """The decoder layer whose attention reads embedding and state side by side."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self._norm_before_residual = config.norm_before_residual
+        self.input_layernorm = make_norm(config.layer)
+        self.hidden_norm = make_norm(config.layer)
+        self.self_attn = HeadAttention(config.layer, 2 * config.layer.hidden_size)
+        self.post_attention_layernorm = make_norm(config.layer)
+        self.mlp = HeadMLP(config.layer)
+
+    def forward(
+        self,
+        embedding: torch.Tensor,  # [batch, length, hidden_size]
+        hidden: torch.Tensor,  # [batch, length, hidden_size]
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+    ) -> torch.Tensor:
+        normed = self.hidden_norm(hidden)
+        rows = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+        residual = normed if self._norm_before_residual else hidden
+        hidden = residual + self.self_attn(rows, rotary, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Head(DraftHead):
+    """An EAGLE-3 head; a new one has random weights, and an embedding that is to be set from the target's."""
+
+    def __init__(self, config: Eagle3Config, *, target_ids: torch.Tensor | None = None) -> None:
+        """Make a head that drafts `target_ids` int64 [draft_vocab_size]; None: the first ones of the vocabulary."""
+        state_size = config.target_hidden_size * len(config.taps)
+        super().__init__(config.layer, taps=config.taps, state_size=state_size)
+        self.config = config
+        size = config.layer.hidden_size
+        self.embed_tokens = nn.Embedding(self.vocab_size, size)
+        self.input_norm = make_norm(config.layer, state_size) if config.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(make_norm(config.layer, config.target_hidden_size) for _ in config.taps)
+            if config.fc_norm
+            else None
+        )
+        self.fc = nn.Linear(state_size, size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = make_norm(config.layer)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.target_ids = _checked_target_ids(target_ids, config)
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        if self.fc_norm is not None:
+            parts = states.chunk(len(self.fc_norm), dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(states)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend = attend_causally,
+    ) -> HeadOutput:
+        rotary = self.rotary(hidden, positions)
+        hidden = self.midlayer(self.embed_tokens(token_ids), hidden, rotary, attend)
+        normed = self.norm(hidden)
+        return HeadOutput(output=normed, feedback=normed if self.config.norm_output else hidden)
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: Path,
+        *,
+        target: TensorSource | None = None,
+        num_target_layers: int | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+        dtype: torch.dtype = torch.float32,
+    ) -> Eagle3Head:
+        """Load a checkpoint of either format, the embedding from `target` where it has none of its own.
+
+        `num_target_layers` chooses the taps where the config does not name them: 2, the middle one and the last but
+        two. Raises `ValueError` naming the file, field or tensor, with both shapes where they differ.
+        """
+        with opened(folder) as files:
+            config = parse_config(files.config, num_target_layers)
+            with torch.device("meta"):
+                head = cls(config)
+            own_layer = ORIGINAL_LAYER if f"{ORIGINAL_LAYER}self_attn.q_proj.weight" in files else SPECULATORS_LAYER
+            head.target_ids = _read_target_ids(files, config, device)
+            fill(
+                head,
+                files,
+                target,
+                stored_name=lambda name: name.replace(ORIGINAL_LAYER, own_layer),
+                skipped=lambda name: SKIPPED.search(name) is not None,
+                device=device,
+                dtype=dtype,
+            )
+        return head.eval()
+
+    def save(self, folder: Path, *, layout: Literal["original", "speculators"] = "original") -> None:
+        """Write the checkpoint in the authors' format, or in that of `speculators`; borrowed tensors are left out."""
+        tensors = unborrowed(self)
+        if self.target_ids is not None:
+            own_ids = torch.arange(self.config.draft_vocab_size, device=self.target_ids.device)
+            tensors["d2t"] = self.target_ids - own_ids
+            tensors["t2d"] = torch.zeros(self.vocab_size, dtype=torch.bool).index_fill_(0, self.target_ids.cpu(), True)
+        if layout == "speculators":
+            renamed = {name.replace(ORIGINAL_LAYER, SPECULATORS_LAYER): tensor for name, tensor in tensors.items()}
+            write_head(folder, _speculators_config(self.config), renamed)
+        else:
+            write_head(folder, _original_config(self.config), tensors)
+
+
+def default_taps(num_target_layers: int) -> tuple[int, ...]:
+    """Return the layers that the authors tap: an early, the middle and a late one."""
+    return (2, num_target_layers // 2, num_target_layers - 3)
+
+
+def parse_config(config: Mapping[str, Any], num_target_layers: int | None = None) -> Eagle3Config:
+    """Read either format's config.json; raises `HeadError` naming the field."""
+    is_nested = "transformer_layer_config" in config
+    if is_nested and config.get("speculators_model_type") != "eagle3":
+        raise HeadError(f"speculators_model_type: {config.get('speculators_model_type')!r} is not an EAGLE-3 head")
+    eagle_config = dict(config.get("eagle_config") or {})
+    if not eagle_config.get("use_aux_hidden_state", True):
+        raise HeadError("eagle_config.use_aux_hidden_state: an EAGLE-3 head without tapped states is not served")
+    if config.get("logit_scale", 1.0) != 1.0:
+        raise HeadError(f"logit_scale: {config['logit_scale']} is not served")
+    plain = config["transformer_layer_config"] if is_nested else config
+    layer = describe_layer({name: value for name, value in plain.items() if name not in _HEAD_FIELDS})
+    flags = {name: bool(_either(config, eagle_config, name)) for name in _FLAGS}
+    return Eagle3Config(
+        layer=layer,
+        taps=_taps(_either(config, eagle_config, "eagle_aux_hidden_state_layer_ids"), num_target_layers),
+        draft_vocab_size=config.get("draft_vocab_size") or layer.vocab_size,
+        target_hidden_size=config.get("target_hidden_size") or layer.hidden_size,
+        **flags,
+    )
+
+
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_HEAD_FIELDS = frozenset(
+    {*_FLAGS, "eagle_config", "eagle_aux_hidden_state_layer_ids", "draft_vocab_size", "target_hidden_size"}
+)
+
+
+def _either(config: Mapping[str, Any], eagle_config: Mapping[str, Any], name: str) -> Any:
+    return eagle_config[name] if name in eagle_config else config.get(name)
+
+
+def _taps(named: Sequence[int] | None, num_target_layers: int | None) -> tuple[int, ...]:
+    if not named:
+        if num_target_layers is None:
+            raise HeadError("eagle_aux_hidden_state_layer_ids: not in the config, and the target's depth is not known")
+        return default_taps(num_target_layers)
+    if num_target_layers is not None and max(named) >= num_target_layers:
+        raise HeadError(
+            f"eagle_aux_hidden_state_layer_ids: {list(named)} of a target with {num_target_layers} layers"
+        )
+    return tuple(named)
+
+
+def _read_target_ids(files: HeadFiles, config: Eagle3Config, device: torch.device) -> torch.Tensor | None:
+    """Turn offsets into ids; a head of the whole vocabulary may come without."""
+    if "d2t" not in files and config.draft_vocab_size == config.layer.vocab_size:
+        return None
+    offsets = files.take("d2t", (config.draft_vocab_size,), torch.int64)
+    checked = _checked_target_ids(offsets + torch.arange(config.draft_vocab_size), config)
+    return None if checked is None else checked.to(device)
+
+
+def _checked_target_ids(ids: torch.Tensor | None, config: Eagle3Config) -> torch.Tensor | None:
+    """Return None for the identity; raises `HeadError` unless the ids are those of different tokens."""
+    num_ids = config.draft_vocab_size
+    if ids is None:
+        return None if num_ids == config.layer.vocab_size else torch.arange(num_ids)
+    if ids.shape != (num_ids,) or ids.dtype != torch.int64:
+        raise HeadError(f"d2t: expected int64 [{num_ids}], found {ids.dtype} {list(ids.shape)}")
+    if int(ids.min()) < 0 or int(ids.max()) >= config.layer.vocab_size or len(ids.unique()) != num_ids:
+        raise HeadError(f"d2t: not {num_ids} different ids below {config.layer.vocab_size}")
+    is_identity = num_ids == config.layer.vocab_size and bool((ids == torch.arange(num_ids, device=ids.device)).all())
+    return None if is_identity else ids
+
+
+def _original_config(config: Eagle3Config) -> dict[str, Any]:
+    flags = {name: True for name in _FLAGS if getattr(config, name)}
+    return {
+        **config.layer.to_diff_dict(),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(config.taps)},
+        **flags,
+    }
+
+
+def _speculators_config(config: Eagle3Config) -> dict[str, Any]:
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.5.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": None, "architectures": []},
+        },
+        "transformer_layer_config": {**config.layer.to_diff_dict(), "model_type": config.layer.model_type},
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(config.taps),
+        **{name: getattr(config, name) for name in _FLAGS},
+    }

@@ -1,0 +1,286 @@
+"""What heads over hidden states share: a decoder layer of the llama family, its rotary positions and its loader.
+
+A head continues the target's hidden states instead of reading the text again. Its input at position i is the pair
+(state of token i, embedding of token i+1), and its output there predicts token i+2; fed its own output as the next
+state, it goes on by itself (EAGLE: Li et al. 2024, arXiv 2401.15077).
+
+position      0             1             2
+state         h0            h1            h2            of the target, later the head's own
+token         x1            x2            x3
+predicts      x2            x3            x4
+
+How a layer attends is handed in: `attend_causally` over whole sequences (training), a paged KV pool (serving).
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from outrider.drafter_service.heads.head_files import HeadFiles
+from outrider.verifier_service.architectures import batch_dependent_rope
+from outrider.verifier_service.attention import LayerShape
+from outrider.verifier_service.weights import TensorSource, WeightError
+
+LAYER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # pre-norm, RMSNorm, gated SiLU: what `HeadLayer` computes
+# which of a target's tensors a head without its own reads; many a target's output embedding is its embedding
+SHARED = {
+    "embed_tokens.weight": (r"(^|\.)embed_tokens\.weight$",),
+    "lm_head.weight": (r"(^|\.)lm_head\.weight$", r"(^|\.)embed_tokens\.weight$"),
+}
+
+# query [batch, num_heads, length, head_dim], key and value with their own number of heads
+# -> [batch, length, num_heads, head_dim], scaled by head_dim ** -0.5
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class HeadError(ValueError):
+    """A head that cannot be served; the text names the field of its config."""
+
+
+class HeadOutput(NamedTuple):
+    """What a head computes for each pair."""
+
+    output: torch.Tensor  # [batch, length, hidden_size] what its output embedding reads
+    feedback: torch.Tensor  # [batch, length, hidden_size] the state of the next pair, where the target has none
+
+
+def attend_causally(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attend to all earlier pairs of whole sequences."""
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+class HeadAttention(nn.Module):
+    """Grouped-query attention with rotary positions; qwen's biases and query and key norms where described."""
+
+    def __init__(self, description: PreTrainedConfig, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim_of(description)
+        num_heads, num_kv_heads = description.num_attention_heads, description.num_key_value_heads
+        is_qwen2 = description.model_type == "qwen2"  # always has these biases and never one of o_proj
+        has_bias = bool(getattr(description, "attention_bias", False))
+        self.q_proj = nn.Linear(input_size, num_heads * self.head_dim, bias=has_bias or is_qwen2)
+        self.k_proj = nn.Linear(input_size, num_kv_heads * self.head_dim, bias=has_bias or is_qwen2)
+        self.v_proj = nn.Linear(input_size, num_kv_heads * self.head_dim, bias=has_bias or is_qwen2)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, description.hidden_size, bias=has_bias)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if description.model_type == "qwen3":
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=description.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=description.rms_norm_eps)
+
+    def forward(
+        self, rows: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend
+    ) -> torch.Tensor:  # [batch, length, input_size] -> [batch, length, hidden_size]
+        query = self._heads(self.q_proj(rows), self.q_norm)
+        key = self._heads(self.k_proj(rows), self.k_norm)
+        value = self._heads(self.v_proj(rows), None)
+        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        return self.o_proj(attend(query, key, value).flatten(2))
+
+    def _heads(self, rows: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        split = rows.unflatten(-1, (-1, self.head_dim))
+        return (split if norm is None else norm(split)).transpose(1, 2)
+
+
+class HeadMLP(nn.Module):
+    """SiLU-gated feed-forward."""
+
+    def __init__(self, description: PreTrainedConfig) -> None:
+        super().__init__()
+        size, inner_size = description.hidden_size, description.intermediate_size
+        has_bias = bool(getattr(description, "mlp_bias", False))
+        self.gate_proj = nn.Linear(size, inner_size, bias=has_bias)
+        self.up_proj = nn.Linear(size, inner_size, bias=has_bias)
+        self.down_proj = nn.Linear(inner_size, size, bias=has_bias)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(rows)) * self.up_proj(rows))
+
+
+class HeadLayer(nn.Module):
+    """A decoder layer as the target's own; EAGLE-1's has no norm before its attention."""
+
+    def __init__(self, description: PreTrainedConfig, *, has_input_norm: bool = True) -> None:
+        super().__init__()
+        self.input_layernorm = make_norm(description) if has_input_norm else nn.Identity()
+        self.self_attn = HeadAttention(description, description.hidden_size)
+        self.post_attention_layernorm = make_norm(description)
+        self.mlp = HeadMLP(description)
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend
+    ) -> torch.Tensor:  # [batch, length, hidden_size]
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DraftHead(nn.Module):
+    """A one-layer drafter on the target's hidden states: EAGLE-1, EAGLE-3 and MTP differ in their inputs alone.
+
+    Submodules bear the names of the public checkpoint format, so `state_dict` is that format but for `borrowed`.
+    """
+
+    embed_tokens: nn.Embedding
+    lm_head: nn.Linear
+    target_ids: torch.Tensor | None  # [draft_vocab_size] the target's id of each token it drafts; None: the same
+
+    def __init__(self, description: PreTrainedConfig, *, taps: Sequence[int], state_size: int) -> None:
+        super().__init__()
+        require_family(description)
+        self.description = description
+        self.taps = tuple(taps)  # as in `DraftNeeds`
+        self.state_size = state_size  # values of one token's states, all taps together
+        self.vocab_size: int = description.vocab_size  # the target's
+        self.max_positions: int = description.max_position_embeddings
+        self.borrowed: frozenset[str] = frozenset()  # tensors that are the target's own: not saved with the head
+        self.register_buffer("target_ids", None, persistent=False)
+        with torch.device("cpu"):  # computed, never loaded: real even where the parameters are still without memory
+            self.rotary = LlamaRotaryEmbedding(cast(LlamaConfig, description))  # the family describes it alike
+
+    @property
+    def hidden_size(self) -> int:
+        return self.description.hidden_size
+
+    @property
+    def layer_shape(self) -> LayerShape:
+        """Return what its one layer caches for each pair."""
+        head_dim = head_dim_of(self.description)
+        return LayerShape(
+            num_kv_heads=self.description.num_key_value_heads, head_dim=head_dim, value_dim=head_dim
+        )
+
+    @abstractmethod
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        """Make the target's tapped states [..., state_size] the head's own: [..., hidden_size]."""
+
+    @abstractmethod
+    def forward(
+        self,
+        token_ids: torch.Tensor,  # int64 [batch, length]
+        hidden: torch.Tensor,  # [batch, length, hidden_size] states of the tokens before them
+        positions: torch.Tensor,  # int64 [batch, length] of those states
+        attend: Attend = attend_causally,
+    ) -> HeadOutput: ...
+
+    def borrow_embedding(self, weight: torch.Tensor) -> None:
+        """Share the target's embedding [vocab_size, hidden_size]: frozen, and not saved with the head."""
+        if weight.shape != self.embed_tokens.weight.shape:
+            expected = tuple(self.embed_tokens.weight.shape)
+            raise HeadError(f"the target's embedding has shape {tuple(weight.shape)}, the head expects {expected}")
+        self.embed_tokens.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.borrowed |= {"embed_tokens.weight"}
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """Return [..., draft_vocab_size]."""
+        return self.lm_head(output)
+
+    def in_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
+        """Spread logits of the draft vocabulary over the target's: -inf for what is never drafted."""
+        if self.target_ids is None:
+            return logits
+        spread = logits.new_full((*logits.shape[:-1], self.vocab_size), float("-inf"))
+        spread[..., self.target_ids] = logits
+        return spread
+
+
+def make_norm(description: PreTrainedConfig, size: int | None = None) -> nn.RMSNorm:
+    return nn.RMSNorm(size or description.hidden_size, eps=description.rms_norm_eps)
+
+
+def head_dim_of(description: PreTrainedConfig) -> int:
+    return getattr(description, "head_dim", None) or description.hidden_size // description.num_attention_heads
+
+
+# --- reading checkpoints ---
+
+
+def describe_layer(config: Mapping[str, Any]) -> PreTrainedConfig:
+    """Build the library's description of a head's decoder layer from its config; raises `HeadError`."""
+    model_type = str(config.get("model_type", "llama"))
+    if model_type not in LAYER_FAMILIES:
+        raise HeadError(f"model_type: a head with a layer of {model_type!r} is not served")
+    rest = {name: value for name, value in config.items() if name not in ("model_type", "architectures", "auto_map")}
+    try:
+        description = AutoConfig.for_model(model_type, **rest)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise HeadError(f"the layer's config does not hold together: {error}") from error
+    require_family(description)
+    return description
+
+
+def require_family(description: PreTrainedConfig) -> None:
+    """Refuse a layer that `HeadLayer` would compute wrongly; raises `HeadError` naming the field."""
+    if description.model_type not in LAYER_FAMILIES:
+        raise HeadError(f"model_type: a head with a layer of {description.model_type!r} is not served")
+    if getattr(description, "hidden_act", "silu") != "silu":
+        raise HeadError(f"hidden_act: {description.hidden_act!r} is not served, only silu")
+    rope_type = batch_dependent_rope(getattr(description, "rope_parameters", None))
+    if rope_type is not None:
+        raise HeadError(f"rope type {rope_type!r} depends on the longest position of the batch")
+    has_window = description.model_type == "mistral" and description.sliding_window is not None
+    if has_window or "sliding_attention" in (getattr(description, "layer_types", None) or ())[:1]:
+        raise HeadError("sliding_window: a head whose attention has a window is not served")
+    if getattr(description, "quantization_config", None) is not None:
+        raise HeadError("quantization_config: quantised heads are not read")
+
+
+def fill(
+    head: DraftHead,
+    files: HeadFiles,
+    target: TensorSource | None,
+    *,
+    stored_name: Callable[[str], str],
+    skipped: Callable[[str], bool],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Give a head built on the meta device its tensors, the embeddings from the target where it has none of its own.
+
+    `stored_name` turns a name of ours into the checkpoint's; `skipped` are tensors of the checkpoint to leave out.
+    Raises `ValueError` naming the tensor that is missing, unknown, or of another shape than the config says.
+    """
+    borrowed: set[str] = set()
+    for name, empty in head.state_dict().items():
+        stored = stored_name(name)
+        if stored in files or name not in SHARED:
+            value = files.take(stored, empty.shape, dtype)
+        else:
+            value = _borrowed(name, tuple(empty.shape), files, target).to(dtype)
+            borrowed.add(name)
+        owner, _, leaf = name.rpartition(".")
+        setattr(head.get_submodule(owner), leaf, nn.Parameter(value.to(device), requires_grad=False))
+    for name in filter(skipped, files.names):
+        files.skip(name)
+    files.require_all_taken()
+    head.borrowed = frozenset(borrowed)
+    head.rotary.to(device)
+
+
+def _borrowed(name: str, shape: tuple[int, ...], files: HeadFiles, target: TensorSource | None) -> torch.Tensor:
+    if target is None:
+        raise files.error(f"tensor {name!r} is missing, and no target was given to take it from")
+    for pattern in SHARED[name]:
+        found = sorted((there for there in target.names if re.search(pattern, there)), key=len)
+        if not found:
+            continue
+        if target.shape(found[0]) != shape:
+            there = f"the target's {found[0]!r} has shape {target.shape(found[0])}"
+            raise WeightError(f"{there}, the head in {files.folder} expects {shape}")
+        return target.read(found[0])
+    raise files.error(f"tensor {name!r} is missing, and the target has none either")
+
+
+def unborrowed(head: DraftHead) -> dict[str, torch.Tensor]:
+    """Return the tensors that are saved with a head."""
+    return {name: tensor.detach() for name, tensor in head.state_dict().items() if name not in head.borrowed}

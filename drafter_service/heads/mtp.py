@@ -1,0 +1,141 @@
+"""MTP: the prediction layer that a target was trained with, found in its own checkpoint.
+
+DeepSeek-V3 (arXiv 2412.19437, section 2.2): norms over embedding and final state, a projection of both (`eh_proj`), a
+block like the target's own, a norm before the shared output embedding. Drafting longer than one token, the layer
+continues from its own normed output. Read are three layouts of the same computation: DeepSeek's
+(`model.layers.{num_hidden_layers}.*`), Qwen3-Next's (`mtp.*`) and that of the `speculators` library (`mtp_layers.0.*`).
+Only blocks of the llama family are served: DeepSeek's latent attention and experts are refused by their model_type.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from outrider.drafter_service.heads.head_files import HeadFiles, opened
+from outrider.drafter_service.heads.head_layer import (
+    Attend,
+    DraftHead,
+    HeadError,
+    HeadLayer,
+    HeadOutput,
+    attend_causally,
+    describe_layer,
+    fill,
+    make_norm,
+)
+from outrider.verifier_service.drafting import FINAL_TAP
+from outrider.verifier_service.weights import Checkpoint, TensorSource
+
+# (pattern, replacement) of our names; what no pattern meets is the block's and follows the prefix as it is
+Layout = Sequence[tuple[str, str]]
+DEEPSEEK: Layout = (
+    (r"^layer\.", ""),
+    (r"^norm\.", "shared_head.norm."),
+    (r"^lm_head\.", "shared_head.head."),
+)
+QWEN: Layout = (
+    (r"^layer\.", "layers.0."),
+    (r"^eh_proj\.", "fc."),
+    (r"^enorm\.", "pre_fc_norm_embedding."),
+    (r"^hnorm\.", "pre_fc_norm_hidden."),
+)
+SPECULATORS: Layout = (
+    (r"^layer\.", ""),
+    (r"^eh_proj\.", "input_proj."),
+    (r"^enorm\.", "token_layernorm."),
+    (r"^hnorm\.", "hidden_layernorm."),
+    (r"^norm\.", "final_layernorm."),
+)
+
+
+class MtpHead(DraftHead):
+    """One MTP layer; of several the first is used, since it is the one that continues the target's own states."""
+
+    def __init__(self, layer: PreTrainedConfig) -> None:
+        super().__init__(layer, taps=(FINAL_TAP,), state_size=layer.hidden_size)
+        size = layer.hidden_size
+        self.embed_tokens = nn.Embedding(self.vocab_size, size)
+        self.enorm, self.hnorm = make_norm(layer), make_norm(layer)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.layer = HeadLayer(layer)
+        self.norm = make_norm(layer)
+        self.lm_head = nn.Linear(size, self.vocab_size, bias=False)
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend = attend_causally,
+    ) -> HeadOutput:
+        joined = torch.cat([self.enorm(self.embed_tokens(token_ids)), self.hnorm(hidden)], dim=-1)
+        hidden = self.eh_proj(joined)
+        normed = self.norm(self.layer(hidden, self.rotary(hidden, positions), attend))
+        return HeadOutput(output=normed, feedback=normed)
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: Path,
+        *,
+        target: TensorSource | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+        dtype: torch.dtype = torch.float32,
+    ) -> MtpHead:
+        """Load from a target's own checkpoint, or a `speculators` one that takes both embeddings from `target`.
+
+        Raises `ValueError` naming the file, field or tensor, with both shapes where they differ.
+        """
+        with opened(folder) as files:
+            layer = describe_layer(files.config.get("transformer_layer_config", files.config))
+            prefix, layout = find_layout(files)
+            with torch.device("meta"):
+                head = cls(layer)
+            with ExitStack() as stack:
+                fill(
+                    head,
+                    files,
+                    target or stack.enter_context(Checkpoint(folder)),  # a target's own checkpoint lends itself
+                    stored_name=lambda name: prefix + _renamed(name, layout),
+                    skipped=lambda name: not _is_of_layer(name, prefix) or "rotary_emb" in name,
+                    device=device,
+                    dtype=dtype,
+                )
+        return head.eval()
+
+
+def find_layout(files: HeadFiles) -> tuple[str, Layout]:
+    """Return where a checkpoint keeps its first MTP layer and how it names the parts; raises `HeadError`."""
+    candidates: list[tuple[str, str, Layout]] = [
+        (f"model.layers.{files.config.get('num_hidden_layers', 0)}.", "eh_proj.weight", DEEPSEEK),
+        ("mtp.", "fc.weight", QWEN),
+        ("model.mtp.", "fc.weight", QWEN),
+        ("mtp_layers.0.", "input_proj.weight", SPECULATORS),
+    ]
+    for prefix, probe, layout in candidates:
+        if prefix + probe in files:
+            return prefix, layout
+    tried = ", ".join(repr(prefix + probe) for prefix, probe, _ in candidates)
+    raise HeadError(f"{files.folder}: no MTP layer, looked for {tried}")
+
+
+def _renamed(name: str, layout: Layout) -> str:
+    for pattern, new in layout:
+        if re.search(pattern, name):
+            return re.sub(pattern, new, name)
+    return name
+
+
+def _is_of_layer(name: str, prefix: str) -> bool:
+    """Tell whether a tensor belongs to the first MTP layer (Qwen's later ones are `mtp.layers.1.*` and so on)."""
+    return name.startswith(prefix) and not re.match(re.escape(prefix) + r"layers\.[1-9]", name)
