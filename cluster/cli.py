@@ -17,6 +17,7 @@ from outrider.cluster.bench_cli import CONTEXT_SETTINGS, PLAIN_WIDTH, bench, con
 from outrider.cluster.config_file import read_config_file, read_speculative_config
 from outrider.cluster.security_options import security_options
 from outrider.cluster.server_options import server_options
+from outrider.cluster.train_cli import train_drafter
 
 if TYPE_CHECKING:
     from outrider.cluster.config import ServiceConfig
@@ -288,3 +289,4 @@ def top(interval: float, once: bool, **server: Any) -> None:
 
 
 main.add_command(bench)
+main.add_command(train_drafter)

@@ -1,0 +1,88 @@
+"""How much of a pupil's drafts its target would accept, by draft position, on text that it has not learnt from.
+
+Every root of the held-out windows is a draft whose earlier tokens are the text's (teacher forcing), so one forward
+gives all positions' rows beside the target's. `greedy`: the drafter's likeliest token is the target's. `chain`: so it
+is at every earlier position of the same root too. `rejection`: the chance that rejection sampling accepts, the mass
+that both rows share, sum(min(target_probs, draft_probs)) = 1 - total variation distance (Leviathan et al., 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.drafter_service.training.pupil import FIRST_DRAFTED_ROW, Pupil
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionFigures:
+    """Mean acceptance at one draft position, over all roots."""
+
+    position: int
+    greedy: float
+    chain: float
+    rejection: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceFigures:
+    """What drafts from held-out text would bring."""
+
+    num_roots: int
+    positions: tuple[PositionFigures, ...]
+    greedy_length: float  # mean acceptance length, bonus token included: 1 + sum of `chain`
+    rejection_length: float  # the same at temperature 1: 1 + sum of the mean running products of shared mass
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def measure_acceptance(pupil: Pupil, windows: Iterable[Tensor]) -> AcceptanceFigures:
+    """Judge a pupil in full precision on held-out windows, int64 [rows, window] each."""
+    agreements: list[Tensor] = []
+    shares: list[Tensor] = []
+    for token_ids in windows:
+        agreed, shared = _compare(pupil, token_ids)  # [num_positions, num_roots] each
+        agreements.append(agreed)
+        shares.append(shared)
+    agreed, shared = torch.cat(agreements, dim=1), torch.cat(shares, dim=1)
+    chain, running = agreed.cumprod(dim=0), shared.cumprod(dim=0)
+    return AcceptanceFigures(
+        num_roots=agreed.shape[1],
+        positions=tuple(
+            PositionFigures(position=position, greedy=greedy, chain=chained, rejection=rejection)
+            for position, (greedy, chained, rejection) in enumerate(
+                zip(_means(agreed), _means(chain), _means(shared), strict=True)
+            )
+        ),
+        greedy_length=1 + math.fsum(_means(chain)),
+        rejection_length=1 + math.fsum(_means(running)),
+    )
+
+
+def _means(figures: Tensor) -> Sequence[float]:
+    means: list[float] = figures.mean(dim=1).tolist()
+    return means
+
+
+def _compare(pupil: Pupil, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return agreement and shared mass, float32 [num_positions, num_roots] each, the roots of all rows in one line."""
+    lesson = pupil.teacher.lesson(token_ids)
+    agreements: list[Tensor] = []
+    shares: list[Tensor] = []
+    for position, draft_logits in enumerate(pupil.position_logits(lesson)):
+        start = FIRST_DRAFTED_ROW + position
+        target_logits = lesson.logits[:, start : start + draft_logits.shape[1]]
+        draft_logits = draft_logits[..., : target_logits.shape[-1]]
+        likeliest = draft_logits.argmax(-1)  # [rows, num_roots]
+        target_probs = target_logits.softmax(-1)
+        if pupil.vocab_ids is not None:
+            likeliest, target_probs = pupil.vocab_ids[likeliest], target_probs[..., pupil.vocab_ids]
+        agreements.append((likeliest == target_logits.argmax(-1)).float().flatten())
+        shares.append(torch.minimum(draft_logits.float().softmax(-1), target_probs).sum(-1).flatten())
+    return torch.stack(agreements), torch.stack(shares)

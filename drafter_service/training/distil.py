@@ -1,0 +1,192 @@
+"""One training run from options to a drafter's folder: load the target and the text, train, save, judge.
+
+The output folder holds the drafter in its public format and the figures; the checkpoint to resume from lies beside
+it, in `<output>.training/`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from outrider.drafter_service.embedded.train import Phase, Recipe
+from outrider.drafter_service.training.acceptance import AcceptanceFigures, measure_acceptance
+from outrider.drafter_service.training.corpus_windows import Corpus, load_corpus
+from outrider.drafter_service.training.draft_model import DraftModelPupil, DraftShape
+from outrider.drafter_service.training.eagle3 import Eagle3Pupil, Eagle3Shape
+from outrider.drafter_service.training.medusa import MedusaPupil, MedusaShape
+from outrider.drafter_service.training.pupil import Pupil
+from outrider.drafter_service.training.teacher import Teacher
+from outrider.drafter_service.training.trainer import Budget, StepReport, Trainer
+
+Method = Literal["draft-model", "medusa", "eagle3"]
+METHODS: tuple[Method, ...] = ("draft-model", "medusa", "eagle3")
+FIGURES_NAME = "acceptance.json"
+CHECKPOINT_NAME = "checkpoint.pt"
+VECTOR_LR_WIDTH = 256  # the hidden size that the embedded pair's rate for embeddings was found at
+
+OnStep = Callable[[StepReport], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistilOptions:
+    """What to train, from what, for how long, and where it goes."""
+
+    method: Method
+    target: Path
+    text: tuple[Path, ...]
+    output: Path
+    budget: Budget
+    held_out: tuple[Path, ...] = ()  # (): the last of the text
+    device: str = "auto"
+    resume: bool = False
+    rows: int = 16  # windows of one step
+    window: int = 256
+    seed: int = 0
+    num_positions: int = 4  # Medusa's heads, EAGLE-3's unrolled steps; of all: draft positions in the figures
+    eval_windows: int = 64
+    matrix_lr: float = 0.04  # of Muon; heads that begin near the target bear twice what a new model does
+    checkpoint_every_s: float = 60.0
+    init_from: Path | None = None  # a draft model to go on with
+    draft: DraftShape = field(default_factory=DraftShape)
+    medusa: MedusaShape = field(default_factory=MedusaShape)
+    eagle3: Eagle3Shape = field(default_factory=Eagle3Shape)
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, not {self.method}")
+        if min(self.rows, self.num_positions, self.eval_windows) < 1:
+            raise ValueError("rows, num_positions and eval_windows must be positive")
+        if self.window <= self.num_positions + 1:
+            raise ValueError(f"window: {self.window} tokens leave no root for drafts of {self.num_positions}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"device must be auto, cpu or cuda, not {self.device}")
+
+    @property
+    def work(self) -> Path:
+        """The folder of the checkpoint."""
+        return self.output.with_name(f"{self.output.name}.training")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distilled:
+    """What a run ended with."""
+
+    num_steps: int
+    num_tokens: int
+    elapsed_s: float
+    acceptance: AcceptanceFigures
+
+
+def distil(options: DistilOptions, on_step: OnStep) -> Distilled:
+    """Train as the options say, or go on with what was begun, and write the drafter and its figures.
+
+    Raises:
+        ValueError: an option, the text or the target does not fit; the text names which.
+        OSError: there is no such target.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    corpus = load_corpus(tokenizer, options.text, options.held_out, window=options.window, seed=options.seed)
+    teacher = Teacher.load(options.target, pick_device(options.device))
+    return distil_from(options, teacher, tokenizer, corpus, on_step)
+
+
+def distil_from(
+    options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, on_step: OnStep
+) -> Distilled:
+    """Do the same with a target and text that are loaded already."""
+    pupil = make_pupil(options, teacher, tokenizer, corpus)
+    trainer = Trainer(
+        pupil=pupil,
+        stream=corpus.training,
+        recipe=recipe_for(options, teacher),
+        budget=options.budget,
+        checkpoint=options.work / CHECKPOINT_NAME,
+        settings=_settings(options, corpus),
+    )
+    for report in trainer.train(resume=options.resume):
+        on_step(report)
+    pupil.save(options.output)
+    windows = corpus.held_out.windows(options.window, limit=options.eval_windows)
+    distilled = Distilled(
+        num_steps=trainer.progress.step,
+        num_tokens=trainer.progress.num_tokens,
+        elapsed_s=trainer.progress.elapsed_s,
+        acceptance=measure_acceptance(pupil, windows.split(options.rows)),
+    )
+    (options.output / FIGURES_NAME).write_text(json.dumps(to_json(options, distilled), indent=2) + "\n")
+    for file in options.output.iterdir():
+        file.chmod(0o644)  # safetensors keeps its files from others
+    return distilled
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device that is named; auto: CUDA where there is a GPU. Raises `ValueError` for a missing one."""
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ValueError("device: cuda was asked for, and there is no CUDA device")
+    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+
+
+def make_pupil(options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> Pupil:
+    """Begin the drafter that the options name."""
+    if options.method == "medusa":
+        return MedusaPupil.create(
+            teacher, corpus.training, shape=options.medusa, num_heads=options.num_positions, seed=options.seed
+        )
+    if options.method == "eagle3":
+        return Eagle3Pupil.create(
+            teacher, corpus.training, shape=options.eagle3, num_positions=options.num_positions, seed=options.seed
+        )
+    if options.init_from is not None:
+        return DraftModelPupil.load(options.init_from, teacher, tokenizer, num_positions=options.num_positions)
+    return DraftModelPupil.create(
+        teacher, tokenizer, shape=options.draft, num_positions=options.num_positions, seed=options.seed
+    )
+
+
+def recipe_for(options: DistilOptions, teacher: Teacher) -> Recipe:
+    """Return the embedded pair's recipe with these windows; wide models get a smaller rate for their embeddings."""
+    recipe = Recipe(
+        minutes=options.budget.minutes,
+        matrix_lr=options.matrix_lr,
+        phases=(Phase(until=1.0, rows=options.rows, window=options.window),),
+        checkpoint_every_s=options.checkpoint_every_s,
+        seed=options.seed,
+    )
+    return replace(recipe, vector_lr=recipe.vector_lr * min(1.0, VECTOR_LR_WIDTH / teacher.hidden_size))
+
+
+def to_json(options: DistilOptions, distilled: Distilled) -> dict[str, object]:
+    """Return the figures with what they were measured on."""
+    return {
+        "method": options.method,
+        "num_steps": distilled.num_steps,
+        "num_tokens": distilled.num_tokens,
+        "elapsed_s": round(distilled.elapsed_s, 1),
+        "window": options.window,
+        "held_out": distilled.acceptance.to_json(),
+    }
+
+
+def _settings(options: DistilOptions, corpus: Corpus) -> dict[str, str]:
+    """Return what a resumed run must have in common with the one it goes on with; its budget may grow."""
+    shape = {"draft-model": options.draft, "medusa": options.medusa, "eagle3": options.eagle3}[options.method]
+    return {
+        "method": options.method,
+        "target": str(options.target.resolve()),
+        "text": corpus.training.digest(),
+        "rows": str(options.rows),
+        "window": str(options.window),
+        "seed": str(options.seed),
+        "matrix_lr": str(options.matrix_lr),
+        "num_positions": str(options.num_positions),
+        "shape": str(shape),
+        "init_from": str(options.init_from),
+    }

@@ -1,0 +1,100 @@
+"""Distil a small causal language model with the target's vocabulary: KL(target || draft) at every token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider.drafter_service.embedded.train import export
+from outrider.drafter_service.training.pupil import TargetLaw, num_roots
+from outrider.drafter_service.training.teacher import Lesson, Teacher
+
+HEAD_DIM = 64
+MIN_NUM_LAYERS = 2
+DEPTH_SHARE = 6  # a sixth of the target's layers
+WIDTH_SHARE = 2  # half of its width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftShape:
+    """The dimensions of a new draft model, Llama-style with tied embeddings; 0: from the target's."""
+
+    hidden_size: int = 0
+    num_layers: int = 0
+
+    def config_for(self, teacher: Teacher) -> LlamaConfig:
+        """Return a configuration that shares the target's vocabulary, special tokens and context length."""
+        target = teacher.model.config.get_text_config()
+        num_layers = self.num_layers or max(MIN_NUM_LAYERS, teacher.num_layers // DEPTH_SHARE)
+        hidden_size = self.hidden_size or teacher.hidden_size // WIDTH_SHARE
+        head_dim = min(HEAD_DIM, hidden_size // 4)
+        if head_dim < 2 or head_dim % 2 or hidden_size % head_dim:
+            raise ValueError(f"hidden_size must be a multiple of 8, of {HEAD_DIM} from 256 on, not {hidden_size}")
+        num_heads = hidden_size // head_dim
+        return LlamaConfig(
+            vocab_size=teacher.vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=-(-hidden_size * 11 // (4 * 32)) * 32,
+            num_hidden_layers=num_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_heads // 2 if num_heads % 2 == 0 else num_heads,
+            max_position_embeddings=target.max_position_embeddings,
+            tie_word_embeddings=True,
+            bos_token_id=target.bos_token_id,
+            eos_token_id=target.eos_token_id,
+        )
+
+
+class DraftModelPupil:
+    """A whole model as drafter: it needs nothing of the target but tokens."""
+
+    vocab_ids: Tensor | None = None
+
+    def __init__(
+        self, model: PreTrainedModel, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, *, num_positions: int = 4
+    ) -> None:
+        if model.config.vocab_size < teacher.vocab_size:
+            raise ValueError(f"draft model: {model.config.vocab_size} tokens, the target has {teacher.vocab_size}")
+        self.module = model
+        self.teacher = teacher
+        self.num_positions = num_positions
+        self._tokenizer: Any = tokenizer
+
+    @classmethod
+    def create(
+        cls, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, *, shape: DraftShape, num_positions: int, seed: int
+    ) -> DraftModelPupil:
+        """Begin a new model with random weights."""
+        torch.manual_seed(seed)
+        model: Any = LlamaForCausalLM(shape.config_for(teacher))
+        return cls(model.to(teacher.device), teacher, tokenizer, num_positions=num_positions)
+
+    @classmethod
+    def load(
+        cls, folder: Path, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, *, num_positions: int
+    ) -> DraftModelPupil:
+        """Begin with a model that there is already."""
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return cls(model.to(teacher.device), teacher, tokenizer, num_positions=num_positions)
+
+    def loss(self, lesson: Lesson) -> Tensor:
+        return TargetLaw.of(lesson.logits, None).divergence(self._logits(lesson), 0)
+
+    def position_logits(self, lesson: Lesson) -> list[Tensor]:
+        """Return the same rows at each position, one token further: given the text, a model knows no positions."""
+        logits = self._logits(lesson)  # [rows, window, vocab_size]
+        count = num_roots(lesson, self.num_positions)
+        return [logits[:, 1 + position : 1 + position + count] for position in range(self.num_positions)]
+
+    def save(self, folder: Path) -> None:
+        model: Any = self.module
+        export(model, self._tokenizer, folder)
+
+    def _logits(self, lesson: Lesson) -> Tensor:
+        logits: Tensor = self.module(input_ids=lesson.token_ids, use_cache=False).logits
+        return logits[..., : lesson.logits.shape[-1]]

@@ -1,0 +1,77 @@
+"""Distil Medusa heads (Cai et al. 2024, arXiv 2401.10774): head k learns the target's law two tokens on, and k more.
+
+The published recipe with frozen target (Medusa-1), its cross-entropy to the text's next tokens replaced by that to the
+target's law there: each row then teaches the whole distribution that rejection sampling compares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.drafter_service.heads.medusa import MedusaHeads
+from outrider.drafter_service.training.corpus_windows import TokenStream, frequent_ids
+from outrider.drafter_service.training.pupil import TargetLaw, decayed_loss, num_roots
+from outrider.drafter_service.training.teacher import Lesson, Teacher
+from outrider.verifier_service.drafting import FINAL_TAP
+
+POSITION_DECAY = 0.8
+SAVED_DTYPE = torch.float16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaShape:
+    """What can be chosen of new heads."""
+
+    num_layers: int = 1
+    draft_vocab_size: int = 0  # the most frequent tokens; 0: the target's whole vocabulary
+
+
+class MedusaPupil:
+    """Heads that all read the target's last state; each has an output embedding of its own."""
+
+    def __init__(self, heads: MedusaHeads, teacher: Teacher) -> None:
+        self.module = heads
+        self.teacher = teacher.tapping((FINAL_TAP,))
+        self.num_positions = heads.num_heads
+        self.vocab_ids = heads.token_map
+
+    @classmethod
+    def create(
+        cls, teacher: Teacher, stream: TokenStream, *, shape: MedusaShape, num_heads: int, seed: int
+    ) -> MedusaPupil:
+        """Begin new heads: output embeddings are the target's, blocks pass the state through."""
+        torch.manual_seed(seed)
+        is_reduced = 0 < shape.draft_vocab_size < teacher.vocab_size
+        token_map = frequent_ids(stream, teacher.vocab_size, shape.draft_vocab_size) if is_reduced else None
+        heads = MedusaHeads(
+            hidden_size=teacher.hidden_size,
+            vocab_size=teacher.vocab_size,
+            num_heads=num_heads,
+            num_layers=shape.num_layers,
+            token_map=token_map,
+        ).to(teacher.device)
+        with torch.no_grad():
+            rows = teacher.head if token_map is None else teacher.head[token_map.to(teacher.device)]
+            for name, parameter in heads.named_parameters():
+                if name.startswith("lm_heads."):
+                    parameter.copy_(rows)
+                else:
+                    parameter.zero_()
+        return cls(heads, teacher)
+
+    def loss(self, lesson: Lesson) -> Tensor:
+        law = TargetLaw.of(lesson.logits, self.vocab_ids)
+        return decayed_loss(self.position_logits(lesson), law, decay=POSITION_DECAY)
+
+    def position_logits(self, lesson: Lesson) -> list[Tensor]:
+        """Return each head's rows: [rows, num_roots, draft_vocab_size] per head."""
+        count = num_roots(lesson, self.num_positions)
+        logits = self.module(lesson.states[:, :count])  # [num_heads, rows, num_roots, vocab_size]
+        return [head if self.vocab_ids is None else head[..., self.vocab_ids] for head in logits]
+
+    def save(self, folder: Path) -> None:
+        self.module.save(folder, dtype=SAVED_DTYPE)

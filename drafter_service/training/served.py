@@ -1,0 +1,88 @@
+"""Mean acceptance length of a drafter as it is served: the target's greedy text, drafted round by round.
+
+Greedy verification commits the target's own continuation whatever is drafted. So that is made once, with the states of
+all its tokens, and the rounds are played over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.drafter_service.engine import Ask, Drafter
+from outrider.drafter_service.sessions import SessionKey
+from outrider.drafter_service.training.teacher import Teacher
+from outrider.verifier_service.drafting import DraftSampling
+
+GREEDY = DraftSampling(temperature=0.0)
+MAX_NUM_TOKENS = 512  # of one step of the drafter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """Verifications over some continuations."""
+
+    num_rounds: int
+    num_committed: int
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens committed per verification, the bonus token included."""
+        return self.num_committed / self.num_rounds
+
+
+def play_greedily(
+    teacher: Teacher, drafter: Drafter, prompts: Iterable[Sequence[int]], *, num_new_tokens: int, draft_length: int
+) -> Rounds:
+    """Continue every prompt greedily by so many tokens, drafted by `drafter` in chains; the last round may be cut."""
+    tapped = teacher.tapping(drafter.needs.taps)
+    num_rounds = num_committed = 0
+    for index, prompt in enumerate(prompts):
+        key = SessionKey("verifier", f"prompt-{index}")
+        tokens = _continuation(teacher, prompt, num_new_tokens)
+        states = tapped.lesson(torch.tensor([tokens])).states[0]  # [num_tokens, width]
+        position = len(prompt)
+        while position < len(tokens):
+            chain = _draft(drafter, key, num_rounds, tokens[:position], states, draft_length)
+            position += _num_common(chain, tokens[position:]) + 1
+            num_rounds += 1
+        drafter.release(key)
+        num_committed += len(tokens) - len(prompt)
+    return Rounds(num_rounds=num_rounds, num_committed=num_committed)
+
+
+@torch.no_grad()
+def _continuation(teacher: Teacher, prompt: Sequence[int], num_new_tokens: int) -> list[int]:
+    """Return the prompt and the target's greedy continuation, past end-of-text tokens."""
+    fresh, cache, tokens = torch.tensor([list(prompt)], device=teacher.device), None, list(prompt)
+    for _ in range(num_new_tokens):
+        output = teacher.model(input_ids=fresh, past_key_values=cache, use_cache=True)
+        fresh, cache = output.logits[:, -1:].argmax(-1), output.past_key_values  # [1, 1]
+        tokens.append(int(fresh))
+    return tokens
+
+
+def _draft(
+    drafter: Drafter, key: SessionKey, ask_id: int, tokens: list[int], states: Tensor, length: int
+) -> tuple[int, ...]:
+    num_states = len(tokens) - 1
+    known = states[num_states - 1 : num_states] if drafter.needs.last_state_only else states[:num_states]
+    ask = Ask(
+        key=key,
+        ask_id=ask_id,
+        token_ids=tokens,
+        sampling=GREEDY,
+        length=length,
+        states=known if drafter.needs.taps else None,
+    )
+    while not (results := drafter.draft([ask], max_num_tokens=MAX_NUM_TOKENS)):
+        pass
+    return results[0].token_ids
+
+
+def _num_common(left: Sequence[int], right: Sequence[int]) -> int:
+    pairs = zip(left, right, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

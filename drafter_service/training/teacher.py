@@ -1,0 +1,109 @@
+"""What a drafter in training sees of its target: its law at every position and the states that its verifier taps."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from outrider.verifier_service.drafting import FINAL_TAP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """Windows of text, and what the target makes of them."""
+
+    token_ids: Tensor  # int64 [rows, window]
+    logits: Tensor  # float32 [rows, window, vocab_size]; after each token
+    states: Tensor  # float32 [rows, window, width]; the taps' hidden states side by side, width 0 without taps
+
+
+class Teacher:
+    """A frozen target."""
+
+    def __init__(self, model: PreTrainedModel, taps: tuple[int, ...] = ()) -> None:
+        """Tap the states that `taps` name, as in `DraftNeeds`."""
+        self.model = model.eval().requires_grad_(False)
+        self._taps = taps
+        check_taps(taps, self.num_layers)
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, *, dtype: torch.dtype | str = "auto") -> Teacher:
+        """Load a target's checkpoint."""
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        return cls(model.to(device))
+
+    def tapping(self, taps: tuple[int, ...]) -> Teacher:
+        """Return the same target with other taps."""
+        return Teacher(self.model, taps)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def hidden_size(self) -> int:
+        """Values of one hidden state."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
+    @property
+    def embedding(self) -> Tensor:
+        """[vocab_size, hidden_size]"""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def head(self) -> Tensor:
+        """[vocab_size, hidden_size]"""
+        return self.model.get_output_embeddings().weight
+
+    def has_parameter(self, patterns: Iterable[str]) -> bool:
+        """Tell whether the target has a tensor whose name matches one of some regular expressions."""
+        return any(re.search(pattern, name) for pattern in patterns for name, _ in self.model.named_parameters())
+
+    @torch.no_grad()
+    def lesson(self, token_ids: Tensor) -> Lesson:
+        """Run the target over windows of text: int64 [rows, window]."""
+        token_ids = token_ids.to(self.device)
+        output = self.model(input_ids=token_ids, use_cache=False, output_hidden_states=bool(self._taps))
+        hidden = output.hidden_states  # of each layer its input, then what the output embedding sees
+        tapped = [hidden[-1 if tap == FINAL_TAP else tap] for tap in self._taps]
+        states = torch.cat(tapped, dim=-1) if tapped else output.logits.new_zeros((*token_ids.shape, 0))
+        return Lesson(token_ids=token_ids, logits=output.logits.float(), states=states.float())
+
+
+def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
+    """Raise `ValueError` for a tap that names no layer of the target."""
+    for tap in taps:
+        if tap != FINAL_TAP and not 0 <= tap < num_layers:
+            raise ValueError(f"taps: {tap} is no layer of a target with {num_layers} layers")
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """Return EAGLE-3's three taps (2, N/2, N-3), or three of a shallow target's layers where those would collide."""
+    taps = (2, num_layers // 2, num_layers - 3)
+    return taps if taps[0] < taps[1] < taps[2] else (1, num_layers // 2, num_layers - 1)
+
+
+@contextmanager
+def half_precision(device: torch.device) -> Iterator[None]:
+    """Compute matrix products in bfloat16: 1.7 times fp32 on a CPU with avx512_bf16, far more on a GPU."""
+    with torch.autocast(device.type, torch.bfloat16), warnings.catch_warnings():
+        # float32 norms over bfloat16 rows are wanted here
+        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+        yield

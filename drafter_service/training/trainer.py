@@ -1,0 +1,149 @@
+"""Distil a pupil from its teacher: the embedded pair's recipe on any drafter, stopped and resumed at will.
+
+A step is a function of the weights, the optimizers and its own number (its windows depend on seed and number alone),
+and a checkpoint holds all three and torch's generator, so a resumed run ends where an uninterrupted one does. With a
+budget of minutes the learning rate follows the clock, so a run on a busy machine still ends annealed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon
+
+from outrider.drafter_service.embedded.train import Optimizers, Progress, Recipe
+from outrider.drafter_service.training.corpus_windows import TokenStream
+from outrider.drafter_service.training.pupil import Pupil
+from outrider.drafter_service.training.teacher import half_precision
+
+log = logging.getLogger(__name__)
+
+MAX_GRAD_NORM = 1.0
+TABLES = ("embed", "lm_head")  # one row per token: no matrices between hidden states, which Muon is for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """When a run ends: after so many steps or minutes, whichever comes first."""
+
+    num_steps: int | None = None
+    minutes: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.num_steps is None and math.isinf(self.minutes):
+            raise ValueError("steps or minutes: one of them must be given")
+        if self.minutes <= 0 or (self.num_steps is not None and self.num_steps < 1):
+            raise ValueError("steps and minutes must be positive")
+
+    def share_used(self, progress: Progress) -> float:
+        """Return the elapsed share of the budget, 1 or more when it is used up."""
+        by_steps = 0.0 if self.num_steps is None else progress.step / self.num_steps
+        return max(by_steps, progress.elapsed_s / (self.minutes * 60))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One training step, for the progress bar."""
+
+    step: int
+    loss: float
+    share_used: float
+    elapsed_s: float
+
+
+class PupilOptimizers(Optimizers):
+    """The embedded pair's optimizers over what a pupil trains, output embeddings among AdamW's."""
+
+    def __init__(self, module: nn.Module, recipe: Recipe) -> None:
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        tables = {name for name, p in named if p.ndim != 2 or any(table in name for table in TABLES)}
+        matrices = [p for name, p in named if name not in tables]
+        vectors = [p for name, p in named if name in tables]
+        self.optimizers = (
+            Muon(matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay),
+            AdamW(vectors, lr=recipe.vector_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        )
+        self.base_lrs = (recipe.matrix_lr, recipe.vector_lr)
+
+
+@dataclass(slots=True)
+class Trainer:
+    """One pupil on its way through its budget, with the file that it resumes from."""
+
+    pupil: Pupil
+    stream: TokenStream
+    recipe: Recipe
+    budget: Budget
+    checkpoint: Path
+    settings: Mapping[str, str]  # what a resumed run must share with the one it goes on with
+    progress: Progress = field(default_factory=Progress)
+
+    def train(self, *, resume: bool) -> Iterator[StepReport]:
+        """Train until the budget is used up, one report per step.
+
+        Raises:
+            ValueError: there is a checkpoint and `resume` is off, or it was written under other settings.
+        """
+        optimizers = PupilOptimizers(self.pupil.module, self.recipe)
+        if resume and self.checkpoint.exists():
+            self._load(optimizers)
+        elif self.checkpoint.exists():
+            raise ValueError(f"{self.checkpoint}: a run stopped here; resume it, or remove the file to start again")
+        saved_at_s = self.progress.elapsed_s
+        while (share := self.budget.share_used(self.progress)) < 1.0:
+            yield self._step(optimizers, share)
+            if self.progress.elapsed_s - saved_at_s > self.recipe.checkpoint_every_s:
+                self._save(optimizers)
+                saved_at_s = self.progress.elapsed_s
+        self._save(optimizers)
+
+    def _step(self, optimizers: Optimizers, share: float) -> StepReport:
+        started_s = time.perf_counter()
+        progress, phase = self.progress, self.recipe.phase(share)
+        token_ids = self.stream.batch(progress.step, rows=phase.rows, window=phase.window, seed=self.recipe.seed)
+        with half_precision(self.pupil.teacher.device):
+            loss = self.pupil.loss(self.pupil.teacher.lesson(token_ids))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.pupil.module.parameters(), MAX_GRAD_NORM)
+        optimizers.step(self.recipe.lr_scale(progress.step, share))
+        progress.step += 1
+        progress.num_tokens += token_ids.numel()
+        value = loss.item()  # waits for the device, so that the time below is the step's
+        progress.elapsed_s += time.perf_counter() - started_s
+        return StepReport(
+            step=progress.step, loss=value, share_used=self.budget.share_used(progress), elapsed_s=progress.elapsed_s
+        )
+
+    def _save(self, optimizers: Optimizers) -> None:
+        state = {
+            "settings": dict(self.settings),
+            "trained": {name: p.detach() for name, p in self.pupil.module.named_parameters() if p.requires_grad},
+            "optimizers": optimizers.state_dict(),
+            "progress": (self.progress.step, self.progress.elapsed_s, self.progress.num_tokens),
+            "rng": torch.get_rng_state(),
+        }
+        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, self.checkpoint)
+
+    def _load(self, optimizers: Optimizers) -> None:
+        state = torch.load(self.checkpoint, map_location=self.pupil.teacher.device, weights_only=True)
+        for name in sorted(self.settings.keys() | state["settings"].keys()):
+            ours, theirs = self.settings.get(name), state["settings"].get(name)
+            if ours != theirs:
+                raise ValueError(f"{name}: {ours} does not go on with the run in {self.checkpoint}, which had {theirs}")
+        self.pupil.module.load_state_dict(state["trained"], strict=False)  # the frozen rest is the target's
+        optimizers.load_state_dict(state["optimizers"])
+        step, elapsed_s, num_tokens = state["progress"]
+        self.progress = Progress(step=step, elapsed_s=elapsed_s, num_tokens=num_tokens)
+        torch.set_rng_state(state["rng"].cpu())
+        log.info("resuming %s at step %d", self.checkpoint, step)

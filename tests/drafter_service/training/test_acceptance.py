@@ -1,0 +1,76 @@
+"""The figures of hand-made rows, worked out by hand."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.drafter_service.training.acceptance import measure_acceptance
+from outrider.drafter_service.training.teacher import Lesson
+
+# after token i the target says: token i + 1 of 4 surely, but for the last row, which is even between 0 and 1
+TARGET = torch.tensor([[0.0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0.5, 0.5, 0, 0]])
+
+
+@dataclass
+class FixedTeacher:
+    """Answers every window with `TARGET`."""
+
+    def lesson(self, token_ids: Tensor) -> Lesson:
+        rows = len(token_ids)
+        return Lesson(
+            token_ids=token_ids, logits=TARGET.log().expand(rows, -1, -1), states=torch.zeros(rows, len(TARGET), 0)
+        )
+
+
+def pupil_of(*positions, vocab_ids=None):
+    logits = [torch.tensor(rows).log()[None] for rows in positions]
+    return SimpleNamespace(
+        teacher=FixedTeacher(), position_logits=lambda lesson: logits, vocab_ids=vocab_ids, num_positions=len(logits)
+    )
+
+
+WINDOWS = [torch.zeros(1, 5, dtype=torch.long)]
+
+
+def test_agreement_chains_and_shared_mass_by_hand():
+    figures = measure_acceptance(
+        pupil_of(
+            # roots 0, 1, 2 against the target's rows 1, 2, 3, then 2, 3, 4
+            [[0.0, 0, 0.75, 0.25], [0, 0, 0, 1], [0.4, 0.6, 0, 0]],
+            [[0.0, 0, 0.5, 0.5], [1, 0, 0, 0], [0.8, 0.2, 0, 0]],
+        ),
+        WINDOWS,
+    )
+    first, second = figures.positions
+    assert figures.num_roots == 3
+    assert (first.greedy, first.chain) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
+    assert first.rejection == pytest.approx((0.75 + 1 + 0.4) / 3)
+    # root 0: equal halves, the likeliest is the first of them, 2: wrong; root 2: right, but not its position 0
+    assert (second.greedy, second.chain) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
+    assert second.rejection == pytest.approx((0.5 + 1 + 0.7) / 3)
+    assert figures.greedy_length == pytest.approx(1 + 2 / 3 + 1 / 3)
+    assert figures.rejection_length == pytest.approx(1 + (0.75 + 1 + 0.4) / 3 + (0.75 * 0.5 + 1 + 0.4 * 0.7) / 3)
+
+
+def test_a_reduced_vocabulary_is_read_in_the_targets_ids():
+    # draft ids 0, 1 are the target's 3, 0
+    rows = [[0.0, 1], [1, 0], [0.1, 0.9]]
+    figures = measure_acceptance(pupil_of(rows, vocab_ids=torch.tensor([3, 0])), WINDOWS)
+    (only,) = figures.positions
+    assert only.greedy == pytest.approx(2 / 3)  # the target says 2, 3, 0; the draft 0, 3, 0
+    assert only.rejection == pytest.approx((0 + 1 + 0.9) / 3)
+
+
+def test_a_padded_vocabulary_is_cut_to_the_targets():
+    rows = [[0.0, 0, 0.5, 0, 0.5], [0, 0, 0, 0.5, 0.5], [0.5, 0, 0, 0, 0.5]]
+    (only,) = measure_acceptance(pupil_of(rows), WINDOWS).positions
+    assert (only.greedy, only.rejection) == (1.0, pytest.approx(1.0))
+
+
+def test_the_figures_of_several_batches_are_pooled_over_roots():
+    pupil = pupil_of([[0.0, 0, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0]])
+    assert measure_acceptance(pupil, WINDOWS * 2).num_roots == 6
+    assert measure_acceptance(pupil, WINDOWS * 2).positions == measure_acceptance(pupil, WINDOWS).positions

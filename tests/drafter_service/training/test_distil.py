@@ -1,0 +1,146 @@
+"""From options to a folder that the loaders read, with figures beside it; wrong options are named."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from outrider.drafter_service.embedded.train import Recipe
+from outrider.drafter_service.heads.eagle3 import Eagle3Head
+from outrider.drafter_service.heads.medusa import MedusaHeads
+from outrider.drafter_service.training.distil import distil, pick_device, recipe_for
+from outrider.drafter_service.training.draft_model import DraftModelPupil, DraftShape
+from outrider.drafter_service.training.medusa import MedusaShape
+from outrider.drafter_service.training.trainer import Budget
+from outrider.verifier_service.weights import Checkpoint
+from tiny_training import DRAFT_VOCAB_SIZE, VOCAB_SIZE, make_teacher, options_for, write_target, write_text
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("place")
+    write_target(folder / "target")
+    write_text(folder / "text")
+    return folder
+
+
+def run(options, place):
+    reports: list = []
+    options = replace(options, target=place / "target", text=(place / "text",))
+    return distil(options, reports.append), reports
+
+
+def load_draft_model(place, folder):
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id is not None
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert (model.config.vocab_size, model.config.hidden_size) == (VOCAB_SIZE, 32)
+
+
+def load_medusa(place, folder):
+    heads = MedusaHeads.from_folder(folder)
+    assert (heads.num_heads, heads.num_layers, heads.vocab_size) == (3, 1, VOCAB_SIZE)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 1)
+
+
+def load_eagle3(place, folder):
+    with Checkpoint(folder) as own:
+        assert {"fc.weight", "midlayer.self_attn.q_proj.weight", "d2t", "t2d"} <= set(own.names)
+        assert "embed_tokens.weight" not in own
+        assert int(own.read("t2d").sum()) == DRAFT_VOCAB_SIZE
+    with Checkpoint(place / "target") as target:
+        head = Eagle3Head.from_folder(folder, target=target)
+    assert head.taps == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("method", "load"),
+    [("draft-model", load_draft_model), ("medusa", load_medusa), ("eagle3", load_eagle3)],
+)
+def test_a_run_writes_what_the_loaders_read_and_its_figures(method, load, place, tmp_path):
+    distilled, reports = run(options_for(method, tmp_path / "drafter", num_steps=3), place)
+    load(place, tmp_path / "drafter")
+    figures = json.loads((tmp_path / "drafter" / "acceptance.json").read_text())
+    assert figures["method"] == method
+    assert figures["num_steps"] == distilled.num_steps == 3
+    assert figures["num_tokens"] == 3 * 4 * 16
+    assert len(figures["held_out"]["positions"]) == 3
+    assert 0 < figures["held_out"]["positions"][0]["rejection"] < 1
+    assert [report.step for report in reports] == [1, 2, 3]
+    assert (tmp_path / "drafter.training" / "checkpoint.pt").exists()
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "drafter").iterdir()} == {0o644}
+
+
+def test_a_resumed_run_adds_steps_and_other_text_is_refused(place, tmp_path):
+    options = options_for("medusa", tmp_path / "drafter", num_steps=2)
+    run(options, place)
+    more = replace(options, resume=True, budget=Budget(num_steps=5))
+    assert [report.step for report in run(more, place)[1]] == [3, 4, 5]
+    (tmp_path / "other.txt").write_text("something else " * 40)
+    with pytest.raises(ValueError, match=r"^text: .* does not go on with the run in"):
+        distil(replace(more, target=place / "target", text=(tmp_path / "other.txt",)), lambda report: None)
+    with pytest.raises(ValueError, match=r"^shape: MedusaShape\(num_layers=2"):
+        run(replace(more, medusa=MedusaShape(num_layers=2)), place)
+
+
+def test_a_draft_model_can_go_on_from_another(place, tmp_path):
+    run(options_for("draft-model", tmp_path / "first", num_steps=1), place)
+    again = replace(options_for("draft-model", tmp_path / "second", num_steps=1), init_from=tmp_path / "first")
+    run(replace(again, draft=DraftShape(hidden_size=64)), place)  # the model's own shape counts
+    load_draft_model(place, tmp_path / "second")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "eagle9"}, "method must be one of draft-model, medusa, eagle3"),
+        ({"window": 4}, "window: 4 tokens leave no root for drafts of 3"),
+        ({"rows": 0}, "rows, num_positions and eval_windows must be positive"),
+        ({"device": "tpu"}, "device must be auto, cpu or cuda"),
+    ],
+)
+def test_wrong_options_are_named(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        replace(options_for("medusa", tmp_path), **changes)
+
+
+def test_a_target_that_is_not_there_is_an_error_that_names_it(tmp_path):
+    with pytest.raises((OSError, ValueError), match="target"):
+        distil(options_for("medusa", tmp_path / "drafter"), lambda report: None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused():
+    assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="no CUDA device"):
+        pick_device("cuda")
+
+
+def test_a_draft_model_needs_the_targets_vocabulary():
+    teacher = make_teacher()
+    small = AutoModelForCausalLM.from_config(DraftShape(hidden_size=32).config_for(teacher))
+    small.config.vocab_size = VOCAB_SIZE - 1
+    with pytest.raises(ValueError, match=f"draft model: {VOCAB_SIZE - 1} tokens, the target has {VOCAB_SIZE}"):
+        DraftModelPupil(small, teacher, None)
+
+
+@pytest.mark.parametrize(("hidden_size", "head_dim"), [(8, 2), (32, 8), (128, 32), (512, 64)])
+def test_a_new_draft_model_is_shaped_after_its_target(hidden_size, head_dim):
+    config = DraftShape(hidden_size=hidden_size).config_for(make_teacher())
+    assert (config.head_dim, config.num_hidden_layers) == (head_dim, 2)
+    assert config.max_position_embeddings == 256
+    assert config.num_attention_heads * head_dim == hidden_size
+    with pytest.raises(ValueError, match="hidden_size must be a multiple of 8"):
+        DraftShape(hidden_size=hidden_size + 1).config_for(make_teacher())
+
+
+def test_wide_targets_get_a_smaller_rate_for_their_embeddings(tmp_path):
+    recipe = recipe_for(options_for("medusa", tmp_path), make_teacher())
+    assert recipe.vector_lr == Recipe(minutes=1).vector_lr
+    assert math.isinf(recipe.minutes)
+    teacher = make_teacher()
+    teacher.model.config.hidden_size = 1024
+    assert recipe_for(options_for("medusa", tmp_path), teacher).vector_lr == pytest.approx(1e-3)

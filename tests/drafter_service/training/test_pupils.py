@@ -1,0 +1,229 @@
+"""A pupil's rows are those of the drafter that is served: same roots, same states, same positions."""
+
+import pytest
+import torch
+
+from outrider.drafter_service.eagle_drafter import EagleDrafter
+from outrider.drafter_service.engine import Ask
+from outrider.drafter_service.head_runner import HeadRunner
+from outrider.drafter_service.heads.eagle3 import Eagle3Head
+from outrider.drafter_service.heads.medusa import MedusaHeads
+from outrider.drafter_service.heads.switched import SwitchedHeads
+from outrider.drafter_service.medusa_drafter import MedusaDrafter
+from outrider.drafter_service.sessions import SessionKey
+from outrider.drafter_service.training.eagle3 import Eagle3Pupil, Eagle3Shape, UnrolledAttention
+from outrider.drafter_service.training.medusa import MedusaPupil, MedusaShape
+from outrider.drafter_service.training.pupil import FIRST_DRAFTED_ROW, TargetLaw, decayed_loss
+from outrider.drafter_service.training.teacher import FINAL_TAP, Teacher, check_taps, default_taps
+from outrider.verifier_service.drafting import DraftSampling
+from outrider.verifier_service.weights import StateDictSource
+from tiny_models import make_model
+from tiny_training import DRAFT_VOCAB_SIZE, VOCAB_SIZE, make_corpus, make_teacher
+
+GREEDY = DraftSampling(temperature=0.0)
+NUM_POSITIONS = 3
+
+
+def shaken(module):
+    """Move all weights, so that nothing rests on how a new head begins."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+def eagle_pupil(**shape):
+    shape = Eagle3Shape(**({"draft_vocab_size": DRAFT_VOCAB_SIZE} | shape))
+    pupil = Eagle3Pupil.create(make_teacher(), make_corpus().training, shape=shape, num_positions=NUM_POSITIONS, seed=0)
+    shaken(pupil.module)
+    return pupil
+
+
+def medusa_pupil(**shape):
+    pupil = MedusaPupil.create(
+        make_teacher(), make_corpus().training, shape=MedusaShape(**shape), num_heads=NUM_POSITIONS, seed=0
+    )
+    shaken(pupil.module)
+    return pupil
+
+
+def windows(rows=2, window=12):
+    return make_corpus().training.batch(0, rows=rows, window=window, seed=0)
+
+
+@torch.no_grad()
+def test_each_unrolled_step_is_the_head_run_over_its_own_path():
+    pupil = eagle_pupil()
+    head = pupil.module
+    lesson = pupil.teacher.lesson(windows(rows=1))
+    unrolled = pupil.position_logits(lesson)
+    assert [tuple(rows.shape) for rows in unrolled] == [(1, 9, DRAFT_VOCAB_SIZE)] * NUM_POSITIONS
+    for root in range(9):
+        hidden = head.combine(lesson.states[:, : root + 1])  # [1, root + 1, hidden_size]
+        for step in range(NUM_POSITIONS):
+            length = hidden.shape[1]
+            output = head(lesson.token_ids[:, 1 : 1 + length], hidden, torch.arange(length)[None])
+            expected = head.logits(output.output[:, -1])
+            assert torch.allclose(unrolled[step][:, root], expected, atol=1e-5), (root, step)
+            hidden = torch.cat([hidden, output.feedback[:, -1:]], dim=1)
+
+
+def served_eagle(pupil, tmp_path):
+    pupil.save(tmp_path / "head")
+    target = StateDictSource(dict(pupil.teacher.model.state_dict()))
+    head = Eagle3Head.from_folder(tmp_path / "head", target=target, num_target_layers=4)
+    runner = HeadRunner(SwitchedHeads([head]), num_blocks=8, block_size=4, max_model_len=64)
+    return EagleDrafter(runner, torch.Generator(), vocab_size=VOCAB_SIZE)
+
+
+def served_medusa(pupil, tmp_path):
+    pupil.save(tmp_path / "heads")
+    heads = MedusaHeads.from_folder(tmp_path / "heads")
+    return MedusaDrafter(heads, vocab_size=VOCAB_SIZE, max_model_len=64, rng=torch.Generator())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("make_pupil", "serve"),
+    [
+        (eagle_pupil, served_eagle),
+        (lambda: eagle_pupil(draft_vocab_size=VOCAB_SIZE, taps=(0, 1, 3)), served_eagle),
+        (medusa_pupil, served_medusa),
+        (lambda: medusa_pupil(draft_vocab_size=DRAFT_VOCAB_SIZE, num_layers=2), served_medusa),
+    ],
+    ids=["eagle3", "eagle3-whole-vocabulary", "medusa", "medusa-reduced-vocabulary"],
+)
+def test_the_served_drafter_drafts_what_the_pupil_says(make_pupil, serve, tmp_path):
+    pupil = make_pupil()
+    drafter = serve(pupil, tmp_path)
+    for number, tokens in enumerate(windows(rows=6, window=10)):
+        states = pupil.teacher.lesson(tokens[None]).states[0, :-1]  # the last token has none yet
+        ask = Ask(key=SessionKey("v", f"r{number}"), ask_id=number, token_ids=tokens.tolist(), sampling=GREEDY,
+                  length=NUM_POSITIONS, states=states)  # fmt: skip
+        drafted: list = []
+        while not drafted:
+            drafted = drafter.draft([ask], max_num_tokens=64)
+        chain = list(drafted[0].token_ids)
+        assert len(chain) == NUM_POSITIONS
+        # the pupil on the same text with the draft behind it; the last root is where the draft began
+        lesson = pupil.teacher.lesson(torch.cat([tokens, torch.tensor(chain)])[None])
+        root = len(tokens) - 2
+        for position, rows in enumerate(pupil.position_logits(lesson)):
+            likeliest = int(rows[0, root].argmax())
+            target_id = likeliest if pupil.vocab_ids is None else int(pupil.vocab_ids[likeliest])
+            assert target_id == chain[position], (number, position)
+
+
+def test_a_new_head_says_what_the_target_says_next():
+    # fc passes the last tapped state on; with attention and feed-forward silenced it reaches norm and output embedding
+    pupil = Eagle3Pupil.create(make_teacher(), make_corpus().training, shape=Eagle3Shape(), num_positions=1, seed=0)
+    layer, teacher = pupil.module.midlayer, pupil.teacher
+    with torch.no_grad():
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        lesson = teacher.lesson(windows())
+        (rows,) = pupil.position_logits(lesson)
+        early_exit = teacher.head @ teacher.model.model.norm(lesson.states[..., -teacher.hidden_size :])[0, 4]
+    assert torch.allclose(rows[0, 4], early_exit, atol=1e-5)
+
+
+def test_a_head_borrows_the_targets_layers_and_its_vocabulary_is_the_frequent_one():
+    pupil = Eagle3Pupil.create(
+        make_teacher(), make_corpus().training, shape=Eagle3Shape(draft_vocab_size=50), num_positions=1, seed=0
+    )
+    head, target = pupil.module, pupil.teacher.model.model
+    assert torch.equal(head.midlayer.mlp.up_proj.weight, target.layers[3].mlp.up_proj.weight)
+    assert torch.equal(head.midlayer.self_attn.q_proj.weight[:, :64], target.layers[0].self_attn.q_proj.weight)
+    assert torch.equal(head.midlayer.self_attn.q_proj.weight[:, 64:], target.layers[3].self_attn.q_proj.weight)
+    counts = make_corpus().training.counts(VOCAB_SIZE)
+    left_out = torch.ones(VOCAB_SIZE, dtype=torch.bool).index_fill_(0, pupil.vocab_ids, False)
+    assert int(counts[pupil.vocab_ids].min()) >= int(counts[left_out].max())
+    assert head.borrowed == {"embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "qwen3", "opt"])
+def test_targets_of_other_families_get_a_head_too(model_type, tmp_path):
+    teacher = Teacher(make_model(model_type, num_hidden_layers=4, n_layer=4, vocab_size=VOCAB_SIZE))
+    pupil = Eagle3Pupil.create(
+        teacher, make_corpus().training, shape=Eagle3Shape(draft_vocab_size=50), num_positions=2, seed=0
+    )
+    loss = pupil.loss(pupil.teacher.lesson(windows()))
+    assert torch.isfinite(loss)
+    pupil.save(tmp_path)
+    head = Eagle3Head.from_folder(tmp_path, target=StateDictSource(dict(teacher.model.state_dict())))
+    assert torch.allclose(head.embed_tokens.weight, teacher.embedding, atol=2e-3)
+
+
+def test_a_medusa_head_begins_as_the_targets_own_output():
+    pupil = MedusaPupil.create(make_teacher(), make_corpus().training, shape=MedusaShape(), num_heads=2, seed=0)
+    lesson = pupil.teacher.lesson(windows())
+    for rows in pupil.position_logits(lesson):
+        assert torch.allclose(rows, lesson.logits[:, :10], atol=1e-4)
+
+
+def test_divergence_by_hand_and_zero_for_the_targets_own_rows():
+    target = torch.tensor([[[0.5, 0.5, 0.0], [0.25, 0.0, 0.75]]]).log()
+    law = TargetLaw.of(target, None)
+    assert law.divergence(target.clamp_min(-50), 0).item() == pytest.approx(0.0, abs=1e-5)
+    draft = torch.tensor([[[0.25, 0.0, 0.75]]]).log().clamp_min(-50)
+    expected = 0.25 * torch.tensor(0.25 / 0.25).log() + 0.75 * torch.tensor(0.75 / 0.75).log()
+    assert law.divergence(draft, 1).item() == pytest.approx(expected.item(), abs=1e-5)
+    even = torch.zeros(1, 1, 3)
+    entropy = -(0.25 * torch.tensor(0.25).log() + 0.75 * torch.tensor(0.75).log())
+    assert law.divergence(even, 1).item() == pytest.approx((torch.tensor(3.0).log() - entropy).item(), abs=1e-5)
+
+
+def test_each_position_is_held_against_its_own_row_and_weighs_less_than_the_one_before():
+    logits = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(0))
+    law = TargetLaw.of(logits, None)
+    right = [logits[:, 1:4], logits[:, 2:5], logits[:, 3:6]]
+    assert decayed_loss(right, law, decay=0.8).item() == pytest.approx(0.0, abs=1e-6)
+    wrong = torch.zeros(1, 3, 4)
+    losses = [
+        decayed_loss([*right[:position], wrong, *right[position + 1 :]], law, decay=0.5).item()
+        / law.divergence(wrong, FIRST_DRAFTED_ROW + position).item()
+        for position in range(3)
+    ]
+    assert losses == pytest.approx([1 / 1.75, 0.5 / 1.75, 0.25 / 1.75])
+
+
+def test_rows_whose_likeliest_token_cannot_be_drafted_teach_nothing():
+    target = torch.tensor([[[0.2, 0.2, 0.6], [0.3, 0.6, 0.1]]]).log()
+    law = TargetLaw.of(target, torch.tensor([0, 1]))
+    assert law.counted.tolist() == [[False, True]]
+    draft = torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])  # wrong in the row that does not count
+    expected = (1 / 3) * torch.tensor(2 / 3).log() + (2 / 3) * torch.tensor(4 / 3).log()
+    assert law.divergence(draft, 0).item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_the_taps_are_the_inputs_of_layers_and_what_the_output_embedding_sees():
+    teacher = make_teacher().tapping((2, FINAL_TAP))
+    inputs: dict = {}
+    hook = teacher.model.model.layers[2].register_forward_pre_hook(lambda _, args: inputs.update(hidden=args[0]))
+    lesson = teacher.lesson(windows())
+    hook.remove()
+    assert torch.equal(lesson.states[..., :64], inputs["hidden"])
+    assert torch.allclose(lesson.states[..., 64:] @ teacher.head.T, lesson.logits, atol=1e-5)
+    assert FIRST_DRAFTED_ROW == 1
+
+
+def test_default_taps_are_the_authors_unless_they_collide():
+    assert default_taps(32) == (2, 16, 29)
+    assert default_taps(6) == (1, 3, 5)
+    with pytest.raises(ValueError, match="taps: 6 is no layer of a target with 6 layers"):
+        check_taps((1, 6), 6)
+
+
+def test_unrolled_attention_is_causal_over_the_first_step_alone():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 4, 8, generator=generator)
+    attend = UnrolledAttention()
+    attend(query, key[:, :1], value[:, :1])  # [rows, 1 kv head]: both query heads share it
+    second = attend(query, key[:, 1:], value[:, 1:])  # [1, 4, 2, 8]
+    root = 2
+    keys = torch.cat([key[0, 0, : root + 1], key[0, 1, root : root + 1]])
+    values = torch.cat([value[0, 0, : root + 1], value[0, 1, root : root + 1]])
+    for head in range(2):
+        weights = (query[0, head, root] @ keys.T / 8**0.5).softmax(-1)
+        assert torch.allclose(second[0, root, head], weights @ values, atol=1e-6)
