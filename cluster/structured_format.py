@@ -64,10 +64,10 @@ def openai_structure(fields: Mapping[str, Any]) -> NamedStructure | None:
 
 def only(found: Iterable[NamedStructure]) -> NamedStructure | None:
     """Return the one structure that is asked for, None where there is none; more contradict each other."""
-    first, *more = [*found] or [None]
-    if first is not None and more:
-        raise InvalidRequest(f"{more[0].field} and {first.field} cannot both be given", more[0].field)
-    return first
+    asked = list(found)
+    if len(asked) > 1:
+        raise InvalidRequest(f"{asked[1].field} and {asked[0].field} cannot both be given", asked[1].field)
+    return asked[0] if asked else None
 
 
 def structure_of(kind: StructuredKind, value: Any, field: str) -> NamedStructure | None:
