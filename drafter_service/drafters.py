@@ -11,11 +11,14 @@ from pathlib import Path
 
 import torch
 
+from outrider.drafter_service.dflash_drafter import dflash_drafter, load_dflash
 from outrider.drafter_service.eagle_drafter import EagleDrafter
 from outrider.drafter_service.early_exit_drafter import early_exit_drafter
 from outrider.drafter_service.engine import Drafter
 from outrider.drafter_service.head_runner import HeadRunner, load_heads
+from outrider.drafter_service.heads import dflash
 from outrider.drafter_service.heads.eagle3 import parse_config
+from outrider.drafter_service.heads.head_files import CONFIG_NAME, read_json
 from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.hybrid_drafter import HybridDrafter
@@ -24,6 +27,7 @@ from outrider.drafter_service.medusa_drafter import MedusaDrafter
 from outrider.drafter_service.mlp_drafter import MlpDrafter
 from outrider.drafter_service.model_drafter import ModelDrafter
 from outrider.drafter_service.ngram_drafter import NgramDrafter
+from outrider.drafter_service.parallel_drafter import parallel_drafter, parse_mask_token_id
 from outrider.drafter_service.self_drafter import scratch_blocks_per_draft
 from outrider.drafter_service.sparse_drafter import sparse_drafter
 from outrider.drafter_service.speculative_config import (
@@ -76,10 +80,12 @@ def state_taps(spec: DrafterSpec) -> tuple[int, ...]:
     methods = [method for method in spec.speculative.all_methods if method in STATE_READING]
     if not methods:
         return ()
-    if methods[0] is not Method.EAGLE3:
+    if methods[0] not in (Method.EAGLE3, Method.DFLASH):
         return (FINAL_TAP,)
     assert spec.model is not None
     config = json.loads((resolve_folder(spec.model) / "config.json").read_text())
+    if methods[0] is Method.DFLASH:
+        return dflash.parse_config(config, _num_target_layers(spec)).taps
     return parse_config(config, _num_target_layers(spec)).taps
 
 
@@ -135,6 +141,8 @@ class _Maker:
             Method.EAGLE: partial(self._eagle, Method.EAGLE),
             Method.EAGLE3: partial(self._eagle, Method.EAGLE3),
             Method.MTP: partial(self._eagle, Method.MTP),
+            Method.PARALLEL_DRAFT: self._parallel_draft,
+            Method.DFLASH: self._dflash,
         }
         return makers[method]()
 
@@ -174,6 +182,18 @@ class _Maker:
         assert self._spec.model is not None
         folders = (resolve_folder(self._spec.target), resolve_folder(self._spec.model))
         return FileTokenizer.from_folder(folders[0]), FileTokenizer.from_folder(folders[1])
+
+    def _parallel_draft(self) -> Drafter:
+        assert self._runner is not None, "the draft model is not loaded"
+        vocab_size = self._runner.vocab_size
+        mask_token_id = parse_mask_token_id(read_json(self._head_folder() / CONFIG_NAME), vocab_size)
+        return parallel_drafter(
+            self._runner,
+            self._rng,
+            mask_token_id=mask_token_id,
+            vocab_size=min(vocab_size, self._vocab_size),
+            trees=self._trees,
+        )
 
     def _ngram(self) -> Drafter:
         return NgramDrafter(
@@ -237,7 +257,19 @@ class _Maker:
             target=resolve_folder(self._spec.target),
             num_target_layers=_num_target_layers(self._spec),
         )
-        return EagleDrafter(HeadRunner.sized_by(heads, model), self._rng, vocab_size=self._vocab_size)
+        return EagleDrafter(
+            HeadRunner.sized_by(heads, model), self._rng, vocab_size=self._vocab_size, trees=self._trees
+        )
+
+    def _dflash(self) -> Drafter:
+        assert self._spec.model is not None, "the drafter has no checkpoint"
+        model = load_dflash(
+            self._head_folder(),
+            self._spec.model,
+            target=resolve_folder(self._spec.target),
+            num_target_layers=_num_target_layers(self._spec),
+        )
+        return dflash_drafter(model, self._rng, vocab_size=self._vocab_size, trees=self._trees)
 
     def _head_folder(self) -> Path:
         assert self._spec.model is not None, "the head has no checkpoint"

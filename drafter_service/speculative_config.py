@@ -6,7 +6,9 @@ import enum
 from dataclasses import dataclass
 
 from outrider.verifier_service.drafting import require
+from outrider.verifier_service.model_config import DTYPES
 from outrider.verifier_service.request import AcceptanceRule
+from outrider.verifier_service.tensor_route import TRANSPORTS
 
 MAX_DRAFT_LENGTH = 64
 MAX_TREE_NODES = 256
@@ -45,9 +47,7 @@ TARGET_DERIVED = (Method.EARLY_EXIT, Method.SPARSE)
 # they know tokens alone: no checkpoint, and nothing to load
 MODEL_FREE = (Method.NGRAM, Method.SUFFIX, Method.LOOKAHEAD)
 # they read hidden states of the target
-STATE_READING = (Method.MEDUSA, Method.MLP_SPECULATOR, Method.EAGLE, Method.EAGLE3, Method.MTP)
-# they draft a chain whatever is asked for
-CHAINS_ONLY = (Method.PARALLEL_DRAFT, Method.DFLASH)
+STATE_READING = (Method.MEDUSA, Method.MLP_SPECULATOR, Method.EAGLE, Method.EAGLE3, Method.MTP, Method.DFLASH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,8 @@ class SpeculativeConfig:
     exit_layer: int | None = None  # early exit after so many layers; None: a third of them
     sparse_num_blocks: int = 8  # KV blocks that sparse self-speculation attends to
     vocabulary: str = "same"  # as the target's | text: another, by way of text | intersect: another, where both agree
+    state_dtype: str = "auto"  # of hidden states that are told to drafters; auto: the target's own
+    tensor_transport: str = "auto"  # of hidden states to a pool: grpc, gloo or nccl
     methods: tuple[Method, ...] = ()  # of a hybrid, the most promising first where nothing is known
 
     def __post_init__(self) -> None:
@@ -97,6 +99,8 @@ class SpeculativeConfig:
         require(self.lookahead_ngram_size >= 2, "lookahead_ngram_size", "at least 2")
         require(self.exit_layer is None or self.exit_layer >= 1, "exit_layer", "at least 1")
         require(self.sparse_num_blocks >= 2, "sparse_num_blocks", "at least 2")
+        require(self.state_dtype in DTYPES, "state_dtype", f"one of {', '.join(DTYPES)}")
+        require(self.tensor_transport in TRANSPORTS, "tensor_transport", f"one of {', '.join(TRANSPORTS)}")
         require(self.vocabulary in ("same", "text", "intersect"), "vocabulary", "same, text or intersect")
         self._check_combination()
 
@@ -105,11 +109,9 @@ class SpeculativeConfig:
         for method in self.all_methods:
             if method in TARGET_DERIVED and self.location is Location.POOL:
                 raise ValueError(f"location: {method} reads the target's own KV, so it runs in the verifier alone")
-            if method in CHAINS_ONLY and self.num_tree_nodes:
-                raise ValueError(f"num_tree_nodes: {method} drafts chains alone")
         if self.methods and self.method is not Method.HYBRID:
             raise ValueError("methods belong to the method hybrid")
-        if self.method is Method.HYBRID and (len(self.methods) < 2 or Method.HYBRID in self.methods):
+        if self.method is Method.HYBRID and (len(set(self.methods)) < 2 or Method.HYBRID in self.methods):
             raise ValueError("methods must name two or more drafters other than hybrid")
         if self.models and self.method not in (Method.EAGLE, Method.EAGLE3):
             raise ValueError("models: parameter sets by position are for eagle and eagle3")
