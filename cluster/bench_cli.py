@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from outrider.cluster.bench_drafters import drafters
 from outrider.cluster.bench_replay import replay
 from outrider.cluster.server_options import server_options
 
@@ -85,10 +86,11 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
 def bench() -> None:
     """Measure: latency and throughput beside transformers, without a server; serve: a running server under load.
 
-    replay: drafters that need no model, over recorded token ids.
+    drafters: every drafter beside plain decoding; replay: those that need no model, over recorded token ids.
     """
 
 
+bench.add_command(drafters)
 bench.add_command(replay)
 
 

@@ -30,6 +30,7 @@ from outrider.verifier_service.engine_factory import VerifierSpec, run_verifier_
 from outrider.verifier_service.link_channel import LinkCredentials
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.ranks import RankSpec
+from outrider.verifier_service.tensor_route import NCCL, offered_transports
 
 APP_NAME = "outrider"
 _POSITIVE = (
@@ -128,6 +129,13 @@ class ServiceConfig:
         self.speculative  # noqa: B018  # refuses what no drafter takes
         require_hashes(self.api_key_hashes)
         public_tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)  # refuses an incomplete set
+        if self.speculative.tensor_transport == NCCL and self.device == "cpu":
+            raise ValueError("speculative_config: tensor_transport: nccl needs the device cuda")
+        if self.link_tls is not None and offered_transports(self.speculative.tensor_transport):
+            raise ValueError(
+                f"speculative_config: tensor_transport: {self.speculative.tensor_transport} is not encrypted, "
+                "the links between services are: use grpc"
+            )
         if self.link_tls is None and self.link_ssl_server_name is not None:
             raise ValueError("link_ssl_server_name needs link_ssl_certfile, link_ssl_keyfile and link_ssl_ca_certs")
 
@@ -276,6 +284,7 @@ class ServiceConfig:
             model = dataclasses.replace(
                 model,
                 state_taps=state_taps(drafter),
+                state_dtype=drafter.speculative.state_dtype,
                 num_scratch_blocks=num_scratch_blocks(drafter, self.block_size, self.max_num_seqs),
             )
         return VerifierSpec(

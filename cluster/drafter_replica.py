@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from outrider.drafter_service.service import DrafterLinkServicer, EngineDeadErro
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine_messages import PeerState, Relay
 from outrider.verifier_service.link_messages import DrafterIdentity
+from outrider.verifier_service.tensor_route import TensorRoute, offered_transports
 
 QUIET_S = 1.0  # a drafter that nobody has asked for so long is not in use, whatever sessions it still holds
 
@@ -56,6 +58,9 @@ class ShellPort:
 
     def unsubscribe(self, peer: str) -> None:
         self._deliver.pop(peer, None)
+
+    def open_tensors(self, peer: str, route: TensorRoute) -> None:
+        self._send(PeerState(peer=peer, is_up=True, tensors=route))
 
     def load(self) -> DrafterLoad:
         if self._host.failure is not None:
@@ -92,6 +97,8 @@ class DrafterReplica:
         self._epoch = time.time_ns()
         spec = config.drafter_spec
         assert spec is not None, "the pool is only built for a configured draft model"
+        transports = offered_transports(config.speculative.tensor_transport)
+        spec = dataclasses.replace(spec, tensor_host=config.internal_address if transports else "")
         ranks = RankActors(run_drafter_rank, spec, config.draft_tensor_parallel_size, num_gpus=config.gpus_per_rank)
         self._ready: DrafterReady = await self._host.start(ranks, FROM_DRAFT_ENGINE)
         identity = DrafterIdentity(
@@ -101,6 +108,8 @@ class DrafterReplica:
             max_draft_length=self._ready.max_draft_length,
             max_model_len=self._ready.max_model_len,
             needs=self._ready.needs,
+            tensor_transports=transports,
+            tensor_store=self._ready.tensor_store,
         )
         self._servicer = DrafterLinkServicer(self._port, identity)
         self._endpoint = await self._host.serve(

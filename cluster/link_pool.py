@@ -83,7 +83,11 @@ class LinkPool:
             self._send_to_engine(Relay(peer=event.drafter_id, payload=event.payload, received_s=time.monotonic()))
         else:
             state = PeerState(
-                peer=event.drafter_id, is_up=event.is_up, vocab_size=event.vocab_size, needs=event.needs
+                peer=event.drafter_id,
+                is_up=event.is_up,
+                vocab_size=event.vocab_size,
+                needs=event.needs,
+                tensors=event.tensors,
             )
             self._send_to_engine(state)
 

@@ -53,7 +53,7 @@ def parse_speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
 
 
 def _method(value: Any) -> Method:
-    name = _ALIASES.get(value, value) if isinstance(value, str) else value
+    name = _ALIASES.get(value, value) if isinstance(value, str) else ""
     if name not in set(Method):
         hint = did_you_mean(str(value), [method.value for method in Method])
         raise ValueError(f"speculative_config: unknown method {value!r}{hint}")

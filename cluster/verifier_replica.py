@@ -25,6 +25,7 @@ from outrider.verifier_service.engine_messages import FROM_ENGINE, EngineLoad, E
 from outrider.verifier_service.link_messages import Hello
 from outrider.verifier_service.request import GenerationRequest
 from outrider.verifier_service.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.tensor_route import offered_transports
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class VerifierReplica:
             vocab_size=config.target_vocab_size,
             vocab_fingerprint=target_vocabulary_fingerprint(config),
             state_taps=config.verifier_spec.model.state_taps,
+            tensor_transports=offered_transports(config.speculative.tensor_transport),
         )
         self._links = LinkPool(hello, self._host.send, config.link_credentials)
         ranks = RankActors(*config.verifier_main, config.tensor_parallel_size, num_gpus=config.gpus_per_rank)

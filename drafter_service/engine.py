@@ -12,7 +12,15 @@ from typing import Protocol
 import torch
 
 from outrider.drafter_service.drafter_load import DrafterCounters, DrafterLoad
-from outrider.drafter_service.sessions import Round, Session, SessionKey, SessionTable, first_bad_token
+from outrider.drafter_service.sessions import (
+    Round,
+    Session,
+    SessionKey,
+    SessionTable,
+    first_bad_token,
+    known_prefix,
+)
+from outrider.drafter_service.state_buffer import StateBuffer, UnusableStatesError
 from outrider.verifier_service.drafting import (
     Close,
     Commit,
@@ -96,11 +104,14 @@ class DraftEngineConfig:
     max_num_batched_tokens: int = 512
     max_draft_length: int = 16
     max_tree_nodes: int = 64
+    max_state_bytes: int = 4 << 30  # of the target's hidden states, all sessions together
     drafts_greedily: bool = False  # whatever the request's sampling, as point masses
 
     def __post_init__(self) -> None:
         if min(self.max_sessions, self.max_num_batched_tokens, self.max_draft_length) < 1 or self.session_ttl_s <= 0:
             raise ValueError("max_sessions, session_ttl_s, max_num_batched_tokens, max_draft_length must be positive")
+        if min(self.max_tree_nodes, self.max_state_bytes) < 0:
+            raise ValueError("max_tree_nodes and max_state_bytes must be 0 or positive")
 
 
 class DraftEngine:
@@ -146,6 +157,10 @@ class DraftEngine:
             case Close():
                 self._drop(key)
 
+    def resync(self, key: SessionKey, *, lost_tensors: bool = False) -> None:
+        """Give a session up and ask for all of it again."""
+        self._ask_for_resync(key, lost_tensors=lost_tensors)
+
     def forget_peer(self, peer: str) -> None:
         """Free everything held for a peer that is gone or has come back as another incarnation."""
         for session in self._sessions.of_peer(peer):
@@ -187,22 +202,30 @@ class DraftEngine:
         session = Session(key, message.sampling, list(message.token_ids), self._clock(), cache_salt=message.cache_salt)
         self._sessions.put(session)
         self._check_tokens(key, message.token_ids, may_be_empty=False)
-        for session in self._sessions.surplus():
-            self.counters.num_evicted_sessions += 1
-            if session.round is not None:  # it waits for an answer: the honest one is that there is none
-                self._reply_empty(session.key, session.round.round_id, len(session.token_ids))
-            self._drop(session.key)
+        self._evict(self._sessions.surplus())
 
     def _take_states(self, key: SessionKey, message: States) -> None:
         """Keep states; a session that cannot use them is given up, for the verifier to say everything again."""
         session = self._sessions.get(key)
-        if session is None:
-            return  # the commit that follows says so
+        if session is None or session.refusal is not None or not self._drafter.needs.taps:
+            return  # of an unknown one the commit that follows says so; the others have no use for them
+        num_bytes = session.states.num_bytes
         try:
             session.states.append(message, self._drafter.needs)
+        except UnusableStatesError as error:
+            self._refuse(session, str(error))
         except ValueError:
             self.counters.num_bad_messages += 1
             self._ask_for_resync(key)
+        if session.states.num_bytes > num_bytes:
+            self._bound_states(session)
+
+    def _bound_states(self, grown: Session) -> None:
+        """Let other sessions make room for one whose states have grown; refuse it if even so it has none."""
+        limit = self._config.max_state_bytes
+        if grown.states.num_bytes > limit:
+            self._refuse(grown, f"states of {grown.states.num_bytes} bytes, max_state_bytes is {limit}")
+        self._evict(self._sessions.surplus_states(limit, spared=grown))
 
     def _commit(self, key: SessionKey, message: Commit) -> None:
         session = self._sessions.get(key)
@@ -226,11 +249,16 @@ class DraftEngine:
             message.round_id,
             length,
             now_s,
-            max_nodes=min(message.max_nodes, self._config.max_tree_nodes),
-            predicted_ids=message.predicted_ids,
-            forced_ids=message.forced_ids,
+            max_nodes=max(0, min(message.max_nodes, self._config.max_tree_nodes)),
+            predicted_ids=self._known_predictions(message),
+            forced_ids=known_prefix(message.forced_ids[:length], self.vocab_size),
         )
         self._asked[key] = session
+
+    def _known_predictions(self, message: Commit) -> tuple[int, ...]:
+        """Return the predictions, all or none: each belongs to a place, and what is drafted must be tokens."""
+        is_known = first_bad_token(message.predicted_ids, self.vocab_size) is None
+        return message.predicted_ids if is_known else ()
 
     def _check_tokens(self, key: SessionKey, token_ids: Sequence[int], *, may_be_empty: bool) -> None:
         """Refuse a session whose tokens the drafter cannot know: a resync would only bring the same tokens again."""
@@ -238,9 +266,14 @@ class DraftEngine:
         bad = first_bad_token(token_ids, self.vocab_size)
         if session is None or (bad is None and (token_ids or may_be_empty)):
             return
-        session.refusal = "empty prefix" if bad is None else f"token id {bad} outside [0, {self.vocab_size})"
+        self._refuse(session, "empty prefix" if bad is None else f"token id {bad} outside [0, {self.vocab_size})")
+
+    def _refuse(self, session: Session, reason: str) -> None:
+        """Draft nothing for a session any more, since saying it again would not mend it."""
+        self._answer_empty(session)
+        session.refusal, session.states = reason, StateBuffer()
         self.counters.num_bad_messages += 1
-        self._drafter.release(key)
+        self._drafter.release(session.key)
 
     def _draft_length(self, session: Session, max_length: int) -> int:
         """Return how many tokens to draft; only counts decide, never what would be drawn."""
@@ -256,11 +289,11 @@ class DraftEngine:
             session.round = None
             del self._asked[session.key]
 
-    def _ask_for_resync(self, key: SessionKey) -> None:
+    def _ask_for_resync(self, key: SessionKey, *, lost_tensors: bool = False) -> None:
         """Give a session up and say so: what is known of it is not what the verifier believes."""
         self._drop(key)
         self.counters.num_resyncs += 1
-        self._outbox.append((key.peer, Resync(request_id=key.request_id)))
+        self._outbox.append((key.peer, Resync(request_id=key.request_id, lost_tensors=lost_tensors)))
 
     # --- sessions and answers ---
 
@@ -268,6 +301,19 @@ class DraftEngine:
         self._asked.pop(key, None)
         if self._sessions.remove(key) is not None:
             self._drafter.release(key)
+
+    def _evict(self, sessions: Sequence[Session]) -> None:
+        for session in sessions:
+            self.counters.num_evicted_sessions += 1
+            self._answer_empty(session)
+            self._drop(session.key)
+
+    def _answer_empty(self, session: Session) -> None:
+        """Give a session that waits for a draft the honest answer, that there is none."""
+        if session.round is not None:
+            self._reply_empty(session.key, session.round.round_id, len(session.token_ids))
+            session.round = None
+            del self._asked[session.key]
 
     def _expire(self) -> None:
         for session in self._sessions.expired(self._clock()):
@@ -318,8 +364,11 @@ class DraftEngine:
         self._mean_draft_s = draft_s if mean_s is None else mean_s + SMOOTHING * (draft_s - mean_s)
 
 
-def handle_payload(engine: DraftEngine, peer: str, payload: bytes) -> list[bytes]:
-    """Decode one message and hand it to the engine; return encoded answers that need no step.
+Handle = Callable[[str, VerifierMessage], None]
+
+
+def handle_payload(engine: DraftEngine, peer: str, payload: bytes, handle: Handle | None = None) -> list[bytes]:
+    """Decode one message and hand it to the engine, or to what stands before it; return answers that need no step.
 
     A message that does not decode fails its own session only: where its request can be read, the verifier is asked
     to say everything again.
@@ -331,8 +380,8 @@ def handle_payload(engine: DraftEngine, peer: str, payload: bytes) -> list[bytes
         request_id = peek_request_id(payload)
         if request_id is None:
             return []
-        engine.handle(peer, Close(request_id=request_id))
+        (handle or engine.handle)(peer, Close(request_id=request_id))
         engine.counters.num_resyncs += 1
         return [encode(Resync(request_id=request_id))]
-    engine.handle(peer, message)
+    (handle or engine.handle)(peer, message)
     return []

@@ -17,6 +17,7 @@ class DrafterReady:
     max_model_len: int
     max_draft_length: int
     needs: DraftNeeds
+    tensor_store: str = ""  # where channels for hidden states meet, "host:port"; "": it has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,7 @@ class _Session:
     wins: dict[str, _Mean]  # accepted tokens per draft, by model
     used: _Used | None = None
     num_drafts: int = 0
+    last_used: dict[str, int] = field(default_factory=dict)  # the number of each one's last draft
     num_committed: int = 0  # of the ask that is answered next
     pending: tuple[int, str] | None = None  # (ask id, model) that is drafting now
 
@@ -178,11 +179,13 @@ class HybridDrafter:
     ) -> tuple[str, Drafter | None]:
         """Return the drafter with the most accepted tokens to expect; its model, or None for a lookup."""
         session.num_drafts += 1
-        expected = {name: expected_tokens(result) for name, result in looked_up[ask.key].items()}
-        expected |= {name: min(mean.value, ask.length) for name, mean in session.wins.items()}
-        if self._models and session.num_drafts % EXPLORE_EVERY == 0:
-            expected = {name: expected[name] for name in self._models}  # or its mean would never move again
-        name = max(expected, key=lambda each: expected[each])
+        if self._models and session.num_drafts % EXPLORE_EVERY == 0:  # or its mean would never move again
+            name = min(self._models, key=lambda each: session.last_used.get(each, 0))
+        else:
+            expected = {name: expected_tokens(result) for name, result in looked_up[ask.key].items()}
+            expected |= {name: min(mean.value, ask.length) for name, mean in session.wins.items()}
+            name = max(expected, key=lambda each: expected[each])
+        session.last_used[name] = session.num_drafts
         return name, self._models.get(name)
 
     def _answered(self, name: str, result: DraftResult) -> DraftResult:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 from outrider.drafter_service.drafters import DrafterSpec, build_drafter
 from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig, handle_payload
 from outrider.drafter_service.engine_messages import TO_DRAFT_ENGINE, DrafterReady, DrafterUpdate
+from outrider.drafter_service.state_transport import StateTransport
 from outrider.drafter_service.target_view import TargetView
 from outrider.verifier_service.engine import Runner
 from outrider.verifier_service.engine_factory import load_rank
 from outrider.verifier_service.engine_messages import PeerState, Relay
 from outrider.verifier_service.model_runner import ParallelRunner, follow
 from outrider.verifier_service.ranks import RankSpec, arrived, connect
+from outrider.verifier_service.tensor_channel import TensorStore
 from outrider.verifier_service.wire import decode, encode
 
 LOAD_INTERVAL_S = 0.2
@@ -48,24 +50,36 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
         runner = ParallelRunner(share, pipes)
     shell = connect(rank.shell_address)
     engine = build_draft_engine(spec, runner=runner)
+    store = TensorStore(spec.tensor_host) if spec.tensor_host and engine.needs.taps else None
     ready = DrafterReady(
         vocab_size=engine.vocab_size,
         max_model_len=engine.max_model_len,
         max_draft_length=engine.config.max_draft_length,
         needs=engine.needs,
+        tensor_store="" if store is None else store.address,
     )
     shell.send_bytes(encode(ready))
-    DraftLoop(engine, shell, clock=time.monotonic, check_integrity=spec.check_integrity).run()
+    DraftLoop(engine, shell, clock=time.monotonic, check_integrity=spec.check_integrity, store=store).run()
 
 
 class DraftLoop:
     """Shovel messages between the pipe and the draft engine, step after step."""
 
     def __init__(
-        self, engine: DraftEngine, pipe: Connection, *, clock: Callable[[], float], check_integrity: bool = False
+        self,
+        engine: DraftEngine,
+        pipe: Connection,
+        *,
+        clock: Callable[[], float],
+        check_integrity: bool = False,
+        store: TensorStore | None = None,
     ) -> None:
-        """`check_integrity` is called after every step where asked for; its error ends the loop."""
+        """`check_integrity` is called after every step where asked for; its error ends the loop.
+
+        `store` is where channels for hidden states meet, for a drafter that has them.
+        """
         self._engine = engine
+        self._states = StateTransport(engine, store)
         self._pipe = pipe
         self._clock = clock
         self._checks_integrity = check_integrity
@@ -74,7 +88,7 @@ class DraftLoop:
 
     def run(self) -> None:
         """Step until the shell closes the pipe."""
-        with contextlib.suppress(EOFError, ConnectionError):  # the shell is gone
+        with contextlib.closing(self._states), contextlib.suppress(EOFError, ConnectionError):  # the shell is gone
             while True:
                 self._receive(patience_s=0.0 if self._engine.has_work() else LOAD_INTERVAL_S)
                 messages = self._engine.step()
@@ -84,15 +98,20 @@ class DraftLoop:
 
     def _receive(self, patience_s: float) -> None:
         """Take in all that has arrived, waiting `patience_s` for the first of it."""
-        for frame in arrived(self._pipe, patience_s):
+        wait([self._pipe, self._states.fileno()], patience_s)
+        for frame in arrived(self._pipe):
             self._dispatch(decode(frame, TO_DRAFT_ENGINE))
+        self._states.collect()
 
     def _dispatch(self, message: Relay | PeerState) -> None:
         if isinstance(message, PeerState):
+            if message.tensors is not None:
+                self._states.open(message.peer, message.tensors)
             if not message.is_up:
+                self._states.close_peer(message.peer)
                 self._engine.forget_peer(message.peer)
             return
-        answers = handle_payload(self._engine, message.peer, message.payload)
+        answers = handle_payload(self._engine, message.peer, message.payload, self._states.handle)
         self._answers.extend(self._relay(message.peer, answer) for answer in answers)
 
     def _relay(self, peer: str, payload: bytes) -> Relay:

@@ -32,6 +32,7 @@ from outrider.verifier_service.link_messages import (
     peek_type,
     refusal_reason,
 )
+from outrider.verifier_service.tensor_route import TensorRoute
 from outrider.verifier_service.wire import WireError, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,9 @@ class EnginePort(Protocol):
         """Have encoded answers for a peer delivered, on any thread."""
 
     def unsubscribe(self, peer: str) -> None: ...
+
+    def open_tensors(self, peer: str, route: TensorRoute) -> None:
+        """Let the engine wait for a peer at a channel for hidden states; only where the identity offers one."""
 
     def load(self) -> DrafterLoad:
         """Return the engine's last known load; raises `EngineDeadError` when it has ended."""
@@ -126,7 +130,9 @@ class DrafterLinkServicer:
         stream = self._register(hello)
         try:
             self._port.subscribe(stream.peer, stream.deliver)
-            stream.send(encode(self._identity.welcome()))
+            if (route := self._identity.route(hello, stream.peer)) is not None:
+                self._port.open_tensors(stream.peer, route)
+            stream.send(encode(self._identity.welcome(route)))
             await self._serve(stream, context)
         finally:
             if self._streams.get(stream.verifier_id) is stream:
@@ -261,6 +267,9 @@ class InProcessPort:
 
     def unsubscribe(self, peer: str) -> None:
         self._deliver.pop(peer, None)
+
+    def open_tensors(self, peer: str, route: TensorRoute) -> None:
+        raise NotImplementedError("an engine on a thread of its servicer's process has no channels: it gets bytes")
 
     def load(self) -> DrafterLoad:
         if not self._thread.is_alive():

@@ -7,6 +7,7 @@ the committed ones alone; what was drafted, and any KV, belongs to the drafter t
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -103,6 +104,21 @@ class SessionTable:
         older = list(self._sessions.values())[:-1]
         return sorted(older, key=lambda session: session.round is not None)[:num_surplus]
 
+    def surplus_states(self, max_bytes: int, *, spared: Session) -> list[Session]:
+        """Return the least recently used sessions whose hidden states exceed `max_bytes`, in the order of `surplus`.
+
+        `spared` is never among them: it is the one that the others make room for.
+        """
+        num_bytes = sum(session.states.num_bytes for session in self)
+        others = [session for session in self if session is not spared and session.states.num_bytes]
+        surplus: list[Session] = []
+        for session in sorted(others, key=lambda session: session.round is not None):
+            if num_bytes <= max_bytes:
+                break
+            num_bytes -= session.states.num_bytes
+            surplus.append(session)
+        return surplus
+
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the table contradicts itself."""
         assert len(self._sessions) <= self.max_sessions, "more sessions than allowed"
@@ -118,3 +134,8 @@ def first_bad_token(token_ids: Sequence[int], vocab_size: int) -> int | None:
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return None
     return next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+
+
+def known_prefix(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """Return the ids before the first one outside [0, vocab_size)."""
+    return tuple(itertools.takewhile(lambda token_id: 0 <= token_id < vocab_size, token_ids))

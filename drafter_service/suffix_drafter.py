@@ -171,9 +171,10 @@ class SuffixDrafter:
         return self._chain(ask, session, forced, places)
 
     def _follow(self, ask: Ask) -> _Session:
-        """Bring a session up to its ask's tokens; one whose earlier tokens changed begins anew."""
+        """Bring a session up to its ask's tokens; one whose salt or earlier tokens changed begins anew."""
         session = self._sessions.get(ask.key)
-        if session is None or not session.history.is_continued_by(ask.token_ids):
+        is_same = session is not None and session.cache_salt == ask.cache_salt
+        if session is None or not is_same or not session.history.is_continued_by(ask.token_ids):
             self.release(ask.key)
             tree = SuffixTree(self._config.max_tree_depth)
             session = self._sessions[ask.key] = _Session(tree, ask.cache_salt, len(ask.token_ids))

@@ -53,6 +53,9 @@ class TargetView:
 
     def block_similarity(self, block_ids: Sequence[int], slot: int) -> torch.Tensor:
         """Return how like each block's mean key is to the key in `slot`, in a middle layer: [num_blocks]."""
+        assert self._engine is not None, "the view is not attached to an engine"
+        source_of = {target: source for source, target in self._engine.scheduler.moves}
+        slot = source_of.get(slot, slot)  # it is moved by the next batch
         pool = self._runner.pool
         keys = pool.keys[sorted(pool.keys)[len(pool.keys) // 2]]
         blocks = keys.view(pool.num_blocks, pool.block_size, -1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fake_runner import FakeRunner, continuation
-from outrider.verifier_service.drafting import Commit, Draft, DrafterEvent, VerifierMessage
+from outrider.verifier_service.drafting import Commit, Draft, DrafterEvent, DraftNeeds, VerifierMessage
 from outrider.verifier_service.engine import VerifierEngine
 from outrider.verifier_service.kv_cache import BlockPool
 from outrider.verifier_service.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
@@ -66,14 +66,15 @@ class MemoryDrafts:
     def last_ask(self) -> tuple[str, Commit]:
         return next((to, message) for to, message in reversed(self.sent) if isinstance(message, Commit))
 
-    def answer(self, token_ids: Sequence[int]) -> None:
-        """Draft `token_ids` for the last ask."""
+    def answer(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> None:
+        """Draft `token_ids` for the last ask, as a tree where they have `parents`."""
         drafter_id, ask = self.last_ask()
         draft = Draft(
             request_id=ask.request_id,
             round_id=ask.round_id,
             position=ask.position + len(ask.token_ids),
             token_ids=tuple(token_ids),
+            parents=None if parents is None else tuple(parents),
         )
         self.events.append(DrafterEvent(drafter_id=drafter_id, message=draft))
 
@@ -82,18 +83,30 @@ class EngineBench:
     """One engine and everything around it."""
 
     def __init__(
-        self, *, drafters: Sequence[str] = ("d",), max_num_batched_tokens: int = 256, **runner: object
+        self,
+        *,
+        drafters: Sequence[str] = ("d",),
+        needs: DraftNeeds = DraftNeeds(),
+        max_num_batched_tokens: int = 256,
+        max_tree_nodes: int = 0,
+        **runner: object,
     ) -> None:
         self.now_s = 0.0
         self.drafts = MemoryDrafts()
-        self.drafts.events = [DrafterEvent(drafter_id=drafter_id, vocab_size=97) for drafter_id in drafters]
+        self.drafts.events = [
+            DrafterEvent(drafter_id=drafter_id, vocab_size=97, needs=needs) for drafter_id in drafters
+        ]
         self.runner = make_runner(**runner)
+        if needs.taps:
+            self.runner.keep_states()
         limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
         config = SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens, **limits)
         self.engine = VerifierEngine(
             self.runner,
             Scheduler(config, BlockPool(self.runner.num_blocks, self.runner.block_size)),
-            DraftCoordinator(self.drafts, SpeculationConfig(**limits)),
+            DraftCoordinator(
+                self.drafts, SpeculationConfig(max_tree_nodes=max_tree_nodes, **limits), self.runner.states
+            ),
             clock=lambda: self.now_s,
             generator=torch.Generator().manual_seed(0),
             wall_clock=lambda: 1000.0 + self.now_s,

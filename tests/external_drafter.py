@@ -27,7 +27,7 @@ from outrider.drafter_service.engine import DraftEngine
 from outrider.drafter_service.rank_main import build_draft_engine
 from outrider.drafter_service.service import DrafterLinkServicer, InProcessPort
 from outrider.proto import link_pb2_grpc
-from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Draft, Resync, SparseRow
+from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft, Resync, SparseRow
 from outrider.verifier_service.link_messages import CHANNEL_OPTIONS, DrafterIdentity
 from outrider.verifier_service.model_runner import ModelRunner
 from outrider.verifier_service.tensor_parallel import TensorParallelGroup
@@ -66,6 +66,38 @@ def _too_long(draft: Draft) -> list[bytes]:
     return [encode(replace(draft, token_ids=draft.token_ids * 8, draft_probs=None))]
 
 
+def _tree(parents_of: Callable[[int], list[int]]) -> Callable[[Draft], list[bytes]]:
+    """Say that the tokens are a tree, whatever was asked for; `parents_of` their number says of which shape."""
+
+    def change(draft: Draft) -> list[bytes]:
+        parents = tuple(parents_of(len(draft.token_ids)))
+        return [encode(replace(draft, parents=parents, draft_probs=None))]
+
+    return change
+
+
+def _too_deep(draft: Draft) -> list[bytes]:
+    token_ids = draft.token_ids * 8
+    parents = tuple(range(ROOT, len(token_ids) - 1))
+    return [encode(replace(draft, token_ids=token_ids, parents=parents, draft_probs=None))]
+
+
+def _twins(draft: Draft) -> list[bytes]:
+    """Say the same token twice after one parent."""
+    token_ids = (draft.token_ids[:1] or (0,)) * 2
+    return [encode(replace(draft, token_ids=token_ids, parents=(ROOT, ROOT), draft_probs=None))]
+
+
+def _rows_of_nobody(draft: Draft) -> list[bytes]:
+    """Say one row more than there are parents with children."""
+    rows = tuple(SparseRow(token_ids=(id_,), weights=(DRAFT_PROB_SCALE,)) for id_ in (*draft.token_ids, 0))
+    return [encode(replace(draft, draft_probs=rows))]
+
+
+def _confidences(value: float, *, more: int = 0) -> Callable[[Draft], list[bytes]]:
+    return lambda draft: [encode(replace(draft, confidences=(value,) * (len(draft.token_ids) + more)))]
+
+
 HONEST = Fault("honest")
 FAULTS = (
     Fault("slow", delay_s=3.0),
@@ -79,6 +111,14 @@ FAULTS = (
     Fault("malformed frames", change=lambda draft: [b"\x93" + encode(draft)]),
     Fault("draft_probs that do not sum", change=_bad_sums),
     Fault("wrong vocabulary", vocab_fingerprint="another tokenizer's"),
+    Fault("parents in a circle", change=_tree(lambda count: [(index + 1) % count for index in range(count)])),
+    Fault("parents out of range", change=_tree(lambda count: [ROOT - 1 - index for index in range(count)])),
+    Fault("parents of another number", change=_tree(lambda count: [ROOT] * (count + 1))),
+    Fault("a tree too deep", change=_too_deep),
+    Fault("the same sibling twice", change=_twins),
+    Fault("draft_probs of another number", change=_rows_of_nobody),
+    Fault("confidences that are no numbers", change=_confidences(float("nan"))),
+    Fault("confidences of another number", change=_confidences(0.5, more=1)),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.verifier_service.batch import ScheduledBatch
+from outrider.verifier_service.state_pool import StatePool
 
 _MASK = (1 << 61) - 1
 
@@ -26,14 +27,19 @@ def continuation(context: list[int], length: int, vocab_size: int) -> tuple[int,
 
 
 class FakeRunner:
-    """KV is the token id itself, kept by slot; `batches` records every forward."""
+    """KV is the token id itself, kept by slot; `batches` records every forward. A token's state is its id, too."""
 
     def __init__(self, *, vocab_size: int = 97, max_model_len: int = 64, num_blocks: int = 64, block_size: int = 4):
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.states = None
+        self.states: StatePool | None = None
         self.batches: list[ScheduledBatch] = []
         self._kv = [-1] * (num_blocks * block_size)
+
+    def keep_states(self) -> None:
+        self.states = StatePool(
+            num_blocks=self.num_blocks, block_size=self.block_size, width=1, dtype=torch.float32
+        )
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         self.batches.append(batch)
@@ -45,6 +51,9 @@ class FakeRunner:
             self._kv[target * self.block_size : (target + 1) * self.block_size] = block
         for token_id, slot in zip(batch.token_ids, batch.slot_mapping, strict=True):
             self._kv[slot] = token_id
+        if self.states is not None:
+            self.states.copy_blocks(batch.copy_sources, batch.copy_targets)
+            self.states.write(batch.slot_mapping, torch.tensor(batch.token_ids)[:, None])
         contexts: list[list[int]] = []
         trees = batch.tree_parents or [[]] * len(batch.block_tables)
         sequences = zip(batch.query_lengths, batch.context_lengths, batch.block_tables, trees, strict=True)

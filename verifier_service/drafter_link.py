@@ -33,6 +33,7 @@ from outrider.verifier_service.link_messages import (
     Welcome,
     frame_of,
 )
+from outrider.verifier_service.tensor_route import TensorRoute
 from outrider.verifier_service.wire import WireError, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class LinkEvent:
     is_up: bool = True
     vocab_size: int | None = None  # when it comes up
     needs: DraftNeeds = DraftNeeds()  # when it comes up
+    tensors: TensorRoute | None = None  # when it comes up, where it has a channel for states
     message: DrafterMessage | None = None
     payload: bytes = b""  # `message` as it came, to be passed on without encoding it again
     reason: str | None = None
@@ -213,6 +215,8 @@ class DrafterLink:
             raise LinkError(f"protocol version {answer.protocol_version} of the drafter, {PROTOCOL_VERSION} here")
         if answer.drafter_id != self.drafter_id:
             raise LinkError(f"{self.address} is drafter {answer.drafter_id!r}, not {self.drafter_id!r}")
+        if answer.tensors is not None and answer.tensors.transport not in self._hello.tensor_transports:
+            raise LinkError(f"the drafter chose {answer.tensors.transport!r} for states, which was not offered")
         return answer
 
     def _go_up(self, welcome: Welcome) -> None:
@@ -221,7 +225,12 @@ class DrafterLink:
         self._outbox.clear()
         self._overflowed = False
         self._num_silent_pings = 0
-        event = LinkEvent(drafter_id=self.drafter_id, vocab_size=welcome.vocab_size, needs=welcome.needs)
+        event = LinkEvent(
+            drafter_id=self.drafter_id,
+            vocab_size=welcome.vocab_size,
+            needs=welcome.needs,
+            tensors=welcome.tensors,
+        )
         self._on_event(event)
 
     def _go_down(self, reason: str) -> None:

@@ -89,7 +89,9 @@ class States:
     position: int
     dtype: str  # torch's name: float32, float16 or bfloat16
     width: int  # values per token: all taps together
-    data: bytes  # [num_tokens, width], little-endian
+    data: bytes  # [num_tokens, width], little-endian; empty where they come over a channel beside the link
+    tensor: int = 0  # the number of the channel's tensor that holds the data; 0: they are here
+    num_bytes: int = 0  # of that tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +153,7 @@ class Resync:
     """The drafter does not know the session, or commits left a gap: it wants `Open` with the whole prefix."""
 
     request_id: str
+    lost_tensors: bool = False  # nothing comes through the link's channel any more: states must come as bytes
 
 
 VerifierMessage = Open | States | Commit | Close

@@ -250,6 +250,7 @@ class VerifierEngine:
         """Keep the likeliest token of every row for the drafters that want to know."""
         for outcome in outcomes:
             request = outcome.item.request
+            request.predicted_ids = ()
             if outcome.item.samples and self.drafting.needs_of(request).predictions:
                 rows = slice(outcome.first_row, outcome.first_row + _num_choice_rows(outcome.item))
                 request.predicted_ids = tuple(logits[rows].argmax(dim=1).tolist())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from outrider.verifier_service.drafting import DraftNeeds
 from outrider.verifier_service.histogram import NO_VALUES, HistogramCounts
 from outrider.verifier_service.request import GenerationRequest, RequestOutput, SpeculationPlan
+from outrider.verifier_service.tensor_route import TensorRoute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class PeerState:
     is_up: bool
     vocab_size: int | None = None
     needs: DraftNeeds = DraftNeeds()
+    tensors: TensorRoute | None = None  # a channel for states beside the link; None: they go as bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,8 @@ class EngineCounters:
     num_stale_drafts: int = 0  # answers to a round that was over
     num_resyncs: int = 0  # drafters that asked for the whole prefix again
     fallbacks: dict[str, int] = field(default_factory=dict)  # rounds that ended without a draft, by reason
+    num_state_bytes: dict[str, int] = field(default_factory=dict)  # hidden states sent to drafters, by transport
+    num_tensor_fallbacks: int = 0  # states that went as bytes for their channel was full or had failed
     idle_s: float = 0.0  # no step ran, for every request waited for its draft
     step_s: HistogramCounts = NO_VALUES
     queue_s: HistogramCounts = NO_VALUES  # from a request's arrival to its first step

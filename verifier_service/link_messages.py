@@ -14,6 +14,7 @@ import msgpack
 
 from outrider.proto.link_pb2 import Frame
 from outrider.verifier_service.drafting import PROTOCOL_VERSION, Close, Commit, Draft, DraftNeeds, Open, Resync, States
+from outrider.verifier_service.tensor_route import TensorRoute, choose_transport
 from outrider.verifier_service.wire import MAX_FRAME_BYTES
 
 
@@ -27,6 +28,7 @@ class Hello:
     vocab_size: int
     vocab_fingerprint: str = ""  # empty: not known
     state_taps: tuple[int, ...] = ()  # the hidden states that it keeps for drafters, as in `DraftNeeds`
+    tensor_transports: tuple[str, ...] = ()  # channels that it can do, best first; states as bytes it always can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class Welcome:
     max_draft_length: int
     max_model_len: int
     needs: DraftNeeds = DraftNeeds()
+    tensors: TensorRoute | None = None  # None: states come as bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +77,24 @@ class DrafterIdentity:
     max_draft_length: int
     max_model_len: int
     needs: DraftNeeds = DraftNeeds()
+    tensor_transports: tuple[str, ...] = ()  # channels that it can do
+    tensor_store: str = ""  # where its channels meet, "host:port"; "": it has none
 
-    def welcome(self) -> Welcome:
+    def route(self, hello: Hello, group: str) -> TensorRoute | None:
+        """Return the channel beside a link to a verifier, None where there is none."""
+        transport = choose_transport(hello.tensor_transports, self.tensor_transports)
+        if transport is None or not self.tensor_store or not self.needs.taps:
+            return None
+        return TensorRoute(transport=transport, store=self.tensor_store, group=group)
+
+    def welcome(self, tensors: TensorRoute | None = None) -> Welcome:
         return Welcome(
             drafter_id=self.drafter_id,
             vocab_size=self.vocab_size,
             max_draft_length=self.max_draft_length,
             max_model_len=self.max_model_len,
             needs=self.needs,
+            tensors=tensors,
         )
 
 

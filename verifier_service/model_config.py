@@ -24,12 +24,14 @@ class ModelConfig:
     trust_remote_code: bool = False
     num_threads: int | None = None  # torch's intra-op threads of each rank; None: as torch decides
     state_taps: tuple[int, ...] = ()  # hidden states to keep for drafters, as in `DraftNeeds.taps`
+    state_dtype: str = "auto"  # of those states, kept and sent; auto: the model's own
     num_scratch_blocks: int = 0  # KV blocks beyond the pool's, for drafts made by the model itself
     check_logits: bool = True  # compare the engine's logits with the library's own at start
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "path", "a folder or a model id")
         _require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+        _require(self.state_dtype in DTYPES, "state_dtype", f"one of {', '.join(DTYPES)}")
         _require(self.device in DEVICES, "device", f"one of {', '.join(DEVICES)}")
         for name in ("block_size", "tensor_parallel_size"):
             _require(_is_positive(getattr(self, name)), name, "a positive integer")

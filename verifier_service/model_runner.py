@@ -43,7 +43,7 @@ from outrider.verifier_service.start_check import (
     require_equal_logits,
     sample_token_ids,
 )
-from outrider.verifier_service.state_pool import StatePool, StateTaps, decoder_layers, states_width
+from outrider.verifier_service.state_pool import StatePool, StateTaps, decoder_layers, resolve_state_dtype, states_width
 from outrider.verifier_service.tensor_parallel import TensorParallelGroup, plan_shards, shrink, wrap_shards
 from outrider.verifier_service.weights import Checkpoint, StateDictSource, TensorSource, load_weights
 from outrider.verifier_service.wire import decode, encode
@@ -213,7 +213,7 @@ class ModelRunner:
                 num_blocks=self.scratch_blocks.stop,
                 block_size=self.block_size,
                 width=states_width(self.model, config.state_taps),
-                dtype=self.dtype,
+                dtype=resolve_state_dtype(config.state_dtype, self.dtype),
             )
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:

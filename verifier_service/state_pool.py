@@ -9,7 +9,7 @@ it. The states lie in the host's memory: 3 taps of an 8B model in half precision
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -71,6 +71,13 @@ class StateTaps:
         return torch.cat([taken[tap] for tap in self._taps], dim=1)
 
 
+def resolve_state_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which states are kept and sent; auto: the model's own."""
+    dtype = model_dtype if name == "auto" else getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 class StatePool:
     """Tapped states of all slots: [num_blocks * block_size, width]."""
 
@@ -110,5 +117,6 @@ class StatePool:
                 position=first,
                 dtype=str(states.dtype).removeprefix("torch."),
                 width=self.width,
-                data=states.view(torch.uint8).numpy().tobytes(),
+                # not copied: whoever sends it reads it where it is
+                data=cast(bytes, states.view(torch.uint8).flatten().numpy().data),
             )

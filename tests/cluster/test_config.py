@@ -100,3 +100,33 @@ def test_speculation_option_becomes_the_routers_policy(mode: str):
     policy = ServiceConfig(speculation=mode, num_speculative_tokens=5).router_policy
     assert policy.mode is PolicyMode(mode)
     assert policy.max_draft_length == 5
+
+
+def test_states_are_kept_and_sent_as_the_options_say():
+    config = ServiceConfig.from_mapping(
+        {"device": "cpu", "speculative_config": {"state_dtype": "bfloat16", "tensor_transport": "gloo"}}
+    )
+    assert config.verifier_spec.model.state_dtype == "bfloat16"
+    assert config.speculative.tensor_transport == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"speculative_config": {"state_dtype": "int8"}}, "state_dtype must be one of auto, float32"),
+        ({"speculative_config": {"tensor_transport": "ucx"}}, "tensor_transport must be one of auto, grpc"),
+        ({"speculative_config": {"tensor_transport": "nccl"}, "device": "cpu"}, "nccl needs the device cuda"),
+        (
+            {
+                "speculative_config": {"tensor_transport": "gloo"},
+                "link_ssl_certfile": "c",
+                "link_ssl_keyfile": "k",
+                "link_ssl_ca_certs": "a",
+            },
+            "gloo is not encrypted",
+        ),
+    ],
+)
+def test_channels_that_cannot_be_are_refused(values: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        ServiceConfig.from_mapping(values)

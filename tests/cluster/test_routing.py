@@ -11,7 +11,7 @@ from outrider.cluster.fleet import (
     VerifierReport,
     VerifierState,
 )
-from outrider.cluster.routing import NoVerifierError, route, with_assignment
+from outrider.cluster.routing import DrafterDesk, NoVerifierError, route, with_assignment
 from outrider.verifier_service.request import SpeculationPlan
 from outrider.verifier_service.wire import decode, encode
 
@@ -201,6 +201,42 @@ class TestPlan:
 
     def test_a_queue_at_every_drafter(self):
         assert self.plan([drafter("d0", queue_depth=9)]).disabled_reason == "draft_queue"
+
+
+class TestOwnDrafter:
+    """A drafter in the verifier's own process needs no report and no link."""
+
+    def plan(self, drafters=(), *, default_length=4, request=None, own=6, **fields):
+        state = verifier("v", default_length=default_length, **fields)
+        state = dataclasses.replace(state, report=dataclasses.replace(state.report, own_draft_length=own))
+        return chosen(snapshot([state], drafters), request).plan
+
+    def test_it_drafts_where_there_is_no_pool(self):
+        assert self.plan() == SpeculationPlan(drafter_id="local", draft_length=4)
+
+    def test_it_bounds_the_length(self):
+        assert self.plan(own=3).draft_length == 3
+        assert self.plan(own=3, request=ask(num_speculative_tokens=2)).draft_length == 2
+
+    def test_without_one_there_is_nobody(self):
+        assert self.plan(own=0) == SpeculationPlan(disabled_reason="drafter_unavailable")
+
+    def test_it_is_the_least_loaded(self):
+        assert self.plan([drafter("d0", num_sessions=1)]).drafter_id == "local"
+
+    def test_full_queues_elsewhere_are_not_its_own(self):
+        assert self.plan([drafter("d0", queue_depth=99)]).drafter_id == "local"
+
+    def test_the_verifiers_reason_and_the_opt_out_hold(self):
+        assert self.plan(default_length=0, reason="load") == SpeculationPlan(disabled_reason="load")
+        assert self.plan(request=ask(num_speculative_tokens=0)).disabled_reason == "request_opt_out"
+
+    def test_a_request_keeps_it(self):
+        report = dataclasses.replace(verifier("v").report, own_draft_length=2)
+        desk = DrafterDesk([drafter("d0")], report, POLICY)
+        assert desk.choose("r", "local").report.drafter_id == "local"
+        assert desk.choose("r", "local").report.epoch == report.epoch
+        assert DrafterDesk([drafter("d0")], verifier("v").report, POLICY).choose("r", "local").report.drafter_id == "d0"
 
 
 def test_messages_are_frozen():

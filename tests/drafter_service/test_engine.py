@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from outrider.verifier_service.drafting import (
     DraftSampling,
     Open,
     Resync,
+    States,
 )
 from outrider.verifier_service.wire import decode, encode
 
@@ -35,10 +38,12 @@ class CountingDrafter:
     needs: DraftNeeds = DraftNeeds()
     calls: list[list[SessionKey]] = field(default_factory=list)
     age: dict[int, int] = field(default_factory=dict)
+    asks: list[Ask] = field(default_factory=list)
     released: list[SessionKey] = field(default_factory=list)
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         self.calls.append([ask.key for ask in asks])
+        self.asks = list(asks)
         for ask in asks:
             self.age[ask.ask_id] = self.age.get(ask.ask_id, 0) + 1
         return [self._result(ask) for ask in asks if self.age[ask.ask_id] >= self.num_steps]
@@ -129,6 +134,92 @@ def test_tokens_outside_the_vocabulary_end_in_empty_drafts_not_in_resyncs_withou
     assert say(engine, open_("s"), commit(2, 3, -1, request_id="s")) == [("v", draft(2, 4, request_id="s"))]
     assert engine.counters.num_bad_messages == 2
     assert say(engine, open_(), commit(3, 3, length=1)) == [("v", draft(3, 3, 4))], "a good Open heals it"
+
+
+def test_what_is_said_beside_the_tokens_reaches_a_drafter_within_bounds():
+    drafter = CountingDrafter()
+    engine = make_engine(drafter, max_tree_nodes=6)
+
+    def asked(**fields: object) -> Ask:
+        say(engine, open_(), replace(commit(1, 3), **fields))
+        return drafter.asks[0]
+
+    assert asked(max_nodes=1 << 60).max_nodes == 6
+    assert asked(max_nodes=-5).max_nodes == 0
+    assert asked(forced_ids=(4, 5)).forced_ids == (4, 5)
+    assert asked(forced_ids=(4, VOCAB_SIZE, 5)).forced_ids == (4,)
+    assert asked(forced_ids=(4, -1, 5)).forced_ids == (4,)
+    assert asked(forced_ids=(4,) * 1000).forced_ids == (4,) * 3, "no more than are drafted"
+    assert asked(predicted_ids=(4, 5)).predicted_ids == (4, 5)
+    for bad in (-1, VOCAB_SIZE, 1 << 62):
+        assert asked(predicted_ids=(4, bad, 5)).predicted_ids == (), "each has its place: all or none"
+
+
+# --- states ---
+
+
+def states(position: int, *values: float, request_id: str = "r", width: int = 1) -> States:
+    data = struct.pack(f"<{len(values)}f", *values)
+    return States(request_id=request_id, position=position, dtype="float32", width=width, data=data)
+
+
+def states_engine(num_steps: int = 1, **limits: float) -> tuple[DraftEngine, CountingDrafter]:
+    drafter = CountingDrafter(num_steps=num_steps, needs=DraftNeeds(taps=(0,)))
+    return make_engine(drafter, **limits), drafter
+
+
+def held(drafter: CountingDrafter) -> list[list[float]]:
+    tensor = drafter.asks[0].states
+    return [] if tensor is None else tensor.tolist()
+
+
+def test_states_reach_the_drafter_that_reads_them_and_no_other():
+    engine, drafter = states_engine()
+    say(engine, open_(), states(0, 1.0), states(1, 2.0), commit(1, 3))
+    assert held(drafter) == [[1.0], [2.0]]
+    drafter = CountingDrafter()
+    say(make_engine(drafter), open_(), states(0, 1.0), commit(1, 3))
+    assert held(drafter) == []
+
+
+def test_states_that_do_not_fit_end_their_own_session_in_a_resync():
+    engine, drafter = states_engine()
+    say(engine, open_("a"), states(0, 1.0, request_id="a"), open_("b"), states(0, 5.0, request_id="b"))
+    assert say(engine, states(7, 1.0, request_id="a")) == [("v", Resync(request_id="a"))]
+    assert say(engine, states(0, 1.0, request_id="a"), states(0, 1.0, request_id="nobody")) == []
+    assert len(say(engine, commit(1, 3, request_id="b"))) == 1
+    assert held(drafter) == [[5.0]]
+
+
+def test_unusable_states_end_in_empty_drafts_not_in_resyncs_without_end():
+    engine, drafter = states_engine(num_steps=2)
+    say(engine, open_(), states(0, 1.0), commit(1, 3))
+    assert say(engine, states(1, math.inf)) == [("v", draft(1, 3))], "also to the ask that was waiting"
+    assert drafter.released == [SessionKey("v", "r")]
+    assert say(engine, states(1, 2.0), commit(2, 3, 9)) == [("v", draft(2, 4))]
+    assert engine.counters.num_bad_messages == 1
+    say(engine, open_(), states(0, 1.0), commit(3, 3))
+    assert say(engine) == [("v", draft(3, 3, 4, 5, 6))], "a session that is opened again"
+
+
+def test_states_beyond_the_bound_cost_the_least_recently_used_sessions():
+    engine, drafter = states_engine(max_state_bytes=32)
+    for name in "abc":
+        say(engine, open_(name), states(0, *[1.0] * 4, request_id=name))
+    assert drafter.released == [SessionKey("v", "a")]
+    assert engine.counters.num_evicted_sessions == 1
+    assert say(engine, commit(1, 3, request_id="a")) == [("v", Resync(request_id="a"))]
+    assert len(say(engine, commit(2, 3, request_id="c"))) == 1
+    assert held(drafter) == [[1.0]] * 4
+
+
+def test_a_session_whose_own_states_are_too_many_is_refused_and_harms_no_other():
+    engine, drafter = states_engine(max_state_bytes=32)
+    say(engine, open_("a"), states(0, *[1.0] * 4, request_id="a"), open_("b"), states(0, *[1.0] * 4, request_id="b"))
+    say(engine, states(4, *[1.0] * 8, request_id="b"))
+    assert say(engine, commit(1, 3, request_id="b")) == [("v", draft(1, 3, request_id="b"))]
+    assert len(say(engine, commit(2, 3, request_id="a"))) == 1
+    assert held(drafter) == [[1.0]] * 4
 
 
 def test_requests_of_all_verifiers_share_one_call():

@@ -2,8 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.drafter_service.sessions import Round, Session, SessionKey, SessionTable, first_bad_token
-from outrider.verifier_service.drafting import DraftSampling
+from outrider.drafter_service.sessions import (
+    Round,
+    Session,
+    SessionKey,
+    SessionTable,
+    first_bad_token,
+    known_prefix,
+)
+from outrider.verifier_service.drafting import DraftNeeds, DraftSampling, States
 
 GREEDY = DraftSampling(temperature=0.0)
 ROUND = Round(ask_id=1, round_id=1, length=1, asked_s=0.0)
@@ -62,3 +69,27 @@ def test_integrity_check_sees_disorder():
 @pytest.mark.parametrize(("tokens", "bad"), [([], None), ([0, 9], None), ([0, 10], 10), ([3, -1], -1)])
 def test_first_bad_token(tokens: list[int], bad: int | None):
     assert first_bad_token(tokens, 10) == bad
+
+
+def with_states(item: Session, num_bytes: int) -> Session:
+    message = States(request_id="r", position=0, dtype="float32", width=1, data=bytes(num_bytes))
+    item.states.append(message, DraftNeeds(taps=(0,)))
+    return item
+
+
+def test_surplus_states_are_of_the_least_recently_used_idle_sessions():
+    asked, idle = with_states(session("asked", asked=True), 16), with_states(session("idle"), 16)
+    newest = with_states(session("newest"), 16)
+    table = table_of(asked, session("empty"), idle, newest)
+    assert names(table.surplus_states(48, spared=newest)) == []
+    assert names(table.surplus_states(47, spared=newest)) == ["idle"]
+    assert names(table.surplus_states(31, spared=newest)) == ["idle", "asked"]
+    assert names(table.surplus_states(0, spared=newest)) == ["idle", "asked"], "never the spared one"
+    assert names(table.surplus_states(32, spared=idle)) == ["newest"]
+
+
+def test_known_prefix():
+    assert known_prefix((0, 9, 3), 10) == (0, 9, 3)
+    assert known_prefix((4, 10, 3), 10) == (4,)
+    assert known_prefix((4, -1, 3), 10) == (4,)
+    assert known_prefix((1 << 62,), 10) == known_prefix((), 10) == ()

@@ -75,6 +75,16 @@ def test_nothing_leaks_between_salts(max_nodes: int):
     drafter.check_integrity([key(salt) for salt in ("mine", "theirs", "", "else")])
 
 
+def test_a_key_that_comes_again_with_another_salt_is_another_session():
+    drafter = make()
+    finish(drafter, [1], [7, 8, 9, 10], salt="a")
+    assert draft_after(drafter, [5, 7, 8], key=key("r"), cache_salt="a").token_ids[:1] == (9,)
+    assert draft_after(drafter, [5, 7, 8], key=key("r"), cache_salt="b").token_ids == ()
+    finish(drafter, [2], [7, 8, 11, 12], salt="b")
+    drafter.release(key("r"))
+    assert draft_after(drafter, [6, 7, 8], key=key("s"), cache_salt="b").token_ids[:1] == (11,)
+
+
 def test_the_oldest_responses_are_forgotten_by_number():
     drafter = make(max_cached_requests=2)
     for first in (20, 30, 40):

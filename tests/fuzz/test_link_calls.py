@@ -22,7 +22,7 @@ from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.model_drafter import ModelDrafter
 from outrider.drafter_service.service import DrafterLinkServicer, InProcessPort
 from outrider.proto import link_pb2, link_pb2_grpc
-from outrider.verifier_service.drafting import Close, Commit, Draft, DraftSampling, Open
+from outrider.verifier_service.drafting import Close, Commit, Draft, DraftSampling, Open, States
 from outrider.verifier_service.engine_messages import Cancel
 from outrider.verifier_service.link_messages import CHANNEL_OPTIONS, DrafterIdentity, Hello, Ping, Welcome, frame_of
 from outrider.verifier_service.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams
@@ -39,7 +39,7 @@ Server = tuple[Loop, grpc.aio.Channel]
 TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1) | st.sampled_from((-1, VOCAB_SIZE, 1 << 62)), max_size=6).map(tuple)
 NAMES = st.sampled_from("ab")
 PLAUSIBLE = (
-    st.builds(Open, request_id=NAMES, sampling=values_of(DraftSampling), token_ids=TOKENS)
+    st.builds(Open, request_id=NAMES, sampling=values_of(DraftSampling), token_ids=TOKENS, cache_salt=NAMES)
     | st.builds(
         Commit,
         request_id=NAMES,
@@ -47,6 +47,19 @@ PLAUSIBLE = (
         position=st.integers(-1, 70),
         token_ids=TOKENS,
         max_length=st.integers(-1, 300),
+        max_nodes=st.just(0) | INTEGERS,
+        predicted_ids=TOKENS,
+        forced_ids=TOKENS,
+    )
+    | st.builds(
+        States,
+        request_id=NAMES,
+        position=st.integers(-1, 6),
+        dtype=st.sampled_from(("float32", "float16", "bfloat16", "int8", "")),
+        width=st.integers(-1, 3) | INTEGERS,
+        data=st.binary(max_size=40),
+        tensor=st.sampled_from((0, 0, 1, -1)),
+        num_bytes=st.just(0) | INTEGERS,
     )
     | st.builds(Close, request_id=NAMES)
     | values_of(Ping)

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from engine_bench import PROMPT, EngineBench, greedy_tokens, make_request, tokens_of
 from fake_runner import next_token
-from outrider.verifier_service.drafting import Close, Commit, DrafterEvent, Open
+from outrider.verifier_service.drafting import (
+    FINAL_TAP,
+    ROOT,
+    Close,
+    Commit,
+    Draft,
+    DrafterEvent,
+    DraftNeeds,
+    Open,
+    Resync,
+    States,
+    VerifierMessage,
+)
 from outrider.verifier_service.request import FinishReason, LogitBias, SpeculationPlan, TokenOrigin
 
 EXPECTED = greedy_tokens(40)
@@ -18,7 +33,8 @@ WRONG = {token_id: (token_id + 1) % 97 for token_id in range(97)}
 
 def bench_before_draft(**options) -> EngineBench:
     """A bench whose request "a" has its first token and waits for its first draft."""
-    bench = EngineBench(**{key: options.pop(key) for key in ("eos_token_ids", "drafters") if key in options})
+    of_bench = ("eos_token_ids", "drafters", "needs", "max_tree_nodes")
+    bench = EngineBench(**{key: options.pop(key) for key in of_bench if key in options})
     assert bench.add(draft_length=4, **options) is None
     assert bench.step_one().token_ids == EXPECTED[:1]
     assert bench.step() is None, "held until its draft or its deadline"
@@ -339,6 +355,247 @@ def test_an_output_says_where_its_tokens_came_from(draft, options, num_accepted:
     assert output.origins == (*[TokenOrigin.ACCEPTED] * num_others, last)
     assert output.speculation.num_accepted_tokens == num_accepted
     assert sum(output.speculation.num_accepted_per_position) == num_accepted
+
+
+# --- trees ---
+
+#          right  wrong  right wrong  right
+PARENTS = (ROOT, ROOT, 0, 0, 2)
+TREE = (EXPECTED[1], WRONG[EXPECTED[1]], EXPECTED[2], WRONG[EXPECTED[2]], EXPECTED[3])
+RIGHT_LAST = (1, 0, 3, 2, 4)  # the same tree, its right nodes after their wrong siblings: node 2's KV moves, and 4's
+RIGHT_LAST_PARENTS = (ROOT, ROOT, 1, 1, 3)
+
+
+def test_a_trees_right_path_is_committed_and_what_follows_is_right_too():
+    bench = bench_before_draft(max_tree_nodes=5, max_tokens=12)
+    ask = bench.drafts.last_ask()[1]
+    assert (ask.max_length, ask.max_nodes) == (4, 5)
+    bench.drafts.answer([TREE[node] for node in RIGHT_LAST], RIGHT_LAST_PARENTS)
+    output = bench.step_one()
+    assert output.token_ids == EXPECTED[1:5]
+    assert (output.num_draft_tokens, output.num_accepted_tokens) == (5, 3)
+    assert output.origins == (*[TokenOrigin.ACCEPTED] * 3, TokenOrigin.BONUS)
+    assert output.speculation.num_accepted_per_position == [1, 1, 1], "positions, not nodes"
+    assert tokens_of(bench.finish()["a"]) == EXPECTED[5:12]
+    assert bench.runner.batches[2].move_sources == [5, 7, 8]
+
+
+def test_a_token_recovered_within_a_tree_is_no_bonus():
+    bench = bench_before_draft(max_tree_nodes=5)
+    bench.drafts.answer([TREE[0], TREE[1], TREE[3]], [ROOT, ROOT, 0])
+    output = bench.step_one()
+    assert output.token_ids == EXPECTED[1:3]
+    assert output.origins == (TokenOrigin.ACCEPTED, TokenOrigin.RECOVERED)
+    bench.drafts.answer([EXPECTED[3], WRONG[EXPECTED[3]], 0], [ROOT, ROOT, 1])
+    output = bench.step_one()
+    assert output.token_ids == EXPECTED[3:5]
+    assert output.origins == (TokenOrigin.ACCEPTED, TokenOrigin.BONUS), "another branch goes on, this one does not"
+    assert output.speculation.num_accepted_per_position == [2, 0]
+
+
+@pytest.mark.parametrize(("stop", "num_tokens", "num_accepted"), [(1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 4, 3)])
+def test_a_stop_token_on_a_trees_path_ends_the_output_there(stop: int, num_tokens: int, num_accepted: int):
+    bench = bench_before_draft(max_tree_nodes=5, stop_token_ids=(EXPECTED[stop],), logprobs=0)
+    bench.drafts.answer([TREE[node] for node in RIGHT_LAST], RIGHT_LAST_PARENTS)
+    output = bench.step_one()
+    assert (output.token_ids, output.finish_reason) == (EXPECTED[1 : 1 + num_tokens], FinishReason.STOP)
+    assert output.num_accepted_tokens == num_accepted
+    assert [entry.logprob for entry in output.logprobs] == pytest.approx(
+        [expected_logprob([*PROMPT, *EXPECTED[:length]], EXPECTED[length]) for length in range(1, 1 + num_tokens)]
+    )
+
+
+def test_logprobs_of_a_path_come_from_its_own_rows():
+    bench = bench_before_draft(max_tree_nodes=5, logprobs=0)
+    bench.drafts.answer([TREE[node] for node in RIGHT_LAST], RIGHT_LAST_PARENTS)
+    assert [entry.rank for entry in bench.step_one().logprobs] == [1, 1, 1, 1]
+
+
+def test_a_tree_that_was_not_asked_for_is_a_bad_draft():
+    bench = bench_before_draft()
+    bench.drafts.answer(TREE, PARENTS)
+    assert bench.step_one().token_ids == EXPECTED[1:2]
+    assert bench.engine.drafting.fallbacks == {"bad_draft": 1}
+
+
+def test_predictions_follow_every_row_and_only_who_needs_them_gets_them():
+    bench = bench_before_draft(max_tree_nodes=5, needs=DraftNeeds(predictions=True))
+    assert bench.drafts.last_ask()[1].predicted_ids == (), "the drafter was not known yet"
+    bench.drafts.answer([TREE[node] for node in RIGHT_LAST], RIGHT_LAST_PARENTS)
+    bench.step()
+    after = [[], [TREE[1]], [TREE[0]], [TREE[0], TREE[3]], [TREE[0], TREE[2]], [TREE[0], TREE[2], TREE[4]]]
+    context = [*PROMPT, EXPECTED[0]]
+    predicted_ids = bench.drafts.last_ask()[1].predicted_ids
+    assert predicted_ids == tuple(next_token([*context, *path], 97) for path in after)
+    bench = bench_before_draft(max_tree_nodes=5)
+    bench.drafts.answer(TREE, PARENTS)
+    bench.step()
+    assert bench.drafts.last_ask()[1].predicted_ids == ()
+
+
+def test_predictions_of_long_ago_are_not_told():
+    """The drafter that needs them comes back after another: what was predicted before is about other tokens."""
+    bench = bench_before_draft(needs=DraftNeeds(predictions=True), drafter_id="d")
+    bench.drafts.answer(EXPECTED[1:2])
+    bench.drafts.events.append(DrafterEvent(drafter_id="plain"))
+    bench.engine.set_plans({"a": SpeculationPlan(drafter_id="plain", draft_length=2)})
+    bench.step()
+    assert bench.drafts.last_ask()[0] == "plain"
+    bench.drafts.answer(EXPECTED[3:4])
+    bench.engine.set_plans({"a": SpeculationPlan(drafter_id="d", draft_length=2)})
+    bench.step()
+    drafter_id, ask = bench.drafts.last_ask()
+    assert (drafter_id, ask.predicted_ids) == ("d", ())
+
+
+@dataclass
+class WildDrafts:
+    """A `DraftClient` whose drafter answers with random trees, some of them late, some never, and loses sessions.
+
+    It holds what it is told against the truth: commits without a gap, every token's state once and in order.
+    """
+
+    rng: random.Random
+    needs: DraftNeeds
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    states: dict[str, list[int]] = field(default_factory=dict)
+    events: list[DrafterEvent] = field(default_factory=list)
+    late: list[DrafterEvent] = field(default_factory=list)
+    num_trees: int = 0
+
+    def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
+        for message in messages:
+            self._take(message)
+
+    def poll(self) -> list[DrafterEvent]:
+        events, self.events = self.events, []
+        if self.late and self.rng.random() < 0.5:
+            events.append(self.late.pop())
+        return events
+
+    def _take(self, message: VerifierMessage) -> None:
+        match message:
+            case Open():
+                self.tokens[message.request_id] = list(message.token_ids)
+                self.states[message.request_id] = []
+            case States():
+                values = [int(value) for value in torch.frombuffer(bytearray(message.data), dtype=torch.float32)]
+                known = self.states[message.request_id]
+                if self.needs.last_state_only:
+                    assert len(values) == 1
+                    known[:] = [*self.tokens[message.request_id][: message.position], *values]
+                else:
+                    assert message.position == len(known), "a gap in the states"
+                    known.extend(values)
+            case Commit():
+                self._commit(message)
+            case Close():
+                del self.tokens[message.request_id], self.states[message.request_id]
+
+    def _commit(self, ask: Commit) -> None:
+        tokens = self.tokens[ask.request_id]
+        assert ask.position == len(tokens), "a gap in the tokens"
+        tokens += ask.token_ids
+        if not self.needs.last_state_only:  # a preempted request's states may be away when it opens again
+            assert self.states[ask.request_id] in ([], tokens[:-1]), "the states are not the tokens'"
+        elif self.states[ask.request_id]:
+            assert self.states[ask.request_id][-1] == tokens[-2], "not the state of the token before the last"
+        fate = self.rng.random()
+        if fate < 0.1:
+            self.events.append(self._said(Resync(request_id=ask.request_id)))
+        elif fate < 0.9:
+            (self.late if fate < 0.2 else self.events).append(self._said(self._draft(ask, tokens)))
+
+    def _draft(self, ask: Commit, tokens: Sequence[int]) -> Draft:
+        self.num_trees += ask.max_nodes > 0
+        paths: list[list[int]] = []
+        parents: list[int] = []
+        for _ in range(self.rng.randint(0, ask.max_nodes)):
+            parent = self.rng.randint(ROOT, len(paths) - 1)
+            above = [] if parent == ROOT else paths[parent]
+            right = next_token([*tokens, *above], 97)
+            path = [*above, right if self.rng.random() < 0.7 else self.rng.randrange(97)]
+            if len(path) <= ask.max_length and path not in paths:
+                paths.append(path)
+                parents.append(parent)
+        return Draft(
+            request_id=ask.request_id,
+            round_id=ask.round_id,
+            position=len(tokens),
+            token_ids=tuple(path[-1] for path in paths),
+            parents=tuple(parents),
+        )
+
+    @staticmethod
+    def _said(message: Draft | Resync) -> DrafterEvent:
+        return DrafterEvent(drafter_id="d", message=message)
+
+
+def wild_bench(rng: random.Random, needs: DraftNeeds) -> tuple[EngineBench, WildDrafts]:
+    """A small engine before wild drafts."""
+    bench = EngineBench(
+        needs=needs,
+        max_tree_nodes=rng.choice((3, 7)),
+        max_num_batched_tokens=rng.choice((5, 12, 64)),
+        num_blocks=rng.choice((12, 17, 40)),
+        block_size=rng.choice((1, 3, 4)),
+    )
+    wild = WildDrafts(rng, needs, events=bench.drafts.poll())
+    bench.drafts.send, bench.drafts.poll = wild.send, wild.poll
+    return bench, wild
+
+
+@pytest.mark.parametrize("needs", [DraftNeeds(taps=(FINAL_TAP,)), DraftNeeds(taps=(FINAL_TAP,), last_state_only=True)])
+@pytest.mark.parametrize("seed", range(10))
+def test_random_trees_change_no_token_and_states_are_always_the_tokens(seed: int, needs: DraftNeeds):
+    """Small pools, chunks, prefixes in common, several choices of one prompt, cancellations."""
+    rng = random.Random(seed)
+    bench, wild = wild_bench(rng, needs)
+    num_tokens_at_most = bench.runner.num_blocks * bench.runner.block_size
+    prompts: dict[str, tuple[int, ...]] = {}
+    tokens: dict[str, tuple[int, ...]] = {}
+    lengths: dict[str, int] = {}
+    while len(prompts) < 16 or bench.engine.has_work():
+        if len(prompts) < 16 and rng.random() < 0.5:
+            prompt = tuple(range(1, rng.randint(2, 9)))
+            for _ in range(rng.choice((1, 1, 3))):
+                name = str(len(prompts))
+                lengths[name] = rng.randint(1, min(16, num_tokens_at_most - len(prompt)))
+                request = make_request(name, prompt=prompt, max_tokens=lengths[name], draft_length=4)
+                assert bench.engine.add(dataclasses.replace(request, group_id=str(prompt))) is None
+                prompts[name] = prompt
+        if bench.engine.requests and rng.random() < 0.02:
+            name = rng.choice(sorted(bench.engine.requests))
+            bench.engine.cancel(name)
+            lengths[name] = len(tokens.get(name, ()))
+        outputs = bench.step()
+        bench.engine.check_integrity()
+        if outputs is None:
+            bench.now_s += bench.engine.idle_s() or 0.0
+        for output in outputs or []:
+            tokens[output.request_id] = tokens.get(output.request_id, ()) + output.token_ids
+    for name, prompt in prompts.items():
+        assert tokens.get(name, ()) == greedy_tokens(lengths[name], prompt)
+    assert wild.num_trees > 10
+    assert not wild.tokens
+
+
+def test_the_wild_scenarios_preempt_move_and_share():
+    """Or the property above would say little."""
+    num_preemptions = num_moves = num_copies = num_resyncs = 0
+    for seed in range(16):
+        rng = random.Random(seed)
+        bench, _ = wild_bench(rng, DraftNeeds())
+        for index in range(8):
+            request = make_request(str(index), prompt=range(1, 8), max_tokens=12 - bench.runner.block_size)
+            request = dataclasses.replace(request, group_id="g", plan=SpeculationPlan(draft_length=4))
+            bench.engine.add(request)
+        bench.finish(2000)
+        num_preemptions += bench.engine.scheduler.num_preemptions
+        num_moves += sum(len(batch.move_sources) for batch in bench.runner.batches)
+        num_copies += sum(len(batch.copy_sources) for batch in bench.runner.batches)
+        num_resyncs += bench.engine.drafting.num_resyncs
+    assert min(num_preemptions, num_moves, num_copies, num_resyncs) > 10
 
 
 # --- what changes logits ---

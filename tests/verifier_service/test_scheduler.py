@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,11 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Draft, SparseRow
+from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow
 from outrider.verifier_service.kv_cache import BlockPool
 from outrider.verifier_service.request import Request, SamplingParams, SpeculationPlan
-from outrider.verifier_service.schedule import Schedule, ScheduledRequest
+from outrider.verifier_service.schedule import Schedule, ScheduledRequest, first_nodes
 from outrider.verifier_service.scheduler import MAX_PROMPT_ROWS, PRIORITY_STEP_S, Scheduler, SchedulerConfig
+from outrider.verifier_service.tree import depths, parents_of
 
 BLOCK_SIZE = 4
 
@@ -36,14 +39,19 @@ def make_request(
     )
 
 
-def make_draft(request: Request, token_ids, sampled: bool = False) -> Draft:
-    rows = tuple(SparseRow(token_ids=(t,), weights=(DRAFT_PROB_SCALE,)) for t in token_ids)
+def make_draft(request: Request, token_ids, sampled: bool = False, parents=None) -> Draft:
+    first_children = dict(zip(reversed(parents or range(len(token_ids))), reversed(token_ids), strict=True))
+    rows = tuple(
+        SparseRow(token_ids=(first_children[parent],), weights=(DRAFT_PROB_SCALE,))
+        for parent in dict.fromkeys(parents or range(len(token_ids)))
+    )
     return Draft(
         request_id=request.request_id,
         round_id=0,
         position=request.num_tokens,
         token_ids=tuple(token_ids),
         draft_probs=rows if sampled else None,
+        parents=None if parents is None else tuple(parents),
     )
 
 
@@ -290,6 +298,187 @@ def test_short_of_blocks_the_draft_is_cut_and_nobody_preempted():
     assert shares(schedule) == {"a": 2, "b": 1}
     assert schedule.items[0].draft.token_ids == (1,)
     assert (first.metrics.num_cut_tokens, schedule.preempted, second.num_preemptions) == (3, (), 0)
+
+
+# --- trees -----------------------------------------------------------------------------------------------------------
+
+#           0     1     2     3     4     5
+PARENTS = (ROOT, ROOT, 0, 1, 3, 3)  # node 4's path: 1, 3, 4
+
+
+def with_tree(num_tokens: int, parents=PARENTS, **options) -> tuple[Scheduler, Request]:
+    """A request in decode whose draft is a tree of the tokens 30, 31, ..."""
+    scheduler = make_scheduler(**options)
+    request = added(scheduler, "a", range(1, num_tokens), max_tokens=32)
+    step(scheduler)
+    request.draft = make_draft(request, [30 + node for node in range(len(parents))], parents=parents)
+    return scheduler, request
+
+
+def commit_path(scheduler: Scheduler, path, *, last: int | None = 50) -> Schedule:
+    """Schedule, then accept the draft tokens along `path`; `last` follows them, None: a stop token ended it before."""
+    schedule = scheduler.schedule(0.0)
+    (item,) = schedule.items
+    tokens = [item.draft.token_ids[node] for node in path] + ([] if last is None else [last])
+    scheduler.commit(item, tokens, path)
+    scheduler.check_integrity()
+    return schedule
+
+
+def test_a_trees_nodes_stand_one_after_another_at_the_positions_of_their_depths():
+    scheduler, _ = with_tree(6)
+    batch = scheduler.schedule(0.0).batch
+    assert batch.token_ids == [7, 30, 31, 32, 33, 34, 35]
+    assert batch.positions == [5, 6, 6, 7, 7, 8, 8]
+    assert batch.slot_mapping == [5, 6, 7, 8, 9, 10, 11]
+    assert (batch.context_lengths, batch.block_tables) == ([12], [[0, 1, 2]])
+    assert batch.tree_parents == [list(PARENTS)]
+    assert batch.logits_indices == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_chains_beside_a_tree_have_no_parents_and_batches_of_chains_none_at_all():
+    scheduler, _ = with_tree(6)
+    other = added(scheduler, "b", [1, 2])
+    assert scheduler.schedule(0.0).batch.tree_parents == [list(PARENTS), []]
+    scheduler = make_scheduler()
+    other = added(scheduler, "b", [1, 2])
+    step(scheduler)
+    other.draft = make_draft(other, [3, 4])
+    assert scheduler.schedule(0.0).batch.tree_parents == []
+
+
+@pytest.mark.parametrize(
+    ("path", "moves"),
+    [
+        ((), []),
+        ((0,), []),  # in its place already
+        ((0, 2), [(8, 7)]),  # over a block's boundary
+        ((1,), [(7, 6)]),
+        ((1, 3, 5), [(7, 6), (9, 7), (11, 8)]),  # 7 is read before it is written
+    ],
+)
+def test_an_accepted_paths_kv_is_moved_to_its_positions_with_the_next_batch(path, moves):
+    scheduler, request = with_tree(6)
+    commit_path(scheduler, path)
+    assert request.num_computed_tokens == 6 + len(path)
+    assert list(scheduler.moves) == moves
+    assert len(request.block_table) == -(-request.num_computed_tokens // BLOCK_SIZE)
+    batch = step(scheduler).batch
+    assert list(zip(batch.move_sources, batch.move_targets, strict=True)) == moves
+    assert not scheduler.moves
+    assert step(scheduler).batch.move_sources == [], "once"
+
+
+def test_moves_go_by_the_block_table_not_by_position():
+    scheduler = make_scheduler()
+    other = added(scheduler, "b", [1, 2])
+    request = added(scheduler, "a", range(1, 6), max_tokens=32)
+    step(scheduler)
+    assert (other.block_table, request.block_table) == ([0], [1, 2])
+    other.hold_until_s = 9.0
+    request.draft = make_draft(request, range(30, 36), parents=PARENTS)
+    commit_path(scheduler, (1, 3, 4))
+    assert list(scheduler.moves) == [(11, 10), (13, 11), (14, 12)]
+    assert request.block_table == [1, 2, 3]
+
+
+def test_a_stop_token_within_the_path_cuts_it():
+    """The last committed token's KV is not needed: nothing follows it."""
+    scheduler, request = with_tree(6)
+    commit_path(scheduler, (1, 3), last=None)
+    assert request.token_ids[-2:] == [31, 33]
+    assert request.num_computed_tokens == 7
+    assert list(scheduler.moves) == [(7, 6)]
+
+
+def test_a_chain_needs_no_path_and_moves_nothing():
+    scheduler, request = with_tree(6, parents=(ROOT, 0, 1))
+    commit_path(scheduler, (0, 1, 2))
+    assert not scheduler.moves
+    request.draft = make_draft(request, [5, 6])
+    step(scheduler, {"a": [5, 6, 7]})
+    assert not scheduler.moves
+
+
+def test_who_takes_the_moves_must_make_them_and_the_next_batch_does_not():
+    scheduler, _ = with_tree(6)
+    commit_path(scheduler, (1,))
+    assert scheduler.take_moves() == [(7, 6)]
+    assert scheduler.take_moves() == []
+    assert step(scheduler).batch.move_sources == []
+
+
+def test_moves_wait_while_nothing_can_run():
+    scheduler, request = with_tree(6)
+    commit_path(scheduler, (1,))
+    request.hold_until_s = 9.0
+    assert scheduler.schedule(1.0) is None
+    assert scheduler.schedule(9.0).batch.move_sources == [7]
+
+
+def test_a_request_that_ends_leaves_its_moves_for_whoever_finds_its_prefix():
+    """The path fills block 1, which is published before its KV is there; the batch that reads it moves it first."""
+    scheduler, request = with_tree(6)
+    commit_path(scheduler, (1, 3, 4))
+    scheduler.remove("a")
+    follower = added(scheduler, "b", request.token_ids[:9])
+    batch = step(scheduler).batch
+    assert follower.num_cached_tokens == 8
+    assert batch.block_tables[0][:2] == [0, 1]
+    assert list(zip(batch.move_sources, batch.move_targets, strict=True)) == [(7, 6), (9, 7), (10, 8)]
+    assert not set(batch.slot_mapping) & {6, 7}
+
+
+def test_moves_of_a_preempted_request_stay_in_the_batch_that_writes_into_its_blocks():
+    """Moves are made before anything is written, so that they harm nobody."""
+    scheduler = make_scheduler(num_blocks=3)
+    first = added(scheduler, "first", range(1, 5), max_tokens=8)
+    second = added(scheduler, "second", range(11, 14), max_tokens=8)
+    step(scheduler)
+    first.hold_until_s = 9.0
+    second.draft = make_draft(second, range(30, 36), parents=PARENTS)
+    commit_path(scheduler, (1, 3))
+    first.hold_until_s = None
+    schedule = step(scheduler)
+    assert schedule.preempted == (second,)
+    assert list(zip(schedule.batch.move_sources, schedule.batch.move_targets, strict=True)) == [(9, 8), (11, 9)]
+    assert schedule.batch.slot_mapping == [8]
+    assert second.token_ids[-3:] == [31, 33, 50]
+
+
+@pytest.mark.parametrize(
+    ("max_nodes", "max_depth", "num_kept", "num_rows"),
+    [(9, 9, 6, 4), (6, 3, 6, 4), (5, 9, 5, 4), (4, 9, 4, 3), (3, 9, 3, 2), (9, 2, 4, 3), (9, 1, 2, 1), (0, 9, 0, 0)],
+)
+def test_a_tree_is_cut_by_counts_and_depths_with_its_rows(max_nodes, max_depth, num_kept, num_rows):
+    request = make_request("a", [1, 2])
+    draft = make_draft(request, range(30, 36), sampled=True, parents=PARENTS)
+    kept = first_nodes(draft, max_nodes=max_nodes, max_depth=max_depth)
+    assert kept.token_ids == draft.token_ids[:num_kept]
+    assert kept.parents == PARENTS[:num_kept]
+    assert kept.draft_probs == draft.draft_probs[:num_rows]
+
+
+def test_a_tree_is_cut_at_the_first_node_that_is_too_deep_whatever_follows():
+    draft = make_draft(make_request("a", [1, 2]), [30, 31, 32], parents=(ROOT, 0, ROOT))
+    assert first_nodes(draft, max_nodes=9, max_depth=1).token_ids == (30,)
+
+
+def test_confidences_are_cut_with_their_tokens():
+    request = make_request("a", [1, 2])
+    draft = dataclasses.replace(make_draft(request, [5, 6, 7]), confidences=(0.5, 0.25, 0.125))
+    assert first_nodes(draft, max_nodes=2, max_depth=9).confidences == (0.5, 0.25)
+    assert first_nodes(draft, max_nodes=9, max_depth=1).confidences == (0.5,)
+
+
+def test_a_tree_at_the_end_of_a_request_is_cut_where_it_is_too_deep_and_counted():
+    scheduler = make_scheduler()
+    request = added(scheduler, "a", range(1, 6), max_tokens=4)
+    step(scheduler)
+    request.draft = make_draft(request, range(30, 36), parents=PARENTS)
+    (item,) = scheduler.schedule(0.0).items
+    assert item.draft.token_ids == (30, 31, 32, 33), "three are left: two accepted ones and the bonus token"
+    assert request.metrics.num_cut_tokens == 2
 
 
 # --- preemption ------------------------------------------------------------------------------------------------------
@@ -951,6 +1140,10 @@ def test_fifty_thousand_requests_in_the_queue_cost_no_step():
 # --- simulation ------------------------------------------------------------------------------------------------------
 
 VOCAB_SIZE = 5  # small, so that prefixes are often shared and wrong drafts often right
+# lists of parents: the k-th node follows the root or any node before it
+PARENT_LISTS = st.lists(st.floats(0, 0.99), min_size=1, max_size=9).map(
+    lambda shares: [int(share * (index + 1)) - 1 for index, share in enumerate(shares)]
+)
 
 
 def mix(context: int, token_id: int) -> int:
@@ -983,21 +1176,31 @@ class PagedModel:
     def execute(self, batch) -> list[int]:
         """Return the next token after every row that wants logits."""
         outputs, row = [], 0
+        self.move(list(zip(batch.move_sources, batch.move_targets, strict=True)))
         self._copy_blocks(batch)
         assert len(set(batch.slot_mapping)) == batch.num_tokens, "a slot is written twice"
-        rows = zip(batch.query_lengths, batch.context_lengths, batch.block_tables, strict=True)
-        for query_length, context_length, block_table in rows:
+        trees = batch.tree_parents or [[]] * len(batch.block_tables)
+        rows = zip(batch.query_lengths, batch.context_lengths, batch.block_tables, trees, strict=True)
+        for query_length, context_length, block_table, parents in rows:
             assert len(block_table) == -(-context_length // self.block_size), "the table covers the context, no more"
-            for position in range(context_length - query_length, context_length):
-                assert batch.positions[row] == position
-                slot = self._slot(block_table, position)
+            first = context_length - len(parents)
+            position_at = {first - 1: first - 1}  # of the tree's places
+            for place in range(context_length - query_length, context_length):
+                before_place = place - 1 if place < first else first + parents[place - first]
+                position_at[place] = place if place < first else position_at[before_place] + 1
+                assert batch.positions[row] == position_at[place]
+                slot = self._slot(block_table, place)
                 assert batch.slot_mapping[row] == slot
-                before = self.kv[self._slot(block_table, position - 1)] if position else 0
+                before = self.kv[self._slot(block_table, before_place)] if before_place >= 0 else 0
                 self.kv[slot] = mix(before, batch.token_ids[row])
                 outputs.append(next_token(self.kv[slot]))
                 row += 1
         assert row == batch.num_tokens
         return [outputs[index] for index in batch.logits_indices]
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Read all slots before the first is written."""
+        self.kv.update([(target, self.kv[source]) for source, target in moves])
 
     def _copy_blocks(self, batch) -> None:
         """Copy all slots that hold anything, reading all before the first is written."""
@@ -1008,12 +1211,17 @@ class PagedModel:
         }
         self.kv.update(copied)
 
-    def check(self, request: Request) -> None:
-        """Every computed position of a sequence must hold exactly what its own tokens would have written."""
+    def check(self, request: Request, moves: Sequence[tuple[int, int]]) -> None:
+        """Every computed position of a sequence must hold exactly what its own tokens would have written.
+
+        It may lie at the source of a move that the next batch makes.
+        """
         context = 0
+        source_of = {target: source for source, target in moves}
         for position in range(request.num_computed_tokens):
             context = mix(context, request.token_ids[position])
-            assert self.kv[self._slot(request.block_table, position)] == context, f"stale KV at {position}"
+            slot = self._slot(request.block_table, position)
+            assert self.kv[source_of.get(slot, slot)] == context, f"stale KV at {position}"
 
     def _slot(self, block_table: list[int], position: int) -> int:
         return block_table[position // self.block_size] * self.block_size + position % self.block_size
@@ -1098,6 +1306,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_drafted[request.request_id] += length
 
     @precondition(lambda self: self.scheduler.running)
+    @rule(data=st.data(), parents=PARENT_LISTS, is_right=st.lists(st.booleans(), min_size=9, max_size=9))
+    def tree_arrives(self, data, parents, is_right):
+        """A tree of up to 9 nodes, some of which say what the target says after their parents."""
+        request = data.draw(st.sampled_from(self.scheduler.running))
+        if request.draft is not None:
+            return
+        paths: list[list[int]] = []
+        for parent, right in zip(parents, is_right, strict=False):
+            path = [] if parent == ROOT else paths[parent]
+            tokens = [*request.token_ids, *path]
+            token_id = plain_decoding(tokens, len(tokens) + 1)[-1]
+            paths.append([*path, token_id if right else (token_id + 1 + len(paths)) % VOCAB_SIZE])
+        request.draft = make_draft(request, [path[-1] for path in paths], data.draw(st.booleans()), parents)
+        request.hold_until_s = None
+        self.num_drafted[request.request_id] += len(paths)
+
+    @rule()
+    def somebody_takes_the_moves(self):
+        self.model.move(self.scheduler.take_moves())
+
+    @precondition(lambda self: self.scheduler.running)
     @rule(data=st.data(), wait_s=st.integers(1, 3))
     def hold(self, data, wait_s):
         data.draw(st.sampled_from(self.scheduler.running)).hold_until_s = self.now_s + wait_s
@@ -1129,7 +1358,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.scheduler.check_integrity()
         for request in self.scheduler.running:
-            self.model.check(request)
+            self.model.check(request, self.scheduler.moves)
         salted, plain = (
             {block_id for r in self.scheduler.running if bool(r.cache_salt) is is_salted for block_id in r.block_table}
             for is_salted in (True, False)
@@ -1196,9 +1425,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.hold_until_s is None or request.hold_until_s <= self.now_s
             assert item.draft is None or (item.samples and item.draft.token_ids)
             if item.draft is not None and item.draft.draft_probs is not None:
-                assert len(item.draft.draft_probs) == len(item.draft.token_ids)
+                assert len(item.draft.draft_probs) == len(set(parents_of(item.draft)))
             limit = min(self.config.max_model_len, request.num_prompt_tokens + request.sampling.max_tokens)
-            assert request.num_tokens + self.num_draft_tokens(item) + 1 <= limit or not item.samples
+            depth = max(depths(parents_of(item.draft)), default=-1) + 1
+            assert request.num_tokens + depth + 1 <= limit or not item.samples
 
     def check_order(self, schedule: Schedule) -> None:
         """The slow reference of both queues: sort by seniority; only the parked may be overtaken."""
@@ -1227,10 +1457,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = item.request
         self.num_verified[request.request_id] += self.num_draft_tokens(item)
         draft_ids = item.draft.token_ids if item.draft else ()
-        num_accepted = 0
-        while num_accepted < len(draft_ids) and draft_ids[num_accepted] == outputs[num_accepted]:
-            num_accepted += 1
-        self.scheduler.commit(item, outputs[: num_accepted + 1])
+        path: list[int] = []
+        node = ROOT
+        for index, (token_id, parent) in enumerate(zip(draft_ids, parents_of(item.draft), strict=True)):
+            if parent == node and token_id == outputs[node + 1]:
+                path.append(index)
+                node = index
+        committed = [draft_ids[index] for index in path] + outputs[node + 1 : node + 2]
+        self.scheduler.commit(item, committed, path if item.draft and item.draft.parents else None)
         limit = min(self.config.max_model_len, request.num_prompt_tokens + request.sampling.max_tokens)
         assert request.num_tokens <= limit
         if request.num_tokens == limit and self.scheduler.remove(request.request_id):

@@ -14,13 +14,21 @@ from outrider.verifier_service.drafting import (
     Commit,
     Draft,
     DrafterEvent,
+    DraftNeeds,
     Open,
     Resync,
     SparseRow,
+    States,
     VerifierMessage,
 )
-from outrider.verifier_service.request import GenerationRequest, Request, SamplingParams, SpeculationPlan
-from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.request import (
+    AcceptanceRule,
+    GenerationRequest,
+    Request,
+    SamplingParams,
+    SpeculationPlan,
+)
+from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig, StateSource
 
 VOCAB_SIZE = 100
 
@@ -28,10 +36,10 @@ VOCAB_SIZE = 100
 class Bench:
     """One coordinator, one client, one clock, some requests."""
 
-    def __init__(self, **config: float) -> None:
+    def __init__(self, states: StateSource | None = None, **config: float) -> None:
         self.client = MemoryDrafts()
         settings = {"vocab_size": VOCAB_SIZE, "max_model_len": 64, "first_deadline_s": 0.5, **config}
-        self.coordinator = DraftCoordinator(self.client, SpeculationConfig(**settings))
+        self.coordinator = DraftCoordinator(self.client, SpeculationConfig(**settings), states)
         self.requests: dict[str, Request] = {}
         self.now_s = 0.0
 
@@ -57,8 +65,23 @@ class Bench:
         return self.client.take()
 
 
-def up(drafter_id: str = "d") -> DrafterEvent:
-    return DrafterEvent(drafter_id=drafter_id)
+class SpanStates:
+    """A `StateSource` whose states say nothing but where they are."""
+
+    def messages(self, request: Request, start: int, stop: int) -> Iterator[States]:
+        if start < stop:
+            yield States(
+                request_id=request.request_id, position=start, dtype="float32", width=1, data=bytes(4 * (stop - start))
+            )
+
+
+def span(message: VerifierMessage) -> tuple[int, int]:
+    assert isinstance(message, States)
+    return message.position, message.position + len(message.data) // 4
+
+
+def up(drafter_id: str = "d", **fields: object) -> DrafterEvent:
+    return DrafterEvent(drafter_id=drafter_id, **fields)
 
 
 def down(drafter_id: str = "d") -> DrafterEvent:
@@ -313,3 +336,145 @@ def test_the_round_of_an_attached_draft_is_known_until_the_request_ends():
     assert (answered.drafter_id, answered.asked_s, answered.received_s) == ("d", 1.0, 1.25)
     bench.coordinator.close(request)
     assert bench.coordinator.answered_round(request) is None
+
+
+# --- trees ---
+
+
+def test_a_tree_is_asked_for_where_more_than_one_token_may_be_deep():
+    bench = Bench(max_tree_nodes=7)
+    bench.receive(up())
+    bench.request("deep")
+    bench.request("flat", draft_length=1)
+    bench.request("blocks", acceptance=AcceptanceRule.BLOCK)
+    asks = {message.request_id: message for _, message in bench.ask() if isinstance(message, Commit)}
+    assert {name: (ask.max_length, ask.max_nodes) for name, ask in asks.items()} == {
+        "deep": (3, 7),
+        "flat": (1, 0),
+        "blocks": (3, 0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("parents", "is_good"),
+    [((-1, -1, 0, 2, 0), True), ((-1, 0, 1, 2), False), ((-1,) * 6, False), ((-1, 1), False), (None, True)],
+)
+def test_a_tree_is_judged_by_what_was_asked_for(parents, is_good: bool):
+    """Up to 3 deep, 5 nodes; a chain is always welcome."""
+    bench = Bench(max_tree_nodes=5)
+    bench.receive(up())
+    request = bench.request()
+    commit = bench.ask()[-1][1]
+    tokens = range(10, 10 + len(parents or (1, 2, 3)))
+    bench.receive(said(answer(commit, *tokens, parents=parents)))
+    assert (request.draft is not None) == is_good
+    assert bench.coordinator.fallbacks == ({} if is_good else {"bad_draft": 1})
+
+
+def test_after_a_resync_the_same_shape_is_asked_for():
+    bench = Bench(max_tree_nodes=5)
+    bench.receive(up())
+    request = bench.request()
+    bench.ask()
+    bench.receive(said(Resync(request_id="a")))
+    commit = bench.client.take()[-1][1]
+    assert (commit.max_length, commit.max_nodes) == (3, 5)
+    bench.receive(said(answer(commit, 7, 8, parents=(-1, -1))))
+    assert request.draft is not None
+
+
+# --- what drafters are told ---
+
+
+def test_states_go_before_the_ask_every_position_once():
+    bench = Bench(SpanStates())
+    bench.receive(up(needs=DraftNeeds(taps=(0, -1))))
+    request = bench.request()
+    request.num_computed_tokens = 2  # of 3: the last token is never computed
+    opening, states, commit = (message for _, message in bench.ask())
+    assert (type(opening), span(states), type(commit)) == (Open, (0, 2), Commit)
+    bench.receive(said(answer(commit, 7)))
+    request.token_ids += [7, 8]
+    request.num_computed_tokens = 4
+    states, commit = (message for _, message in bench.ask())
+    assert (span(states), type(commit)) == ((2, 4), Commit)
+
+
+def test_a_drafter_of_the_last_state_gets_that_one_alone():
+    bench = Bench(SpanStates())
+    bench.receive(up(needs=DraftNeeds(taps=(-1,), last_state_only=True)))
+    request = bench.request()
+    for num_computed in (2, 5):
+        request.token_ids = list(range(num_computed + 1))
+        request.num_computed_tokens = num_computed
+        states = next(message for _, message in bench.ask() if isinstance(message, States))
+        assert span(states) == (num_computed - 1, num_computed)
+
+
+@pytest.mark.parametrize(("states", "needs"), [(None, DraftNeeds(taps=(0,))), (SpanStates(), DraftNeeds())])
+def test_nobody_is_told_states_that_it_does_not_need_or_that_are_not_kept(states, needs: DraftNeeds):
+    bench = Bench(states)
+    bench.receive(up(needs=needs))
+    bench.request().num_computed_tokens = 2
+    assert [type(message) for _, message in bench.ask()] == [Open, Commit]
+
+
+@pytest.mark.parametrize("last_state_only", [False, True])
+def test_a_request_preempted_while_its_drafter_lost_it_tells_its_states_later(last_state_only: bool):
+    bench = Bench(SpanStates())
+    bench.receive(up(needs=DraftNeeds(taps=(0,), last_state_only=last_state_only)))
+    request = bench.request()
+    request.num_computed_tokens = 2
+    commit = bench.ask()[-1][1]
+    request.num_computed_tokens = 0
+    bench.receive(said(Resync(request_id="a")))
+    again = [message for _, message in bench.client.take()]
+    assert [type(message) for message in again] == [Open, Commit]
+    bench.receive(said(answer(commit)), said(answer(again[-1])))
+    request.token_ids.append(9)
+    request.num_computed_tokens = 3
+    states = bench.ask()[0][1]
+    assert span(states) == ((2, 3) if last_state_only else (0, 3))
+
+
+def test_a_resync_brings_the_states_again():
+    bench = Bench(SpanStates())
+    bench.receive(up(needs=DraftNeeds(taps=(0,))))
+    bench.request().num_computed_tokens = 2
+    bench.ask()
+    bench.receive(said(Resync(request_id="a")))
+    opening, states, _ = (message for _, message in bench.client.take())
+    assert isinstance(opening, Open)
+    assert span(states) == (0, 2)
+
+
+def test_another_drafter_gets_all_states():
+    bench = Bench(SpanStates())
+    bench.receive(up("d", needs=DraftNeeds(taps=(0,))), up("e", needs=DraftNeeds(taps=(0,))))
+    request = bench.request(drafter_id="d")
+    request.num_computed_tokens = 2
+    bench.ask()
+    request.plan = SpeculationPlan(drafter_id="e", draft_length=3)
+    request.token_ids.append(9)
+    request.num_computed_tokens = 3
+    assert [span(message) for to, message in bench.ask() if isinstance(message, States)] == [(0, 3)]
+
+
+def test_an_ask_carries_predictions_and_forced_tokens_and_a_session_its_salt(bench: Bench):
+    request = bench.request()
+    request.cache_salt, request.predicted_ids, request.forced_ids = "mine", (4, 5), (6,)
+    (_, opening), (_, commit) = bench.ask()
+    assert isinstance(opening, Open)
+    assert isinstance(commit, Commit)
+    assert (opening.cache_salt, commit.predicted_ids, commit.forced_ids) == ("mine", (4, 5), (6,))
+
+
+def test_needs_are_those_of_the_requests_own_drafter():
+    bench = Bench()
+    needs = DraftNeeds(predictions=True)
+    bench.receive(up("d"), up("e", needs=needs))
+    first, second = bench.request("a", drafter_id="d"), bench.request("b", drafter_id="e")
+    assert bench.coordinator.needs_of(second) == DraftNeeds(), "it has none yet"
+    bench.ask()
+    assert bench.coordinator.needs_of(first) == DraftNeeds()
+    assert bench.coordinator.needs_of(second) == needs
