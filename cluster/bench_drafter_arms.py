@@ -1,7 +1,7 @@
 """The drafters that `outrider bench drafters` compares: which there are, and how one is opened, run and weighed.
 
 Every drafter runs in the verifier's process (near) and, unless it reads the target's KV, in a process of its own (far).
-A near one takes turns with the target on all cores. A far one has the last core; the target keeps the others.
+The target has the same cores in every arm, all but the last: a near drafter takes turns with it, a far one has that.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ OpenOne = Callable[["DrafterArm", Clock], contextlib.AbstractContextManager["Ope
 
 
 class Place(enum.StrEnum):
-    """Where an arm's drafter runs; without one, which cores the target has."""
+    """Where an arm's drafter runs; without one NEAR, for then nothing is far."""
 
     NEAR = "near"
     FAR = "far"
@@ -95,7 +95,7 @@ class BenchPlan:
 
     target: str
     pair: str  # what was done to the target
-    groups: tuple[tuple[DrafterArm, ...], ...]  # measured beside each other, those without drafts first
+    groups: tuple[tuple[DrafterArm, ...], ...]  # measured beside each other, plain decoding first
     workload: Workload
     concurrencies: tuple[int, ...]
     repeats: int
@@ -176,7 +176,7 @@ def known_checkpoints(model: str | None, given: Mapping[str, Path]) -> dict[Meth
 def arm_groups(
     names: Sequence[str] | None, base: ServiceConfig, checkpoints: Mapping[Method, Path], num_tree_nodes: int
 ) -> tuple[tuple[DrafterArm, ...], ...]:
-    """Make the arms of every method, those without drafts in front; `names` None: all that can be had.
+    """Make the arms of every method, plain decoding in front; `names` None: all that can be had.
 
     Raises `ValueError` where a name is none, its checkpoint is missing, or its combination is refused.
     """
@@ -188,7 +188,8 @@ def arm_groups(
         methods.setdefault(method, []).extend(_arms_of(name, method, base, checkpoints, num_tree_nodes))
     if not methods:
         raise ValueError("methods: there are none")
-    return tuple((*_baselines(arms, base), *arms) for arms in methods.values())
+    plain = DrafterArm(name=OFF, place=Place.NEAR, config=dataclasses.replace(base, draft_model=None, num_drafters=0))
+    return tuple((plain, *arms) for arms in methods.values())
 
 
 def _parse_method(name: str) -> Method:
@@ -230,12 +231,6 @@ def _arms_of(
             num_drafters=1,
         )
         yield DrafterArm(name=name, place=place, config=config)
-
-
-def _baselines(arms: Sequence[DrafterArm], base: ServiceConfig) -> list[DrafterArm]:
-    """Plain decoding on the cores that the target has in each of the arms' places."""
-    config = dataclasses.replace(base, draft_model=None, num_drafters=0)
-    return [DrafterArm(name=OFF, place=place, config=config) for place in dict.fromkeys(arm.place for arm in arms)]
 
 
 # --- opening one ---
@@ -349,11 +344,10 @@ def opened(arm: DrafterArm, clock: Clock) -> Iterator[OpenArm]:
 
 
 def shared_out(place: Place) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the cores of target and drafter: all for both in turns, or the last one for a drafter that is far."""
+    """Return the cores of target and drafter."""
     cores = sorted(os.sched_getaffinity(0))
-    if place is Place.NEAR:
-        return frozenset(cores), frozenset(cores)
-    return frozenset(cores[:-1] or cores), frozenset(cores[-1:])
+    target_cores, last = frozenset(cores[:-1] or cores), frozenset(cores[-1:])
+    return target_cores, target_cores if place is Place.NEAR else last
 
 
 def _load(model: ModelConfig) -> ParallelRunner:

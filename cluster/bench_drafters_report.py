@@ -1,10 +1,8 @@
 """From the runs of `outrider bench drafters` to its table, for the terminal, a page and a program.
 
-near, far       in the verifier's process, in turns with the target on all cores; in a process of its own on the last
-                core, the target on the others
-speed-up        tokens/s over plain decoding on all cores, measured beside the drafter in the same repeat
-same verifier   of a far drafter: over plain decoding on the cores that the target has here, as if the drafter's core
-                came on top
+near, far       in the verifier's process, in turns with the target; in a process of its own, on a core of its own
+speed-up        tokens/s over plain decoding, measured beside the drafter in the same repeat; the target has the same
+                cores in every arm, a far drafter's core comes on top
 accept. length  1 + accepted / verifications with a draft
 accepted at i   verifications that accept at least i draft tokens / verifications with a draft
 drafted         draft tokens verified / verifications with a draft
@@ -45,7 +43,6 @@ class DrafterRow:
     concurrency: int
     tokens_per_s: float
     speed_up: float
-    same_verifier: float | None
     mean_acceptance_length: float | None
     acceptance_by_position: tuple[float, ...]
     drafted: float | None
@@ -109,7 +106,7 @@ def rows_of(measurements: Sequence[Measurement], *, num_positions: int, compare:
     for found in measurements:
         by_arm.setdefault((found.concurrency, found.name, found.place), []).append(found)
     baselines = {
-        (found.repeat, found.group, found.concurrency, found.place): found.tokens_per_s
+        (found.repeat, found.group, found.concurrency): found.tokens_per_s
         for found in measurements
         if found.name == OFF
     }
@@ -120,12 +117,11 @@ def rows_of(measurements: Sequence[Measurement], *, num_positions: int, compare:
 
 def _row(
     cell: Sequence[Measurement],
-    baselines: Mapping[tuple[int, int, int, Place], float],
+    baselines: Mapping[tuple[int, int, int], float],
     num_positions: int,
     plain: Sequence[Sequence[int]] | None,
 ) -> DrafterRow:
     first = cell[0]
-    is_remote = first.place is Place.FAR and first.name != OFF
     counts = _added(found.run.speculation for found in cell)
     num_rounds = counts.num_drafts + counts.num_empty_rounds
     return DrafterRow(
@@ -133,13 +129,12 @@ def _row(
         place=first.place,
         concurrency=first.concurrency,
         tokens_per_s=statistics.median(found.tokens_per_s for found in cell),
-        speed_up=_ratio(cell, baselines, Place.NEAR),
-        same_verifier=_ratio(cell, baselines, Place.FAR) if is_remote else None,
+        speed_up=_ratio(cell, baselines),
         mean_acceptance_length=1 + counts.num_accepted_tokens / counts.num_drafts if counts.num_drafts else None,
         acceptance_by_position=_by_position(counts, num_positions),
         drafted=counts.num_draft_tokens / counts.num_drafts if counts.num_drafts else None,
         empty=counts.num_empty_rounds / num_rounds if num_rounds else None,
-        bytes_per_token=_bytes_per_token(cell) if is_remote else {},
+        bytes_per_token=_bytes_per_token(cell) if first.place is Place.FAR else {},
         num_differing_prompts=None if plain is None else _num_differing(cell, plain),
         repeats=tuple(found.tokens_per_s for found in cell),
     )
@@ -159,10 +154,10 @@ def _added(metrics: Iterable[SpeculationMetrics]) -> SpeculationMetrics:
     return total
 
 
-def _ratio(cell: Sequence[Measurement], baselines: Mapping[tuple[int, int, int, Place], float], place: Place) -> float:
+def _ratio(cell: Sequence[Measurement], baselines: Mapping[tuple[int, int, int], float]) -> float:
     """Compare with what was measured beside it, so that a machine that slows down in between slows both sides."""
     return statistics.median(
-        found.tokens_per_s / baselines[found.repeat, found.group, found.concurrency, place] for found in cell
+        found.tokens_per_s / baselines[found.repeat, found.group, found.concurrency] for found in cell
     )
 
 
@@ -189,7 +184,7 @@ def headings(result: DraftersResult) -> tuple[str, ...]:
     """Name the columns; the first two are text."""
     positions = ", ".join(str(position + 1) for position in range(result.workload.num_speculative_tokens))
     return (
-        *("drafter", "where", "tokens/s", "speed-up", "same verifier", "accept. length"),
+        *("drafter", "where", "tokens/s", "speed-up", "accept. length"),
         *(f"accepted at {positions} (%)", "drafted", "empty", "B/token to drafter", "of them states", "back"),
     )
 
@@ -201,10 +196,9 @@ def cells(row: DrafterRow) -> list[str]:
     """Write one row under `headings`."""
     return [
         row.name,
-        row.place.value,
+        NOTHING if row.name == OFF else row.place.value,
         f"{row.tokens_per_s:.1f}",
         f"{row.speed_up:.2f}",
-        _number(row.same_verifier, "{:.2f}"),
         _number(row.mean_acceptance_length, "{:.2f}"),
         " ".join(f"{share * 100:.0f}" for share in row.acceptance_by_position) or NOTHING,
         _number(row.drafted, "{:.1f}"),

@@ -225,6 +225,8 @@ class ServiceConfig:
         """Where the draft model or head is; None: the method needs none, or there is none."""
         if self.draft_model is not None:
             return self.draft_model
+        if self.speculative.models:
+            return self.speculative.models[0]
         shipped = embedded.drafter_paths() if self.model is None else {}
         found = (shipped.get(method) for method in self.speculative.all_methods)
         return next((str(path) for path in found if path is not None), None)
@@ -310,7 +312,11 @@ class ServiceConfig:
         """What drafts, in a pool or in the verifier; None: nothing does."""
         speculative, path = self.speculative, self.draft_path
         is_in_pool = speculative.location is Location.POOL
-        if (is_in_pool and self.drafter_range.most == 0) or (speculative.needs_checkpoint and path is None):
+        if is_in_pool and self.drafter_range.most == 0:
+            return None
+        if speculative.needs_checkpoint and path is None:
+            if "method" in self.speculative_config:
+                raise ValueError(f"speculative_config: model: {speculative.method} needs a checkpoint")
             return None
         return DrafterSpec(
             model=None if path is None else self._model(path, self.draft_tensor_parallel_size),

@@ -115,6 +115,8 @@ class SpeculativeConfig:
             raise ValueError("methods must name two or more drafters other than hybrid")
         if self.models and self.method not in (Method.EAGLE, Method.EAGLE3):
             raise ValueError("models: parameter sets by position are for eagle and eagle3")
+        if self.models and self.num_tree_nodes:
+            raise ValueError("num_tree_nodes: parameter sets by position draft a chain")
         if self.vocabulary != "same" and self.method is not Method.DRAFT_MODEL:
             raise ValueError("vocabulary: only a draft model may have another tokenizer")
         if self.vocabulary == "text" and self.num_tree_nodes:

@@ -80,7 +80,7 @@ def load_model(
         checkpoint,
         shards=shards,
         aliases=(*architecture.aliases, *CHECKPOINT_ALIASES),
-        ignored=IGNORED_TENSORS,
+        ignored=(*IGNORED_TENSORS, *_prediction_layers(description)),
         device=device,
         dtype=dtype,
     )
@@ -91,6 +91,12 @@ def load_model(
     if expected is not None:
         require_equal_logits(description.model_type, expected, _engine_logits(model, token_ids, device), dtype)
     return model
+
+
+def _prediction_layers(description: PreTrainedConfig) -> tuple[str, ...]:
+    """Match the MTP layers of a target's checkpoint: a drafter reads those."""
+    first, count = description.num_hidden_layers, getattr(description, "num_nextn_predict_layers", 0) or 0
+    return (r"^(model\.)?mtp\.", *(rf"^model\.layers\.{first + index}\." for index in range(count)))
 
 
 def make_lean(model: PreTrainedModel, architecture: Architecture) -> None:

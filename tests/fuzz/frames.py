@@ -19,7 +19,13 @@ from outrider.verifier_service.batch import ScheduledBatch
 from outrider.verifier_service.drafting import DraftSampling
 from outrider.verifier_service.engine_messages import FROM_ENGINE, TO_ENGINE
 from outrider.verifier_service.link_messages import DRAFTER_MESSAGES, VERIFIER_MESSAGES, Hello, Ping, Refuse, Welcome
-from outrider.verifier_service.request import GenerationRequest, LogitBias, RequestOutput, SamplingParams
+from outrider.verifier_service.request import (
+    GenerationRequest,
+    LogitBias,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutput,
+)
 from outrider.verifier_service.wire import encode
 
 LINK_TYPES = (Hello, Welcome, Refuse, Ping, *VERIFIER_MESSAGES, *DRAFTER_MESSAGES)
@@ -68,6 +74,12 @@ CHECKED_FIELDS: dict[type, dict[str, st.SearchStrategy[Any]]] = {
         "repetition_penalty": st.floats(0.0, 100.0, exclude_min=True),
         "logprobs": st.none() | st.integers(0, 20),
         "prompt_logprobs": st.none() | st.integers(0, 20),
+        "typical_epsilon": st.floats(0.0, 1.0, exclude_min=True),
+        "typical_delta": st.floats(0.0, 1.0, exclude_min=True),
+    },
+    StructuredOutput: {
+        "text": st.text(min_size=1, max_size=20),
+        "choices": st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=3).map(tuple),
     },
 }
 

@@ -1,4 +1,4 @@
-"""Drafts of a hostile drafter: what passes the check is verified without an exception, and each known fault does not."""
+"""Drafts of a hostile drafter: what passes the check is verified without an exception, and no known fault passes."""
 
 from __future__ import annotations
 

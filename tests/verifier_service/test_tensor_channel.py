@@ -129,11 +129,28 @@ def test_a_full_queue_refuses_until_there_is_room():
 def test_small_tensors_are_refused_without_that_being_a_failure():
     pair = ScriptedPair()
     sender = TensorSender(ROUTE, ChannelLimits(min_tensor_bytes=8), open_=pair.open)
-    assert not sender.is_refusing(100) or sender.is_connected, "the start is no failure"
     until(lambda: sender.is_connected)
     assert sender.offer(data(7)) is None
     assert not sender.is_refusing(7)
     assert sender.offer(data(8)) == 1
+    pair.verdicts.put(True)
+    sender.close()
+    assert sender.join(PATIENCE_S)
+
+
+def test_a_channel_that_is_not_there_yet_takes_nothing_and_has_not_failed():
+    pair, may_open = ScriptedPair(), threading.Event()
+
+    def open_late(route: TensorRoute, rank: int, limits: ChannelLimits) -> ScriptedPair:
+        assert may_open.wait(PATIENCE_S)
+        return pair.open(route, rank, limits)
+
+    sender = TensorSender(ROUTE, open_=open_late)
+    assert sender.offer(data(5)) is None
+    assert not sender.is_refusing(5)
+    may_open.set()
+    until(lambda: sender.is_connected)
+    assert sender.offer(data(5)) == 1
     pair.verdicts.put(True)
     sender.close()
     assert sender.join(PATIENCE_S)
