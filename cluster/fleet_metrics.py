@@ -59,6 +59,12 @@ def _fallbacks(snapshot: FleetSnapshot, now_s: float) -> Rows:
             yield (state.report.verifier_id, reason), count
 
 
+def _state_bytes(snapshot: FleetSnapshot, now_s: float) -> Rows:
+    for state in snapshot.verifiers:
+        for transport, num_bytes in state.report.counters.num_state_bytes.items():
+            yield (state.report.verifier_id, transport), num_bytes
+
+
 def _circuits(snapshot: FleetSnapshot, now_s: float) -> Rows:
     for state in snapshot.verifiers:
         for circuit in state.report.circuits:
@@ -245,6 +251,21 @@ _DRAFTING = (
         "counter",
         "Times a drafter asked for a request's whole prefix again",
         lambda state: state.report.counters.num_resyncs,
+    ),
+    _FleetMetric(
+        Definition(
+            name="draft_state_bytes",
+            kind="counter",
+            formula="Bytes of the target's hidden states sent to drafters, by transport",
+            labels=(*LABELS, "transport"),
+        ),
+        _state_bytes,
+    ),
+    _of_verifiers(
+        "draft_tensor_fallbacks",
+        "counter",
+        "Hidden states that went in frames because their channel was full or had failed",
+        lambda state: state.report.counters.num_tensor_fallbacks,
     ),
     _FleetMetric(
         Definition(

@@ -28,6 +28,8 @@ COUNTERS = EngineCounters(
     num_prefix_hit_tokens=320,
     num_stale_drafts=3,
     num_resyncs=5,
+    num_state_bytes={"gloo": 4096},
+    num_tensor_fallbacks=2,
     fallbacks={"timeout": 7, "bad_draft": 1},
     idle_s=1.5,
     step_s=HistogramCounts(bounds=(0.01, 0.1), counts=(30, 15, 5), total=2.5),

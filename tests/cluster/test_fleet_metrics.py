@@ -74,6 +74,8 @@ def test_steps_and_drafts_are_counted():
         "draft_fallback_total{engine=v0,reason=timeout}": 7,
         "draft_fallback_total{engine=v0,reason=bad_draft}": 1,
         "draft_resyncs_total{engine=v0}": 5,
+        "draft_state_bytes_total{engine=v0,transport=gloo}": 4096,
+        "draft_tensor_fallbacks_total{engine=v0}": 2,
         "drafter_circuit_state{drafter=d0,engine=v0}": 0,
         "drafter_circuit_state{drafter=d1,engine=v0}": 2,
         "link_bad_frames_total{engine=v0,role=verifier}": 4,
