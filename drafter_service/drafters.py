@@ -34,6 +34,7 @@ from outrider.drafter_service.speculative_config import (
     MODEL_FREE,
     STATE_READING,
     TARGET_DERIVED,
+    WHOLE_MODELS,
     Method,
     SpeculativeConfig,
 )
@@ -69,10 +70,7 @@ class DrafterSpec:
     @property
     def loads_model(self) -> bool:
         """Whether the ranks load a whole model, which may be tensor-parallel."""
-        return any(method in _WHOLE_MODELS for method in self.speculative.all_methods)
-
-
-_WHOLE_MODELS = (Method.DRAFT_MODEL, Method.PARALLEL_DRAFT)
+        return any(method in WHOLE_MODELS for method in self.speculative.all_methods)
 
 
 def state_taps(spec: DrafterSpec) -> tuple[int, ...]:
@@ -248,7 +246,8 @@ class _Maker:
             return None if name is None else target.read(name)
 
     def _eagle(self, method: Method) -> Drafter:
-        model = self._spec.model or self._spec.target  # MTP layers come with the target
+        is_with_target = method is Method.MTP and (self._spec.model is None or bool(self._config.methods))
+        model = self._spec.target if self._spec.model is None or is_with_target else self._spec.model
         paths = self._config.models or (model.path,)
         heads = load_heads(
             method.value,

@@ -113,6 +113,11 @@ class SpeculativeConfig:
             raise ValueError("methods belong to the method hybrid")
         if self.method is Method.HYBRID and (len(set(self.methods)) < 2 or Method.HYBRID in self.methods):
             raise ValueError("methods must name two or more drafters other than hybrid")
+        with_checkpoint = [method for method in self.methods if _needs_checkpoint(method)]
+        if len(with_checkpoint) > 1:
+            raise ValueError(f"methods: {with_checkpoint[0]} and {with_checkpoint[1]} need a checkpoint each")
+        if sum(method in STATE_READING for method in self.methods) > 1:
+            raise ValueError("methods: at most one of a hybrid's drafters may read hidden states")
         if self.models and self.method not in (Method.EAGLE, Method.EAGLE3):
             raise ValueError("models: parameter sets by position are for eagle and eagle3")
         if self.models and self.num_tree_nodes:
@@ -135,8 +140,12 @@ class SpeculativeConfig:
     @property
     def needs_checkpoint(self) -> bool:
         """Whether a draft model or head must be given."""
-        return any(method not in (*MODEL_FREE, *TARGET_DERIVED, Method.MTP) for method in self.all_methods)
+        return any(_needs_checkpoint(method) for method in self.all_methods)
 
     @property
     def reads_states(self) -> bool:
         return any(method in STATE_READING for method in self.all_methods)
+
+
+def _needs_checkpoint(method: Method) -> bool:
+    return method not in (*MODEL_FREE, *TARGET_DERIVED, Method.MTP)  # MTP layers come with the target

@@ -26,6 +26,12 @@ def continuation(context: list[int], length: int, vocab_size: int) -> tuple[int,
     return tuple(tokens[len(context) :])
 
 
+def confidence(vocab_size: int) -> float:
+    """Return the probability of the next token, as a greedy drafter computes it."""
+    logits = torch.tensor([[10.0, *[0.0] * (vocab_size - 1)]])
+    return float((logits[:, :1] - logits.logsumexp(dim=1, keepdim=True)).exp())
+
+
 class FakeRunner:
     """KV is the token id itself, kept by slot; `batches` records every forward. A token's state is its id, too."""
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 import torch
 
-from fake_runner import FakeRunner, continuation
+from fake_runner import FakeRunner, confidence, continuation
 from outrider.cluster.fleet import DrafterEndpoint
 from outrider.cluster.link_pool import LinkPool
 from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig
@@ -105,7 +105,13 @@ def down(drafter_id: str) -> PeerState:
 
 
 def draft_of(num_tokens: int, vocab_size: int = 97) -> Draft:
-    return Draft(request_id="r", round_id=1, position=2, token_ids=continuation([1, 2], num_tokens, vocab_size))
+    return Draft(
+        request_id="r",
+        round_id=1,
+        position=2,
+        token_ids=continuation([1, 2], num_tokens, vocab_size),
+        confidences=(confidence(vocab_size),) * num_tokens,
+    )
 
 
 async def test_a_drafter_that_is_named_comes_up_with_its_vocabulary():

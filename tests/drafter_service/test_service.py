@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_runner import FakeRunner, continuation
+from fake_runner import FakeRunner, confidence, continuation
 from outrider.drafter_service.drafter_load import DrafterLoad
 from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.model_drafter import ModelDrafter
@@ -150,7 +150,9 @@ async def test_handshake_draft_and_resync_over_a_socket():
             await caller.say(OPEN)
             await caller.say(COMMIT)
             expected = continuation([1, 2], 3, runner.vocab_size)
-            assert await caller.hear() == Draft(request_id="r", round_id=9, position=2, token_ids=expected)
+            sure = (confidence(runner.vocab_size),) * 3
+            draft = Draft(request_id="r", round_id=9, position=2, token_ids=expected, confidences=sure)
+            assert await caller.hear() == draft
 
 
 @pytest.mark.parametrize(
