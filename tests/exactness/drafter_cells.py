@@ -226,7 +226,8 @@ class Bench:
 
     def process(self, spec: DrafterSpec) -> DraftClient:
         """Reach a drafter in a process of its own, which chains and trees of one variant share."""
-        num_nodes = 0 if spec.speculative.vocabulary == "text" else NUM_TREE_NODES
+        drafts_chains = spec.speculative.vocabulary == "text" or bool(spec.speculative.models)
+        num_nodes = 0 if drafts_chains else NUM_TREE_NODES
         shared = replace(spec, speculative=replace(spec.speculative, num_tree_nodes=num_nodes))
         if self._process is None or self._process[0] != shared:
             self._process = (shared, *self._start(shared))
