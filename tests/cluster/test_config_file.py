@@ -125,7 +125,7 @@ def test_the_object_may_stand_in_the_file(file: Path):
         ({"zzz": 3}, "unknown key 'zzz'"),
         ({"prompt_lookup_max": "three"}, "prompt_lookup_max"),
         ({"quantization": "fp8"}, "'quantization' is not supported"),
-        ({"method": "eagle4"}, "unknown method 'eagle4'; did you mean 'eagle3'?"),
+        ({"method": "eagle4"}, "unknown method 'eagle4'; did you mean 'eagle'?"),
         ({"method": "draft_modle"}, "did you mean 'draft_model'?"),
         ({"method": "early_exit"}, "location: early_exit reads the target's own KV"),
         ({"method": "ngram", "prompt_lookup_min": 9}, "prompt_lookup_min must be at least 1 and at most"),
