@@ -55,7 +55,8 @@ class DraftingBackend:
         num_draft_tokens = 0
         async with aclosing(self.played.generate(request)) as outputs:
             async for output in outputs:
-                yield dataclasses.replace(output, num_draft_tokens=num_draft_tokens)
+                is_full = output.num_accepted_tokens == num_draft_tokens
+                yield dataclasses.replace(output, num_draft_tokens=num_draft_tokens, follows_leaf=is_full)
                 num_draft_tokens = NUM_DRAFT_TOKENS
 
 
