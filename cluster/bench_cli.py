@@ -15,7 +15,7 @@ import click
 
 from outrider.cluster.bench_drafters import drafters
 from outrider.cluster.bench_replay import replay
-from outrider.cluster.server_options import server_options
+from outrider.cluster.server_options import CONTEXT_SETTINGS, server_options
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -77,9 +77,6 @@ def _numbers(text: str, kind: Callable[[str], NumberT]) -> list[NumberT]:
         return [kind(part) for part in text.split(",")]
     except ValueError as error:
         raise click.BadParameter("expected numbers with commas between them") from error
-
-
-CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 @click.group(context_settings=CONTEXT_SETTINGS)

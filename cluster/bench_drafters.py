@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from outrider.cluster.server_options import CONTEXT_SETTINGS
+
 if TYPE_CHECKING:
     from outrider.cluster.bench_drafter_arms import BenchPlan
 
@@ -45,7 +47,7 @@ def _folders(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> 
     return {method: Path(folder) for method, _, folder in parted}
 
 
-@click.command()
+@click.command(context_settings=CONTEXT_SETTINGS)
 @click.argument("model", required=False)
 @click.option(
     "--methods",

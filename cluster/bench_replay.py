@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from outrider.cluster.server_options import CONTEXT_SETTINGS
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -33,7 +35,7 @@ class DatasetResult:
     rows: list[tuple[str, Figures]]
 
 
-@click.command()
+@click.command(context_settings=CONTEXT_SETTINGS)
 @click.argument("traces", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "--num-speculative-tokens", type=click.IntRange(min=1), default=20, show_default=True, help="Longest draft."

@@ -1,4 +1,4 @@
-"""The options of commands that call a running server."""
+"""What commands share: how help is asked for, and the options of those that call a running server."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 
 API_KEY_VARIABLE = "OUTRIDER_API_KEY"
+# given to every command, not inherited: click keeps what a command was first called with
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SERVER_OPTIONS = (
