@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from outrider.drafter_service.engine import Ask
 from outrider.drafter_service.tree_growth import Growth, nodes_to_compute, stem_length
-from outrider.verifier_service.batch import ScheduledBatch
+from outrider.verifier_service.batch import ScheduledBatch, slots_of
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ def pack(chunks: Sequence[Chunk], block_size: int) -> ScheduledBatch:
         positions += [state.num_committed + tree.depths[node] for node in chunk.nodes]
         tree_parents.append([place.get(tree.parents[node], -1) for node in chunk.nodes])
         slots = range(begin, begin + chunk.size)
-        slot_mapping += [state.block_table[i // block_size] * block_size + i % block_size for i in slots]
+        slot_mapping += slots_of(state.block_table, slots, block_size)
         if chunk.is_whole:
             logits_indices += [first_node + place.get(node, -1) for node in chunk.growth.frontier]
     return ScheduledBatch(

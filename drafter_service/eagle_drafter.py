@@ -13,26 +13,28 @@ pairs    (h0,x1) ... (h[n-2],x[n-1])  (own,drafted) ...      all computed but th
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from outrider.drafter_service.draft_sampler import Children, draft_children
 from outrider.drafter_service.engine import Ask, DraftResult
 from outrider.drafter_service.head_runner import HeadRows, HeadRunner
-from outrider.drafter_service.model_drafter import num_common, share_budget
+from outrider.drafter_service.kv_budget import num_common, reserve, share_budget
 from outrider.drafter_service.sessions import SessionKey
 from outrider.drafter_service.tree_growth import (
     DEFAULT_TREES,
+    Growing,
     Growth,
     TreeConfig,
+    answer_of,
+    empty_answer,
+    grow_all,
     nodes_to_compute,
     start_growth,
     stem_length,
 )
-from outrider.verifier_service.batch import ScheduledBatch
+from outrider.verifier_service.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.drafting import ROOT, DraftNeeds
 from outrider.verifier_service.kv_cache import BlockPool
 
@@ -203,9 +205,7 @@ class EagleDrafter:
         self._trim(state)
 
     def _trim(self, state: _State) -> None:
-        num_blocks = self._pool.num_blocks_for(state.num_slots)
-        self._pool.release(state.block_table[num_blocks:])
-        del state.block_table[num_blocks:]
+        self._pool.trim(state.block_table, state.num_slots)
 
     def _schedule(self, states: Sequence[_State], max_num_tokens: int) -> list[_Chunk]:
         """Share the step's tokens and the KV pool among the sessions; nothing where the oldest does not fit."""
@@ -232,24 +232,15 @@ class EagleDrafter:
         return _Chunk(state=state, num_tokens=share, nodes=nodes, set_index=set_index)
 
     def _reserve(self, state: _State, share: int, *, asked: Sequence[_State], younger: Sequence[_State]) -> bool:
-        """Give a session blocks for `share` more pairs, at others' cost if need be; False: it has to wait.
-
-        Those nobody asks for give up their KV first, least recently asked first; then the youngest asks, which are
-        not scheduled yet. What is taken is computed again when it is needed.
-        """
-        needed = self._pool.num_blocks_for(state.num_slots + share) - len(state.block_table)
-        victims = itertools.chain(self._idle(asked), reversed(younger))
-        while needed > self._pool.num_free_blocks:
-            victim = next(victims, None)
-            if victim is None:
-                return False
-            self._roll_back(victim, victim.first)
-        state.block_table.extend(self._pool.allocate(max(0, needed)))
-        return True
-
-    def _idle(self, asked: Sequence[_State]) -> Iterator[_State]:
-        in_use = {id(state) for state in asked}
-        yield from (state for state in self._states.values() if id(state) not in in_use)
+        return reserve(
+            self._pool,
+            state,
+            state.num_slots + share,
+            all_states=self._states.values(),
+            asked=asked,
+            younger=younger,
+            give_up=lambda victim: self._roll_back(victim, victim.first),
+        )
 
     # --- the step ---
 
@@ -288,33 +279,10 @@ class EagleDrafter:
                 growing.append(chunk.state)
                 wanted += range(base, base + len(nodes))
             base += len(nodes)
-        if not growing:
-            return
-        children = iter(self._children(growing, rows.logits[wanted]))
-        for state in growing:
-            state.draft.grow([next(children) for _ in state.draft.frontier])
-
-    def _children(self, growing: Sequence[_State], logits: torch.Tensor) -> list[Children]:
-        """Choose children for every node of every frontier, one per row of the logits."""
-        nodes = [(state, node) for state in growing for node in state.draft.frontier]
-        found: dict[int, Children] = {}
-        for is_drawn in (True, False):
-            rows = [row for row, (state, _) in enumerate(nodes) if state.draft.is_drawn == is_drawn]
-            if not rows:
-                continue
-            some = [nodes[row] for row in rows]
-            children = draft_children(
-                logits[rows],
-                [_ask_of(state).sampling for state, _ in some],
-                [len(state.tokens) + _child_depth(state, node) for state, node in some],
-                self._rng,
-                vocab_size=self._draft_vocab_size,
-                num_children=max(state.draft.num_children for state, _ in some),
-                top_n=self._top_n,
-                sampled=is_drawn,
-            )
-            found |= zip(rows, children, strict=True)
-        return [found[row] for row in range(len(nodes))]
+        if growing:
+            drafts = [Growing(_ask_of(state), state.draft, len(state.tokens)) for state in growing]
+            limits = {"vocab_size": self._draft_vocab_size, "top_n": self._top_n}
+            grow_all(drafts, rows.logits[wanted], self._rng, **limits)
 
     # --- answers ---
 
@@ -322,15 +290,7 @@ class EagleDrafter:
         ask, growth = _ask_of(state), state.draft
         state.ask, state.growth, state.feedback = None, None, {}
         self._roll_back(state, state.num_cached)
-        chosen = growth.chosen()
-        return DraftResult(
-            key=ask.key,
-            ask_id=ask.ask_id,
-            token_ids=chosen.token_ids,
-            draft_probs=growth.rows() or None,
-            parents=chosen.parents if ask.max_nodes else None,
-            confidences=chosen.confidences,
-        )
+        return answer_of(ask, growth)
 
     def _give_up(self, state: _State) -> DraftResult:
         """Answer an ask whose KV does not fit even when it has the pool to itself.
@@ -338,26 +298,18 @@ class EagleDrafter:
         A tree stops at whole levels, for want of memory: nothing that was drawn is looked at, so it may be verified.
         """
         ask = _ask_of(state)
-        result = self._complete(state) if ask.max_nodes else _empty(ask)
+        result = self._complete(state) if ask.max_nodes else empty_answer(ask)
         self.release(ask.key)
         return result
 
     def _refuse(self, ask: Ask) -> DraftResult:
         self.release(ask.key)
-        return _empty(ask)
-
-
-def _empty(ask: Ask) -> DraftResult:
-    return DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=())
+        return empty_answer(ask)
 
 
 def _ask_of(state: _State) -> Ask:
     assert state.ask is not None, "nothing was asked for"
     return state.ask
-
-
-def _child_depth(state: _State, node: int) -> int:
-    return 0 if node == ROOT else state.draft.tree.depths[node] + 1
 
 
 def _is_missing(states: torch.Tensor, index: int) -> bool:
@@ -403,7 +355,7 @@ def _pack(chunks: Sequence[_Chunk], outlets: Sequence[list[int]], block_size: in
             tree_parents.append([])
             logits_indices += [base + chunk.num_tokens - 1 for _ in read]
         slots = range(state.num_slots, state.num_slots + chunk.num_tokens)
-        slot_mapping += [state.block_table[slot // block_size] * block_size + slot % block_size for slot in slots]
+        slot_mapping += slots_of(state.block_table, slots, block_size)
     return ScheduledBatch(
         token_ids=token_ids,
         positions=positions,

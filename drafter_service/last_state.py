@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.drafter_service.draft_tree import ChosenNodes
-from outrider.drafter_service.engine import Ask, DraftResult
+from outrider.drafter_service.engine import Ask
 from outrider.drafter_service.tree_growth import DrawnGrowth
-from outrider.verifier_service.drafting import FINAL_TAP, DraftNeeds, SparseRow
+from outrider.verifier_service.drafting import FINAL_TAP, DraftNeeds
 from outrider.verifier_service.request import GREEDY_TEMPERATURE
 
 LAST_STATE_NEEDS = DraftNeeds(taps=(FINAL_TAP,), last_state_only=True)
@@ -50,15 +49,3 @@ def chain_growth(ask: Ask, depth: int) -> DrawnGrowth:
     """Start a chain: greedy and seeded requests take the likeliest tokens, others draw theirs from rows."""
     is_drawn = ask.sampling.temperature > GREEDY_TEMPERATURE and ask.sampling.seed is None
     return DrawnGrowth(ask.forced_ids, depth=depth, max_nodes=depth, branching=1, has_rows=is_drawn)
-
-
-def result_of(ask: Ask, chosen: ChosenNodes, rows: tuple[SparseRow, ...] = ()) -> DraftResult:
-    """Answer an ask by a tree where it asks for one, else by the same nodes as a chain."""
-    return DraftResult(
-        key=ask.key,
-        ask_id=ask.ask_id,
-        token_ids=chosen.token_ids,
-        draft_probs=rows or None,
-        parents=chosen.parents if ask.max_nodes else None,
-        confidences=chosen.confidences,
-    )

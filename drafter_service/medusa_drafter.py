@@ -24,9 +24,9 @@ from outrider.drafter_service.last_state import (
     first_within,
     has_state,
     last_states,
-    result_of,
 )
 from outrider.drafter_service.sessions import SessionKey
+from outrider.drafter_service.tree_growth import answer_of, result_of
 from outrider.verifier_service.drafting import ROOT, DraftNeeds
 
 
@@ -125,7 +125,7 @@ def _answer(ask: Ask, depth: int, guesses: Sequence[Children]) -> DraftResult:
     chain = chain_growth(ask, depth)
     for children in guesses:
         chain.grow([children])
-    return result_of(ask, chain.chosen(), chain.rows())
+    return answer_of(ask, chain)
 
 
 def best_of_product(levels: Sequence[Children], forced_ids: Sequence[int], *, max_nodes: int) -> ChosenNodes:

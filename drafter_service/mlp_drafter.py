@@ -26,10 +26,9 @@ from outrider.drafter_service.last_state import (
     first_within,
     has_state,
     last_states,
-    result_of,
 )
 from outrider.drafter_service.sessions import SessionKey
-from outrider.drafter_service.tree_growth import BestFirstGrowth, Growth
+from outrider.drafter_service.tree_growth import BestFirstGrowth, Growth, answer_of
 from outrider.verifier_service.drafting import ROOT, DraftNeeds
 
 
@@ -107,7 +106,7 @@ class MlpDrafter:
         taken = asks[: first_within(sizes, max_num_tokens)]
         drafts = [_Draft(ask, self._growth(ask, depth)) for ask, depth in zip(taken, depths, strict=False)]
         self._grow([draft for draft in drafts if draft.growth.frontier])
-        return [result_of(draft.ask, draft.growth.chosen(), draft.growth.rows()) for draft in drafts]
+        return [answer_of(draft.ask, draft.growth) for draft in drafts]
 
     def release(self, key: SessionKey) -> None:
         """Do nothing: nothing is kept."""

@@ -12,22 +12,26 @@ a fork are computed under a tree mask, in each level's forward again, so that no
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from outrider.drafter_service.draft_batch import Chunk, DraftState, chunk_of, pack
-from outrider.drafter_service.draft_sampler import Children, draft_children
-from outrider.drafter_service.draft_tree import DraftTree
 from outrider.drafter_service.engine import Ask, DraftResult
+from outrider.drafter_service.kv_budget import num_common, reserve, share_budget
 from outrider.drafter_service.sessions import SessionKey
-from outrider.drafter_service.tree_growth import DEFAULT_TREES, TreeConfig, start_growth
-from outrider.verifier_service.drafting import ROOT, DraftNeeds
+from outrider.drafter_service.tree_growth import (
+    DEFAULT_TREES,
+    Growing,
+    TreeConfig,
+    answer_of,
+    empty_answer,
+    grow_all,
+    start_growth,
+)
+from outrider.verifier_service.drafting import DraftNeeds
 from outrider.verifier_service.engine import Runner
 from outrider.verifier_service.kv_cache import BlockPool
-
-OLDEST_SHARE = 4  # the oldest ask gets up to 1/4 of the token budget before the others
 
 
 class ModelDrafter:
@@ -123,31 +127,20 @@ class ModelDrafter:
 
     def _roll_back(self, state: DraftState, num_kept: int) -> None:
         del state.cached_ids[num_kept:]
-        num_blocks = self._pool.num_blocks_for(num_kept)
-        self._pool.release(state.block_table[num_blocks:])
-        del state.block_table[num_blocks:]
+        self._pool.trim(state.block_table, num_kept)
 
     def _reserve(
         self, state: DraftState, share: int, *, asked: Sequence[DraftState], younger: Sequence[DraftState]
     ) -> bool:
-        """Give a session blocks for `share` more tokens, at others' cost if need be; False: it has to wait.
-
-        Those nobody asks for give up their KV first, least recently asked first; then the youngest asks, which are
-        not scheduled yet. What is taken is computed again when it is needed.
-        """
-        needed = self._pool.num_blocks_for(len(state.cached_ids) + share) - len(state.block_table)
-        victims = itertools.chain(self._idle(asked), reversed(younger))
-        while needed > self._pool.num_free_blocks:
-            victim = next(victims, None)
-            if victim is None:
-                return False
-            self._roll_back(victim, 0)
-        state.block_table.extend(self._pool.allocate(max(0, needed)))
-        return True
-
-    def _idle(self, asked: Sequence[DraftState]) -> Iterator[DraftState]:
-        in_use = {id(state) for state in asked}
-        yield from (state for state in self._states.values() if id(state) not in in_use)
+        return reserve(
+            self._pool,
+            state,
+            len(state.cached_ids) + share,
+            all_states=self._states.values(),
+            asked=asked,
+            younger=younger,
+            give_up=lambda victim: self._roll_back(victim, 0),
+        )
 
     # --- the step ---
 
@@ -157,47 +150,17 @@ class ModelDrafter:
             cached_ids = chunk.state.cached_ids
             cached_ids.extend(chunk.state.tokens[len(cached_ids) :][: chunk.num_tokens])
             self._roll_back(chunk.state, len(cached_ids))  # the KV of nodes beyond the stem
-        growing = [chunk for chunk in chunks if chunk.is_whole]
-        children = iter(self._children(growing, logits))
-        for chunk in growing:
-            chunk.growth.grow([next(children) for _ in chunk.growth.frontier])
+        whole = [chunk for chunk in chunks if chunk.is_whole]
+        growing = [Growing(chunk.ask, chunk.growth, self._first_position(chunk.ask)) for chunk in whole]
+        grow_all(growing, logits, self._rng, vocab_size=self._draft_vocab_size, top_n=self._top_n)
+        for chunk in whole:
             chunk.state.follow_growth()
-
-    def _children(self, growing: Sequence[Chunk], logits: torch.Tensor) -> list[Children]:
-        """Choose children for every node of every frontier, one per row of the logits."""
-        wanted = [(chunk, node) for chunk in growing for node in chunk.growth.frontier]
-        found: dict[int, Children] = {}
-        for is_drawn in (True, False):
-            rows = [row for row, (chunk, _) in enumerate(wanted) if chunk.growth.is_drawn == is_drawn]
-            if not rows:
-                continue
-            some = [wanted[row] for row in rows]
-            children = draft_children(
-                logits if len(rows) == len(wanted) else logits[torch.tensor(rows, device=logits.device)],
-                [chunk.ask.sampling for chunk, _ in some],
-                [self._first_position(chunk.ask) + _child_depth(chunk.growth.tree, node) for chunk, node in some],
-                self._rng,
-                vocab_size=self._draft_vocab_size,
-                num_children=max(chunk.growth.num_children for chunk, _ in some),
-                top_n=self._top_n,
-                sampled=is_drawn,
-            )
-            found |= zip(rows, children, strict=True)
-        return [found[row] for row in range(len(wanted))]
 
     def _complete(self, state: DraftState) -> DraftResult:
         ask, growth = state.ask, state.draft
         assert ask is not None
         state.ask, state.growth, state.nodes = None, None, []
-        chosen = growth.chosen()
-        return DraftResult(
-            key=ask.key,
-            ask_id=ask.ask_id,
-            token_ids=chosen.token_ids,
-            draft_probs=growth.rows() or None,
-            parents=chosen.parents if ask.max_nodes else None,
-            confidences=chosen.confidences,
-        )
+        return answer_of(ask, growth)
 
     def _give_up(self, state: DraftState) -> DraftResult:
         """Answer an ask whose KV does not fit even when it has the pool to itself.
@@ -207,44 +170,4 @@ class ModelDrafter:
         ask = state.ask
         assert ask is not None
         self.release(ask.key)
-        return self._complete(state) if ask.max_nodes else DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=())
-
-
-def _child_depth(tree: DraftTree, node: int) -> int:
-    return 0 if node == ROOT else tree.depths[node] + 1
-
-
-def share_budget(num_pending: Sequence[int], max_num_tokens: int, num_together: Sequence[int] = ()) -> list[int]:
-    """Divide a step's tokens among asks (oldest first): shortest first, so that drafting never waits for a prefill.
-
-    The oldest ask gets its part before the others, so that a stream of short ones cannot starve it. The last
-    `num_together` tokens of an ask (at most `max_num_tokens`; none: all zero) are computed in one step or not yet.
-    """
-    together = num_together or [0] * len(num_pending)
-
-    def usable(index: int, share: int) -> int:
-        share = min(share, num_pending[index])
-        return share if share == num_pending[index] else min(share, num_pending[index] - together[index])
-
-    shares = [0] * len(num_pending)
-    shares[0] = usable(0, max(1, max_num_tokens // OLDEST_SHARE)) or num_pending[0]
-    budget = max_num_tokens - shares[0]
-    for index in sorted(range(len(num_pending)), key=num_pending.__getitem__):
-        more = usable(index, shares[index] + budget) - shares[index]
-        shares[index] += more
-        budget -= more
-    return shares
-
-
-def num_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the common prefix of two lists."""
-    low, high = 0, min(len(left), len(right))
-    if left[:high] == right[:high]:
-        return high
-    while high - low > 1:  # left[:low] == right[:low], left[:high] != right[:high]
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
+        return self._complete(state) if ask.max_nodes else empty_answer(ask)

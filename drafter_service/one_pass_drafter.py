@@ -11,17 +11,18 @@ KV       |<- num_cached ->|<- this step's part ->|<- canvas: for one forward ---
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
 from outrider.drafter_service.engine import Ask, DraftResult
-from outrider.drafter_service.model_drafter import num_common, share_budget
+from outrider.drafter_service.kv_budget import num_common, reserve, share_budget
 from outrider.drafter_service.row_drafts import RowDrafts
 from outrider.drafter_service.sessions import SessionKey
-from outrider.drafter_service.tree_growth import DEFAULT_TREES, TreeConfig
+from outrider.drafter_service.tree_growth import DEFAULT_TREES, TreeConfig, empty_answer
+from outrider.verifier_service.batch import slots_of
 from outrider.verifier_service.drafting import DraftNeeds
 from outrider.verifier_service.kv_cache import BlockPool
 
@@ -47,8 +48,7 @@ class Chunk:
 
     def slots(self, count: int, block_size: int) -> list[int]:
         """Return where the KV of the next `count` tokens goes."""
-        places = range(self.num_cached, self.num_cached + count)
-        return [self.block_table[place // block_size] * block_size + place % block_size for place in places]
+        return slots_of(self.block_table, range(self.num_cached, self.num_cached + count), block_size)
 
 
 class OnePassModel(Protocol):
@@ -190,9 +190,7 @@ class OnePassDrafter:
         del state.cached_ids[num_kept:]
         if not num_kept:
             state.first = state.context.start
-        num_blocks = self._pool.num_blocks_for(num_kept)
-        self._pool.release(state.block_table[num_blocks:])
-        del state.block_table[num_blocks:]
+        self._pool.trim(state.block_table, num_kept)
 
     def _schedule(
         self, state: _State, share: int, *, asked: Sequence[_State], younger: Sequence[_State]
@@ -220,24 +218,15 @@ class OnePassDrafter:
     def _reserve(
         self, state: _State, num_tokens: int, *, asked: Sequence[_State], younger: Sequence[_State]
     ) -> bool:
-        """Give a session blocks for so many more tokens, at others' cost if need be; False: it has to wait.
-
-        Those nobody asks for give up their KV first, least recently asked first; then the youngest asks, which are
-        not scheduled yet. What is taken is computed again when it is needed.
-        """
-        needed = self._pool.num_blocks_for(len(state.cached_ids) + num_tokens) - len(state.block_table)
-        victims = itertools.chain(self._idle(asked), reversed(younger))
-        while needed > self._pool.num_free_blocks:
-            victim = next(victims, None)
-            if victim is None:
-                return False
-            self._roll_back(victim, 0)
-        state.block_table.extend(self._pool.allocate(max(0, needed)))
-        return True
-
-    def _idle(self, asked: Sequence[_State]) -> Iterator[_State]:
-        in_use = {id(state) for state in asked}
-        yield from (state for state in self._states.values() if id(state) not in in_use)
+        return reserve(
+            self._pool,
+            state,
+            len(state.cached_ids) + num_tokens,
+            all_states=self._states.values(),
+            asked=asked,
+            younger=younger,
+            give_up=lambda victim: self._roll_back(victim, 0),
+        )
 
     # --- the step ---
 
@@ -263,7 +252,7 @@ class OnePassDrafter:
         ask = state.ask
         assert ask is not None
         self.release(ask.key)
-        return DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=())
+        return empty_answer(ask)
 
 
 def _num_missing(state: _State) -> int:

@@ -13,9 +13,9 @@ import torch
 
 from outrider.drafter_service.draft_sampler import Children, draft_children
 from outrider.drafter_service.engine import Ask, DraftResult
-from outrider.drafter_service.last_state import chain_growth, result_of
+from outrider.drafter_service.last_state import chain_growth
 from outrider.drafter_service.medusa_drafter import best_of_product
-from outrider.drafter_service.tree_growth import DEFAULT_TREES, DrawnGrowth, TreeConfig
+from outrider.drafter_service.tree_growth import DEFAULT_TREES, DrawnGrowth, TreeConfig, answer_of, result_of
 from outrider.verifier_service.request import GREEDY_TEMPERATURE
 
 BRANCHING = 10  # the most children that a node of a best tree has: the product is deep in its likeliest tokens
@@ -57,7 +57,7 @@ class RowDrafts:
             chain = chain_growth(ask, len(ask.forced_ids) + len(levels))
             for children in levels:
                 chain.grow([children])
-            results.append(result_of(ask, chain.chosen(), chain.rows()))
+            results.append(answer_of(ask, chain))
         return results
 
     def _best_trees(self, asks: Sequence[Ask], rows: Sequence[torch.Tensor]) -> list[DraftResult]:
@@ -87,7 +87,7 @@ class RowDrafts:
             for index in growing:
                 growths[index].grow([next(children) for _ in growths[index].frontier])
             level += 1
-        return [result_of(ask, growth.chosen(), growth.rows()) for ask, growth in zip(asks, growths, strict=True)]
+        return [answer_of(ask, growth) for ask, growth in zip(asks, growths, strict=True)]
 
     def _levels(
         self, asks: Sequence[Ask], rows: Sequence[torch.Tensor], *, num_children: int, sampled: bool

@@ -15,19 +15,22 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.drafter_service.draft_sampler import draft_children
 from outrider.drafter_service.engine import Ask, DraftResult
 from outrider.drafter_service.sessions import SessionKey
 from outrider.drafter_service.target_view import TargetView
 from outrider.drafter_service.tree_growth import (
     DEFAULT_TREES,
+    Growing,
     Growth,
     TreeConfig,
+    answer_of,
+    empty_answer,
+    grow_all,
     nodes_to_compute,
     start_growth,
     stem_length,
 )
-from outrider.verifier_service.batch import ScheduledBatch
+from outrider.verifier_service.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.drafting import ROOT, DraftNeeds
 from outrider.verifier_service.request import Request
 
@@ -96,7 +99,7 @@ class SelfDrafter:
         growing = drafts
         while growing := [draft for draft in growing if draft.growth.frontier]:
             self._grow(growing)
-        return unable + [_result(draft) for draft in drafts]
+        return unable + [answer_of(draft.ask, draft.growth) for draft in drafts]
 
     def release(self, key: SessionKey) -> None:
         """Nothing is kept."""
@@ -112,7 +115,7 @@ class SelfDrafter:
         for ask in asks:
             request = self._view.request(ask.key.request_id)
             if request is None or request.num_computed_tokens != len(ask.token_ids) - 1:
-                unable.append(DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=()))
+                unable.append(empty_answer(ask))
                 continue
             num_scratch = scratch_blocks_per_draft(max(ask.length, ask.max_nodes), self._view.block_size)
             if num_scratch > num_left:
@@ -137,24 +140,10 @@ class SelfDrafter:
     def _grow(self, drafts: Sequence[_Draft]) -> None:
         """Run one forward over all drafts and give every node of their frontiers its children."""
         logits = self._view.execute(self._batch(drafts))  # [frontier nodes of all drafts, vocab_size]
-        row = 0
         for draft in drafts:
-            ask, growth = draft.ask, draft.growth
-            draft.num_kept = 1 + stem_length(growth.tree)
-            num_rows = len(growth.frontier)
-            depths = [0 if node == ROOT else growth.tree.depths[node] + 1 for node in growth.frontier]
-            found = draft_children(
-                logits[row : row + num_rows],
-                [ask.sampling] * num_rows,
-                [len(ask.token_ids) + depth for depth in depths],
-                self._rng,
-                vocab_size=self.vocab_size,
-                num_children=growth.num_children,
-                top_n=self._top_n,
-                sampled=growth.is_drawn,
-            )
-            growth.grow(found)
-            row += num_rows
+            draft.num_kept = 1 + stem_length(draft.growth.tree)
+        growing = [Growing(draft.ask, draft.growth, len(draft.ask.token_ids)) for draft in drafts]
+        grow_all(growing, logits, self._rng, vocab_size=self.vocab_size, top_n=self._top_n)
 
     def _batch(self, drafts: Sequence[_Draft]) -> ScheduledBatch:
         batch = ScheduledBatch(
@@ -178,7 +167,7 @@ class SelfDrafter:
         batch.token_ids.extend(tokens[-1] if node == ROOT else tree.token_ids[node] for node in nodes)
         batch.positions.extend(len(tokens) - 1 if node == ROOT else len(tokens) + tree.depths[node] for node in nodes)
         places = range(first_place, first_place + len(nodes))
-        batch.slot_mapping.extend(draft.block_table[place // size] * size + place % size for place in places)
+        batch.slot_mapping.extend(slots_of(draft.block_table, places, size))
         batch.query_lengths.append(len(nodes))
         batch.context_lengths.append(places.stop)
         batch.block_tables.append(draft.block_table[: -(-places.stop // size)])
@@ -198,15 +187,3 @@ def scratch_blocks_per_draft(num_nodes: int, block_size: int) -> int:
 
 def _all_blocks(view: TargetView, request: Request) -> list[int]:
     return request.block_table[: request.num_computed_tokens // view.block_size]
-
-
-def _result(draft: _Draft) -> DraftResult:
-    chosen, ask = draft.growth.chosen(), draft.ask
-    return DraftResult(
-        key=ask.key,
-        ask_id=ask.ask_id,
-        token_ids=chosen.token_ids,
-        draft_probs=draft.growth.rows() or None,
-        parents=chosen.parents if ask.max_nodes else None,
-        confidences=chosen.confidences,
-    )

@@ -12,6 +12,7 @@ import torch
 from outrider.drafter_service.self_drafter import SelfDrafter
 from outrider.drafter_service.target_view import TargetView
 from outrider.drafter_service.tree_growth import DEFAULT_TREES, TreeConfig
+from outrider.verifier_service.batch import slot_of
 from outrider.verifier_service.request import Request
 
 
@@ -35,7 +36,7 @@ def choose_blocks(view: TargetView, request: Request, num_blocks: int) -> list[i
     num_latest = max(1, num_blocks // 2)
     first, middle, latest = whole[:1], whole[1:-num_latest], whole[-num_latest:]
     last = request.num_computed_tokens - 1
-    slot = request.block_table[last // size] * size + last % size
+    slot = slot_of(request.block_table, last, size)
     num_similar = num_blocks - num_latest - 1
     similar = view.block_similarity(middle, slot).topk(num_similar).indices.sort().values.tolist()
     return [*first, *(middle[index] for index in similar), *latest]

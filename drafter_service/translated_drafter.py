@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 import torch
 
 from outrider.drafter_service.engine import Ask, Drafter, DraftResult
-from outrider.drafter_service.model_drafter import ModelDrafter, num_common
+from outrider.drafter_service.kv_budget import num_common
+from outrider.drafter_service.model_drafter import ModelDrafter
 from outrider.drafter_service.sessions import SessionKey
-from outrider.drafter_service.tree_growth import DEFAULT_TREES, TreeConfig
+from outrider.drafter_service.tree_growth import DEFAULT_TREES, TreeConfig, empty_answer
 from outrider.drafter_service.vocabulary_map import MappedRunner, TextTokenizer, VocabularyMap
 from outrider.verifier_service.drafting import DraftNeeds, DraftSampling
 from outrider.verifier_service.engine import Runner
@@ -242,7 +243,7 @@ class IntersectionDrafter:
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         mapped = [self._mapped(ask) for ask in asks]
         if hopeless := [ask for ask in mapped if ask.length < 1 or not ask.token_ids]:
-            return [DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=()) for ask in hopeless]
+            return [empty_answer(ask) for ask in hopeless]
         return self._inner.draft(mapped, max_num_tokens=max_num_tokens)
 
     def release(self, key: SessionKey) -> None:

@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from outrider.drafter_service.draft_sampler import Children
+import torch
+
+from outrider.drafter_service.draft_sampler import Children, draft_children
 from outrider.drafter_service.draft_tree import ChosenNodes, DraftTree
-from outrider.drafter_service.engine import Ask
+from outrider.drafter_service.engine import Ask, DraftResult
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, SparseRow, require
 from outrider.verifier_service.request import GREEDY_TEMPERATURE
 
@@ -185,6 +187,70 @@ def fixed_shape(depth: int, max_nodes: int, branching: int) -> dict[int, tuple[i
         if shape.depths[place] + 1 < depth:
             heapq.heappush(candidates, (score * FIRST_CHANCE, place, 0))
     return {place: tuple(found) for place, found in children.items()}
+
+
+def result_of(ask: Ask, chosen: ChosenNodes, rows: tuple[SparseRow, ...] = ()) -> DraftResult:
+    """Answer an ask by a tree where it asks for one, else by the same nodes as a chain."""
+    return DraftResult(
+        key=ask.key,
+        ask_id=ask.ask_id,
+        token_ids=chosen.token_ids,
+        draft_probs=rows or None,
+        parents=chosen.parents if ask.max_nodes else None,
+        confidences=chosen.confidences,
+    )
+
+
+def answer_of(ask: Ask, growth: Growth) -> DraftResult:
+    """Answer an ask by what its draft has grown to."""
+    return result_of(ask, growth.chosen(), growth.rows())
+
+
+def empty_answer(ask: Ask) -> DraftResult:
+    """Answer an ask for which there is nothing."""
+    return DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=())
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """A draft whose frontier is to get its children."""
+
+    ask: Ask
+    growth: Growth
+    first_position: int  # of the draft's first token, for the noise of seeded requests
+
+    @property
+    def positions(self) -> list[int]:
+        """Where the children of the frontier stand."""
+        depths = self.growth.tree.depths
+        return [self.first_position + (0 if node == ROOT else depths[node] + 1) for node in self.growth.frontier]
+
+
+def grow_all(
+    growing: Sequence[Growing], logits: torch.Tensor, rng: torch.Generator, *, vocab_size: int, top_n: int
+) -> None:
+    """Give every node of every frontier its children: logits float32 [num_frontier_nodes, draft_vocab_size]."""
+    owners = [each for each in growing for _ in each.growth.frontier]
+    positions = [position for each in growing for position in each.positions]
+    found: dict[int, Children] = {}
+    for is_drawn in (True, False):
+        rows = [row for row, owner in enumerate(owners) if owner.growth.is_drawn == is_drawn]
+        if not rows:
+            continue
+        children = draft_children(
+            logits if len(rows) == len(owners) else logits[torch.tensor(rows, device=logits.device)],
+            [owners[row].ask.sampling for row in rows],
+            [positions[row] for row in rows],
+            rng,
+            vocab_size=vocab_size,
+            num_children=max(owners[row].growth.num_children for row in rows),
+            top_n=top_n,
+            sampled=is_drawn,
+        )
+        found |= zip(rows, children, strict=True)
+    in_order = iter([found[row] for row in range(len(owners))])
+    for each in growing:
+        each.growth.grow([next(in_order) for _ in each.growth.frontier])
 
 
 def stem_length(tree: DraftTree) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -32,3 +33,20 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+
+def slot_of(block_table: Sequence[int], place: int, block_size: int) -> int:
+    """Return where the KV of a sequence's token at `place` lies."""
+    return block_table[place // block_size] * block_size + place % block_size
+
+
+def slots_of(block_table: Sequence[int], places: range, block_size: int) -> list[int]:
+    """Return the slots of consecutive places, one range per block."""
+    slots: list[int] = []
+    start = places.start
+    while start < places.stop:
+        first = slot_of(block_table, start, block_size)
+        count = min(block_size - start % block_size, places.stop - start)
+        slots.extend(range(first, first + count))
+        start += count
+    return slots

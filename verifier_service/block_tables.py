@@ -104,10 +104,7 @@ class BlockTables:
 
     def roll_back(self, request: Request) -> None:
         """Give back the blocks beyond the computed tokens."""
-        num_kept = self._pool.num_blocks_for(request.num_computed_tokens)
-        if num_kept < len(request.block_table):
-            self._pool.release(request.block_table[num_kept:])
-            del request.block_table[num_kept:]
+        self._pool.trim(request.block_table, request.num_computed_tokens)
 
     def publish(self, request: Request, first: int) -> None:
         """Publish the blocks that became full of committed tokens since block `first`; rejected KV never is."""

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from outrider.verifier_service.batch import ScheduledBatch
+from outrider.verifier_service.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.drafting import Draft
 from outrider.verifier_service.request import Request
 from outrider.verifier_service.tree import depths
@@ -94,7 +94,7 @@ def build_batch(
         if item.samples:
             batch.logits_indices.extend(range(batch.num_tokens - num_rows, batch.num_tokens))
         batch.positions.extend(_positions(item, start, stop))
-        _append_slots(batch.slot_mapping, item.request.block_table, start, stop, block_size)
+        batch.slot_mapping.extend(slots_of(item.request.block_table, range(start, stop), block_size))
     trees = [item.draft.parents if item.draft is not None else None for item in items]
     if any(trees):
         batch.tree_parents.extend([] if parents is None else list(parents) for parents in trees)
@@ -108,13 +108,3 @@ def _positions(item: ScheduledRequest, start: int, stop: int) -> Sequence[int]:
         return range(start, stop)
     first = stop - len(parents)
     return [*range(start, first), *(first + depth for depth in depths(parents))]
-
-
-def _append_slots(slots: list[int], block_table: list[int], start: int, stop: int, block_size: int) -> None:
-    """Append the slots of positions [start, stop), one range per block."""
-    while start < stop:
-        index, offset = divmod(start, block_size)
-        first = block_table[index] * block_size + offset
-        count = min(block_size - offset, stop - start)
-        slots.extend(range(first, first + count))
-        start += count

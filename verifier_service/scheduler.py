@@ -10,6 +10,7 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from outrider.verifier_service.batch import slot_of
 from outrider.verifier_service.block_tables import BlockTables
 from outrider.verifier_service.drafting import Draft
 from outrider.verifier_service.kv_cache import BlockPool
@@ -205,9 +206,7 @@ class Scheduler:
         first, size = request.num_tokens, self._pool.block_size
         for depth, node in enumerate(path):
             if node != depth:
-                source, target = (
-                    request.block_table[place // size] * size + place % size for place in (first + node, first + depth)
-                )
+                source, target = (slot_of(request.block_table, first + place, size) for place in (node, depth))
                 self._moves.append((source, target))
 
     def check_integrity(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.verifier_service.architectures import UnsupportedModelError
-from outrider.verifier_service.batch import ScheduledBatch
+from outrider.verifier_service.batch import ScheduledBatch, slots_of
 
 NUM_TOKENS = 27
 CHUNK_LENGTHS = (19, 1, 5, 1, 1)  # a long prefill chunk, decode, verification, decode: they sum to NUM_TOKENS
@@ -49,7 +49,7 @@ def _chunk(token_ids: list[int], start: int, stop: int) -> ScheduledBatch:
     return ScheduledBatch(
         token_ids=token_ids[start:stop],
         positions=positions,
-        slot_mapping=[BLOCK_TABLE[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in positions],
+        slot_mapping=slots_of(BLOCK_TABLE, range(start, stop), BLOCK_SIZE),
         query_lengths=[stop - start],
         context_lengths=[stop],
         block_tables=[list(BLOCK_TABLE[: -(-stop // BLOCK_SIZE)])],

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.verifier_service.architectures import UnsupportedModelError
+from outrider.verifier_service.batch import slots_of
 from outrider.verifier_service.drafting import FINAL_TAP, States
 from outrider.verifier_service.request import Request
 
@@ -103,8 +104,7 @@ class StatePool:
 
     def read(self, block_table: Sequence[int], start: int, stop: int) -> torch.Tensor:
         """Return the states of a sequence's positions [start, stop): [stop - start, width], a copy."""
-        size = self.block_size
-        slots = [block_table[position // size] * size + position % size for position in range(start, stop)]
+        slots = slots_of(block_table, range(start, stop), self.block_size)
         return self._states.index_select(0, torch.tensor(slots, dtype=torch.int64))
 
     def messages(self, request: Request, start: int, stop: int) -> Iterator[States]:

@@ -14,7 +14,8 @@ from fake_runner import FakeRunner, continuation
 from outrider.drafter_service.draft_sampler import draft_children, quantised_rows
 from outrider.drafter_service.draft_tree import DraftTree
 from outrider.drafter_service.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
-from outrider.drafter_service.model_drafter import ModelDrafter, num_common, share_budget
+from outrider.drafter_service.kv_budget import num_common, share_budget
+from outrider.drafter_service.model_drafter import ModelDrafter
 from outrider.drafter_service.sessions import SessionKey
 from outrider.drafter_service.tree_growth import Growth, TreeConfig, start_growth
 from outrider.verifier_service.batch import ScheduledBatch
