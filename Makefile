@@ -29,9 +29,12 @@ bench: install  ## Measure latency with and without speculation; ARGS="throughpu
 train: install  ## Train the shipped model pair again from the standard library's sources
 	$(BIN)/python -m outrider.drafter_service.embedded.train $(ARGS)
 
-# Two workers: the tests that start services share one, for they share Ray's ports; all other files go to whoever is free.
+# Whole services are started one after another, with the machine to themselves; everything else runs in two workers.
 test: install-dev  ## Run the tests; those that need a GPU are reported as skipped where there is none
-	$(BIN)/python -m pytest -m "not soak" -rs --numprocesses 2 --dist loadgroup $(ARGS)
+	@status=0; \
+	$(BIN)/python -m pytest -m "service and not soak" -rs $(ARGS) || status=$$?; \
+	$(BIN)/python -m pytest -m "not service and not soak" -rs --numprocesses 2 --dist loadfile $(ARGS) || status=$$?; \
+	exit $$status
 
 soak: install-dev  ## Repeat failures many times
 	$(BIN)/python -m pytest -m soak -rs $(ARGS)

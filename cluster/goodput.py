@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from outrider.cluster.cost_model import StepTimeModel
 from outrider.cluster.fleet import (
     AcceptancePolicy,
     DisabledReason,
@@ -20,6 +19,7 @@ from outrider.cluster.fleet import (
     VerifierReport,
     off,
 )
+from outrider.verifier_service.cost_model import StepTimeModel
 from outrider.verifier_service.request import SpeculationPlan
 
 NUM_EM_ROUNDS = 4

@@ -20,6 +20,7 @@ from outrider.verifier_service.request import (
 MAX_ATTEMPTS = 3  # losses in a row without a token between them: the request may be what its verifiers die of
 MAX_LOSSES = 10  # losses in all: so may one that they die of a few tokens later
 RETRY_INTERVAL_S = 0.25
+HANDOVER_S = 3.0  # a new request outlasts the moment in which a rolling update leaves no verifier that takes it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,13 +112,14 @@ class Journal:
 class Attempts:
     """Where a request has been tried: which verifiers to avoid now, whether to wait for one, when to give up.
 
-    A new request fails at once where no verifier takes it. One that a verifier has had waits for another for up to
-    `failover_timeout_s` after each loss. Every `now_s` is of one monotonic clock.
+    A new request waits for `HANDOVER_S` where no verifier takes it. One that a verifier has had waits for another for
+    up to `failover_timeout_s` after each loss. Every `now_s` is of one monotonic clock.
     """
 
     failover_timeout_s: float
     excluded_verifier_ids: tuple[str, ...] = ()  # failed this request; tried again when there is no other
     _deadline_s: float | None = None  # None: no verifier has had it
+    _handover_deadline_s: float | None = None  # of a new request
     _num_refused: int = 0  # attempts that reached no engine
     _num_fruitless: int = 0
     _num_losses: int = 0
@@ -143,9 +145,13 @@ class Attempts:
         """Return how long to wait before asking for a verifier again; raises `Unavailable` when it is no use."""
         excluded, self.excluded_verifier_ids = self.excluded_verifier_ids, ()
         if self._deadline_s is None:
-            if not excluded:
+            if excluded:
+                return 0.0
+            if self._handover_deadline_s is None:
+                self._handover_deadline_s = now_s + HANDOVER_S
+            if now_s >= self._handover_deadline_s:
                 raise Unavailable("no verifier is ready")
-            return 0.0
+            return RETRY_INTERVAL_S
         if now_s >= self._deadline_s:
             raise Unavailable(f"the request lost its verifier; no other came within {self.failover_timeout_s:g} s")
         return RETRY_INTERVAL_S

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from outrider.cluster.cost_model import StepTimeModel
 from outrider.cluster.fleet import (
     DisabledReason,
     DrafterState,
@@ -39,6 +38,7 @@ from outrider.cluster.goodput import (
     solo_gain,
 )
 from outrider.cluster.routing import DrafterDesk
+from outrider.verifier_service.cost_model import StepTimeModel
 from outrider.verifier_service.request import SpeculationPlan
 
 

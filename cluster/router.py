@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 from dataclasses import dataclass, replace
 
-from outrider.cluster.cost_model import StepTimeModel
 from outrider.cluster.fleet import (
     Assignment,
     DecisionCount,
@@ -27,6 +26,7 @@ from outrider.cluster.fleet import (
 from outrider.cluster.goodput import VerifierMemory
 from outrider.cluster.planning import plan_speculation
 from outrider.cluster.routing import is_fresh, route
+from outrider.verifier_service.cost_model import StepTimeModel
 from outrider.verifier_service.request import SpeculationPlan
 
 

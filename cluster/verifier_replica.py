@@ -28,6 +28,7 @@ from outrider.verifier_service.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.tensor_route import offered_transports
 
 logger = logging.getLogger(__name__)
+FIRST_REPORT_TIMEOUT_S = 10.0
 
 
 class VerifierReplica:
@@ -45,7 +46,7 @@ class VerifierReplica:
         is_colocated = config.drafter_spec is not None and not config.has_drafters
         self._own_draft_length = config.num_speculative_tokens if is_colocated else 0
         self._drain_timeout_s = config.drain_timeout_s
-        self._is_draining = self._is_closed = False
+        self._is_known = self._is_draining = self._is_closed = False
         self._table = RequestTable(self._send)
         hello = Hello(
             verifier_id=self._verifier_id,
@@ -64,6 +65,8 @@ class VerifierReplica:
             config.link_server_credentials,
         )
         self._host.tasks.start(self._report_forever(), "report to the router")
+        # Serve ends an older replica as soon as this one is up, so the router is to know it by then, if there is one
+        await wait_until(lambda: self._is_known, FIRST_REPORT_TIMEOUT_S)
 
     def _send(self, message: Any) -> None:
         if self._is_closed and isinstance(message, GenerationRequest):
@@ -90,6 +93,7 @@ class VerifierReplica:
         if self._load is not None:
             directive = await ask_router(self._router.report_verifier, self._report(self._load))
             if directive is not None:
+                self._is_known = True
                 await self._follow(directive)
 
     async def _follow(self, directive: Directive) -> None:

@@ -14,16 +14,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:  # what one worker runs in one go, where there are several
-        item.add_marker(pytest.mark.xdist_group("services" if _starts_services(item) else item.path.name))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _cuda_is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
-
-
-def _starts_services(item: pytest.Item) -> bool:
-    return item.path.parent.name in ("cluster", "deploy")
 
 
 def _cuda_is_available() -> bool:

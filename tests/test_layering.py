@@ -16,9 +16,9 @@ LAYERS = ("proto", "verifier_service", "drafter_service", "cluster")  # imports 
 PURE_MODULES = {
     "verifier_service": (
         *("scheduler", "kv_cache", "prefix_cache", "request", "drafting", "batch"),
-        *("block_tables", "prompt_groups", "schedule", "tree", "waiting_queue"),
+        *("block_tables", "prompt_groups", "schedule", "tree", "waiting_queue", "cost_model"),
     ),
-    "cluster": ("routing", "planning", "goodput", "cost_model", "router", "fleet", "autoscaling"),
+    "cluster": ("routing", "planning", "goodput", "router", "fleet", "autoscaling"),
 }
 BANNED_IN_PURE = frozenset({"torch", "ray", "grpc"})
 OBJECT_COLLECTIVES = frozenset(

@@ -203,7 +203,7 @@ async def test_a_verifier_that_never_says_it_has_the_request_is_passed_over(monk
 # --- how long, how often ---
 
 
-async def test_a_request_that_has_begun_waits_for_a_verifier_a_new_one_does_not():
+async def test_a_request_that_has_begun_waits_longer_for_a_verifier_than_a_new_one():
     async with fleet_of(ScriptedVerifier([(5,)], end=UNAVAILABLE)) as fleet:
         stream = fleet.backend.generate(REQUEST)
         await anext(stream)

@@ -21,7 +21,8 @@ from failures import (
     require_unharmed,
 )
 
-pytestmark = pytest.mark.timeout(600)  # every replica that was lost starts again, on a busy machine in a minute
+# every replica that was lost starts again, on a busy machine in a minute
+pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 
 MAX_PAUSE_S = 60.0  # the only verifier of a service starts again
 MAX_DRAFTER_PAUSE_S = 3.0  # a round's deadline is at most 1 s

@@ -3,7 +3,6 @@ import random
 
 import pytest
 
-from outrider.cluster.cost_model import StepTimeModel
 from outrider.cluster.fleet import SwitchPolicy
 from outrider.cluster.goodput import (
     AcceptanceCounts,
@@ -15,6 +14,7 @@ from outrider.cluster.goodput import (
     judged_tokens,
     solo_gain,
 )
+from outrider.verifier_service.cost_model import StepTimeModel
 from outrider.verifier_service.engine_messages import StepTime
 
 

@@ -13,7 +13,7 @@ import law
 from engine_bench import EngineBench, make_request
 from fake_runner import next_token
 from outrider.cluster.errors import RequestFailed, Unavailable
-from outrider.cluster.journal import MAX_ATTEMPTS, MAX_LOSSES, RETRY_INTERVAL_S, Attempts, Journal
+from outrider.cluster.journal import HANDOVER_S, MAX_ATTEMPTS, MAX_LOSSES, RETRY_INTERVAL_S, Attempts, Journal
 from outrider.verifier_service.request import (
     FinishReason,
     GenerationRequest,
@@ -193,11 +193,13 @@ def test_verifiers_that_failed_are_avoided_until_there_is_no_other():
     assert attempts.excluded_verifier_ids == ()
 
 
-def test_a_new_request_tries_again_what_failed_and_then_does_not_wait():
+def test_a_new_request_tries_again_what_failed_and_then_waits_for_a_handover_only():
     attempts = attempts_after(REFUSED)
-    assert attempts.none_found(0.0) == 0.0
+    assert attempts.none_found(7.0) == 0.0
+    assert attempts.none_found(7.0) == RETRY_INTERVAL_S
+    assert attempts.none_found(7.0 + 0.9 * HANDOVER_S) == RETRY_INTERVAL_S
     with pytest.raises(Unavailable, match="no verifier is ready"):
-        attempts.none_found(0.0)
+        attempts.none_found(7.0 + HANDOVER_S)
 
 
 def test_each_loss_gives_the_whole_time_out_again():

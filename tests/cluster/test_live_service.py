@@ -16,6 +16,8 @@ from live_service import LiveService, live_service
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.proto import generation_pb2, generation_pb2_grpc
 
+pytestmark = pytest.mark.service
+
 PROMPT = held_out_prompts()[0]
 
 

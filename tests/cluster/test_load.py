@@ -30,7 +30,7 @@ from load_tools import (
 )
 from outrider.drafter_service.embedded import held_out_prompts
 
-pytestmark = pytest.mark.timeout(600)  # a busy machine serves slowly
+pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]  # a busy machine serves slowly
 
 PROMPTS = held_out_prompts()[:3]
 MAX_NUM_SEQS = 16

@@ -8,6 +8,8 @@ from live_service import LiveService, live_service
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.verifier_service.drafting import LOCAL_DRAFTER_ID
 
+pytestmark = pytest.mark.service
+
 REPEATED = "def first(items):\n    return items[0]\n\n\n" * 3  # that lookups find something in
 PROMPT = held_out_prompts()[2]
 

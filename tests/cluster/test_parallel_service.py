@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from live_service import live_service, wait_for
 from outrider.cluster.config import ServiceConfig
 from outrider.cluster.fleet import DisabledReason
@@ -10,6 +12,8 @@ from outrider.cluster.prompts import collect
 from outrider.cluster.tokenizer import load_tokenizer
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.verifier_service.request import GenerationRequest, SamplingParams
+
+pytestmark = pytest.mark.service
 
 PROMPT = held_out_prompts()[1]
 MAX_TOKENS = 120

@@ -17,7 +17,7 @@ from outrider.cluster.config import APP_NAME
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.proto import generation_pb2, generation_pb2_grpc
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 
 PROMPT = held_out_prompts()[0]
 MAX_TOKENS = 120

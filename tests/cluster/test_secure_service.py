@@ -19,6 +19,8 @@ from outrider.cluster.grpc_api import SERVICE_NAME
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.proto import generation_pb2, generation_pb2_grpc, link_pb2, link_pb2_grpc
 
+pytestmark = pytest.mark.service
+
 KEY = "sk-of-this-test"
 PROMPT = held_out_prompts()[0]
 DRAFTS_TIMEOUT_S = 90.0

@@ -17,6 +17,8 @@ from outrider.cluster.config import ServiceConfig
 from outrider.cluster.serving import NUM_START_ATTEMPTS, check_ports, start_ray
 from outrider.verifier_service.ranks import free_port
 
+pytestmark = pytest.mark.service
+
 
 def test_interrupted_server_leaves_no_process_behind():
     """`outrider serve` in a process group of its own: after SIGINT nothing of it is left."""

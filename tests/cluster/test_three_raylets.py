@@ -21,7 +21,8 @@ from outrider.cluster.config import APP_NAME, ServiceConfig
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.verifier_service.ranks import free_port
 
-pytestmark = pytest.mark.timeout(600)  # a replica takes seconds to start, on a busy machine a minute
+# a replica takes seconds to start, on a busy machine a minute
+pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_TOKENS = 200

@@ -22,8 +22,7 @@ from outrider.verifier_service.request import GenerationRequest, SamplingParams,
 from scripted import PERIOD, DraftScript, Drawn, Result, Scenario, random_laws, run_scenario, sparse_row, triple_law
 
 VOCAB_SIZE = 6
-NUM_DRAWS = 100_000  # of each honest population
-NUM_DEFECT_DRAWS = 30_000
+NUM_DRAWS = 30_000  # of each population
 LONG = 10 * PERIOD  # output tokens of a request that yields ten draws
 PROMPT = (1, 2, 3)
 
@@ -38,14 +37,13 @@ PADDED_LAWS = np.concatenate([0.75 * GOOD_LAWS, np.full((*GOOD_LAWS.shape[:-1], 
 class Population:
     """Requests of one kind; all populations of a case share one engine and its batches."""
 
-    num_draws: int = NUM_DRAWS
     num_output_tokens: int = LONG
     sampling: Mapping[str, float] = field(default_factory=dict)
     is_seeded: bool = False
     draft_lengths: tuple[int, ...] = (1, 2, 3)  # one request after the other
 
-    def requests(self, name: str) -> Iterator[GenerationRequest]:
-        num_requests = self.num_draws * PERIOD // self.num_output_tokens
+    def requests(self, name: str, num_draws: int) -> Iterator[GenerationRequest]:
+        num_requests = num_draws * PERIOD // self.num_output_tokens
         seeds = np.random.default_rng(7).integers(-(1 << 63), 1 << 63, size=num_requests)
         for index in range(num_requests):
             length = self.draft_lengths[index % len(self.draft_lengths)]
@@ -168,7 +166,7 @@ CASES: dict[str, Case] = {
 def _planted(report: Callable[[Drawn], Drawn], draft_laws: np.ndarray = GOOD_LAWS) -> Case:
     honest = _scenario(draft_laws)
     scenario = replace(honest, script=replace(honest.script, report=report))
-    return Case(scenario=scenario, populations={"planted": Population(num_draws=NUM_DEFECT_DRAWS)})
+    return Case(scenario=scenario, populations={"planted": Population()})
 
 
 DEFECTS: dict[str, Case] = {
@@ -187,11 +185,11 @@ class Outcome:
     result: Result
 
 
-def run_case(name: str) -> Outcome:
-    """Run one case to its end; everything random has a fixed seed."""
+def run_case(name: str, num_draws: int) -> Outcome:
+    """Run one case to its end, `num_draws` of each population; everything random has a fixed seed."""
     torch.set_num_threads(1)
     case = {**CASES, **DEFECTS}[name]
-    streams = [population.requests(label) for label, population in case.populations.items()]
+    streams = [population.requests(label, num_draws) for label, population in case.populations.items()]
     taking_turns = itertools.chain.from_iterable(itertools.zip_longest(*streams))
     requests = (request for request in taking_turns if request is not None)
     result = asyncio.run(run_scenario(case.scenario, requests))

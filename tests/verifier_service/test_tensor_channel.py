@@ -216,13 +216,14 @@ def test_more_than_may_be_on_its_way_is_not_expected(store: TensorStore):
 
 
 class Joined:
-    """Both ends of one channel."""
+    """Both ends of one channel, as patient as these tests unless told otherwise."""
 
-    def __init__(self, store: TensorStore, group: str, **limits: float) -> None:
+    def __init__(self, store: TensorStore, group: str, *, transfer_timeout_s: float = PATIENCE_S) -> None:
         route = TensorRoute(transport="gloo", store=store.address, group=group)
         self.changes = threading.Semaphore(0)
-        self.receiver = TensorReceiver(route, store, self.changes.release, ChannelLimits(**limits))
-        self.sender = TensorSender(route, ChannelLimits(**limits))
+        limits = ChannelLimits(connect_timeout_s=PATIENCE_S, transfer_timeout_s=transfer_timeout_s)
+        self.receiver = TensorReceiver(route, store, self.changes.release, limits)
+        self.sender = TensorSender(route, limits)
         until(lambda: self.sender.is_connected and self.receiver.is_connected)
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:

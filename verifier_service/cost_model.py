@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from outrider.cluster.fleet import StepTime
+from outrider.verifier_service.engine_messages import StepTime
 
 
 @dataclass(frozen=True, slots=True)

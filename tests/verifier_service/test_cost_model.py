@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from outrider.cluster.cost_model import StepTimeModel
+from outrider.verifier_service.cost_model import StepTimeModel
 from outrider.verifier_service.engine_messages import StepTime
 
 
