@@ -1,13 +1,27 @@
-"""The time of a verifier's step as a function of its number of tokens, from measured points."""
+"""What a step costs: a profile measured at start, refitted to the steps that run.
+
+The profile holds the shape of the curve, its stairs and knees included. Online a few factors over it are fitted by
+least squares that forgets (Haykin, "Adaptive Filter Theory", recursive least squares, with a prior that does not fade,
+so that steps which are all alike leave the other factors where they were). Residuals count in proportion to the step
+and, beyond a few times their usual size, linearly (Huber 1964): a stall of the machine is no cost of tokens.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.verifier_service.engine_messages import StepTime
+
+FADE = 0.98  # of what earlier steps say, per step: a memory of about 50
+PRIOR_STEPS = (1.0, 0.1, 0.1, 0.1)  # how many steps the profile is worth against each factor
+CONTEXT_UNIT = 1 << 14  # KV positions that are guessed to take about as long to read as the weights
+NUM_SPREADS = 3.0  # residuals beyond so many times their usual size count linearly
+MIN_SPREAD, FIRST_SPREAD = 0.02, 0.25  # relative residuals that are usual
+SPREAD_SMOOTHING = 0.1
+MIN_SCALE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +102,153 @@ class StepTimeModel:
         if left + 1 == len(self.num_tokens):
             return self.tail_slope
         return (self.seconds[left + 1] - self.seconds[left]) / (self.num_tokens[left + 1] - self.num_tokens[left])
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step's time depends on."""
+
+    num_tokens: int  # computed
+    num_context_tokens: int  # KV positions read, by all of its sequences together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """A mixture of experts: a step reads the weights of every expert that one of its tokens is sent to."""
+
+    num_experts: int
+    num_active: int  # per token
+
+    def covered_share(self, num_tokens: float) -> float:
+        """Return the share of the experts that `num_tokens` are expected to use, each sent anywhere alike."""
+        return 1.0 - (1.0 - self.num_active / self.num_experts) ** num_tokens
+
+
+class CostModel:
+    """The time of a step by its shape: scale · t(n) + excess beyond the profile + context + experts read.
+
+    The same class serves verifiers and drafters (a draft round's seconds over its tokens).
+    """
+
+    def __init__(self, profile: StepTimeModel, experts: ExpertShape | None = None) -> None:
+        """`experts` only of a mixture of experts, whose steps then have a term of their own for reading them."""
+        self._profile = profile
+        self._experts = experts
+        self._num_factors = 3 if experts is None else 4
+        self._factors = [1.0] + [0.0] * (self._num_factors - 1)
+        self._gram = [[0.0] * self._num_factors for _ in range(self._num_factors)]
+        self._moment = [0.0] * self._num_factors
+        self._spread = FIRST_SPREAD
+        self._context_tokens = 0.0  # of the last step
+        self._max_tokens = profile.num_tokens[-1]
+        self._max_context_tokens = profile.num_tokens[-1]  # profiled sequences have one token each
+        self._last, self._last_s = profile.num_tokens[-1], profile.seconds[-1]
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """Take in how long a step took; what is no time is left out."""
+        if not (math.isfinite(seconds) and seconds > 0.0) or shape.num_tokens < 1:
+            return
+        self._max_tokens = max(self._max_tokens, shape.num_tokens)
+        self._max_context_tokens = max(self._max_context_tokens, shape.num_context_tokens)
+        self._context_tokens = shape.num_context_tokens
+        base_s = self._profile.t(shape.num_tokens)
+        row = [term / base_s for term in self._terms(shape)]
+        residual = abs(seconds / base_s - sum(f * x for f, x in zip(self._factors, row, strict=True)))
+        usual = NUM_SPREADS * self._spread
+        weight = min(1.0, usual / residual) if residual > 0.0 else 1.0
+        clipped = min(residual, 1.5 * usual)
+        self._spread = max(MIN_SPREAD, self._spread + SPREAD_SMOOTHING * (clipped - self._spread))
+        for i, x in enumerate(row):
+            self._moment[i] = FADE * self._moment[i] + weight * x * seconds / base_s
+            self._gram[i] = [FADE * g + weight * x * other for g, other in zip(self._gram[i], row, strict=True)]
+        self._factors = self._solved()
+
+    def seconds(self, shape: StepShape) -> float:
+        """Return the expected time of a step."""
+        return self._fixed_s(shape) + self._token_times(shape.num_tokens, 1)[0]
+
+    def seconds_with(self, shape: StepShape, count: int) -> list[float]:
+        """Return the times of a step with 0, 1 … `count` more tokens, whose sequences are in it already."""
+        fixed_s = self._fixed_s(shape)
+        return [fixed_s + seconds for seconds in self._token_times(shape.num_tokens, count + 1)]
+
+    def is_extrapolating(self, shape: StepShape) -> bool:
+        """Return whether a step is larger than all that was profiled or has run."""
+        return shape.num_tokens > self._max_tokens or shape.num_context_tokens > self._max_context_tokens
+
+    def knee(self) -> float:
+        """Return the token count from which the machine is compute-bound at the last step's context; see the profile's.
+
+        Infinity when it never is.
+        """
+        counts = self._profile.num_tokens
+        fixed_s = self._fixed_s(StepShape(counts[-1], int(self._context_tokens)))
+        seconds = tuple(fixed_s + self._token_times(count, 1)[0] for count in counts)
+        return StepTimeModel(counts, seconds, self._tail_slope).knee()
+
+    @property
+    def _tail_slope(self) -> float:
+        """Seconds per token beyond the profile."""
+        return max(0.0, self._factors[0] * self._profile.tail_slope + self._factors[1] * self._last_s / self._last)
+
+    def _terms(self, shape: StepShape) -> list[float]:
+        """Return what the factors multiply, in seconds."""
+        first_s = self._profile.seconds[0]
+        terms = [
+            self._profile.t(shape.num_tokens),
+            max(0, shape.num_tokens - self._last) * self._last_s / self._last,
+            shape.num_context_tokens / CONTEXT_UNIT * first_s,
+        ]
+        if self._experts is not None:
+            terms.append(self._experts.covered_share(shape.num_tokens) * first_s)
+        return terms
+
+    def _fixed_s(self, shape: StepShape) -> float:
+        return self._factors[2] * shape.num_context_tokens / CONTEXT_UNIT * self._profile.seconds[0]
+
+    def _token_times(self, first: int, count: int) -> list[float]:
+        """Return what `first`, `first` + 1 … tokens take, without their context."""
+        scale, last = self._factors[0], self._last
+        inside = max(0, min(count, last - first + 1))
+        times = [scale * seconds for seconds in self._profile.times(first, inside)]
+        if inside < count:
+            at_last, slope = scale * self._last_s, self._tail_slope
+            times.extend([at_last + (n - last) * slope for n in range(first + inside, first + count)])
+        if self._experts is None:
+            return times
+        unit = self._factors[3] * self._profile.seconds[0]
+        return [seconds + unit * self._experts.covered_share(first + index) for index, seconds in enumerate(times)]
+
+    def _solved(self) -> list[float]:
+        """Return the factors that fit best; a context or experts that would make steps shorter are left out."""
+        free = list(range(self._num_factors))
+        while True:
+            gram = [[self._gram[i][j] + PRIOR_STEPS[i] * (i == j) for j in free] for i in free]
+            found = _solve(gram, [self._moment[i] + PRIOR_STEPS[0] * (i == 0) for i in free])
+            wrong = [i for i, factor in zip(free, found, strict=True) if i >= 2 and factor < 0.0]
+            if not wrong:
+                break
+            free = [i for i in free if i not in wrong]
+        factors = [0.0] * self._num_factors
+        for i, factor in zip(free, found, strict=True):
+            factors[i] = factor
+        factors[0] = max(MIN_SCALE, factors[0])
+        return factors
+
+
+def _solve(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float]:
+    """Solve a small positive definite system by elimination."""
+    rows = [[*row, value] for row, value in zip(matrix, vector, strict=True)]
+    for i, pivot in enumerate(rows):
+        for row in rows[i + 1 :]:
+            share = row[i] / pivot[i]
+            for j in range(i, len(row)):
+                row[j] -= share * pivot[j]
+    solution = [0.0] * len(rows)
+    for i in reversed(range(len(rows))):
+        known = sum(rows[i][j] * solution[j] for j in range(i + 1, len(rows)))
+        solution[i] = (rows[i][-1] - known) / rows[i][i]
+    return solution
 
 
 def _pool_violators(times: list[float]) -> list[tuple[int, float]]:

@@ -6,19 +6,26 @@ model is a `Runner`, time is a function.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from outrider.verifier_service.batch import ScheduledBatch
-from outrider.verifier_service.drafting import ROOT, Draft
 from outrider.verifier_service.grammar import GrammarCompiler, GrammarState
 from outrider.verifier_service.logits_processors import LogitsProcessor
 from outrider.verifier_service.logprobs import LogprobsQuery, encoded_bytes, token_logprobs
+from outrider.verifier_service.outcome import (
+    Outcome,
+    count_draft,
+    is_leaf,
+    num_choice_rows,
+    num_draft_tokens,
+    row_starts,
+)
+from outrider.verifier_service.pricing import DraftPricing
 from outrider.verifier_service.request import (
     FinishReason,
     GenerationRequest,
@@ -34,7 +41,7 @@ from outrider.verifier_service.scheduler import Scheduler
 from outrider.verifier_service.speculation import DraftCoordinator
 from outrider.verifier_service.state_pool import StatePool
 from outrider.verifier_service.step_stats import StepStats
-from outrider.verifier_service.tree import VerifiedTokens, depths
+from outrider.verifier_service.tree import VerifiedTokens
 from outrider.verifier_service.verification import VerificationEntry, verify
 from outrider.verifier_service.wire import MAX_FRAME_BYTES
 
@@ -55,23 +62,6 @@ class Runner(Protocol):
         """Return float32 logits [len(batch.logits_indices), vocab_size]."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """What a step decided for one request: tokens up to the first that ends it, none after a prefill chunk."""
-
-    item: ScheduledRequest
-    first_row: int  # of the logits that the tokens were chosen from: that of the draft's root
-    committed: list[int]
-    path: tuple[int, ...]  # committed draft tokens: what a stop token cut off is not committed, so it does not count
-    follows_leaf: bool  # the last token stands where no draft token was left to try
-    finish_reason: FinishReason | None
-
-    @property
-    def rows(self) -> list[int]:
-        """The rows of the logits that the committed tokens were chosen from."""
-        return [self.first_row, *(self.first_row + 1 + node for node in self.path)][: len(self.committed)]
-
-
 class VerifierEngine:
     """Continuous batching over one target model, with drafts where there are any."""
 
@@ -85,11 +75,16 @@ class VerifierEngine:
         generator: torch.Generator,
         wall_clock: Callable[[], float] = time.time,
         grammars: GrammarCompiler | None = None,
+        pricing: DraftPricing | None = None,
     ) -> None:
-        """`grammars`: of the runner's tokens; without it structured output is refused."""
+        """`grammars`: of the runner's tokens; without it structured output is refused.
+
+        `pricing` is the one that scheduler and drafting go by.
+        """
         self.scheduler = scheduler
         self.drafting = drafting
         self.grammars = grammars
+        self.pricing = DraftPricing() if pricing is None else pricing
         self.stats = StepStats()
         self._runner = runner
         self._clock = clock
@@ -99,6 +94,7 @@ class VerifierEngine:
         self._processors: dict[str, LogitsProcessor] = {}  # of the requests that need one
         self._grammar_states: dict[str, GrammarState] = {}  # of those with structured output
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}  # of those whose first output is to come
+        self._stuck_since_s: float | None = None  # since when all requests have waited for drafts
 
     def add(self, message: GenerationRequest) -> RequestOutput | None:
         """Queue a request; one that can never run is answered at once with its error."""
@@ -181,6 +177,7 @@ class VerifierEngine:
             *self._requests
         }, "the scheduler's requests are not the engine's"
         kept = {*self._processors, *self._grammar_states, *self._prompt_logprobs, *self.drafting.request_ids}
+        kept |= self.pricing.request_ids
         assert kept <= {*self._requests}, f"kept of requests that are gone: {kept - {*self._requests}}"
 
     def step(self) -> list[RequestOutput] | None:
@@ -189,11 +186,17 @@ class VerifierEngine:
         self.drafting.receive(self._requests, begin_s)
         schedule = self.scheduler.schedule(begin_s)
         if schedule is None:
+            self._stuck_since_s = (self._stuck_since_s or begin_s) if self._requests else None
             return None
+        waited_since_s, self._stuck_since_s = self._stuck_since_s or begin_s, None
+        scheduled_s = self._clock()
         logits = self._runner.execute(schedule.batch)
-        first_rows = _first_rows(schedule.items)
+        first_rows = row_starts(schedule.items)
         self._keep_prompt_logprobs(schedule.items, first_rows, logits)
         outcomes = self._verify(schedule.items, first_rows, logits)
+        self.pricing.observe(
+            schedule, outcomes, step_s=self._clock() - scheduled_s, exposed_s=scheduled_s - waited_since_s
+        )
         logprobs = _output_logprobs(outcomes, logits)
         timings = [self._timing(schedule, item, begin_s) for item in schedule.items]
         committed = [self._commit(*result) for result in zip(outcomes, logprobs, timings, strict=True)]
@@ -225,34 +228,34 @@ class VerifierEngine:
 
     def _verify(
         self, items: Sequence[ScheduledRequest], first_rows: Sequence[int], logits: torch.Tensor
-    ) -> list[_Outcome]:
+    ) -> list[Outcome]:
         """Choose the tokens of every request that reached its end in this step."""
         entries = [self._entry(item) for item in items if item.samples]
         verified = iter(verify(_sampling_rows(items, first_rows, logits), entries, self._generator))
-        outcomes: list[_Outcome] = []
+        outcomes: list[Outcome] = []
         for item, row in zip(items, first_rows, strict=True):
             tokens = next(verified) if item.samples else _NOTHING
             committed, finish_reason = self._until_finished(item.request, tokens.token_ids)
             outcomes.append(
-                _Outcome(
+                Outcome(
                     item=item,
                     first_row=row + item.num_prompt_rows,
                     committed=committed,
                     path=tokens.path[: len(committed)],
-                    follows_leaf=_is_leaf(item.draft, tokens.path),
+                    follows_leaf=is_leaf(item.draft, tokens.path),
                     finish_reason=finish_reason,
                 )
             )
         self._note_predictions(outcomes, logits)
         return outcomes
 
-    def _note_predictions(self, outcomes: Sequence[_Outcome], logits: torch.Tensor) -> None:
+    def _note_predictions(self, outcomes: Sequence[Outcome], logits: torch.Tensor) -> None:
         """Keep the likeliest token of every row for the drafters that want to know."""
         for outcome in outcomes:
             request = outcome.item.request
             request.predicted_ids = ()
             if outcome.item.samples and self.drafting.needs_of(request).predictions:
-                rows = slice(outcome.first_row, outcome.first_row + _num_choice_rows(outcome.item))
+                rows = slice(outcome.first_row, outcome.first_row + num_choice_rows(outcome.item))
                 request.predicted_ids = tuple(logits[rows].argmax(dim=1).tolist())
 
     def _entry(self, item: ScheduledRequest) -> VerificationEntry:
@@ -268,12 +271,12 @@ class VerifierEngine:
         )
 
     def _commit(
-        self, outcome: _Outcome, logprobs: tuple[TokenLogprobs, ...] | None, timing: StepTiming | None
+        self, outcome: Outcome, logprobs: tuple[TokenLogprobs, ...] | None, timing: StepTiming | None
     ) -> RequestOutput | None:
         """Append what was verified, up to the first token that ends the request."""
         item, request = outcome.item, outcome.item.request
         if item.samples:
-            _count_draft(item, num_accepted=len(outcome.path))
+            count_draft(item, num_accepted=len(outcome.path))
         self.scheduler.commit(item, outcome.committed, outcome.path)
         error = self._grammar_error(request)
         prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None) if item.samples else None
@@ -286,7 +289,7 @@ class VerifierEngine:
         return RequestOutput(
             request_id=request.request_id,
             token_ids=tuple(outcome.committed),
-            num_draft_tokens=_num_draft_tokens(item),
+            num_draft_tokens=num_draft_tokens(item),
             num_accepted_tokens=len(outcome.path),
             follows_leaf=outcome.follows_leaf,
             logprobs=logprobs,
@@ -363,32 +366,10 @@ class VerifierEngine:
         self._prompt_logprobs.pop(request.request_id, None)
         self.scheduler.remove(request.request_id)
         self.drafting.close(request)
+        self.pricing.forget(request.request_id)
 
 
 _NOTHING = VerifiedTokens([], ())
-
-
-def _is_leaf(draft: Draft | None, path: Sequence[int]) -> bool:
-    """Return whether no token of the draft follows the accepted ones."""
-    if draft is None:
-        return False
-    if draft.parents is None:
-        return len(path) == len(draft.token_ids)
-    return (path[-1] if path else ROOT) not in draft.parents
-
-
-def _num_draft_tokens(item: ScheduledRequest) -> int:
-    return len(item.draft.token_ids) if item.draft is not None else 0
-
-
-def _num_choice_rows(item: ScheduledRequest) -> int:
-    return 1 + _num_draft_tokens(item) if item.samples else 0
-
-
-def _first_rows(items: Sequence[ScheduledRequest]) -> list[int]:
-    """Return where each item's rows begin in the step's logits: those of its prompt, then those it chooses from."""
-    num_rows = (item.num_prompt_rows + _num_choice_rows(item) for item in items)
-    return list(itertools.accumulate(num_rows, initial=0))[:-1]
 
 
 def _sampling_rows(items: Sequence[ScheduledRequest], first_rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
@@ -398,12 +379,12 @@ def _sampling_rows(items: Sequence[ScheduledRequest], first_rows: Sequence[int],
     rows = [
         row + item.num_prompt_rows + offset
         for item, row in zip(items, first_rows, strict=True)
-        for offset in range(_num_choice_rows(item))
+        for offset in range(num_choice_rows(item))
     ]
     return logits.index_select(0, torch.tensor(rows, dtype=torch.int64, device=logits.device))
 
 
-def _output_logprobs(outcomes: Sequence[_Outcome], logits: torch.Tensor) -> list[tuple[TokenLogprobs, ...] | None]:
+def _output_logprobs(outcomes: Sequence[Outcome], logits: torch.Tensor) -> list[tuple[TokenLogprobs, ...] | None]:
     """Look up the committed tokens of the requests that want it, None for the others."""
     wanted = [outcome.item.request.sampling.logprobs for outcome in outcomes]
     queries = [
@@ -413,23 +394,6 @@ def _output_logprobs(outcomes: Sequence[_Outcome], logits: torch.Tensor) -> list
     ]
     found = iter(token_logprobs(logits, queries))
     return [None if num_top is None else tuple(next(found)) for num_top in wanted]
-
-
-def _count_draft(item: ScheduledRequest, *, num_accepted: int) -> None:
-    metrics = item.request.metrics
-    num_draft_tokens = _num_draft_tokens(item)
-    if num_draft_tokens == 0:
-        metrics.num_empty_rounds += metrics.enabled and metrics.disabled_reason is None
-        return
-    metrics.num_drafts += 1
-    metrics.num_draft_tokens += num_draft_tokens
-    metrics.num_accepted_tokens += num_accepted
-    assert item.draft is not None
-    depth = num_draft_tokens if item.draft.parents is None else 1 + max(depths(item.draft.parents))
-    per_position = metrics.num_accepted_per_position
-    per_position.extend([0] * (depth - len(per_position)))
-    for position in range(num_accepted):
-        per_position[position] += 1
 
 
 def _failure(request_id: str, error: str) -> RequestOutput:

@@ -14,12 +14,13 @@ from outrider.verifier_service.coupled_sampler import gumbel_noise
 from outrider.verifier_service.drafting import DraftClient
 from outrider.verifier_service.engine import Runner, VerifierEngine
 from outrider.verifier_service.engine_loop import EngineLoop
-from outrider.verifier_service.engine_messages import EngineReady
+from outrider.verifier_service.engine_messages import EngineReady, StepTime
 from outrider.verifier_service.grammar import GrammarCompiler
 from outrider.verifier_service.kv_cache import BlockPool
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner, follow, resolve_device
 from outrider.verifier_service.packed_linear import bound_shape_caches
+from outrider.verifier_service.pricing import DraftPricing
 from outrider.verifier_service.ranks import RankSpec, connect, gather
 from outrider.verifier_service.relay_client import RelayDraftClient
 from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
@@ -29,6 +30,7 @@ from outrider.verifier_service.step_profile import measure_step_times
 from outrider.verifier_service.wire import encode
 
 COLLECTIVE_TIMEOUT_S = 60.0  # a rank that is this late is dead: the group fails and its replica is replaced
+MAX_PROFILED_TOKENS = 512  # beyond, the refitted slope goes on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,7 @@ class VerifierSpec:
     sampling_seed: int | None = None  # of unseeded requests; None: from the operating system
     max_draft_deadline_s: float = 1.0
     max_tree_nodes: int = 0  # of a draft; 0: chains alone
+    prices_drafts: bool = True  # verify what pays, below the plans' lengths; needs a profile of step times
     check_integrity: bool = False  # after every step: for tests
 
 
@@ -62,16 +65,26 @@ def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> Ver
         max_deadline_s=spec.max_draft_deadline_s,
         max_tree_nodes=spec.max_tree_nodes,
     )
+    pricing = DraftPricing()
     return VerifierEngine(
         runner,
-        Scheduler(config, pool),
-        DraftCoordinator(drafts, speculation, runner.states),
+        Scheduler(config, pool, pricing),
+        DraftCoordinator(drafts, speculation, runner.states, pricing),
         clock=time.monotonic,
         generator=torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "verifier")),
         grammars=GrammarCompiler.of_model(
             spec.model, vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids
         ),
+        pricing=pricing,
     )
+
+
+def profile_engine(engine: VerifierEngine, runner: Runner, spec: VerifierSpec) -> tuple[StepTime, ...]:
+    """Measure step times before anything is served, and have the engine price its drafts by them where it should."""
+    step_times = measure_step_times(runner, max_tokens=min(MAX_PROFILED_TOKENS, spec.max_num_batched_tokens))
+    if spec.prices_drafts:
+        engine.pricing.use_profile(step_times)
+    return step_times
 
 
 def load_rank(
@@ -119,7 +132,7 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
         max_model_len=runner.max_model_len,
         eos_token_ids=runner.eos_token_ids,
         num_kv_blocks=runner.num_blocks,
-        step_times=measure_step_times(runner, max_tokens=min(64, spec.max_num_batched_tokens)),
+        step_times=profile_engine(engine, runner, spec),
     )
     shell.send_bytes(encode(ready))
     with contextlib.closing(links):

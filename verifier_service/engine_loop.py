@@ -162,6 +162,10 @@ def engine_load(
         kv_usage=scheduler.kv_usage,
         tokens_per_s=rates.tokens_per_s,
         mean_step_s=rates.mean_step_s,
+        price=engine.pricing.price,
+        knee=engine.pricing.knee,
+        draft_length_mean=drafting.draft_length_mean,
+        verify_idle_share=rates.idle_share,
         counters=_counters(engine, drafts or RelayDraftClient()),
         requests=tuple(_request_load(request) for request in (*running, *waiting)),
         drafter_times=tuple(
@@ -210,4 +214,5 @@ def _request_load(request: Request) -> RequestLoad:
         num_draft_tokens=metrics.num_draft_tokens,
         num_accepted_tokens=metrics.num_accepted_tokens,
         num_speculative_tokens=request.sampling.num_speculative_tokens,
+        priority=request.priority,
     )

@@ -72,6 +72,7 @@ class RequestLoad:
     num_draft_tokens: int
     num_accepted_tokens: int
     num_speculative_tokens: int | None  # the request's own cap; 0: it opted out
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +126,10 @@ class EngineLoad:
     kv_usage: float
     tokens_per_s: float = 0.0  # committed, over the last two seconds
     mean_step_s: float | None = None  # over the last two seconds; None: no step ran
+    price: float | None = None  # committed tokens that one more verified position costs; None: steps are not priced
+    knee: float | None = None  # tokens in a step from which the machine is compute-bound; None: never, or not known
+    draft_length_mean: float = 0.0  # asked for per decoding request and step, lately
+    verify_idle_share: float = 0.0  # of the last two seconds: every request waited for its draft
     counters: EngineCounters = EngineCounters()
     requests: tuple[RequestLoad, ...] = ()  # the running ones first
     drafter_times: tuple[DrafterTime, ...] = ()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outrider.verifier_service.batch import ScheduledBatch, slots_of
-from outrider.verifier_service.drafting import Draft
+from outrider.verifier_service.drafting import ROOT, Draft
 from outrider.verifier_service.request import Request
 from outrider.verifier_service.tree import depths
 
@@ -56,6 +56,21 @@ def first_nodes(draft: Draft, *, max_nodes: int, max_depth: int) -> Draft:
         draft_probs=None if draft.draft_probs is None else draft.draft_probs[:num_rows],
         parents=parents,
         confidences=None if draft.confidences is None else draft.confidences[:num_kept],
+    )
+
+
+def kept_nodes(draft: Draft, nodes: Sequence[int]) -> Draft:
+    """Return a tree of point masses with some of its nodes, in order, each after its parent."""
+    assert draft.parents is not None
+    assert draft.draft_probs is None, "which drawn nodes are verified must not depend on what was drawn"
+    if len(nodes) == len(draft.token_ids):
+        return draft
+    new_index = {ROOT: ROOT} | {node: index for index, node in enumerate(nodes)}
+    return replace(
+        draft,
+        token_ids=tuple(draft.token_ids[node] for node in nodes),
+        parents=tuple(new_index[draft.parents[node]] for node in nodes),
+        confidences=None if draft.confidences is None else tuple(draft.confidences[node] for node in nodes),
     )
 
 

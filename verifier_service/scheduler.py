@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from outrider.verifier_service.batch import slot_of
 from outrider.verifier_service.block_tables import BlockTables
@@ -40,6 +41,13 @@ class SchedulerConfig:
                 raise ValueError(f"{name} must be at least {minimum}")
 
 
+class Admission(Protocol):
+    """Who says how much of a draft is worth verifying."""
+
+    def admitted(self, request: Request, draft: Draft) -> Draft:
+        """Return the part that is, as a draft: its length must not depend on tokens drawn beyond it."""
+
+
 @dataclass(slots=True)
 class _Step:
     """A schedule in the making."""
@@ -61,8 +69,10 @@ class Scheduler:
     they wait outside of the queue and hold nobody up.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, admission: Admission | None = None) -> None:
+        """Without `admission` drafts are verified as far as they fit."""
         self._config = config
+        self._admission = admission
         self._pool = pool
         self._tables = BlockTables(pool, config.enable_prefix_caching)
         self._requests: dict[str, Request] = {}
@@ -326,9 +336,9 @@ class Scheduler:
     def _cut_draft(self, request: Request, num_fitting: int) -> Draft | None:
         """Return the part of a request's draft that this step verifies, counting what was cut.
 
-        Where to cut depends on counts alone, never on the tokens drawn at or after the cut: otherwise a sampled draft
-        would bias the committed tokens (design.md, the fifth idea). So an id that cannot be right stays in, to be
-        verified with target probability 0.
+        Where to cut depends on counts and on what precedes the cut, never on the tokens drawn at or after it: otherwise
+        a sampled draft would bias the committed tokens (design.md, the fifth idea). So an id that cannot be right
+        stays in, to be verified with target probability 0.
         """
         draft = request.draft
         if draft is None or not draft.token_ids:
@@ -336,7 +346,8 @@ class Scheduler:
         assert draft.position == request.num_tokens, f"draft for {draft.position} at {request.num_tokens} tokens"
         # A recovered or bonus token always follows the accepted ones, and must still be within the limits.
         max_depth = self._max_total_tokens(request) - request.num_tokens - 1
-        kept = first_nodes(draft, max_nodes=max(0, num_fitting), max_depth=max(0, max_depth))
+        paying = draft if self._admission is None else self._admission.admitted(request, draft)
+        kept = first_nodes(paying, max_nodes=max(0, num_fitting), max_depth=max(0, max_depth))
         request.metrics.num_cut_tokens += len(draft.token_ids) - len(kept.token_ids)
         return kept if kept.token_ids else None
 

@@ -28,11 +28,13 @@ from outrider.verifier_service.drafting import (
     check_draft,
 )
 from outrider.verifier_service.histogram import Histogram
+from outrider.verifier_service.pricing import DraftPricing
 from outrider.verifier_service.request import AcceptanceRule, Request
 from outrider.verifier_service.round_timer import RoundTimer
 
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+LENGTH_SMOOTHING = 1 / 64  # per ask of a request
 
 
 _NO_NEEDS = DraftNeeds()
@@ -112,9 +114,16 @@ class _Drafter:
 class DraftCoordinator:
     """The drafting side of the step loop: `receive` before scheduling, `ask` after committing."""
 
-    def __init__(self, client: DraftClient, config: SpeculationConfig, states: StateSource | None = None) -> None:
-        """`states` are there where drafters read the target's hidden states."""
+    def __init__(
+        self,
+        client: DraftClient,
+        config: SpeculationConfig,
+        states: StateSource | None = None,
+        pricing: DraftPricing | None = None,
+    ) -> None:
+        """`states` are there where drafters read the target's hidden states; without `pricing` plans say the length."""
         self._client = client
+        self._pricing = pricing
         self._states = states
         self._config = config
         self._drafters: dict[str, _Drafter] = {}
@@ -124,6 +133,7 @@ class DraftCoordinator:
         self.fallbacks: collections.Counter[str] = collections.Counter()  # rounds that ended without a draft, by reason
         self.num_stale_drafts = 0
         self.num_resyncs = 0
+        self.draft_length_mean = 0.0  # asked for per request, lately
         self.round_trip_s = Histogram(ROUND_TRIP_BOUNDS_S)
         self.lateness_s = Histogram(LATENESS_BOUNDS_S)
 
@@ -268,6 +278,7 @@ class DraftCoordinator:
         outbox: dict[str, list[VerifierMessage]] = {}
         for request in requests:
             length = self._draft_length(request)
+            self.draft_length_mean += LENGTH_SMOOTHING * (length - self.draft_length_mean)
             drafter_id = self._choose_drafter(request, now_s) if length > 0 else None
             request.metrics.enabled = request.metrics.enabled or drafter_id is not None
             if drafter_id is None:
@@ -275,7 +286,6 @@ class DraftCoordinator:
                     request.metrics.disabled_reason = "drafter_unavailable"
                 self._end_round(request)
                 continue
-            request.metrics.disabled_reason = None
             session = self._session_at(request, drafter_id, outbox)
             outbox.setdefault(drafter_id, []).extend(self._messages(request, session, length, now_s))
             request.hold_until_s = now_s + self._drafters[drafter_id].timer_of(session).deadline_s
@@ -309,7 +319,15 @@ class DraftCoordinator:
         # the bonus token always follows, so a draft may fill all but one of the remaining places
         remaining_output = sampling.max_tokens - request.num_output_tokens - 1
         remaining_context = self._config.max_model_len - request.num_tokens - 1
-        return max(0, min(length, remaining_output, remaining_context))
+        bound = max(0, min(length, remaining_output, remaining_context))
+        if bound > 0:
+            request.metrics.disabled_reason = None
+        return bound if self._pricing is None else self._pricing.length(request, self._likely_drafter(request), bound)
+
+    def _likely_drafter(self, request: Request) -> str:
+        """Return the drafter whose record speaks for a request's next draft."""
+        session = self._sessions.get(request.request_id)
+        return (request.plan.drafter_id or "") if session is None else session.drafter_id
 
     def _choose_drafter(self, request: Request, now_s: float) -> str | None:
         """Return the planned drafter if it is usable, else the usable one with the fewest sessions."""

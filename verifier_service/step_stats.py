@@ -56,6 +56,7 @@ class _Sample:
     num_committed_tokens: int
     num_steps: int
     busy_s: float
+    idle_s: float
 
 
 class RecentRates:
@@ -66,7 +67,7 @@ class RecentRates:
 
     def sample(self, stats: StepStats, now_s: float) -> None:
         """Take down the counters of this moment."""
-        self._samples.append(_Sample(now_s, stats.num_committed_tokens, stats.num_steps, stats.busy_s))
+        self._samples.append(_Sample(now_s, stats.num_committed_tokens, stats.num_steps, stats.busy_s, stats.idle_s))
 
     @property
     def tokens_per_s(self) -> float:
@@ -84,3 +85,11 @@ class RecentRates:
         first, last = self._samples[0], self._samples[-1]
         num_steps = last.num_steps - first.num_steps
         return (last.busy_s - first.busy_s) / num_steps if num_steps else None
+
+    @property
+    def idle_share(self) -> float:
+        """Return the share of the window in which no step ran, for every request waited for its draft."""
+        if len(self._samples) < 2:
+            return 0.0
+        first, last = self._samples[0], self._samples[-1]
+        return min(1.0, (last.idle_s - first.idle_s) / max(last.taken_s - first.taken_s, 1e-9))

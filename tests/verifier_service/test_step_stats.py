@@ -70,3 +70,15 @@ def test_rates_are_those_of_the_last_reports():
     for second in range(100, 100 + NUM_RATE_SAMPLES):
         rates.sample(stats, second)
     assert (rates.tokens_per_s, rates.mean_step_s) == (0.0, None)
+
+
+def test_the_idle_share_is_that_of_the_window():
+    stats, rates = StepStats(), RecentRates()
+    assert rates.idle_share == 0.0
+    rates.sample(stats, 10.0)
+    stats.idle_s = 0.5
+    rates.sample(stats, 12.0)
+    assert rates.idle_share == 0.25
+    for tick in range(NUM_RATE_SAMPLES):
+        rates.sample(stats, 13.0 + tick)
+    assert rates.idle_share == 0.0

@@ -1,0 +1,269 @@
+"""The price at work in an engine over the fake runner: what is asked for, what is verified, and why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from engine_bench import PROMPT, MemoryDrafts, greedy_tokens, make_request, make_runner, tokens_of
+from outrider.verifier_service.cost_model import StepTimeModel
+from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Commit, Draft, DrafterEvent, SparseRow
+from outrider.verifier_service.engine import VerifierEngine
+from outrider.verifier_service.engine_loop import engine_load
+from outrider.verifier_service.engine_messages import StepTime
+from outrider.verifier_service.kv_cache import BlockPool
+from outrider.verifier_service.pricing import PROBE_ROUNDS, DraftPricing
+from outrider.verifier_service.request import RequestOutput, SpeculationPlan
+from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
+from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.step_stats import RecentRates
+
+FREE = (StepTime(num_tokens=1, seconds=0.020), StepTime(num_tokens=64, seconds=0.020))
+DEAR = (StepTime(num_tokens=1, seconds=0.010), StepTime(num_tokens=64, seconds=0.640))
+KNEED = tuple(StepTime(num_tokens=n, seconds=0.02 * max(1, n // 16)) for n in (1, 16, 32, 64, 128))
+VOCAB_SIZE = 97
+
+
+class GuessingDrafts(MemoryDrafts):
+    """A drafter that knows the target's tokens, and gets some of them wrong, here and there."""
+
+    def __init__(self, *, share_wrong: float = 0.0, confidences: Sequence[float] = (), draft_s: float = 0.0) -> None:
+        super().__init__()
+        self.events = [DrafterEvent(drafter_id="d", vocab_size=VOCAB_SIZE)]
+        self._share_wrong, self._confidences = share_wrong, confidences
+        self._prefixes: dict[str, list[int]] = {}
+        self.draft_s, self.num_drafts = draft_s, 0
+        self.asked: list[int] = []
+
+    def send(self, drafter_id, messages) -> None:
+        super().send(drafter_id, messages)
+        for message in messages:
+            if isinstance(message, Commit):
+                self.asked.append(message.max_length)
+                self.events.append(DrafterEvent(drafter_id="d", message=self._draft(message)))
+            elif hasattr(message, "token_ids"):
+                self._prefixes[message.request_id] = list(message.token_ids)
+
+    def _draft(self, ask: Commit) -> Draft:
+        prefix = self._prefixes[ask.request_id]
+        prefix += ask.token_ids
+        token_ids = list(greedy_tokens(ask.max_length, prefix))
+        for place in range(len(token_ids)):
+            if zlib.crc32(f"{ask.request_id} {len(prefix) + place}".encode()) < self._share_wrong * (1 << 32):
+                token_ids[place] = (token_ids[place] + 1) % VOCAB_SIZE
+        return Draft(
+            request_id=ask.request_id,
+            round_id=ask.round_id,
+            position=len(prefix),
+            token_ids=tuple(token_ids),
+            confidences=tuple(self._confidences[: len(token_ids)]) or None,
+        )
+
+
+class Bench:
+    """An engine that prices by `profile`; its steps take what that says, and a poll takes the drafter's time."""
+
+    def __init__(self, drafts: GuessingDrafts, profile: Sequence[StepTime]) -> None:
+        self.now_s, self.drafts = 0.0, drafts
+        self.runner = make_runner(num_blocks=1024, max_model_len=512)
+        self.pricing = DraftPricing()
+        self.pricing.use_profile(profile)
+        self._true = StepTimeModel.from_points(profile or FREE)
+        limits = {"max_model_len": 512, "vocab_size": VOCAB_SIZE}
+        self.engine = VerifierEngine(
+            self.runner,
+            Scheduler(SchedulerConfig(**limits), BlockPool(1024, 4), self.pricing),
+            DraftCoordinator(drafts, SpeculationConfig(**limits), pricing=self.pricing),
+            clock=lambda: self.now_s,
+            generator=torch.Generator().manual_seed(0),
+            pricing=self.pricing,
+        )
+        self._execute, self._poll = self.runner.execute, drafts.poll
+        self.runner.execute = self._timed_execute
+        drafts.poll = self._timed_poll
+
+    def _timed_execute(self, batch) -> torch.Tensor:
+        self.now_s += self._true.t(batch.num_tokens)
+        return self._execute(batch)
+
+    def _timed_poll(self) -> list[DrafterEvent]:
+        events = self._poll()
+        drafted = [event.message for event in events if isinstance(event.message, Draft)]
+        self.now_s += self.drafts.draft_s * max((len(draft.token_ids) for draft in drafted), default=0)
+        return events
+
+    def run(self, *, num_requests: int = 1, max_tokens: int = 100, **options) -> dict[str, list[RequestOutput]]:
+        for index in range(num_requests):
+            request = make_request(str(index), draft_length=4, max_tokens=max_tokens, drafter_id="d")
+            if options:
+                request = dataclasses.replace(request, plan=dataclasses.replace(request.plan, **options))
+            assert self.engine.add(request) is None
+        outputs: dict[str, list[RequestOutput]] = {}
+        while self.engine.has_work():
+            for output in self.engine.step() or []:
+                outputs.setdefault(output.request_id, []).append(output)
+            self.engine.check_integrity()
+        for found in outputs.values():
+            assert tokens_of(found) == greedy_tokens(max_tokens), "whatever is drafted"
+        return outputs
+
+
+def test_what_is_free_is_asked_for_to_the_bound():
+    bench = Bench(GuessingDrafts(), FREE)
+    (outputs,) = bench.run().values()
+    assert set(bench.drafts.asked[:-2]) == {4}
+    assert outputs[-1].speculation.mean_acceptance_length > 4
+    assert bench.pricing.price < 0.1
+    assert bench.pricing.knee is None
+
+
+def test_nothing_is_asked_for_where_every_token_costs_as_much():
+    bench = Bench(GuessingDrafts(share_wrong=0.1), DEAR)
+    (outputs,) = bench.run().values()
+    metrics = outputs[-1].speculation
+    assert bench.pricing.price == 1.0
+    assert bench.pricing.knee == 1
+    assert metrics.disabled_reason == "load"
+    assert metrics.num_draft_tokens < 10
+
+
+def test_a_pinned_plan_is_asked_for_whatever_it_costs():
+    bench = Bench(GuessingDrafts(share_wrong=0.35), DEAR)
+    (outputs,) = bench.run(is_pinned=True).values()
+    assert set(bench.drafts.asked[:-2]) == {4}
+    assert outputs[-1].speculation.num_cut_tokens == 0
+
+
+def test_without_a_profile_the_plan_stands():
+    bench = Bench(GuessingDrafts(share_wrong=0.35), ())
+    bench.run()
+    assert (bench.pricing.price, bench.pricing.knee) == (None, None)
+    assert set(bench.drafts.asked[:-2]) == {4}
+
+
+def test_one_request_off_for_its_own_acceptance_says_so():
+    bench = Bench(GuessingDrafts(share_wrong=1.0, draft_s=0.004), FREE)
+    (outputs,) = bench.run().values()
+    assert outputs[-1].speculation.disabled_reason == "low_acceptance"
+    assert outputs[-1].speculation.num_drafts < len(outputs) / 4
+
+
+@pytest.mark.parametrize("num_requests", [1, 8, 24])
+@pytest.mark.parametrize("draft_s", [0.0, 0.004, 0.012])
+def test_it_keeps_up_with_the_best_fixed_length_and_with_none(num_requests: int, draft_s: float):
+    """Knee at 16 tokens, right two times out of three, a drafter in the verifier's own thread; what it learns first."""
+
+    def seconds(**plan: object) -> float:
+        bench = Bench(GuessingDrafts(share_wrong=0.35, draft_s=draft_s), KNEED)
+        bench.run(num_requests=num_requests, max_tokens=120, **plan)
+        return bench.now_s
+
+    off = seconds(draft_length=0)
+    fixed = min(seconds(draft_length=length, is_pinned=True) for length in (1, 2, 4))
+    priced = seconds()
+    assert priced < 1.08 * off
+    assert priced < 1.2 * fixed
+
+
+def test_probes_keep_coming_and_are_few():
+    bench = Bench(GuessingDrafts(share_wrong=0.35), DEAR)
+    outputs = bench.run(num_requests=8, max_tokens=160)
+    num_rounds = sum(len(found) for found in outputs.values())
+    num_probes = len(bench.drafts.asked[8:])
+    assert 3 < num_probes < num_rounds / PROBE_ROUNDS
+    drafts_in_step = [
+        sum(length > 1 for length in batch.query_lengths) for batch in bench.runner.batches[20:] if batch.num_tokens
+    ]
+    assert max(drafts_in_step) <= 3, "never on all at once"
+
+
+def test_drafts_come_back_when_the_load_is_gone():
+    bench = Bench(GuessingDrafts(share_wrong=0.35), KNEED)
+    bench.run(num_requests=32, max_tokens=40)
+    assert bench.pricing.price > 0.8
+    num_before = len(bench.drafts.asked)
+    bench.run(max_tokens=100)
+    assert sum(bench.drafts.asked[num_before:]) > 60
+
+
+def make_draft(**parts: object) -> Draft:
+    return Draft(request_id="0", round_id=1, position=len(PROMPT), token_ids=(1, 2, 3, 4), **parts)
+
+
+def priced_at(price: float) -> tuple[DraftPricing, object]:
+    """Return pricing that has asked for four tokens of one request, and now stands at `price`."""
+    bench = Bench(GuessingDrafts(), FREE)
+    bench.engine.add(make_request("0", draft_length=4, max_tokens=50, drafter_id="d"))
+    request = bench.engine.requests["0"]
+    assert bench.pricing.length(request, "d", 4) == 4
+    assert bench.pricing._price is not None
+    bench.pricing._price._price = price
+    return bench.pricing, request
+
+
+@pytest.mark.parametrize(("price", "num_kept"), [(0.0, 4), (0.3, 3), (0.7, 1), (0.95, 0)])
+def test_a_chain_is_cut_where_its_survival_falls_to_the_price(price: float, num_kept: int):
+    pricing, request = priced_at(price)
+    draft = make_draft(confidences=(0.9, 0.7, 0.9, 0.3))  # survivals about 0.9, 0.63, 0.57, 0.17
+    assert pricing.admitted(request, draft).token_ids == (1, 2, 3, 4)[:num_kept]
+
+
+def test_of_drawn_tokens_the_rows_count_and_no_claim():
+    """Whatever the drafter says of it and however unlikely it was: the rows are sharp, flat, sharp, sharp."""
+    sharp = SparseRow(token_ids=(9, 1, 2, 3, 4), weights=(DRAFT_PROB_SCALE - 4, 1, 1, 1, 1))
+    flat = SparseRow(token_ids=(1, 2, 3, 4), weights=(DRAFT_PROB_SCALE // 4,) * 4)
+    pricing, request = priced_at(0.5)
+    for claims in (None, (1.0,) * 4, (0.0,) * 4, (0.1, 0.9, 0.1, 0.9)):
+        draft = make_draft(draft_probs=(sharp, flat, sharp, sharp), confidences=claims)
+        kept = pricing.admitted(request, draft)
+        assert kept.token_ids == (1,)
+        assert len(kept.draft_probs) == 1
+
+
+def test_a_tree_of_point_masses_loses_the_nodes_that_do_not_pay():
+    pricing, request = priced_at(0.3)
+    draft = make_draft(parents=(-1, -1, 0, 1), confidences=(0.6, 0.35, 0.2, 0.99))
+    kept = pricing.admitted(request, draft)
+    assert (kept.token_ids, kept.parents) == ((1, 2, 4), (-1, -1, 1))
+    assert kept.confidences == (0.6, 0.35, 0.99)
+
+
+def test_a_drawn_tree_is_cut_by_depth_alone():
+    row = SparseRow(token_ids=(1, 2, 3, 4), weights=(DRAFT_PROB_SCALE - 3, 1, 1, 1))
+    pricing, request = priced_at(0.4)  # a new drafter's survivals: 0.6, 0.36
+    for claims in ((0.9,) * 4, (0.1,) * 4):
+        draft = make_draft(parents=(-1, -1, 0, 1), draft_probs=(row, row, row), confidences=claims)
+        assert pricing.admitted(request, draft).token_ids == (1, 2)
+
+
+def test_a_plan_of_nothing_keeps_its_reason():
+    bench = Bench(GuessingDrafts(), FREE)
+    (outputs,) = bench.run(draft_length=0, disabled_reason="draft_queue").values()
+    assert outputs[-1].speculation.disabled_reason == "draft_queue"
+    assert not bench.drafts.asked
+
+
+def test_the_load_report_shows_it():
+    bench = Bench(GuessingDrafts(), FREE)
+    before = engine_load(bench.engine, RecentRates(), 0.0)
+    assert (before.price, before.knee, before.draft_length_mean, before.verify_idle_share) == (0.0, None, 0.0, 0.0)
+    bench.run(max_tokens=400)
+    assert engine_load(bench.engine, RecentRates(), 0.0).draft_length_mean == pytest.approx(4, rel=0.3)
+    dear = Bench(GuessingDrafts(), DEAR)
+    assert engine_load(dear.engine, RecentRates(), 0.0).knee == pytest.approx(1)
+
+
+def test_a_plan_is_not_pinned_by_default():
+    assert not SpeculationPlan().is_pinned
+
+
+def test_of_a_pinned_plan_nothing_is_cut():
+    pricing, request = priced_at(0.99)
+    request.plan = SpeculationPlan(drafter_id="d", draft_length=4, is_pinned=True)
+    assert pricing.length(request, "d", 4) == 4
+    for draft in (make_draft(), make_draft(parents=(-1, -1, 0, 1), confidences=(0.6, 0.35, 0.2, 0.99))):
+        assert pricing.admitted(request, draft) is draft

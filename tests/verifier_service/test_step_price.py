@@ -1,0 +1,123 @@
+import random
+
+import pytest
+
+from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
+from outrider.verifier_service.engine_messages import StepTime
+from outrider.verifier_service.step_price import GRID, NEVER, StepPrice
+
+
+def cost_of(*points: tuple[int, float]) -> CostModel:
+    return CostModel(StepTimeModel.from_points(StepTime(num_tokens=n, seconds=seconds) for n, seconds in points))
+
+
+MEMORY_BOUND = ((1, 0.030), (64, 0.0301))
+COMPUTE_BOUND = ((1, 0.010), (1024, 10.24))
+KNEE_AT_32 = ((1, 0.032), (32, 0.032), (64, 0.064))
+STAIRS = ((1, 1.0), (8, 1.0), (9, 2.0), (16, 2.0), (17, 3.0), (24, 3.0))
+
+
+def priced(cost: CostModel, num_requests: int, slots: list[float], num_steps: int = 40, **options) -> StepPrice:
+    price = StepPrice(cost)
+    for _ in range(num_steps):
+        price.observe(StepShape(num_requests, 0), num_requests, slots, **options)
+    return price
+
+
+def chain(rate: float, length: int = 8) -> list[float]:
+    return [rate**place for place in range(1, length + 1)]
+
+
+def test_all_is_admitted_before_the_first_step():
+    price = StepPrice(cost_of(*MEMORY_BOUND))
+    assert price.price == 0.0
+    assert price.admitted([0.9, 0.5, 0.001]) == 3
+
+
+def test_admits_the_leading_positions_above_the_price():
+    price = priced(cost_of(*KNEE_AT_32), 16, chain(0.8) * 16)
+    assert 0.1 < price.price < 0.9
+    above, below = price.price + 0.01, price.price - 0.01
+    assert price.admitted([above, above, below, below]) == 2
+    assert price.admitted([price.price]) == 0, "equal is not above"
+    assert price.admitted([]) == 0
+
+
+def test_what_is_free_is_admitted():
+    assert priced(cost_of(*MEMORY_BOUND), 1, chain(0.7)).price < 0.06
+
+
+def test_nothing_pays_where_every_token_costs_as_much():
+    assert priced(cost_of(*COMPUTE_BOUND), 64, chain(0.9) * 64).price == NEVER
+
+
+def test_the_best_of_all_prices_by_trying_them():
+    """The winner is the grid's best for steps that are all alike, wherever knee and survivals are."""
+    rng = random.Random(1)
+    for points in (MEMORY_BOUND, KNEE_AT_32, STAIRS, COMPUTE_BOUND):
+        cost = cost_of(*points)
+        for num_requests in (1, 3, 7, 20):
+            slots = [s for _ in range(num_requests) for s in chain(rng.uniform(0.1, 0.95), 4)]
+
+            def rate(price: float, cost=cost, num_requests=num_requests, slots=slots) -> float:
+                admitted = [s for s in slots if s > price]
+                seconds = cost.seconds(StepShape(num_requests + len(admitted), 0))
+                return (num_requests + sum(admitted)) / seconds
+
+            found = priced(cost, num_requests, slots).price
+            assert rate(found) >= max(map(rate, GRID)) * (1 - 2e-3), (points, num_requests)
+
+
+def test_stairs_are_filled_and_not_climbed():
+    """Seven more tokens are free; the eighth would double the step."""
+    slots = [0.5 + 0.05 * place for place in range(9)]
+    price = priced(cost_of(*STAIRS), 3, slots)
+    assert sum(slot > price.price for slot in slots) == 5
+
+
+def test_waiting_for_drafts_is_a_cost():
+    cost = cost_of(*MEMORY_BOUND)
+    assert priced(cost, 1, chain(0.5), exposed_s=0.010).price < 0.1
+    assert priced(cost, 1, chain(0.5), exposed_s=0.040).price == NEVER
+
+
+def test_what_would_be_best_if_drafts_paid_is_known_while_they_do_not():
+    price = priced(cost_of(*KNEE_AT_32), 4, chain(0.9) * 4, exposed_s=10.0)
+    assert price.price == NEVER
+    assert price.price_if_free < 0.5
+
+
+def test_prompts_in_the_step_make_drafts_dear():
+    """Their tokens are worth as much as any: with 500 of them a step beyond the knee is better spent on them."""
+    cost = cost_of(*KNEE_AT_32)
+    price, beside_prompts = StepPrice(cost), StepPrice(cost)
+    for _ in range(10):
+        price.observe(StepShape(8, 0), 8, chain(0.7) * 8)
+        beside_prompts.observe(StepShape(508, 0), 8, chain(0.7) * 8)
+    assert price.price < 0.4
+    assert beside_prompts.price > 0.95
+
+
+def test_later_steps_count_more():
+    cost = cost_of(*KNEE_AT_32)
+    price = priced(cost, 64, chain(0.8) * 64, num_steps=300)
+    assert price.price == NEVER
+    for _ in range(40):
+        price.observe(StepShape(1, 0), 1, chain(0.8))
+    assert price.price < 0.2
+
+
+def test_one_odd_step_does_not_move_it():
+    price = priced(cost_of(*KNEE_AT_32), 4, chain(0.8) * 4, num_steps=100)
+    before = price.price
+    price.observe(StepShape(200, 0), 64, chain(0.8) * 64)
+    assert price.price == pytest.approx(before, abs=0.15)
+
+
+def test_steps_that_say_nothing_of_drafts_are_left_out():
+    price = priced(cost_of(*COMPUTE_BOUND), 8, chain(0.5))
+    before = price.price
+    for _ in range(100):
+        price.observe(StepShape(8, 0), 8, [])
+        price.observe(StepShape(8, 0), 0, chain(0.9))
+    assert price.price == before == NEVER

@@ -1,0 +1,286 @@
+"""How much of its drafts an engine asks for and verifies: the price of a step, put to use.
+
+Before drafting, a request asks for the positions whose survival, by history alone, exceeds the price; when its draft is
+there, those are verified whose survival, by the draft's own confidences, does. Whatever was on offer is remembered and
+makes the price of later steps. Nothing here looks at a drawn token: its confidence is the largest weight of the row
+that it was drawn from, and the price is older than the draft. Drawn trees, whose shape
+must not depend on what was drawn, are cut by depth and history alone; trees of point masses lose any node that does not
+pay, and all below it.
+
+While nothing pays, a request now and then drafts a token all the same, so that its survival stays known. These probes
+have a budget, a share of the time that steps take, so that they never come all at once. Without a profile of step
+times nothing is priced: the plan's length stands.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
+from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft
+from outrider.verifier_service.engine_messages import StepTime
+from outrider.verifier_service.exposure import DraftDepth, DraftExposure
+from outrider.verifier_service.outcome import Outcome
+from outrider.verifier_service.request import Request
+from outrider.verifier_service.schedule import Schedule, first_nodes, kept_nodes
+from outrider.verifier_service.step_price import StepPrice
+from outrider.verifier_service.survival import SurvivalEstimator
+from outrider.verifier_service.tree import depths
+
+PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rounds, at most
+PROBE_LENGTH = 2
+PROBE_SHARE = 0.02  # of the time of all steps
+MAX_SAVED_STEPS = 25.0  # of that share: what is left over does not pile up
+LOW_SURVIVAL = 0.25  # of a first position: below, a request is off for what it drafts and not for the load
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """The survivals that a request had on offer in a step, of all positions or nodes, and the best of each depth."""
+
+    slots: Sequence[float] = ()
+    levels: Sequence[float] = ()
+
+    def down_to(self, depth: int) -> Sequence[float]:
+        """Return those of the first positions; of a tree, all that are as good as the worst of these."""
+        if len(self.slots) == len(self.levels) or depth >= len(self.levels):
+            return self.slots[:depth] if len(self.slots) == len(self.levels) else self.slots
+        return [survival for survival in self.slots if survival > self.levels[depth]]
+
+
+@dataclass(slots=True)
+class _Pricing:
+    """What is remembered of one request."""
+
+    drafter_id: str
+    num_rounds_off: int  # since its last draft was asked for
+    bound: int = 0  # what its plan and its limits allow now
+    asked: int = 0  # how much of that was asked for in this round
+    is_probe: bool = False
+    is_pinned: bool = False
+    is_opening: bool = True  # its drafter has not answered yet: its first round contains a prefill
+    offered: _Offer | None = None  # by its draft in this step; None: it has none
+
+
+@dataclass(slots=True)
+class DraftPricing:
+    """The engine's side of the price: `length` when it asks, `admitted` when it schedules, `observe` after the step."""
+
+    survival: SurvivalEstimator = field(default_factory=SurvivalEstimator)
+    cost: CostModel | None = None  # None: there is no profile, so nothing is priced
+    _price: StepPrice | None = None
+    _exposure: DraftExposure = field(default_factory=DraftExposure)
+    _depth: DraftDepth = field(default_factory=DraftDepth)
+    _requests: dict[str, _Pricing] = field(default_factory=dict)
+    _base: StepShape = field(default_factory=lambda: StepShape(1, 0))  # of the last step, its drafts left out
+    _probe_s: float = 0.0  # what probes may cost now
+
+    def use_profile(self, step_times: Sequence[StepTime]) -> None:
+        """Start pricing by the measured step times; too few of them leave it off."""
+        if len({point.num_tokens for point in step_times}) < 2:
+            return
+        self.cost = CostModel(StepTimeModel.from_points(step_times))
+        self._price = StepPrice(self.cost)
+
+    @property
+    def price(self) -> float | None:
+        """The survival that a draft position must exceed now; None: nothing is priced."""
+        return None if self._price is None else self._price.price
+
+    @property
+    def knee(self) -> float | None:
+        """The number of tokens from which a step is compute-bound; None: never, or not known."""
+        knee = math.inf if self.cost is None else self.cost.knee()
+        return None if math.isinf(knee) else knee
+
+    @property
+    def request_ids(self) -> set[str]:
+        """The requests of which anything is kept here."""
+        return {*self._requests} | self.survival.request_ids
+
+    def length(self, request: Request, drafter_id: str, bound: int) -> int:
+        """Return how many of `bound` tokens to ask for: those expected to be worth the price.
+
+        Only earlier rounds count, so nothing depends on what the drafter will draw.
+        """
+        if self._price is None:
+            return bound
+        kept = self._kept(request, drafter_id)
+        kept.is_opening = kept.is_opening or kept.drafter_id != drafter_id
+        kept.drafter_id, kept.bound, kept.is_pinned, kept.is_probe = drafter_id, bound, request.plan.is_pinned, False
+        kept.asked = bound
+        if bound and not kept.is_pinned:
+            survivals = self.survival.survivals(request.request_id, drafter_id, bound)
+            kept.asked = self._price.admitted(survivals[: self._depth.bound(self._exposure.level_s)])
+            if not kept.asked:
+                kept.asked = self._probe(kept)
+                request.metrics.disabled_reason = "low_acceptance" if survivals[0] < LOW_SURVIVAL else "load"
+        kept.num_rounds_off = 0 if kept.asked else kept.num_rounds_off + 1
+        return kept.asked
+
+    def _kept(self, request: Request, drafter_id: str) -> _Pricing:
+        kept = self._requests.get(request.request_id)
+        if kept is None:  # requests that came together do not probe together
+            waited = zlib.crc32(request.request_id.encode()) % PROBE_ROUNDS
+            kept = self._requests[request.request_id] = _Pricing(drafter_id, num_rounds_off=waited)
+        return kept
+
+    def _probe(self, kept: _Pricing) -> int:
+        """Return how many tokens a request drafts although they do not pay: mostly none."""
+        assert self.cost is not None
+        length = min(PROBE_LENGTH, kept.bound)
+        if kept.num_rounds_off + 1 < PROBE_ROUNDS:
+            return 0
+        times = self.cost.seconds_with(self._base, length)
+        if self._probe_s <= 0.0:  # the last probes are not paid for yet
+            return 0
+        self._probe_s -= times[-1] - times[0] + self._exposure.seconds(length)
+        kept.is_probe = True
+        return length
+
+    def admitted(self, request: Request, draft: Draft) -> Draft:
+        """Return the part of a draft that is worth verifying by the price of earlier steps."""
+        kept = self._requests.get(request.request_id)
+        if self._price is None or kept is None:
+            return draft
+        if draft.parents is not None and draft.draft_probs is None:
+            return self._best_nodes(kept, draft)
+        is_chain = draft.parents is None
+        num_levels = len(draft.token_ids) if is_chain else kept.asked
+        # a drafter that stopped of itself has nothing more on offer
+        num_offered = max(num_levels, kept.bound) if is_chain and num_levels >= kept.asked else num_levels
+        confidences = _confidences(draft) if is_chain else None
+        survivals = self.survival.survivals(request.request_id, kept.drafter_id, num_offered, confidences)
+        kept.offered = _Offer(survivals, survivals)
+        if kept.is_probe or kept.is_pinned:
+            return draft
+        num_paying = self._price.admitted(survivals[:num_levels])
+        return first_nodes(draft, max_nodes=num_paying if is_chain else len(draft.token_ids), max_depth=num_paying)
+
+    def _best_nodes(self, kept: _Pricing, draft: Draft) -> Draft:
+        """Return the nodes of a tree of point masses that are worth the price; a node survives less than its parent."""
+        assert draft.parents is not None
+        assert self._price is not None
+        rates = self.survival.claimed_rates(kept.drafter_id, draft.confidences or (0.5,) * len(draft.token_ids))
+        slots: list[float] = []
+        levels: list[float] = []
+        for parent, rate, depth in zip(draft.parents, rates, depths(draft.parents), strict=True):
+            slots.append(rate * (1.0 if parent == ROOT else slots[parent]))
+            levels.extend([0.0] * (depth + 1 - len(levels)))
+            levels[depth] = max(levels[depth], slots[-1])
+        kept.offered = _Offer(slots, levels)
+        if kept.is_probe or kept.is_pinned:
+            return draft
+        price = self._price.price
+        return kept_nodes(draft, [node for node, survival in enumerate(slots) if survival > price])
+
+    def observe(self, schedule: Schedule, outcomes: Sequence[Outcome], *, step_s: float, exposed_s: float) -> None:
+        """Take in a step: how long it took, how long its drafts held it up before that, and what came of them."""
+        if self.cost is None or self._price is None:
+            return
+        num_context_tokens = sum(schedule.batch.context_lengths)
+        self.cost.observe(StepShape(schedule.batch.num_tokens, num_context_tokens), step_s)
+        self._observe_exposure(outcomes, step_s, exposed_s)
+        priced = [outcome.item for outcome in outcomes if outcome.item.samples and not self._is_pinned(outcome)]
+        num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
+        base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
+        if self._price.is_new:  # before the first drafts: as if the prompts had been read already
+            base = StepShape(max(1, len(priced)), num_context_tokens)
+        self._base = base
+        self._observe_offers(base, [self._offer(item.request) for item in priced])
+        self._depth.observe_rate(sum(len(outcome.committed) for outcome in outcomes), step_s + exposed_s)
+        for outcome in outcomes:
+            self._observe_draft(outcome)
+        self._probe_s = min(self._probe_s + PROBE_SHARE * step_s, PROBE_SHARE * MAX_SAVED_STEPS * step_s)
+
+    def _observe_offers(self, base: StepShape, offers: Sequence[_Offer]) -> None:
+        """Price what was on offer in the step, as far as drafts should go."""
+        assert self._price is not None
+        self._depth.observe([offer.levels for offer in offers], self._price.price_if_free)
+        bound = self._depth.bound(self._exposure.level_s)
+        slots = [survival for offer in offers for survival in (offer.slots if bound is None else offer.down_to(bound))]
+        longest = max((len(offer.levels) for offer in offers), default=0)
+        exposed_s = self._exposure.seconds(longest if bound is None else min(bound, longest))
+        self._price.observe(base, len(offers), slots, exposed_s=exposed_s)
+
+    def _offer(self, request: Request) -> _Offer:
+        """Return what one request had on offer; by history where nothing was asked for."""
+        kept = self._requests.get(request.request_id)
+        if kept is not None and kept.offered is not None:
+            return kept.offered
+        if kept is None:  # it has not asked yet
+            drafter_id, bound = (
+                request.plan.drafter_id or "",
+                0 if request.plan.is_pinned else request.plan.draft_length,
+            )
+        elif kept.asked:
+            return _Offer()  # its draft did not come
+        else:
+            drafter_id, bound = kept.drafter_id, kept.bound
+        survivals = self.survival.survivals(request.request_id, drafter_id, bound)
+        return _Offer(survivals, survivals)
+
+    def _is_pinned(self, outcome: Outcome) -> bool:
+        kept = self._requests.get(outcome.item.request.request_id)
+        return kept is not None and kept.is_pinned
+
+    def _observe_exposure(self, outcomes: Sequence[Outcome], step_s: float, exposed_s: float) -> None:
+        """Take in a wait for drafts; of one for a drafter that read a prompt first, no more than is known or a step."""
+        asked = [self._requests.get(outcome.item.request.request_id) for outcome in outcomes]
+        asking = [kept for kept in asked if kept is not None and kept.asked]
+        if not asking:
+            return
+        length = max(kept.asked for kept in asking)
+        if any(kept.is_opening for kept in asking):
+            exposed_s = min(exposed_s, max(step_s, self._exposure.seconds(length)))
+        self._exposure.observe(length, exposed_s)
+
+    def _observe_draft(self, outcome: Outcome) -> None:
+        draft, request_id = outcome.item.draft, outcome.item.request.request_id
+        kept = self._requests.get(request_id)
+        if kept is None:
+            return
+        kept.offered = None
+        if draft is None:
+            return
+        kept.is_opening = False
+        is_chain = draft.parents is None
+        self.survival.observe(
+            request_id,
+            kept.drafter_id,
+            num_draft_tokens=outcome.num_judged,
+            num_accepted_tokens=len(outcome.path),
+            confidences=_confidences(draft) if is_chain else None,
+        )
+        if not is_chain and draft.confidences is not None:
+            self.survival.observe_claims(kept.drafter_id, _judged_nodes(draft, outcome))
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept of a request; its drafter's record stays."""
+        self._requests.pop(request_id, None)
+        self.survival.forget(request_id)
+
+
+def _confidences(draft: Draft) -> Sequence[float] | None:
+    """Return a chain's confidences; of drawn tokens the largest weights of their rows, whatever the drafter claims.
+
+    Those are functions of the rows alone, which a claim need not be, and rows have been checked.
+    """
+    if draft.draft_probs is None:
+        return draft.confidences
+    return [max(row.weights) / DRAFT_PROB_SCALE for row in draft.draft_probs]
+
+
+def _judged_nodes(draft: Draft, outcome: Outcome) -> list[tuple[float, bool]]:
+    """Return the confidence of every node whose parent was accepted, and whether it was, too."""
+    assert draft.parents is not None
+    assert draft.confidences is not None
+    parents = (ROOT, *outcome.path)[: outcome.num_judged]
+    return [
+        (confidence, node in outcome.path)
+        for node, (parent, confidence) in enumerate(zip(draft.parents, draft.confidences, strict=True))
+        if parent in parents
+    ]

@@ -1,0 +1,101 @@
+"""The price of a draft position: what it would have paid to ask for in the steps before this one.
+
+Every past step tells, for each price of a grid, how many of the slots on offer survive it, how many tokens they are
+expected to bring and how long the step takes with them. The price is the one with the most tokens per second over these
+steps, the later ones counting more. Nothing is assumed of the shape of step times: every price is tried, so stairs,
+knees and a wait that starts with the first slot are all seen. Slots are draft positions (or tree nodes) with their
+survivals; a step's own tokens, prefill among them, count as one token each, so that a step which is busy with prompts
+makes drafts dear and they do not starve time to first token.
+
+The price of a step comes from earlier steps alone: an optimum over its own survivals would depend on what its drafts
+drew (design.md, the fifth idea).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+
+from outrider.verifier_service.cost_model import CostModel, StepShape
+
+NEVER = 1.0  # no survival exceeds it
+GRID = (*(0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08), *(0.1 + 0.03 * step for step in range(30)), NEVER)
+WINDOW_STEPS = 32.0  # how many steps count, in all: each one less than the next
+FADE = 1.0 - 1.0 / WINDOW_STEPS
+TIE = 1e-3  # prices whose tokens per second differ by less are equals: of those the middle one holds
+
+
+class StepPrice:
+    """Find the price that would have been best over recent steps; 0, all is admitted, before the first."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._gains = [0.0] * len(GRID)  # sums of log (tokens per second at this price / without drafts)
+        self._free_gains = [0.0] * len(GRID)  # the same without any wait for drafts
+        self._num_steps = 0.0  # what the sums weigh
+        self._price = self._price_if_free = 0.0
+
+    @property
+    def price(self) -> float:
+        """The survival that a position must exceed in the next step, 0 to 1."""
+        return self._price
+
+    @property
+    def price_if_free(self) -> float:
+        """The price that would have been best had no step waited for drafts: what verifying alone costs."""
+        return self._price_if_free
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no step has said anything yet."""
+        return self._num_steps == 0.0
+
+    def admitted(self, survivals: Sequence[float]) -> int:
+        """Return how many leading positions are worth the price; survivals must not rise."""
+        return next((place for place, survival in enumerate(survivals) if survival <= self._price), len(survivals))
+
+    def observe(
+        self,
+        base: StepShape,
+        num_decoding: int,
+        slots: Sequence[float],
+        exposed_s: float = 0.0,
+    ) -> None:
+        """Take in a past step: its shape without drafts and the survivals that were on offer.
+
+        Drafts hold the step up by `exposed_s` as soon as there is one slot. A step in which no request was decoding, or
+        nothing was on offer, says nothing of drafts.
+        """
+        if num_decoding < 1 or not slots:
+            return
+        falling = sorted(slots, reverse=True)
+        negated = [-survival for survival in falling]
+        tokens = list(accumulate(falling, initial=float(base.num_tokens)))
+        seconds = self._cost.seconds_with(base, len(slots))
+        plain = math.log(tokens[0] / seconds[0])
+        for index, price in enumerate(GRID):
+            count = bisect_left(negated, -price)  # slots above the price: equals are not
+            gain = free_gain = 0.0
+            if count:
+                free_gain = math.log(tokens[count] / seconds[count]) - plain
+                gain = free_gain - math.log1p(exposed_s / seconds[count])
+            self._gains[index] = FADE * self._gains[index] + gain
+            self._free_gains[index] = FADE * self._free_gains[index] + free_gain
+        self._num_steps = FADE * self._num_steps + 1.0
+        self._price, self._price_if_free = self._best(self._gains), self._best(self._free_gains)
+
+    def _best(self, gains: Sequence[float]) -> float:
+        """Return the best price; where a stretch of prices is as good, one in the middle of it, as noise is then."""
+        best = max(gains)
+        tie = TIE * self._num_steps
+        top = gains.index(best)
+        low = high = top
+        while low > 0 and gains[low - 1] >= best - tie:
+            low -= 1
+        while high + 1 < len(GRID) and gains[high + 1] >= best - tie:
+            high += 1
+        if high + 1 == len(GRID):
+            return NEVER  # drafts that gain nothing are not worth drafting
+        return GRID[(low + high) // 2]

@@ -1,0 +1,218 @@
+"""How likely draft tokens are to be accepted: per request and position, from earlier rounds only.
+
+A position's *hazard* is the chance that it is rejected where all before it were accepted; survival is the product of
+what is left. A drafter's pool has a hazard per position and per confidence (what drafters claim is recalibrated by
+what came of it); a request multiplies the pool's hazards by a factor of its own, its frailty (Vaupel et al. 1979: a
+gamma prior makes it rejections seen over rejections expected). All counts fade, so that a request whose text turns from
+prose to copying is followed, and everything is bounded.
+
+Estimates of a draft that is not verified yet look at its confidences alone, which are functions of the tokens before
+each position and of the row it is drawn from: see the design's fifth idea.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+INITIAL_HAZARD = 0.4  # of a drafter that nothing is known about
+INITIAL_TOKENS = 8.0  # how many judged tokens that is worth
+POSITION_TOKENS = 16.0  # what the pool's mean is worth against one position's, or one confidence's, own counts
+POOL_FADE = 0.998  # per judged token of a position or bin: a memory of 500
+REQUEST_FADE = 0.97  # per judged token: a memory of about 30
+FRAILTY_REJECTIONS = 1.5  # how many rejections as expected a request starts with
+MAX_POOLS = 64  # drafters remembered; the one unheard of for longest goes first
+NUM_BINS = 16  # of confidence: narrow near 1, where most of what is worth verifying is
+MIN_HAZARD, MAX_HAZARD = 0.002, 0.998
+
+
+def _bin(confidence: float) -> int:
+    return min(int(NUM_BINS * (1.0 - math.sqrt(1.0 - confidence))), NUM_BINS - 1)
+
+
+_BIN_HAZARDS = tuple((1.0 - (index + 0.5) / NUM_BINS) ** 2 for index in range(NUM_BINS))  # as claimed in the middle
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Judged tokens of one kind and how many of them were rejected."""
+
+    num_judged: float = 0.0
+    num_rejected: float = 0.0
+
+    def add(self, is_rejected: bool, fade: float) -> None:
+        self.num_judged = self.num_judged * fade + 1.0
+        self.num_rejected = self.num_rejected * fade + is_rejected
+
+    def hazard(self, prior: float, prior_tokens: float) -> float:
+        return (self.num_rejected + prior * prior_tokens) / (self.num_judged + prior_tokens)
+
+
+@dataclass(slots=True)
+class _Pool:
+    """What one drafter's drafts have come to."""
+
+    overall: _Counts = field(default_factory=_Counts)
+    positions: list[_Counts] = field(default_factory=list)
+    bins: list[_Counts] = field(default_factory=lambda: [_Counts() for _ in range(NUM_BINS)])  # by confidence
+    _by_position: list[float] = field(default_factory=list)  # hazards, as of the last refresh
+    _by_bin: list[float] = field(default_factory=list)
+    _is_stale: bool = True
+
+    def refresh(self, length: int, prior: float) -> None:
+        """Bring the hazards up to date with the counts, for `length` positions at least."""
+        if not self._is_stale and len(self._by_position) >= length:
+            return
+        mean = self.overall.hazard(prior, INITIAL_TOKENS)
+        found = [counts.hazard(mean, POSITION_TOKENS) for counts in self.positions]
+        self._by_position = found + [found[-1] if found else mean] * (length - len(found))
+        self._by_bin = [
+            counts.hazard(claimed, POSITION_TOKENS) for counts, claimed in zip(self.bins, _BIN_HAZARDS, strict=True)
+        ]
+        self._is_stale = False
+
+    def has_hazards(self, length: int) -> bool:
+        """Return whether there are some for `length` positions, perhaps older than the last counts."""
+        return len(self._by_position) >= length
+
+    def hazards(self, length: int) -> list[float]:
+        """Return the hazard of each position; beyond what was ever judged, that of the last one judged."""
+        return self._by_position[:length]
+
+    def claimed_hazards(self, confidences: Sequence[float]) -> list[float]:
+        """Return what such confidences have meant so far."""
+        return [self._by_bin[_bin(confidence)] for confidence in confidences]
+
+    def observe(self, accepted: Sequence[bool], confidences: Sequence[float] | None) -> None:
+        self.positions.extend(_Counts() for _ in range(len(accepted) - len(self.positions)))
+        for position, is_accepted in enumerate(accepted):
+            self.overall.add(not is_accepted, POOL_FADE)
+            self.positions[position].add(not is_accepted, POOL_FADE)
+        self._is_stale = True
+        if confidences is not None:
+            self.observe_claims(zip(confidences, accepted, strict=True))
+
+    def observe_claims(self, claims: Iterable[tuple[float, bool]]) -> None:
+        for confidence, is_accepted in claims:
+            self.bins[_bin(confidence)].add(not is_accepted, POOL_FADE)
+        self._is_stale = True
+
+
+@dataclass(slots=True)
+class _Frailty:
+    """How much more often than its pool a request is rejected."""
+
+    num_rejected: float = 0.0
+    num_expected: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        return (self.num_rejected + FRAILTY_REJECTIONS) / (self.num_expected + FRAILTY_REJECTIONS)
+
+    def observe(self, accepted: Sequence[bool], hazards: Sequence[float]) -> None:
+        for is_accepted, hazard in zip(accepted, hazards, strict=True):
+            self.num_rejected = self.num_rejected * REQUEST_FADE + (not is_accepted)
+            self.num_expected = self.num_expected * REQUEST_FADE + hazard
+
+
+@dataclass(slots=True)
+class _RequestHistory:
+    """One request's frailty against its pool's positions and against what its drafts claim."""
+
+    by_position: _Frailty = field(default_factory=_Frailty)
+    by_claim: _Frailty = field(default_factory=_Frailty)
+
+
+_NO_HISTORY = _RequestHistory()
+
+
+class SurvivalEstimator:
+    """Survival probabilities of draft positions; O(length) per call, whatever was seen before."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, _Pool] = {}  # by drafter; the last one heard of at the end
+        self._all = _Counts()  # of all drafters: what a new one is taken for
+        self._requests: dict[str, _RequestHistory] = {}
+
+    @property
+    def request_ids(self) -> set[str]:
+        """The requests of which anything is kept."""
+        return {*self._requests}
+
+    def observe(
+        self,
+        request_id: str,
+        drafter_id: str,
+        *,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        confidences: Sequence[float] | None = None,
+    ) -> None:
+        """Take in one verified chain, or the path taken through a tree, of which so many tokens were accepted.
+
+        `confidences` are those of the verified tokens, at least as far as the first that was rejected.
+        """
+        num_judged = min(num_accepted_tokens + 1, num_draft_tokens)
+        if num_judged < 1:
+            return
+        accepted = [position < num_accepted_tokens for position in range(num_judged)]
+        claimed = None if confidences is None or len(confidences) < num_judged else confidences[:num_judged]
+        pool = self._pool(drafter_id)
+        if not pool.has_hazards(num_judged):
+            pool.refresh(num_judged, self._prior_hazard)
+        history = self._requests.setdefault(request_id, _RequestHistory())
+        history.by_position.observe(accepted, pool.hazards(num_judged))
+        if claimed is not None:
+            history.by_claim.observe(accepted, pool.claimed_hazards(claimed))
+        pool.observe(accepted, claimed)
+        for is_accepted in accepted:
+            self._all.add(not is_accepted, POOL_FADE)
+
+    def survivals(
+        self, request_id: str, drafter_id: str, length: int, confidences: Sequence[float] | None = None
+    ) -> list[float]:
+        """Return P(this position and all before it are accepted) for positions 1 … `length`: it never rises.
+
+        A position with a confidence is judged by what that has meant, one without by history alone.
+        """
+        pool = self._pools.get(drafter_id) or _Pool()
+        pool.refresh(length, self._prior_hazard)
+        history = self._requests.get(request_id) or _NO_HISTORY
+        claimed = pool.claimed_hazards(confidences[:length]) if confidences else []
+        factor, survival = history.by_claim.factor, 1.0
+        survivals: list[float] = []
+        for hazard in claimed:
+            survival *= 1.0 - min(max(hazard * factor, MIN_HAZARD), MAX_HAZARD)
+            survivals.append(survival)
+        factor = history.by_position.factor
+        for hazard in pool.hazards(length)[len(claimed) :]:
+            survival *= 1.0 - min(max(hazard * factor, MIN_HAZARD), MAX_HAZARD)
+            survivals.append(survival)
+        return survivals
+
+    def observe_claims(self, drafter_id: str, claims: Iterable[tuple[float, bool]]) -> None:
+        """Take in confidences of tokens that were judged, each with whether it was accepted: the nodes of a tree."""
+        self._pool(drafter_id).observe_claims(claims)
+
+    def claimed_rates(self, drafter_id: str, confidences: Sequence[float]) -> list[float]:
+        """Return P(accepted, given that the token before it is) of single tokens by their confidences."""
+        pool = self._pools.get(drafter_id) or _Pool()
+        pool.refresh(0, self._prior_hazard)
+        return [1.0 - hazard for hazard in pool.claimed_hazards(confidences)]
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request's own history; its pool's stays."""
+        self._requests.pop(request_id, None)
+
+    @property
+    def _prior_hazard(self) -> float:
+        return self._all.hazard(INITIAL_HAZARD, INITIAL_TOKENS)
+
+    def _pool(self, drafter_id: str) -> _Pool:
+        """Return a drafter's pool, made the last one heard of."""
+        pool = self._pools.pop(drafter_id, None) or _Pool()
+        self._pools[drafter_id] = pool
+        if len(self._pools) > MAX_POOLS:
+            del self._pools[next(iter(self._pools))]
+        return pool
