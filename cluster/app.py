@@ -14,20 +14,24 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from outrider.cluster.api_keys import with_api_key_hashes
-from outrider.cluster.autoscaling import ReplicaRange
+from outrider.cluster.autoscaling import PoolsPolicy, ReplicaRange
 from outrider.cluster.config import ServiceConfig
 from outrider.cluster.drafter_replica import DrafterReplica
 from outrider.cluster.gateway_replica import GatewayReplica
 from outrider.cluster.placement import SHELL_CPUS
 from outrider.cluster.router_replica import RouterReplica
+from outrider.cluster.serve_scaling import GATEWAY_TARGETS
 from outrider.cluster.verifier_replica import VerifierReplica
 
 MAX_ONGOING_REQUESTS = 4096
 STOP_MARGIN_S = 5.0  # for what a replica does after it has drained, before Serve kills it
-# What one replica should carry at most, by the figures that it exports; Serve scales by the one that needs most.
-VERIFIER_TARGETS = {"num_requests": 32.0, "kv_usage": 0.8}
-DRAFTER_TARGETS = {"num_sessions": 32.0, "queue_depth": 16.0}
-GATEWAY_TARGETS = {"num_requests": 256.0}
+# What one replica should carry at most, by the figures that it exports, where no policy couples the pools
+_POLICY = PoolsPolicy()
+VERIFIER_TARGETS = {"num_requests": _POLICY.requests_per_verifier, "kv_usage": _POLICY.kv_usage}
+DRAFTER_TARGETS = {"num_sessions": _POLICY.sessions_per_drafter, "queue_depth": _POLICY.queue_per_drafter}
+UPSCALE_DELAY_S = 5.0
+DOWNSCALE_DELAY_S = 60.0
+TO_ZERO_DELAY_S = 600.0  # a pool that is gone takes long to come back
 
 
 def build_app(options: dict[str, Any]) -> Application:
@@ -43,7 +47,8 @@ def build(config: ServiceConfig) -> Application:
     verifier = _deployment(
         VerifierReplica,
         "Verifier",
-        **_scaling(config.verifier_range, VERIFIER_TARGETS),
+        # drafters are scaled by what verifiers export too, which Serve collects from scaled deployments alone
+        **_scaling(config.verifier_range, VERIFIER_TARGETS, is_watched=not config.drafter_range.is_fixed),
         **config.verifier_placement.serve_options,
         graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
     )
@@ -83,17 +88,20 @@ def _deployment(replica: type, name: str, **options: Any) -> serve.Deployment:
     return serve.deployment(**(defaults | options))(replica)
 
 
-def _scaling(replicas: ReplicaRange, targets: dict[str, float]) -> dict[str, Any]:
-    if replicas.is_fixed:
+def _scaling(replicas: ReplicaRange, targets: dict[str, float], *, is_watched: bool = False) -> dict[str, Any]:
+    """Return a deployment's options; Serve starts those that may go to none with one."""
+    if replicas.is_fixed and not is_watched:
         return {"num_replicas": replicas.fewest}
     policy = AutoscalingPolicy(
-        policy_function="outrider.cluster.autoscaling:PoolPolicy", policy_kwargs={"targets": targets}
+        policy_function="outrider.cluster.serve_scaling:PoolPolicy", policy_kwargs={"targets": targets}
     )
     scaling = AutoscalingConfig(
         min_replicas=replicas.fewest,
         max_replicas=replicas.most,
-        upscale_delay_s=5.0,
-        downscale_delay_s=60.0,
+        initial_replicas=1 if replicas.fewest == 0 else None,
+        upscale_delay_s=UPSCALE_DELAY_S,
+        downscale_delay_s=DOWNSCALE_DELAY_S,
+        downscale_to_zero_delay_s=TO_ZERO_DELAY_S,
         policy=policy,
     )
     return {"autoscaling_config": scaling}

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from outrider.cluster.api_keys import require_hashes
 from outrider.cluster.autoscaling import ReplicaRange
-from outrider.cluster.fleet import PolicyMode, RouterPolicy
+from outrider.cluster.fleet import BatchSizeTable, PolicyMode, RouterPolicy
 from outrider.cluster.hints import did_you_mean
 from outrider.cluster.logs import LOG_FORMATS
 from outrider.cluster.placement import PoolPlacement
@@ -83,6 +83,7 @@ class ServiceConfig:
     gpu_share: float = 1.0  # of a GPU for each rank, where there are any; 0.5 lets two ranks share one
     seed: int | None = None
     speculation: str = "auto"  # auto | always | off
+    draft_length_by_batch_size: BatchSizeTable = ()  # (first, last, length) by running requests; empty: the router's
     host: str = "127.0.0.1"  # of the public ports
     internal_host: str = "127.0.0.1"  # of the ports between our own services; auto: each node's own address
     port: int = 8000
@@ -122,6 +123,7 @@ class ServiceConfig:
                 raise ValueError(f"{name} must be at least {fewest}")
         if self.speculation not in ("auto", "always", "off"):
             raise ValueError("speculation must be auto, always or off")
+        self.router_policy  # noqa: B018  # refuses a table that is none
         if self.log_format not in LOG_FORMATS:
             raise ValueError("log_format must be text or json")
         if not 0.0 <= self.trace_sample_ratio <= 1.0:
@@ -242,7 +244,11 @@ class ServiceConfig:
 
     @property
     def router_policy(self) -> RouterPolicy:
-        return RouterPolicy(mode=PolicyMode(self.speculation), max_draft_length=self.num_speculative_tokens)
+        return RouterPolicy(
+            mode=PolicyMode(self.speculation),
+            max_draft_length=self.num_speculative_tokens,
+            draft_length_by_batch_size=self.draft_length_by_batch_size,
+        )
 
     @property
     def gpus_per_rank(self) -> float:
@@ -347,7 +353,7 @@ def _parsed(name: str, value: Any, kind: Any) -> Any:
     """Return a value as its field's type, also from the text that `serve run module:build_app key=value` passes."""
     adapter = TypeAdapter(kind, config=ConfigDict(hide_input_in_errors=True))
     try:
-        is_json = isinstance(value, str) and get_origin(kind) is dict
+        is_json = isinstance(value, str) and (get_origin(kind) is dict or kind == BatchSizeTable)
         return adapter.validate_json(value) if is_json else adapter.validate_python(value)
     except ValidationError as error:
         raise ValueError(f"{name}: {error.errors(include_input=False, include_url=False)[0]['msg']}") from error

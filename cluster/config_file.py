@@ -57,7 +57,8 @@ def read_speculative_config(
         raise click.BadParameter(f"not JSON: {error}", context, parameter) from error
     except ValueError as error:
         raise click.BadParameter(str(error), context, parameter) from error
-    context.default_map = {**(context.default_map or {}), **{name: str(value) for name, value in options.items()}}
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()}
+    context.default_map = {**(context.default_map or {}), **texts}
     return rest
 
 

@@ -18,6 +18,7 @@ from outrider.cluster.fleet import DrafterReport
 from outrider.cluster.logs import configure_logging
 from outrider.cluster.rank_actors import RankActors
 from outrider.cluster.reports import REPORT_INTERVAL_S, ask_router
+from outrider.cluster.scaling_figures import drafter_figures
 from outrider.cluster.tokenizer import draft_vocabulary_fingerprint
 from outrider.drafter_service.drafter_load import DrafterLoad
 from outrider.drafter_service.engine_messages import FROM_DRAFT_ENGINE, DrafterReady, DrafterUpdate
@@ -90,6 +91,7 @@ class DrafterReplica:
         )
         self._port = ShellPort(self._host)
         self._router = router
+        self._num_ranks = config.draft_tensor_parallel_size
         self._drain_timeout_s = config.drain_timeout_s
         self._is_draining = False
         self._drafter_id = serve.get_replica_context().replica_id.unique_id
@@ -139,6 +141,7 @@ class DrafterReplica:
             queue_depth=load.queue_depth,
             max_draft_length=self._ready.max_draft_length,
             mean_draft_s=load.mean_draft_s or 0.0,
+            num_ranks=self._num_ranks,
             draining=self._is_draining,
             counters=load.counters,
             num_bad_frames=self._servicer.counters.num_bad_frames + load.counters.num_bad_messages,
@@ -162,8 +165,7 @@ class DrafterReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what the pool is scaled by."""
-        load = self._port.load()
-        return {"num_sessions": float(load.num_sessions), "queue_depth": float(load.queue_depth)}
+        return drafter_figures(self._port.load())
 
     async def _drain(self) -> None:
         """Let the verifiers move their requests to other drafters; those that stay lose speed, never a token."""

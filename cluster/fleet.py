@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import itertools
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -40,6 +43,7 @@ class DisabledReason(enum.StrEnum):
     CONFIG = "config"  # the operator switched it off
 
 
+@functools.cache  # one is as good as another, and a busy router says it often
 def off(reason: DisabledReason) -> SpeculationPlan:
     """Return the plan of a request that runs without drafts."""
     return SpeculationPlan(disabled_reason=reason.value)
@@ -47,7 +51,7 @@ def off(reason: DisabledReason) -> SpeculationPlan:
 
 class PolicyMode(enum.Enum):
     AUTO = "auto"
-    ALWAYS = "always"  # the operator pins speculation on: no gain is computed
+    ALWAYS = "always"  # the operator pins every draft to the longest allowed length: no gain is computed
     OFF = "off"
 
 
@@ -74,6 +78,11 @@ class VerifierReport:
     counters: EngineCounters = field(default_factory=EngineCounters)
     circuits: tuple[DrafterCircuit, ...] = ()
     num_bad_frames: int = 0  # that drafters sent
+    price: float | None = None  # committed tokens that one more draft token costs a step; None: it prices nothing
+    knee: float | None = None  # tokens in a step from which it is compute-bound; None: never, or not known
+    draft_length_mean: float = 0.0  # asked per decoding request lately
+    verify_idle_share: float = 0.0  # of the time lately, without a step because every request waited for its draft
+    num_ranks: int = 1  # accelerators that it takes
 
     @classmethod
     def of(
@@ -89,6 +98,7 @@ class VerifierReport:
         own_draft_length: int = 0,
         draining: bool = False,
         num_bad_frames: int = 0,
+        num_ranks: int = 1,
     ) -> VerifierReport:
         """Make a report of what an engine says of itself; `drafters_up` are those it has a link to."""
         failing = {circuit.drafter_id for circuit in load.circuits if circuit.state == "open"}
@@ -112,6 +122,11 @@ class VerifierReport:
             counters=load.counters,
             circuits=load.circuits,
             num_bad_frames=num_bad_frames,
+            price=load.price,
+            knee=load.knee,
+            draft_length_mean=load.draft_length_mean,
+            verify_idle_share=load.verify_idle_share,
+            num_ranks=num_ranks,
         )
 
 
@@ -129,6 +144,7 @@ class DrafterReport:
     draining: bool = False
     counters: DrafterCounters = field(default_factory=DrafterCounters)
     num_bad_frames: int = 0  # that verifiers sent
+    num_ranks: int = 1  # accelerators that it takes
 
 
 class ReplicaState(enum.StrEnum):
@@ -166,7 +182,7 @@ class VerifierState:
     reported_s: float
     default_plan: SpeculationPlan
     num_assigned: int = 0  # requests sent there since its last report
-    price: float | None = None  # committed tokens that one more draft position costs; None: none was computed
+    price: float | None = None  # by which was decided: the verifier's own, or an estimate; None: there is neither
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +218,7 @@ class RouteAsk:
     num_speculative_tokens: int | None = None  # a cap on the draft length; 0: the request opted out
     excluded_verifier_ids: tuple[str, ...] = ()  # just failed for this request
     affinity_key: str | None = None  # requests that share it share a prefix: their verifier is best the same
+    priority: int = 0  # below 0 it is served before those that wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +234,7 @@ class SwitchPolicy:
 
     on_gain: float = 1.10
     off_gain: float = 1.00
-    on_dwell_s: float = 2.0
+    on_dwell_s: float = 0.5  # short: the verifier's own price decides below the bound, so it risks little
     off_dwell_s: float = 2.0
 
     def __post_init__(self) -> None:
@@ -245,17 +262,42 @@ class AcceptancePolicy:
                 raise ValueError(f"{name} must be positive")
 
 
+BatchSizeTable = tuple[tuple[int, int, int], ...]
+
+
+def table_length(table: BatchSizeTable, batch_size: int) -> int:
+    """Return a table's draft length for a batch; in a gap and beyond the end that of the range before, as vLLM."""
+    index = bisect_right(table, batch_size, key=lambda row: row[0])
+    return table[max(0, index - 1)][2]
+
+
+def _check_table(table: BatchSizeTable) -> None:
+    name = "draft_length_by_batch_size"
+    for row in table:
+        if len(row) != 3 or any(isinstance(number, bool) or not isinstance(number, int) for number in row):
+            raise ValueError(f"{name} must be rows of three whole numbers: first and last batch size, draft length")
+    if table and table[0][0] != 1:
+        raise ValueError(f"{name} must begin at batch size 1")
+    if any(first > last or length < 0 for first, last, length in table):
+        raise ValueError(f"{name} must have first <= last and draft lengths of at least 0")
+    if any(before[1] >= after[0] for before, after in itertools.pairwise(table)):
+        raise ValueError(f"{name} must have its ranges in order and apart")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterPolicy:
     """The operator's settings. Raises `ValueError` naming the field that is out of range."""
 
     mode: PolicyMode = PolicyMode.AUTO
-    max_draft_length: int = 8
+    max_draft_length: int = 8  # a bound in mode auto, the length itself in mode always
+    # vLLM's num_speculative_tokens_per_batch_size, in mode auto: (first, last, length) by running requests; empty: none
+    draft_length_by_batch_size: BatchSizeTable = ()
     switch: SwitchPolicy = field(default_factory=SwitchPolicy)
     acceptance: AcceptancePolicy = field(default_factory=AcceptancePolicy)
     min_price: float = 0.1  # committed tokens that one draft token costs at least: the pool's work is not free
     exposed_draft_share: float = 1.0  # the part of a draft's round trip that no other group's step hides
-    max_queue_depth: int = 64  # a drafter with more asks waiting gets no new requests
+    kv_pressure_from: float = 0.9  # used share of the KV blocks from which drafts cost more: they bring preemptions
+    max_queue_depth: int = 64  # a drafter with more asks waiting gets no new requests and hands some over
     probe_every_s: float = 10.0  # a request that is off for its own acceptance tries again this often ...
     probe_s: float = 1.5  # ... for this long ...
     probe_length: int = 2  # ... with drafts of this length
@@ -266,9 +308,10 @@ class RouterPolicy:
         for name in ("max_draft_length", "max_queue_depth"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0")
-        for name in ("min_price", "exposed_draft_share"):
+        for name in ("min_price", "exposed_draft_share", "kv_pressure_from"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be in [0, 1]")
+        _check_table(self.draft_length_by_batch_size)
         for name in ("probe_every_s", "probe_s", "expire_after_s", "stale_snapshot_s", "probe_length"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive")
@@ -296,6 +339,10 @@ def _changed(name: str, old: Any, value: Any) -> Any:
         if value not in [mode.value for mode in PolicyMode]:
             raise ValueError(f"{name} must be auto, always or off, not {value!r}")
         return PolicyMode(value)
+    if isinstance(old, tuple):
+        if not isinstance(value, list | tuple) or not all(isinstance(row, list | tuple) for row in value):
+            raise ValueError(f"{name} must be a list of rows, not {value!r}")
+        return tuple(tuple(row) for row in value)
     if isinstance(old, SwitchPolicy | AcceptancePolicy):
         if not isinstance(value, Mapping):
             raise ValueError(f"{name} must be a mapping of its settings")

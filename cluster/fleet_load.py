@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from outrider.cluster.fleet import DrafterReport, DrafterState, FleetSnapshot, ReplicaState, VerifierState
+from outrider.cluster.fleet import (
+    DrafterReport,
+    DrafterState,
+    FleetSnapshot,
+    ReplicaState,
+    VerifierReport,
+    VerifierState,
+)
 
 
 def fleet_load(snapshot: FleetSnapshot | None, now_s: float) -> dict[str, Any]:
@@ -12,7 +20,15 @@ def fleet_load(snapshot: FleetSnapshot | None, now_s: float) -> dict[str, Any]:
 
     acceptance_rate         accepted / verified draft tokens, since the verifiers' start; null: nothing verified yet
     mean_acceptance_length  1 + accepted tokens / verifications with a draft
-    tokens_per_s            committed tokens over the last two seconds
+    tokens_per_s            committed tokens over the last two seconds; per accelerator: ranks of both pools count
+    price                   committed tokens that one more draft token costs; null: none is known
+    knee                    tokens of a step from which it is compute-bound; null: never, or not known
+    draft_length            the longest draft that the router's plan allows; 0: off, for disabled_reason
+    draft_length_mean       what is asked for per decoding request and step, lately
+    verify_idle_share       of the last two seconds, waiting for drafts
+    late_share              drafts that missed their deadline / those that came; null: none came
+    mean_lateness_s         of those, by how much
+    hit_rate                asks answered from what was drafted ahead / asks that it was tried for; null: none was
     """
     if snapshot is None:
         snapshot = FleetSnapshot(verifiers=(), drafters=(), decided_at_s=now_s)
@@ -41,9 +57,24 @@ def _verifier(state: VerifierState) -> dict[str, Any]:
         "kv_usage": report.kv_usage,
         "tokens_per_s": report.tokens_per_s,
         "mean_step_s": report.mean_step_s,
+        "price": state.price,
+        "knee": report.knee,
         "draft_length": state.default_plan.draft_length,
         "disabled_reason": state.default_plan.disabled_reason,
+        "draft_length_mean": report.draft_length_mean,
+        "verify_idle_share": report.verify_idle_share,
+        **_lateness(report),
         **_acceptance([state]),
+    }
+
+
+def _lateness(report: VerifierReport) -> dict[str, float | None]:
+    lateness_s = report.counters.lateness_s
+    num_late = sum(lateness_s.counts)
+    num_drafts = num_late + sum(report.counters.round_trip_s.counts)
+    return {
+        "late_share": num_late / num_drafts if num_drafts else None,
+        "mean_lateness_s": lateness_s.total / num_late if num_late else None,
     }
 
 
@@ -60,6 +91,7 @@ def _drafter(report: DrafterReport, verifiers: tuple[VerifierState, ...]) -> dic
         "num_sessions": report.num_sessions,
         "queue_depth": report.queue_depth,
         "mean_draft_s": report.mean_draft_s,
+        "hit_rate": _hit_rate([report]),
         "num_links_up": sum(report.drafter_id in state.report.drafters_up for state in verifiers),
         "num_circuits_open": sum(circuit != "closed" for circuit in circuits),
     }
@@ -71,9 +103,24 @@ def _totals(verifiers: tuple[VerifierState, ...], drafters: tuple[DrafterState, 
         "num_running": sum(report.num_running for report in reports),
         "num_waiting": sum(report.num_waiting for report in reports),
         "tokens_per_s": sum(report.tokens_per_s for report in reports),
+        "tokens_per_s_per_accelerator": tokens_per_accelerator(verifiers, drafters),
         "num_draft_sessions": sum(state.report.num_sessions for state in drafters),
+        "hit_rate": _hit_rate([state.report for state in drafters]),
         **_acceptance(verifiers),
     }
+
+
+def tokens_per_accelerator(verifiers: Sequence[VerifierState], drafters: Sequence[DrafterState]) -> float | None:
+    """Return committed tokens per second and rank of either pool; None where there is no rank."""
+    num_ranks = sum(state.report.num_ranks for state in verifiers)
+    num_ranks += sum(state.report.num_ranks for state in drafters)
+    return sum(state.report.tokens_per_s for state in verifiers) / num_ranks if num_ranks else None
+
+
+def _hit_rate(reports: Sequence[DrafterReport]) -> float | None:
+    num_hits = sum(report.counters.num_cache_hits for report in reports)
+    num_asks = num_hits + sum(report.counters.num_cache_misses for report in reports)
+    return num_hits / num_asks if num_asks else None
 
 
 def _acceptance(verifiers: tuple[VerifierState, ...] | list[VerifierState]) -> dict[str, float | None]:

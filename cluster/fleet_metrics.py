@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from outrider.cluster.fleet import DrafterReport, FleetSnapshot, ReplicaState, VerifierState
+from outrider.cluster.fleet_load import tokens_per_accelerator
 from outrider.cluster.metrics import LABELS, OWN_PREFIX, Definition, alias_of
 from outrider.verifier_service.circuit_breaker import BreakerState
 from outrider.verifier_service.histogram import HistogramCounts
@@ -34,12 +35,13 @@ class _FleetMetric:
 
 
 def _of_verifiers(
-    name: str, kind: str, formula: str, read: Callable[[VerifierState], Value], has_alias: bool = False
+    name: str, kind: str, formula: str, read: Callable[[VerifierState], Value | None], has_alias: bool = False
 ) -> _FleetMetric:
-    """Define a metric that has one value per verifier."""
+    """Define a metric that has one value per verifier, but for those that it reads None of."""
 
     def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
-        return [((state.report.verifier_id,), read(state)) for state in snapshot.verifiers]
+        values = ((state.report.verifier_id, read(state)) for state in snapshot.verifiers)
+        return [((verifier_id,), value) for verifier_id, value in values if value is not None]
 
     return _FleetMetric(Definition(name=name, kind=kind, formula=formula, has_alias=has_alias), rows)
 
@@ -85,12 +87,13 @@ def _pool_replicas(snapshot: FleetSnapshot, now_s: float) -> Rows:
         yield labels, counts[labels]
 
 
-def _prices(snapshot: FleetSnapshot, now_s: float) -> Rows:
-    return [((state.report.verifier_id,), state.price) for state in snapshot.verifiers if state.price is not None]
-
-
 def _decisions(snapshot: FleetSnapshot, now_s: float) -> Rows:
     return [((item.decision, item.reason), item.count) for item in snapshot.decisions]
+
+
+def _tokens_per_accelerator(snapshot: FleetSnapshot, now_s: float) -> Rows:
+    per_second = tokens_per_accelerator(snapshot.verifiers, snapshot.drafters)
+    return [] if per_second is None else [((), per_second)]
 
 
 def _snapshot_age(snapshot: FleetSnapshot, now_s: float) -> Rows:
@@ -181,6 +184,18 @@ _STEPS = (
         lambda state: state.report.counters.idle_s,
     ),
     _of_verifiers(
+        "verify_idle_share",
+        "gauge",
+        "Share of the last two seconds without a step because every request waited for its draft",
+        lambda state: state.report.verify_idle_share,
+    ),
+    _of_verifiers(
+        "verify_knee_tokens",
+        "gauge",
+        "Tokens of a step from which a verifier is compute-bound; no sample where it never is, or does not know",
+        lambda state: state.report.knee,
+    ),
+    _of_verifiers(
         "verify_scheduled_tokens",
         "counter",
         "Tokens computed by the target model, drafts included",
@@ -191,6 +206,15 @@ _STEPS = (
         "counter",
         "Output tokens committed; throughput is its rate",
         lambda state: state.report.counters.num_committed_tokens,
+    ),
+    _FleetMetric(
+        Definition(
+            name="tokens_per_second_per_accelerator",
+            kind="gauge",
+            formula="Output tokens committed over the last two seconds / ranks of verifiers and drafters",
+            labels=("model_name",),
+        ),
+        _tokens_per_accelerator,
     ),
 )
 
@@ -204,20 +228,24 @@ _DRAFTING = (
         ),
         _decisions,
     ),
-    _FleetMetric(
-        Definition(
-            name="price",
-            kind="gauge",
-            formula="Committed tokens that one more draft position costs a verifier: drafts go on while their survival "
-            "exceeds it; no sample where the router computes none (pinned, off, warming up)",
-        ),
-        _prices,
+    _of_verifiers(
+        "price",
+        "gauge",
+        "Committed tokens that one more draft position costs a verifier: drafts go on while their survival exceeds it; "
+        "its own, or the router's estimate where it has none for this load; no sample where there is neither",
+        lambda state: state.price,
     ),
     _of_verifiers(
         "draft_length",
         "gauge",
-        "Draft tokens that the router's plan gives a new request of a verifier; 0: speculation is off",
+        "Draft tokens that the router's plan allows a new request of a verifier; 0: speculation is off",
         lambda state: state.default_plan.draft_length,
+    ),
+    _of_verifiers(
+        "draft_length_mean",
+        "gauge",
+        "Draft tokens that a verifier asks for per decoding request and step, lately: what its price makes of the plan",
+        lambda state: state.report.draft_length_mean,
     ),
     _of_verifiers(
         "draft_rtt_seconds",
@@ -303,6 +331,18 @@ _DRAFTING = (
         "counter",
         "Tokens that a drafter drafted",
         lambda report: report.counters.num_draft_tokens,
+    ),
+    _of_drafters(
+        "speculation_cache_hits",
+        "counter",
+        "Asks that a drafter answered at once, having drafted ahead for that outcome; rate = this / (this + misses)",
+        lambda report: report.counters.num_cache_hits,
+    ),
+    _of_drafters(
+        "speculation_cache_misses",
+        "counter",
+        "Asks of an outcome that a drafter had not drafted ahead for, though it had for others",
+        lambda report: report.counters.num_cache_misses,
     ),
     _of_drafters(
         "drafter_evicted_sessions",

@@ -23,6 +23,7 @@ from outrider.verifier_service.cost_model import StepTimeModel
 from outrider.verifier_service.request import SpeculationPlan
 
 NUM_EM_ROUNDS = 4
+SAME_LOAD_SHARE = 0.75  # of the requests that decode: with fewer a price is another
 
 
 def expected_committed(acceptance_rate: float, draft_length: int) -> float:
@@ -64,6 +65,7 @@ class Candidate:
     request_id: str
     acceptance_rate: float
     max_length: int
+    worth: float = 1.0  # of its tokens, beside a price that is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,32 @@ def _slots(candidates: Sequence[Candidate], min_price: float) -> tuple[list[floa
     return survivals, owners
 
 
+def allocate_at(candidates: Sequence[Candidate], price: float) -> Allocation:
+    """Give each candidate the positions whose survival exceeds a price that somebody else has found.
+
+    The gain is that of the candidate who gains most.
+    """
+    lengths = {
+        candidate.request_id: worth_length(candidate.acceptance_rate, candidate.max_length, price / candidate.worth)
+        for candidate in candidates
+    }
+    gains = (
+        solo_gain(candidate.acceptance_rate, candidate.max_length, price / candidate.worth)
+        for candidate in candidates
+        if candidate.max_length
+    )
+    best = max(gains, default=0.0)
+    return Allocation(lengths, best, price)
+
+
+def worth_length(acceptance_rate: float, max_length: int, price: float) -> int:
+    """Return how many positions of a draft survive with a chance above `price`."""
+    length, survival = 0, acceptance_rate
+    while length < max_length and survival > price:
+        length, survival = length + 1, survival * acceptance_rate
+    return length
+
+
 def stable_hash(text: str) -> int:
     """Return a hash that is the same in every process (Python's own is salted)."""
     return zlib.crc32(text.encode())
@@ -184,10 +212,11 @@ def judged_tokens(
         return AcceptanceCounts()
     mean_length = max(1.0, num_draft_tokens / num_drafts)
     num_missed = max(0, num_draft_tokens - num_accepted_tokens)
+    fewest, most = num_missed / mean_length, float(min(num_drafts, num_missed))
     rate, num_rejected = expected_rate, 0.0
     for _ in range(NUM_EM_ROUNDS):
-        expected = num_drafts * (1.0 - rate**mean_length)
-        num_rejected = min(max(expected, num_missed / mean_length), min(num_drafts, num_missed))
+        num_rejected = num_drafts * (1.0 - rate**mean_length)
+        num_rejected = most if num_rejected > most else max(num_rejected, fewest)
         judged = num_accepted_tokens + num_rejected + expected_tokens
         rate = (num_accepted_tokens + expected_rate * expected_tokens) / judged
     return AcceptanceCounts(num_accepted_tokens, num_rejected)
@@ -208,7 +237,7 @@ class SpeculationSwitch:
     def toward(self, is_wanted: bool, now_s: float, policy: SwitchPolicy) -> SpeculationSwitch:
         """Return the state after a wish: it changes when the wish has stayed for the dwell."""
         if is_wanted == self.is_on:
-            return SpeculationSwitch(self.is_on, self.changed_s)
+            return self if self.pending_since_s is None else SpeculationSwitch(self.is_on, self.changed_s)
         since_s = now_s if self.pending_since_s is None else self.pending_since_s
         dwell_s = policy.off_dwell_s if self.is_on else policy.on_dwell_s
         if now_s - since_s >= dwell_s:
@@ -227,27 +256,50 @@ class RequestMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class Quote:
+    """A price that a verifier said while some of its requests drafted, and how many decoded then."""
+
+    price: float
+    num_decoding: int
+
+    def is_of(self, num_decoding: int) -> bool:
+        """Return whether it tells the price while so many requests decode: as many as then, by and large."""
+        fewer, more = sorted((num_decoding, self.num_decoding))
+        return fewer >= SAME_LOAD_SHARE * more
+
+
+@dataclass(frozen=True, slots=True)
 class VerifierMemory:
-    """What is kept of one verifier between reports; losing it costs a dwell and nothing else."""
+    """What is kept of one verifier between reports; the next report brings back what is lost, but the dwells."""
 
     switch: SpeculationSwitch | None = None  # None until there was something to decide
     pool: AcceptanceCounts = AcceptanceCounts()
     requests: Mapping[str, RequestMemory] = field(default_factory=dict)
     default_plan: SpeculationPlan = field(default_factory=lambda: off(DisabledReason.WARMUP))
+    quote: Quote | None = None  # the last one
 
     def pool_rate(self, policy: AcceptancePolicy) -> float:
         return self.pool.rate(prior_rate=policy.initial_rate, prior_tokens=policy.pool_prior_tokens)
 
 
 def observe(report: VerifierReport, memory: VerifierMemory, policy: RouterPolicy, now_s: float) -> VerifierMemory:
-    """Take the report's counters into the acceptance estimates; requests that are gone are forgotten."""
-    prior_rate, pool, requests = memory.pool_rate(policy.acceptance), memory.pool, {}
-    starts_on = memory.switch is None or (memory.switch.is_on and memory.default_plan.draft_length > 0)
+    """Take the report's counters into the acceptance estimates; requests that are gone are forgotten.
+
+    A router that has just started so finds again what it knew: counters are since a request's start, and whether it is
+    on is what its verifier says.
+    """
+    prior_rate, news, requests = memory.pool_rate(policy.acceptance), [], {}
+    starts_on = None if memory.switch is None else memory.switch.is_on and memory.default_plan.draft_length > 0
     for request in report.requests:
-        kept = memory.requests.get(request.request_id) or RequestMemory(SpeculationSwitch(starts_on, now_s))
-        requests[request.request_id], news = _observe_request(request, kept, prior_rate, policy.acceptance)
-        if news is not None:
-            pool = pool.plus(news, memory_tokens=policy.acceptance.pool_memory_tokens)
+        kept = memory.requests.get(request.request_id)
+        if kept is None:  # of a verifier that is new here, perhaps for the router itself is: as the request goes on
+            is_on = request.draft_length > 0 if starts_on is None else starts_on
+            kept = RequestMemory(SpeculationSwitch(is_on, now_s))
+        requests[request.request_id], judged = _observe_request(request, kept, prior_rate, policy.acceptance)
+        if judged is not None:
+            news.append(judged)
+    judged = AcceptanceCounts(sum(item.num_accepted for item in news), sum(item.num_rejected for item in news))
+    pool = memory.pool.plus(judged, memory_tokens=policy.acceptance.pool_memory_tokens)
     return replace(memory, pool=pool, requests=requests)
 
 
@@ -258,8 +310,9 @@ def _observe_request(
     counters = (request.num_drafts, request.num_draft_tokens, request.num_accepted_tokens)
     if counters == kept.seen:
         return kept, None
-    restarted = any(now < before for now, before in zip(counters, kept.seen, strict=True))
-    before = (0, 0, 0) if restarted else kept.seen
+    before = kept.seen
+    if counters[0] < before[0] or counters[1] < before[1] or counters[2] < before[2]:
+        before = (0, 0, 0)  # it has started anew
     news = judged_tokens(
         num_drafts=counters[0] - before[0],
         num_draft_tokens=counters[1] - before[1],
@@ -268,4 +321,4 @@ def _observe_request(
         expected_tokens=kept.counts.num_judged + policy.request_prior_tokens,
     )
     counts = kept.counts.plus(news, memory_tokens=policy.request_memory_tokens)
-    return replace(kept, counts=counts, seen=counters), news
+    return RequestMemory(kept.switch, counts, counters, kept.plan), news

@@ -227,6 +227,7 @@ class RoutedBackend:
                 num_speculative_tokens=request.sampling.num_speculative_tokens,
                 excluded_verifier_ids=attempts.excluded_verifier_ids,
                 affinity_key=affinity_key(request),
+                priority=request.priority,
             )
             try:
                 return await group.assign(self._router, ask)

@@ -1,7 +1,9 @@
 """The router's state: the last report of every replica, and what it takes to decide without flapping.
 
 Sans I/O: one actor wraps `RouterCore` and passes the clock in. Losing this state loses nothing that the next reports
-do not bring back: gateways route by their last snapshot meanwhile, verifiers go on with their last plans.
+do not bring back: gateways route by their last snapshot meanwhile, verifiers go on with their last plans. Until all
+have reported to a router that has just started, it believes what verifiers say: a drafter that one has a live link to
+is there, a request that drafts goes on drafting.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ class RouterCore:
         self._verifiers: dict[str, _Verifier] = {}
         self._drafters: dict[str, DrafterState] = {}
         self._decisions: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._started_s: float | None = None  # when the first report came
+        self._heard_ids: set[str] = set()  # drafters that reported or left since then, while that matters
 
     def report_verifier(self, report: VerifierReport, now_s: float) -> Directive:
         """Take in a verifier's report and answer with what changes; raise `StaleEpochError` for an old incarnation."""
@@ -67,12 +71,13 @@ class RouterCore:
         if report.step_times and report.step_times != points:
             points, step_time = report.step_times, _profile(report.step_times)
         before = {request_id: kept.plan for request_id, kept in memory.requests.items()}
-        decision = plan_speculation(report, list(self._drafters.values()), memory, self.policy, now_s, step_time)
+        drafters = [*self._drafters.values(), *self._unheard(report, now_s)]
+        decision = plan_speculation(report, drafters, memory, self.policy, now_s, step_time)
         state = VerifierState(
             report=replace(report, requests=(), step_times=()),  # what nobody routes by stays out of snapshots
             reported_s=now_s,
             default_plan=decision.default_plan,
-            price=decision.price,
+            price=report.price if decision.price is None else decision.price,
         )
         self._verifiers[report.verifier_id] = _Verifier(state, decision.memory, points, step_time)
         changed = _changed_plans(report, decision.plans, before)
@@ -86,6 +91,7 @@ class RouterCore:
         if known is not None:
             _refuse_stale(report.drafter_id, report.epoch, known.report.epoch)
         self._drafters[report.drafter_id] = DrafterState(report=report, reported_s=now_s)
+        self._hear(report.drafter_id, now_s)
 
     def route(self, ask: RouteAsk, now_s: float) -> Assignment:
         """Choose for a new request and count it as load until the replicas' next reports."""
@@ -115,6 +121,29 @@ class RouterCore:
         """Forget a verifier or drafter that is known to be gone; unknown ids are fine (it may have expired)."""
         self._verifiers.pop(replica_id, None)
         self._drafters.pop(replica_id, None)
+        self._heard_ids.add(replica_id)
+
+    def _hear(self, drafter_id: str, now_s: float) -> None:
+        if self._is_new(now_s):
+            self._heard_ids.add(drafter_id)
+        else:
+            self._heard_ids.clear()
+
+    def _is_new(self, now_s: float) -> bool:
+        """Return whether a replica may be up that has not had the time to report here."""
+        if self._started_s is None:
+            self._started_s = now_s
+        return now_s - self._started_s <= self.policy.expire_after_s
+
+    def _unheard(self, report: VerifierReport, now_s: float) -> list[DrafterState]:
+        """Return the drafters that only a verifier's links tell of, as far as one can know them."""
+        if not self._is_new(now_s):
+            return []
+        return [
+            _as_linked(drafter_id, self.policy.max_draft_length, now_s)
+            for drafter_id in report.drafters_up
+            if drafter_id not in self._heard_ids
+        ]
 
     def _expire(self, now_s: float) -> None:
         for replica_id, verifier in list(self._verifiers.items()):
@@ -137,6 +166,20 @@ class RouterCore:
 def _refuse_stale(replica_id: str, epoch: int, known_epoch: int) -> None:
     if epoch < known_epoch:
         raise StaleEpochError(f"{replica_id!r} reports as epoch {epoch}, but epoch {known_epoch} is running")
+
+
+def _as_linked(drafter_id: str, max_draft_length: int, now_s: float) -> DrafterState:
+    """Return a drafter of which nothing is known but that it is up."""
+    report = DrafterReport(
+        drafter_id=drafter_id,
+        endpoint="",
+        epoch=0,
+        num_sessions=0,
+        queue_depth=0,
+        max_draft_length=max_draft_length,
+        mean_draft_s=0.0,
+    )
+    return DrafterState(report=report, reported_s=now_s)
 
 
 def _profile(points: tuple[StepTime, ...]) -> StepTimeModel | None:

@@ -6,15 +6,19 @@ A verifier that does not report, or that drains, gets no new request. Of the oth
    its own keys move), and the first whose load is at most AFFINITY_LOAD_FACTOR times the least load plus
    AFFINITY_SLACK takes it. The bound is what keeps a popular prefix from burying one verifier (Mirrokni et al.,
    "Consistent Hashing with Bounded Loads", 2018, with the least load in place of the mean).
-2. Any other request goes to the verifier with the least load.
+2. Any other request goes to the verifier with the least load. The price of a draft token is part of that load: where
+   it is near 1 the machine is compute-bound, and one more request slows all others down.
 
 A request keeps its drafter as long as that one reports, does not drain and has a link from its verifier, which has
-not found it failing; otherwise it gets the least loaded of those that do.
+not found it failing; otherwise it gets, of those that do, the one with the shortest expected delay: its requests times
+the round trip on this link. Of a drafter with too long a queue each verifier takes one request away per report.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -36,8 +40,13 @@ from outrider.verifier_service.request import SpeculationPlan
 
 WAITING_WEIGHT = 4.0  # a request in the queue delays the next one more than one that runs
 KV_WEIGHT = 16.0  # a full KV cache counts as much as so many running requests
+PRICE_WEIGHT = 8.0  # so does a price of 1
 AFFINITY_LOAD_FACTOR = 1.25
 AFFINITY_SLACK = 4.0  # in running requests; without it an idle fleet would never keep a prefix together
+MIN_ROUND_TRIP_S = 0.001  # shorter ones do not tell drafters apart
+
+
+_Ranked = tuple[float, int, str, int]  # expected delay, hash of the link, drafter, its requests
 
 
 class NoVerifierError(RuntimeError):
@@ -86,18 +95,24 @@ def is_fresh(reported_s: float, now_s: float, policy: RouterPolicy) -> bool:
 
 
 def _choose_verifier(verifiers: Sequence[VerifierState], ask: RouteAsk, is_stale: bool) -> VerifierState:
-    loads = {state.report.verifier_id: 0.0 if is_stale else _load(state) for state in verifiers}
+    loads = [0.0 if is_stale else _load(state, ask) for state in verifiers]
+    least = min(loads)
     if ask.affinity_key is None:
-        return min(verifiers, key=lambda state: (loads[state.report.verifier_id], _spread(state, ask.request_id)))
-    limit = AFFINITY_LOAD_FACTOR * min(loads.values()) + AFFINITY_SLACK
-    within = [state for state in verifiers if loads[state.report.verifier_id] <= limit]
+        tied = [state for state, load in zip(verifiers, loads, strict=True) if load == least]
+        return min(tied, key=lambda state: _spread(state, ask.request_id))
+    limit = AFFINITY_LOAD_FACTOR * least + AFFINITY_SLACK
+    within = [state for state, load in zip(verifiers, loads, strict=True) if load <= limit]
     key = ask.affinity_key
     return max(within, key=lambda state: (_rendezvous(key, state.report.verifier_id), state.report.verifier_id))
 
 
-def _load(state: VerifierState) -> float:
+def _load(state: VerifierState, ask: RouteAsk) -> float:
+    """Return a verifier's load in running requests; an urgent request is not held up by those that wait."""
     report = state.report
-    return report.num_running + WAITING_WEIGHT * report.num_waiting + KV_WEIGHT * report.kv_usage + state.num_assigned
+    num_ahead = 0 if ask.priority < 0 else report.num_waiting
+    price = min(1.0, state.price or 0.0)
+    used = WAITING_WEIGHT * num_ahead + KV_WEIGHT * report.kv_usage + PRICE_WEIGHT * price
+    return report.num_running + used + state.num_assigned
 
 
 def _spread(state: VerifierState, request_id: str) -> tuple[int, str]:
@@ -119,17 +134,16 @@ def _plan_for_ask(
     if default.draft_length == 0:
         return default
     desk = DrafterDesk(drafters, verifier.report, policy)
-    chosen = desk.choose(ask.request_id, None)
+    chosen = desk.choose(None)
     if chosen is None:
         return off(desk.reason)
     length = min(default.draft_length, chosen.report.max_draft_length)
-    return SpeculationPlan(
-        drafter_id=chosen.report.drafter_id, draft_length=length if cap is None else min(length, cap)
-    )
+    length = length if cap is None else min(length, cap)
+    return replace(default, drafter_id=chosen.report.drafter_id, draft_length=length)
 
 
 class DrafterDesk:
-    """Hand out one verifier's drafters: a request keeps the one it has, any other gets the least loaded.
+    """Hand out one verifier's drafters: a request keeps the one it has, any other gets that of the shortest delay.
 
     Only drafters that report, that do not drain and that the verifier can use count, and one of its own.
     """
@@ -138,26 +152,43 @@ class DrafterDesk:
         up = set(verifier.drafters_up)
         usable = (state for state in live if state.report.drafter_id in up and not state.report.draining)
         self.linked = {state.report.drafter_id: state for state in (*usable, *_own_drafters(verifier))}
-        self.open = [state for state in self.linked.values() if state.report.queue_depth <= policy.max_queue_depth]
         self.reason = DisabledReason.DRAFT_QUEUE if self.linked else DisabledReason.DRAFTER_UNAVAILABLE
-        self._load = {
-            state.report.drafter_id: state.report.num_sessions + state.report.queue_depth + state.num_assigned
-            for state in self.open
-        }
+        self._round_trips_s = {trip.drafter_id: max(trip.seconds, MIN_ROUND_TRIP_S) for trip in verifier.round_trips}
+        # of a link that was never used the best is hoped, or it never would be
+        self._hoped_s = min((self._round_trips_s.get(id_, math.inf) for id_ in self.linked), default=math.inf)
+        self._crowded = {id_ for id_, state in self.linked.items() if state.report.queue_depth > policy.max_queue_depth}
+        self._open = [
+            self._ranked(state, _num_requests(state), verifier.verifier_id)
+            for id_, state in self.linked.items()
+            if id_ not in self._crowded
+        ]
+        heapq.heapify(self._open)
 
-    def choose(self, request_id: str, current_id: str | None) -> DrafterState | None:
-        """Return the request's drafter, or None for the `reason`."""
+    def choose(self, current_id: str | None) -> DrafterState | None:
+        """Return a request's drafter, given the one it has, or None for the `reason`."""
         if current_id in self.linked:
-            return self.linked[current_id]
-        if not self.open:
+            if not (self._open and current_id in self._crowded):
+                return self.linked[current_id]
+            self._crowded.remove(current_id)  # the others that it has may stay this time
+        if not self._open:
             return None
-        chosen = min(self.open, key=lambda state: self._rank(state, request_id))
-        self._load[chosen.report.drafter_id] += 1
-        return chosen
+        _, spread, drafter_id, load = self._open[0]
+        state = self.linked[drafter_id]
+        heapq.heapreplace(self._open, (self._delay(drafter_id, load + 1), spread, drafter_id, load + 1))
+        return state
 
-    def _rank(self, state: DrafterState, request_id: str) -> tuple[int, int, str]:
+    def _ranked(self, state: DrafterState, load: int, verifier_id: str) -> _Ranked:
         drafter_id = state.report.drafter_id
-        return (self._load[drafter_id], stable_hash(f"{request_id}/{drafter_id}"), drafter_id)
+        return (self._delay(drafter_id, load), stable_hash(f"{verifier_id}/{drafter_id}"), drafter_id, load)
+
+    def _delay(self, drafter_id: str, load: int) -> float:
+        """Return how long a drafter with `load` requests lets one more wait, but for a constant."""
+        hoped_s = MIN_ROUND_TRIP_S if self._hoped_s == math.inf else self._hoped_s
+        return (load + 1) * self._round_trips_s.get(drafter_id, hoped_s)
+
+
+def _num_requests(state: DrafterState) -> int:
+    return state.report.num_sessions + state.report.queue_depth + state.num_assigned
 
 
 def _own_drafters(verifier: VerifierReport) -> list[DrafterState]:

@@ -10,16 +10,16 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from outrider.cluster.hints import did_you_mean
 from outrider.drafter_service.speculative_config import Method, SpeculativeConfig
 
+_TABLE_KEY = "num_speculative_tokens_per_batch_size"  # rows of three numbers: the option checks them
 # keys that are options of their own, and how those are called
 OPTION_OF_KEY = {
     "model": "draft_model",
     "num_speculative_tokens": "num_speculative_tokens",
     "draft_tensor_parallel_size": "draft_tensor_parallel_size",
+    _TABLE_KEY: "draft_length_by_batch_size",
 }
 # the rest of vLLM's keys: refused by name rather than as typing errors
-UNSERVED_KEYS = frozenset(
-    {"num_speculative_tokens_per_batch_size", "disable_by_batch_size", "max_model_len", "revision", "quantization"}
-)
+UNSERVED_KEYS = frozenset({"disable_by_batch_size", "max_model_len", "revision", "quantization"})
 _ALIASES = {"mtp_eagle": "mtp", "pard": "parallel_draft", "draft": "draft_model"}
 
 
@@ -28,7 +28,7 @@ def split_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
     Raises `ValueError` naming a key whose value no option takes.
     """
-    for key in OPTION_OF_KEY:
+    for key in OPTION_OF_KEY.keys() - {_TABLE_KEY}:
         if isinstance(value := values.get(key, ""), bool) or not isinstance(value, str | int):
             raise ValueError(f"{key!r} must be text or a whole number")
     options = {OPTION_OF_KEY[key]: value for key, value in values.items() if key in OPTION_OF_KEY}

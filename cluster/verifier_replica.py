@@ -19,11 +19,12 @@ from outrider.cluster.link_pool import LinkPool
 from outrider.cluster.logs import configure_logging
 from outrider.cluster.rank_actors import RankActors
 from outrider.cluster.reports import REPORT_INTERVAL_S, ask_router
+from outrider.cluster.scaling_figures import VerifierFigures
 from outrider.cluster.tokenizer import target_vocabulary_fingerprint
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine_messages import FROM_ENGINE, EngineLoad, EngineReady, EngineUpdate, SetPlans
 from outrider.verifier_service.link_messages import Hello
-from outrider.verifier_service.request import GenerationRequest
+from outrider.verifier_service.request import GenerationRequest, SpeculationPlan
 from outrider.verifier_service.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.tensor_route import offered_transports
 
@@ -43,8 +44,11 @@ class VerifierReplica:
         configure_logging(config.log_format, replica=f"verifier/{self._verifier_id}")
         self._epoch = time.time_ns()
         self._load: EngineLoad | None = None
+        self._default_plan: SpeculationPlan | None = None  # the router's last word on new requests
+        self._figures = VerifierFigures()
         is_colocated = config.drafter_spec is not None and not config.has_drafters
         self._own_draft_length = config.num_speculative_tokens if is_colocated else 0
+        self._num_ranks = config.tensor_parallel_size
         self._drain_timeout_s = config.drain_timeout_s
         self._is_known = self._is_draining = self._is_closed = False
         self._table = RequestTable(self._send)
@@ -97,6 +101,7 @@ class VerifierReplica:
                 await self._follow(directive)
 
     async def _follow(self, directive: Directive) -> None:
+        self._default_plan = directive.default_plan
         if directive.plans:
             self._host.send(SetPlans(plans=directive.plans))
         await self._links.hold(directive.drafters)
@@ -111,6 +116,7 @@ class VerifierReplica:
             step_times=self._ready.step_times,
             drafters_up=self._links.drafters_up,
             own_draft_length=self._own_draft_length,
+            num_ranks=self._num_ranks,
             draining=self._is_draining,
             num_bad_frames=self._links.num_bad_frames,
         )
@@ -138,10 +144,7 @@ class VerifierReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what the pool is scaled by."""
-        if self._load is None:
-            return {}
-        num_requests = self._load.num_running + self._load.num_waiting
-        return {"num_requests": float(num_requests), "kv_usage": self._load.kv_usage}
+        return {} if self._load is None else self._figures.of(self._load, self._default_plan)
 
     async def _drain(self) -> None:
         """Take no new requests and let the running ones finish; those left after the time-out go on elsewhere.

@@ -16,6 +16,9 @@ class DrafterCounters:
     num_evicted_sessions: int = 0
     num_expired_sessions: int = 0
     num_bad_messages: int = 0
+    num_cache_hits: int = 0  # asks answered at once: what they follow had been drafted for
+    num_cache_misses: int = 0  # asks that follow what had not, of sessions that were prepared for something
+    num_ahead_tokens: int = 0  # computed in spare time, used or not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

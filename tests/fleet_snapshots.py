@@ -51,6 +51,11 @@ BUSY_VERIFIER = VerifierReport(
     counters=COUNTERS,
     circuits=(DrafterCircuit(drafter_id="d0", state="closed"), DrafterCircuit(drafter_id="d1", state="open")),
     num_bad_frames=4,
+    price=0.5,
+    knee=96.0,
+    draft_length_mean=2.5,
+    verify_idle_share=0.125,
+    num_ranks=2,
 )
 IDLE_VERIFIER = VerifierReport(
     verifier_id="v1",
@@ -71,7 +76,9 @@ BUSY_DRAFTER = DrafterReport(
     queue_depth=1,
     max_draft_length=8,
     mean_draft_s=0.004,
-    counters=DrafterCounters(num_drafts=44, num_draft_tokens=132, num_evicted_sessions=1),
+    counters=DrafterCounters(
+        num_drafts=44, num_draft_tokens=132, num_evicted_sessions=1, num_cache_hits=30, num_cache_misses=10
+    ),
     num_bad_frames=9,
 )
 IDLE_DRAFTER = DrafterReport(

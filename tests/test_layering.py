@@ -17,8 +17,9 @@ PURE_MODULES = {
     "verifier_service": (
         *("scheduler", "kv_cache", "prefix_cache", "request", "drafting", "batch"),
         *("block_tables", "prompt_groups", "schedule", "tree", "waiting_queue", "cost_model"),
+        *("survival", "step_price", "exposure", "outcome", "pricing"),
     ),
-    "cluster": ("routing", "planning", "goodput", "router", "fleet", "autoscaling"),
+    "cluster": ("routing", "planning", "goodput", "router", "fleet", "autoscaling", "scaling_figures", "judging"),
 }
 BANNED_IN_PURE = frozenset({"torch", "ray", "grpc"})
 OBJECT_COLLECTIVES = frozenset(

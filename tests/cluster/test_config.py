@@ -62,6 +62,9 @@ def test_each_side_gets_its_own_degree_of_tensor_parallelism():
         ({"drain_timeout_s": 0}, "drain_timeout_s must be positive"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens must be at least 0"),
         ({"speculation": "sometimes"}, "speculation must be"),
+        ({"draft_length_by_batch_size": "[[2, 4, 1]]"}, "draft_length_by_batch_size must begin at batch size 1"),
+        ({"draft_length_by_batch_size": "[[1, 4]]"}, "draft_length_by_batch_size: "),
+        ({"draft_length_by_batch_size": "["}, "draft_length_by_batch_size: Invalid JSON"),
         ({"enable_prefix_caching": "maybe"}, "enable_prefix_caching: Input should be a valid boolean"),
     ],
 )
@@ -100,6 +103,12 @@ def test_speculation_option_becomes_the_routers_policy(mode: str):
     policy = ServiceConfig(speculation=mode, num_speculative_tokens=5).router_policy
     assert policy.mode is PolicyMode(mode)
     assert policy.max_draft_length == 5
+
+
+@pytest.mark.parametrize("table", ["[[1, 4, 3], [5, 64, 0]]", [[1, 4, 3], [5, 64, 0]]])
+def test_a_table_of_draft_lengths_becomes_the_routers_policy(table: object):
+    policy = ServiceConfig.from_mapping({"draft_length_by_batch_size": table}).router_policy
+    assert policy.draft_length_by_batch_size == ((1, 4, 3), (5, 64, 0))
 
 
 def test_states_are_kept_and_sent_as_the_options_say():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.cluster.fleet import PolicyMode, RouterPolicy, VerifierReport, with_changes
+from outrider.cluster.fleet import PolicyMode, RouterPolicy, VerifierReport, table_length, with_changes
 from outrider.verifier_service.engine_messages import DrafterCircuit, EngineLoad
 
 POLICY = RouterPolicy(mode=PolicyMode.ALWAYS, max_draft_length=5)
@@ -34,12 +34,29 @@ def test_a_policy_changes_where_it_is_named():
         ({"min_price": False}, "min_price must be a number"),
         ({"min_price": 2}, r"min_price must be in \[0, 1\]"),
         ({"acceptance": {"request_prior_tokens": 0}}, "request_prior_tokens must be positive"),
+        ({"draft_length_by_batch_size": 3}, "draft_length_by_batch_size must be a list of rows"),
+        ({"draft_length_by_batch_size": [3]}, "draft_length_by_batch_size must be a list of rows"),
+        ({"draft_length_by_batch_size": [[1, 4]]}, "must be rows of three whole numbers"),
+        ({"draft_length_by_batch_size": [[1, 4, 2.5]]}, "must be rows of three whole numbers"),
+        ({"draft_length_by_batch_size": [[2, 4, 2]]}, "must begin at batch size 1"),
+        ({"draft_length_by_batch_size": [[1, 4, -2]]}, "draft lengths of at least 0"),
+        ({"draft_length_by_batch_size": [[1, 0, 2]]}, "first <= last"),
+        ({"draft_length_by_batch_size": [[1, 4, 2], [4, 8, 1]]}, "ranges in order and apart"),
+        ({"kv_pressure_from": 1.5}, r"kv_pressure_from must be in \[0, 1\]"),
         ({"switch": {"off_gain": 9.0}}, "off_gain must be positive and at most on_gain"),
     ],
 )
 def test_a_bad_change_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         with_changes(POLICY, changes)
+
+
+def test_a_table_is_read_as_vllm_reads_it():
+    """Ranges include both ends; in a gap, and beyond the last range, the range before goes on."""
+    policy = with_changes(POLICY, {"draft_length_by_batch_size": [[1, 2, 5], [5, 8, 3]]})
+    assert policy.draft_length_by_batch_size == ((1, 2, 5), (5, 8, 3))
+    lengths = [table_length(policy.draft_length_by_batch_size, size) for size in (0, 1, 2, 3, 4, 5, 8, 9, 999)]
+    assert lengths == [5, 5, 5, 5, 5, 3, 3, 3, 3]
 
 
 def report(state: str) -> VerifierReport:

@@ -21,21 +21,30 @@ def test_every_replica_is_described():
         "kv_usage": 0.625,
         "tokens_per_s": 120.0,
         "mean_step_s": 0.05,
+        "price": 0.25,
+        "knee": 96.0,
         "draft_length": 3,
         "disabled_reason": None,
+        "draft_length_mean": 2.5,
+        "verify_idle_share": 0.125,
+        "late_share": pytest.approx(3 / 43),
+        "mean_lateness_s": pytest.approx(0.125 / 3),
         "acceptance_rate": 0.75,
         "mean_acceptance_length": 3.25,
     }
     assert (idle["state"], idle["disabled_reason"], idle["acceptance_rate"]) == ("draining", "warmup", None)
+    assert (idle["price"], idle["knee"], idle["late_share"], idle["mean_lateness_s"]) == (None,) * 4
     assert load["drafters"][0] == {
         "id": "d0",
         "state": "ready",
         "num_sessions": 6,
         "queue_depth": 1,
         "mean_draft_s": 0.004,
+        "hit_rate": 0.75,
         "num_links_up": 2,
         "num_circuits_open": 0,
     }
+    assert load["drafters"][1]["hit_rate"] is None
     assert (load["drafters"][1]["num_links_up"], load["drafters"][1]["num_circuits_open"]) == (1, 1)
 
 
@@ -45,7 +54,9 @@ def test_totals_and_decisions_are_those_of_the_whole_fleet():
         "num_running": 6,
         "num_waiting": 2,
         "tokens_per_s": 120.0,
+        "tokens_per_s_per_accelerator": 24.0,  # v0 has 2 ranks, the others one each
         "num_draft_sessions": 6,
+        "hit_rate": 0.75,
         "acceptance_rate": 0.75,
         "mean_acceptance_length": pytest.approx(3.25),
     }
@@ -59,3 +70,4 @@ def test_a_gateway_that_has_heard_of_nobody_says_so():
     load = fleet_load(None, 5.0)
     assert (load["age_s"], load["verifiers"], load["drafters"], load["decisions"]) == (None, [], [], [])
     assert load["totals"]["acceptance_rate"] is None
+    assert load["totals"]["tokens_per_s_per_accelerator"] is None

@@ -68,6 +68,12 @@ def test_steps_and_drafts_are_counted():
         "price{engine=v0}": 0.25,
         "draft_length{engine=v0}": 3,
         "draft_length{engine=v1}": 0,
+        "draft_length_mean{engine=v0}": 2.5,
+        "verify_idle_share{engine=v0}": 0.125,
+        "verify_knee_tokens{engine=v0}": 96,
+        "tokens_per_second_per_accelerator{}": 24,
+        "speculation_cache_hits_total{engine=d0}": 30,
+        "speculation_cache_misses_total{engine=d0}": 10,
         "draft_rtt_seconds_count{engine=v0}": 40,
         "draft_lateness_seconds_count{engine=v0}": 3,
         "drafts_stale_total{engine=v0}": 3,
@@ -89,6 +95,7 @@ def test_steps_and_drafts_are_counted():
     }
     assert {name: shown[f"outrider_{name}"] for name in expected} == expected
     assert "outrider_price{engine=v1}" not in shown, "nothing was computed for it"
+    assert "outrider_verify_knee_tokens{engine=v1}" not in shown
 
 
 def test_before_the_first_snapshot_there_are_no_samples():

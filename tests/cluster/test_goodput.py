@@ -3,19 +3,24 @@ import random
 
 import pytest
 
-from outrider.cluster.fleet import SwitchPolicy
+from outrider.cluster.fleet import RouterPolicy, SwitchPolicy
 from outrider.cluster.goodput import (
     AcceptanceCounts,
     Candidate,
+    Quote,
     SpeculationSwitch,
+    VerifierMemory,
     allocate,
+    allocate_at,
     best_draft_length,
     expected_committed,
     judged_tokens,
+    observe,
     solo_gain,
 )
 from outrider.verifier_service.cost_model import StepTimeModel
 from outrider.verifier_service.engine_messages import StepTime
+from reporting_fleet import Fleet
 
 
 def profile(times):
@@ -123,6 +128,21 @@ def test_least_price_bounds_drafts_that_cost_no_time():
     assert allocation.lengths == {"a": 4}  # 0.5^4 = 0.0625, 0.5^5 = 0.031
 
 
+@pytest.mark.parametrize(("num_decoding", "holds"), [(14, False), (15, True), (20, True), (26, True), (27, False)])
+def test_a_quote_is_of_its_own_load(num_decoding, holds):
+    assert Quote(0.5, 20).is_of(num_decoding) is holds
+
+
+def test_a_price_that_is_said_parts_positions_by_hand():
+    """0.8, 0.64, 0.512 and 0.41; 0.5 and 0.25: above 0.5 there are three and none, above 0.25 four and one."""
+    candidates = [Candidate("a", 0.8, 4), Candidate("b", 0.5, 4)]
+    allocation = allocate_at(candidates, 0.5)
+    assert (allocation.lengths, allocation.price) == ({"a": 3, "b": 0}, 0.5)
+    assert allocation.gain == pytest.approx(1 + 0.3 + 0.14 + 0.012)
+    assert allocate_at([*candidates, Candidate("c", 0.5, 4, worth=2.0)], 0.5).lengths == {"a": 3, "b": 0, "c": 1}
+    assert allocate_at([Candidate("a", 0.8, 0)], 0.5).gain == 0.0
+
+
 def test_solo_gain_by_hand():
     assert solo_gain(0.5, 3, 0.1) == pytest.approx(1 + 0.4 + 0.15 + 0.025)
     assert solo_gain(0.5, 3, 0.3) == pytest.approx(1.2)
@@ -160,6 +180,15 @@ def test_estimate_finds_the_rate_per_position(true_rate):
         )
         counts = counts.plus(news, memory_tokens=2000)
     assert counts.rate(prior_rate=0.6, prior_tokens=16) == pytest.approx(true_rate, abs=0.03)
+
+
+def test_counters_that_begin_again_are_counted_from_there():
+    fleet, memory = Fleet(), VerifierMemory()
+    fleet.add("r", cap=1)
+    for counters in ([10, 10, 4], [30, 30, 14], [5, 5, 5]):  # 4 of 10, 10 of 20, then 5 of 5
+        fleet.counters["r"] = counters
+        memory = observe(fleet.report(), memory, RouterPolicy(), 0.0)
+    assert memory.requests["r"].counts == memory.pool == AcceptanceCounts(19, 16)
 
 
 def test_old_outcomes_fade():

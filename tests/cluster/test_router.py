@@ -1,6 +1,5 @@
 """The router in virtual time: a simulated verifier drafts with known acceptance and reports every second."""
 
-import random
 import time
 
 import pytest
@@ -27,113 +26,7 @@ from outrider.verifier_service.engine_messages import (
 )
 from outrider.verifier_service.request import SpeculationPlan
 from outrider.verifier_service.wire import decode, encode
-
-COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-
-
-def profile(step_s):
-    return tuple(StepTime(num_tokens=n, seconds=step_s(n)) for n in COUNTS)
-
-
-MEMORY_BOUND = profile(lambda n: 0.03)
-COMPUTE_BOUND = profile(lambda n: 0.001 * n)
-ROOFLINE = profile(lambda n: max(0.03, 0.03 * n / 64))  # turns compute-bound at 64 tokens
-
-
-def drafter_report(drafter_id="d0", **fields):
-    figures = {"epoch": 1, "num_sessions": 0, "queue_depth": 0, "max_draft_length": 8, "mean_draft_s": 0.0} | fields
-    return DrafterReport(drafter_id=drafter_id, endpoint=f"{drafter_id}:1", **figures)
-
-
-class Fleet:
-    """One verifier, some drafters, a fake clock; requests are named and have a true acceptance each."""
-
-    def __init__(self, points=MEMORY_BOUND, *, policy=None, drafters=("d0",), round_trip_s=0.0, seed=0):
-        self.core = RouterCore(policy or RouterPolicy())
-        self.rng = random.Random(seed)
-        self.now_s = 1000.0
-        self.points, self.round_trip_s = points, round_trip_s
-        self.drafters = {drafter_id: drafter_report(drafter_id) for drafter_id in drafters}
-        self.up = set(drafters)
-        self.acceptance, self.counters, self.caps = {}, {}, {}
-        self.plans = {}
-        self.default_plan = SpeculationPlan()
-        self.directive = None
-
-    def add(self, *request_ids, acceptance=0.7, cap=None):
-        for request_id in request_ids:
-            self.acceptance[request_id], self.counters[request_id] = acceptance, [0, 0, 0]
-            self.caps[request_id], self.plans[request_id] = cap, self.default_plan
-
-    def drop(self, *request_ids):
-        for request_id in request_ids:
-            for held in (self.acceptance, self.counters, self.caps, self.plans):
-                del held[request_id]
-
-    def draft(self, num_rounds=10):
-        for request_id, plan in self.plans.items():
-            length = min(plan.draft_length, 99 if self.caps[request_id] is None else self.caps[request_id])
-            for _ in range(num_rounds if length else 0):
-                rate = self.acceptance[request_id]
-                accepted = next((j for j in range(length) if self.rng.random() >= rate), length)
-                for index, amount in enumerate((1, length, accepted)):
-                    self.counters[request_id][index] += amount
-
-    def report(self, num_waiting=0):
-        requests = tuple(
-            RequestLoad(
-                request_id=request_id,
-                drafter_id=plan.drafter_id,
-                draft_length=plan.draft_length,
-                num_drafts=self.counters[request_id][0],
-                num_draft_tokens=self.counters[request_id][1],
-                num_accepted_tokens=self.counters[request_id][2],
-                num_speculative_tokens=self.caps[request_id],
-            )
-            for request_id, plan in self.plans.items()
-        )
-        num_running = len(requests) - num_waiting
-        return VerifierReport(
-            verifier_id="v0",
-            endpoint="v0:1",
-            epoch=1,
-            num_running=num_running,
-            num_waiting=num_waiting,
-            num_decoding=num_running,
-            kv_usage=0.1,
-            step_times=self.points,
-            requests=requests,
-            drafters_up=tuple(sorted(self.up)),
-            round_trips=tuple(
-                DrafterTime(drafter_id=drafter_id, seconds=self.round_trip_s) for drafter_id in sorted(self.up)
-            ),
-        )
-
-    def second(self, **report):
-        self.now_s += 1.0
-        self.draft()
-        for drafter in self.drafters.values():
-            self.core.report_drafter(drafter, self.now_s)
-        self.directive = self.core.report_verifier(self.report(**report), self.now_s)
-        self.plans |= self.directive.plans
-        self.default_plan = self.directive.default_plan
-
-    def run(self, seconds):
-        for _ in range(seconds):
-            self.second()
-        return self
-
-    @property
-    def lengths(self):
-        return {request_id: plan.draft_length for request_id, plan in self.plans.items()}
-
-    @property
-    def reasons(self):
-        return {request_id: plan.disabled_reason for request_id, plan in self.plans.items()}
-
-
-def names(count, prefix="r"):
-    return [f"{prefix}{i}" for i in range(count)]
+from reporting_fleet import COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE, Fleet, drafter_report, names, profile
 
 
 class TestLoad:
@@ -242,7 +135,7 @@ class TestLoad:
             lengths.append(max(fleet.lengths.values()))
         assert 2 <= sum(length > 0 for length in lengths) <= 6
         assert max(lengths) == fleet.core.policy.probe_length
-        fleet.round_trip_s = 0.001
+        fleet.round_trips_s["d0"] = 0.001
         fleet.run(4)
         assert min(fleet.lengths.values()) >= 4
 
@@ -299,7 +192,8 @@ class TestWishes:
         fleet.add("runs", "waits")
         fleet.add("out", cap=0)
         fleet.add("capped", cap=1)
-        fleet.second(num_waiting=3)
+        for _ in range(3):
+            fleet.second(num_waiting=3)
         assert fleet.lengths["waits"] == fleet.default_plan.draft_length > 1
         assert fleet.reasons["out"] == "request_opt_out"
         assert fleet.lengths["capped"] == 1
@@ -340,7 +234,7 @@ class TestDrafters:
     def test_requests_spread_and_stay(self):
         fleet = Fleet(MEMORY_BOUND, drafters=("d0", "d1"))
         fleet.add(*names(20))
-        fleet.second()
+        fleet.run(2)
         first = {request_id: plan.drafter_id for request_id, plan in fleet.plans.items()}
         fleet.drafters["d0"] = drafter_report("d0", num_sessions=50)
         fleet.run(5)
@@ -374,7 +268,7 @@ class TestDrafters:
     def test_a_draining_drafter_hands_its_requests_over(self):
         fleet = Fleet(MEMORY_BOUND, drafters=("d0", "d1"))
         fleet.add(*names(10))
-        fleet.run(2)
+        fleet.run(3)
         assert {plan.drafter_id for plan in fleet.plans.values()} == {"d0", "d1"}
         fleet.drafters["d0"] = drafter_report("d0", draining=True)
         fleet.drafters["d1"] = drafter_report("d1", num_sessions=40)
@@ -531,6 +425,10 @@ def test_a_report_is_made_of_what_the_engine_says():
         kv_usage=0.5,
         tokens_per_s=20.0,
         mean_step_s=0.05,
+        price=0.25,
+        knee=96.0,
+        draft_length_mean=2.5,
+        verify_idle_share=0.125,
         counters=EngineCounters(num_steps=9),
         circuits=(DrafterCircuit(drafter_id="d0", state="open"),),
         requests=(
@@ -555,7 +453,10 @@ def test_a_report_is_made_of_what_the_engine_says():
         step_times=(StepTime(num_tokens=1, seconds=0.1),),
         drafters_up=("d0",),
         num_bad_frames=5,
+        num_ranks=4,
     )
+    assert (report.price, report.knee, report.num_ranks) == (0.25, 96.0, 4)
+    assert (report.draft_length_mean, report.verify_idle_share) == (2.5, 0.125)
     assert (report.num_running, report.num_waiting, report.num_decoding, report.kv_usage) == (2, 1, 1, 0.5)
     assert report.step_times == (StepTime(num_tokens=1, seconds=0.1),)
     assert report.round_trips == (DrafterTime(drafter_id="d0", seconds=0.01),)

@@ -12,6 +12,7 @@ from outrider.cluster.fleet import (
     VerifierState,
 )
 from outrider.cluster.routing import DrafterDesk, NoVerifierError, route, with_assignment
+from outrider.verifier_service.engine_messages import DrafterTime
 from outrider.verifier_service.request import SpeculationPlan
 from outrider.verifier_service.wire import decode, encode
 
@@ -20,7 +21,15 @@ NOW_S = 100.0
 
 
 def verifier(
-    verifier_id, *, reported_s=NOW_S, default_length=4, reason=None, drafters_up=("d0", "d1"), draining=False, **load
+    verifier_id,
+    *,
+    reported_s=NOW_S,
+    default_length=4,
+    reason=None,
+    drafters_up=("d0", "d1"),
+    draining=False,
+    price=None,
+    **load,
 ):
     figures = {"num_running": 0, "num_waiting": 0, "num_decoding": 0, "kv_usage": 0.0} | load
     report = VerifierReport(
@@ -33,7 +42,7 @@ def verifier(
     )
     drafter_id = "d0" if default_length else None
     plan = SpeculationPlan(drafter_id=drafter_id, draft_length=default_length, disabled_reason=reason)
-    return VerifierState(report=report, reported_s=reported_s, default_plan=plan)
+    return VerifierState(report=report, reported_s=reported_s, default_plan=plan, price=price)
 
 
 def drafter(drafter_id, *, reported_s=NOW_S, **figures):
@@ -67,6 +76,16 @@ class TestVerifier:
     def test_a_full_cache_counts_as_load(self):
         fleet = snapshot([verifier("full", num_running=4, kv_usage=0.98), verifier("free", num_running=9)])
         assert chosen(fleet).verifier_id == "free"
+
+    @pytest.mark.parametrize(("num_running", "wins"), [(11, "cheap"), (13, "dear")])
+    def test_where_tokens_are_dear_counts_as_load(self, num_running, wins):
+        fleet = snapshot([verifier("dear", num_running=4, price=1.0), verifier("cheap", num_running=num_running)])
+        assert chosen(fleet).verifier_id == wins
+
+    def test_an_urgent_request_overtakes_those_that_wait(self):
+        fleet = snapshot([verifier("queue", num_running=4, num_waiting=9), verifier("runs", num_running=9)])
+        assert chosen(fleet, ask(priority=-1)).verifier_id == "queue"
+        assert chosen(fleet, ask(priority=1)).verifier_id == "runs"
 
     def test_a_silent_verifier_is_not_idle(self):
         fleet = snapshot([verifier("silent", reported_s=NOW_S - 3.1), verifier("busy", num_running=500)])
@@ -179,6 +198,15 @@ class TestPlan:
         plan = self.plan([drafter("d0")], ask(num_speculative_tokens=0))
         assert plan == SpeculationPlan(disabled_reason="request_opt_out")
 
+    def test_the_shortest_delay_wins(self):
+        """Two more at 2 ms take longer than one at 4 ms."""
+        state = verifier("v")
+        trips = (DrafterTime(drafter_id="d0", seconds=0.002), DrafterTime(drafter_id="d1", seconds=0.004))
+        state = dataclasses.replace(state, report=dataclasses.replace(state.report, round_trips=trips))
+        for busy, wins in ((2, "d1"), (0, "d0")):
+            fleet = snapshot([state], [drafter("d0", num_sessions=busy), drafter("d1")])
+            assert chosen(fleet).plan.drafter_id == wins
+
     @pytest.mark.parametrize(("cap", "length"), [(1, 1), (4, 4), (9, 4), (None, 4)])
     def test_the_request_caps_its_draft(self, cap, length):
         assert self.plan([drafter("d0")], ask(num_speculative_tokens=cap)).draft_length == length
@@ -234,9 +262,9 @@ class TestOwnDrafter:
     def test_a_request_keeps_it(self):
         report = dataclasses.replace(verifier("v").report, own_draft_length=2)
         desk = DrafterDesk([drafter("d0")], report, POLICY)
-        assert desk.choose("r", "local").report.drafter_id == "local"
-        assert desk.choose("r", "local").report.epoch == report.epoch
-        assert DrafterDesk([drafter("d0")], verifier("v").report, POLICY).choose("r", "local").report.drafter_id == "d0"
+        assert desk.choose("local").report.drafter_id == "local"
+        assert desk.choose("local").report.epoch == report.epoch
+        assert DrafterDesk([drafter("d0")], verifier("v").report, POLICY).choose("local").report.drafter_id == "d0"
 
 
 def test_messages_are_frozen():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.cluster.config import ServiceConfig
 from outrider.cluster.speculative_options import UNSERVED_KEYS, parse_speculative_config, split_options
 from outrider.drafter_service.speculative_config import Location, Method, SpeculativeConfig
 from outrider.verifier_service.request import AcceptanceRule
@@ -82,3 +83,11 @@ def test_options_of_their_own_are_parted_from_the_rest():
 def test_options_are_text_or_whole_numbers(key: str, value):
     with pytest.raises(ValueError, match=f"'{key}' must be text or a whole number"):
         split_options({key: value})
+
+
+def test_vllms_table_by_batch_size_pins_the_routers_lengths():
+    rows = [[1, 4, 3], [5, 64, 0]]
+    config = ServiceConfig.from_mapping({"speculative_config": {"num_speculative_tokens_per_batch_size": rows}})
+    assert config.router_policy.draft_length_by_batch_size == ((1, 4, 3), (5, 64, 0))
+    with pytest.raises(ValueError, match="draft_length_by_batch_size"):
+        ServiceConfig.from_mapping({"speculative_config": {"num_speculative_tokens_per_batch_size": [[2, 4, 3]]}})

@@ -1,0 +1,146 @@
+"""A verifier in virtual time that drafts with known acceptance and reports to a router every second."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from outrider.cluster.fleet import Directive, DrafterReport, RouterPolicy, VerifierReport
+from outrider.cluster.router import RouterCore
+from outrider.verifier_service.engine_messages import DrafterTime, RequestLoad, StepTime
+from outrider.verifier_service.request import SpeculationPlan
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+def profile(step_s: Callable[[int], float]) -> tuple[StepTime, ...]:
+    return tuple(StepTime(num_tokens=n, seconds=step_s(n)) for n in COUNTS)
+
+
+MEMORY_BOUND = profile(lambda n: 0.03)
+COMPUTE_BOUND = profile(lambda n: 0.001 * n)
+ROOFLINE = profile(lambda n: max(0.03, 0.03 * n / 64))  # turns compute-bound at 64 tokens
+
+
+def names(count: int, prefix: str = "r") -> list[str]:
+    return [f"{prefix}{i}" for i in range(count)]
+
+
+def drafter_report(drafter_id: str = "d0", **fields: Any) -> DrafterReport:
+    figures = {"epoch": 1, "num_sessions": 0, "queue_depth": 0, "max_draft_length": 8, "mean_draft_s": 0.0} | fields
+    return DrafterReport(drafter_id=drafter_id, endpoint=f"{drafter_id}:1", **figures)
+
+
+class Fleet:
+    """One verifier, some drafters, a fake clock; requests are named and have a true acceptance each.
+
+    `price`, where it is set, is what the verifier says of its steps while it drafts; otherwise it says the last one.
+    """
+
+    def __init__(
+        self,
+        points: tuple[StepTime, ...] = MEMORY_BOUND,
+        *,
+        policy: RouterPolicy | None = None,
+        drafters: Sequence[str] = ("d0",),
+        round_trip_s: float = 0.0,
+        price: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.core = RouterCore(policy or RouterPolicy())
+        self.rng = random.Random(seed)
+        self.now_s = 1000.0
+        self.points, self.price = points, price
+        self.said_price: float | None = None if price is None else 0.0
+        self.kv_usage = 0.1
+        self.drafters = {drafter_id: drafter_report(drafter_id) for drafter_id in drafters}
+        self.up = set(drafters)
+        self.round_trips_s = dict.fromkeys(drafters, round_trip_s)
+        self.acceptance: dict[str, float] = {}
+        self.counters: dict[str, list[int]] = {}
+        self.caps: dict[str, int | None] = {}
+        self.priorities: dict[str, int] = {}
+        self.plans: dict[str, SpeculationPlan] = {}
+        self.default_plan = SpeculationPlan()
+        self.directive: Directive | None = None
+
+    def add(self, *request_ids: str, acceptance: float = 0.7, cap: int | None = None) -> None:
+        for request_id in request_ids:
+            self.acceptance[request_id], self.counters[request_id] = acceptance, [0, 0, 0]
+            self.caps[request_id], self.plans[request_id] = cap, self.default_plan
+
+    def drop(self, *request_ids: str) -> None:
+        for request_id in request_ids:
+            for held in (self.acceptance, self.counters, self.caps, self.plans):
+                del held[request_id]
+
+    def draft(self, num_rounds: int = 10) -> None:
+        for request_id, plan in self.plans.items():
+            length = min(plan.draft_length, 99 if self.caps[request_id] is None else self.caps[request_id])
+            for _ in range(num_rounds if length else 0):
+                rate = self.acceptance[request_id]
+                accepted = next((j for j in range(length) if self.rng.random() >= rate), length)
+                for index, amount in enumerate((1, length, accepted)):
+                    self.counters[request_id][index] += amount
+
+    def report(self, num_waiting: int = 0) -> VerifierReport:
+        requests = tuple(
+            RequestLoad(
+                request_id=request_id,
+                drafter_id=plan.drafter_id,
+                draft_length=plan.draft_length,
+                num_drafts=self.counters[request_id][0],
+                num_draft_tokens=self.counters[request_id][1],
+                num_accepted_tokens=self.counters[request_id][2],
+                num_speculative_tokens=self.caps[request_id],
+                priority=self.priorities.get(request_id, 0),
+            )
+            for request_id, plan in self.plans.items()
+        )
+        num_running = len(requests) - num_waiting
+        if any(self.lengths.values()):
+            self.said_price = self.price
+        return VerifierReport(
+            verifier_id="v0",
+            endpoint="v0:1",
+            epoch=1,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_decoding=num_running,
+            kv_usage=self.kv_usage,
+            step_times=self.points,
+            requests=requests,
+            drafters_up=tuple(sorted(self.up)),
+            round_trips=tuple(
+                DrafterTime(drafter_id=drafter_id, seconds=self.round_trips_s[drafter_id])
+                for drafter_id in sorted(self.up & self.round_trips_s.keys())
+            ),
+            price=self.said_price,
+        )
+
+    def tick(self, seconds: float, *, with_drafters: bool = True, **report: Any) -> None:
+        """Let time pass, then report."""
+        self.now_s += seconds
+        self.draft()
+        for drafter in self.drafters.values() if with_drafters else ():
+            self.core.report_drafter(drafter, self.now_s)
+        self.directive = self.core.report_verifier(self.report(**report), self.now_s)
+        self.plans |= self.directive.plans
+        self.default_plan = self.directive.default_plan
+
+    def second(self, **report: Any) -> None:
+        self.tick(1.0, **report)
+
+    def run(self, seconds: int) -> Fleet:
+        for _ in range(seconds):
+            self.second()
+        return self
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        return {request_id: plan.draft_length for request_id, plan in self.plans.items()}
+
+    @property
+    def reasons(self) -> dict[str, str | None]:
+        return {request_id: plan.disabled_reason for request_id, plan in self.plans.items()}
