@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from outrider.drafter_service.training.distil import Distilled, DistilOptions
     from outrider.drafter_service.training.trainer import StepReport
 
-METHODS = ("draft-model", "medusa", "eagle3")
+METHODS = ("draft-model", "medusa", "mlp-speculator", "eagle", "eagle3", "mtp", "parallel-draft", "dflash")
 DEFAULT_MINUTES = 30.0
 # options that some methods alone know, and which
 OWN_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "init_from": ("draft-model",),
-    "hidden_size": ("draft-model",),
-    "num_layers": ("draft-model", "medusa"),
+    "init_from": ("draft-model", "parallel-draft"),
+    "hidden_size": ("draft-model", "parallel-draft", "mlp-speculator"),
+    "num_layers": ("draft-model", "parallel-draft", "medusa", "dflash"),
     "draft_vocab_size": ("medusa", "eagle3"),
-    "taps": ("eagle3",),
+    "taps": ("eagle3", "dflash"),
 }
 
 
@@ -83,14 +83,22 @@ _OPTIONS = (
         type=click.IntRange(min=1),
         default=4,
         show_default=True,
-        help="Medusa: heads; eagle3: steps unrolled in training; all: draft positions that are measured.",
+        help="Draft positions that are trained; draft-model: that are measured alone.",
     ),
-    click.option("--num-layers", type=click.IntRange(min=1), help="draft-model: layers; medusa: blocks per head."),
-    click.option("--hidden-size", type=click.IntRange(min=8), help="draft-model: width. Default: half the target's."),
+    click.option(
+        "--num-layers",
+        type=click.IntRange(min=1),
+        help="draft-model, parallel-draft, dflash: layers; medusa: blocks per head.",
+    ),
+    click.option(
+        "--hidden-size",
+        type=click.IntRange(min=8),
+        help="draft-model, parallel-draft: width. Default: half the target's. mlp-speculator: of its recurrence.",
+    ),
     click.option(
         "--init-from",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="draft-model: begin with this model. Default: a new one.",
+        help="draft-model, parallel-draft: begin with this model. Default: a new one.",
     ),
     click.option(
         "--draft-vocab-size",
@@ -101,7 +109,7 @@ _OPTIONS = (
         "--taps",
         metavar="I,J,K",
         callback=_layer_ids,
-        help="eagle3: layers of the target whose input is read. Default: 2, the middle one, the last but two.",
+        help="eagle3, dflash: layers of the target whose input is read. Default: 2, the middle one, the last but two.",
     ),
     click.option(
         "--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Figures, too."
@@ -118,7 +126,7 @@ def _train_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.command("train-drafter", context_settings=CONTEXT_SETTINGS)
 @_train_options
 def train_drafter(json_file: Path | None, **options: Any) -> None:
-    """Distil a drafter for any target from text: a draft model, Medusa heads or an EAGLE-3 head.
+    """Distil a drafter for any target from text: a draft model, a head over its states, or a block drafter.
 
     OUTPUT holds the public format of the METHOD and acceptance.json; OUTPUT.training holds the checkpoint.
     """
@@ -147,10 +155,12 @@ def _parse(
     init_from: Path | None,
     **options: Any,
 ) -> DistilOptions:
+    from outrider.drafter_service.training.dflash import DFlashShape
     from outrider.drafter_service.training.distil import DistilOptions
     from outrider.drafter_service.training.draft_model import DraftShape
     from outrider.drafter_service.training.eagle3 import Eagle3Shape
     from outrider.drafter_service.training.medusa import MedusaShape
+    from outrider.drafter_service.training.mlp_speculator import MlpShape
     from outrider.drafter_service.training.trainer import Budget
 
     own: dict[str, object] = {
@@ -162,7 +172,7 @@ def _parse(
     }
     for name, value in own.items():
         if value is not None and method not in OWN_OPTIONS[name]:
-            raise ValueError(f"--{name.replace('_', '-')} is an option of {' and '.join(OWN_OPTIONS[name])} alone")
+            raise ValueError(f"--{name.replace('_', '-')} is an option of {_listed(OWN_OPTIONS[name])} alone")
     if minutes is None:
         minutes = DEFAULT_MINUTES if num_steps is None else math.inf
     return DistilOptions(
@@ -172,8 +182,15 @@ def _parse(
         draft=DraftShape(hidden_size=hidden_size or 0, num_layers=num_layers or 0),
         medusa=MedusaShape(num_layers=num_layers or 1, draft_vocab_size=draft_vocab_size or 0),
         eagle3=Eagle3Shape(draft_vocab_size=draft_vocab_size or Eagle3Shape().draft_vocab_size, taps=taps or ()),
+        mlp=MlpShape(inner_dim=hidden_size or 0),
+        dflash=DFlashShape(num_layers=num_layers or DFlashShape().num_layers, taps=taps or ()),
         **options,
     )
+
+
+def _listed(methods: Sequence[str]) -> str:
+    *others, last = methods
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def to_table(figures: AcceptanceFigures) -> Table:

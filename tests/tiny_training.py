@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fake_backend import build_tokenizer
 from outrider.drafter_service.training.corpus_windows import Corpus, TokenStream
+from outrider.drafter_service.training.dflash import DFlashShape
 from outrider.drafter_service.training.distil import DistilOptions, Method, make_pupil
 from outrider.drafter_service.training.draft_model import DraftShape
 from outrider.drafter_service.training.eagle3 import Eagle3Shape
@@ -72,6 +73,7 @@ def options_for(method: Method, output: Path, *, num_steps: int = 6, resume: boo
         eval_windows=4,
         draft=DraftShape(hidden_size=32, num_layers=1),
         eagle3=Eagle3Shape(draft_vocab_size=DRAFT_VOCAB_SIZE),
+        dflash=DFlashShape(num_layers=1),
     )
 
 

@@ -1,1 +1,1 @@
-"""Distil drafters from any target on any text: draft models, Medusa heads, EAGLE-3 heads, in their public formats."""
+"""Distil drafters from any target on any text: draft models, heads and block drafters, in their public formats."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -18,17 +18,23 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from outrider.drafter_service.embedded.train import Phase, Recipe
 from outrider.drafter_service.training.acceptance import AcceptanceFigures, measure_acceptance
 from outrider.drafter_service.training.corpus_windows import Corpus, load_corpus
+from outrider.drafter_service.training.dflash import DFlashPupil, DFlashShape
 from outrider.drafter_service.training.draft_model import DraftModelPupil, DraftShape
-from outrider.drafter_service.training.eagle3 import Eagle3Pupil, Eagle3Shape
+from outrider.drafter_service.training.eagle import eagle_pupil
+from outrider.drafter_service.training.eagle3 import Eagle3Shape, eagle3_pupil
 from outrider.drafter_service.training.medusa import MedusaPupil, MedusaShape
+from outrider.drafter_service.training.mlp_speculator import MlpPupil, MlpShape
+from outrider.drafter_service.training.mtp import mtp_pupil
+from outrider.drafter_service.training.parallel_draft import ParallelPupil
 from outrider.drafter_service.training.pupil import Pupil
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.drafter_service.training.trainer import Budget, StepReport, Trainer
 
-Method = Literal["draft-model", "medusa", "eagle3"]
-METHODS: tuple[Method, ...] = ("draft-model", "medusa", "eagle3")
+Method = Literal["draft-model", "medusa", "mlp-speculator", "eagle", "eagle3", "mtp", "parallel-draft", "dflash"]
+METHODS: tuple[Method, ...] = get_args(Method)
 FIGURES_NAME = "acceptance.json"
 CHECKPOINT_NAME = "checkpoint.pt"
+FINE_TUNING = 0.1  # rates for a model that there is already, beside those of a new one
 VECTOR_LR_WIDTH = 256  # the hidden size that the embedded pair's rate for embeddings was found at
 
 OnStep = Callable[[StepReport], None]
@@ -49,7 +55,7 @@ class DistilOptions:
     rows: int = 16  # windows of one step
     window: int = 256
     seed: int = 0
-    num_positions: int = 4  # Medusa's heads, EAGLE-3's unrolled steps; of all: draft positions in the figures
+    num_positions: int = 4  # heads of Medusa's, steps of other heads; of all: draft positions in the figures
     eval_windows: int = 64
     matrix_lr: float = 0.04  # of Muon; heads that begin near the target bear twice what a new model does
     checkpoint_every_s: float = 60.0
@@ -57,6 +63,8 @@ class DistilOptions:
     draft: DraftShape = field(default_factory=DraftShape)
     medusa: MedusaShape = field(default_factory=MedusaShape)
     eagle3: Eagle3Shape = field(default_factory=Eagle3Shape)
+    mlp: MlpShape = field(default_factory=MlpShape)
+    dflash: DFlashShape = field(default_factory=DFlashShape)
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -136,31 +144,53 @@ def pick_device(name: str) -> torch.device:
 
 def make_pupil(options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> Pupil:
     """Begin the drafter that the options name."""
-    if options.method == "medusa":
-        return MedusaPupil.create(
-            teacher, corpus.training, shape=options.medusa, num_heads=options.num_positions, seed=options.seed
-        )
-    if options.method == "eagle3":
-        return Eagle3Pupil.create(
-            teacher, corpus.training, shape=options.eagle3, num_positions=options.num_positions, seed=options.seed
-        )
+    num_positions, seed = options.num_positions, options.seed
+    match options.method:
+        case "draft-model":
+            return _draft_model(options, teacher, tokenizer)
+        case "medusa":
+            return MedusaPupil.create(
+                teacher, corpus.training, shape=options.medusa, num_heads=num_positions, seed=seed
+            )
+        case "mlp-speculator":
+            return MlpPupil.create(teacher, shape=options.mlp, num_steps=num_positions, seed=seed)
+        case "eagle":
+            return eagle_pupil(teacher, num_positions=num_positions, seed=seed)
+        case "eagle3":
+            return eagle3_pupil(teacher, corpus.training, shape=options.eagle3, num_positions=num_positions, seed=seed)
+        case "mtp":
+            return mtp_pupil(teacher, num_positions=num_positions, seed=seed)
+        case "parallel-draft":
+            return ParallelPupil(_draft_model(options, teacher, tokenizer))
+        case "dflash":
+            return DFlashPupil.create(
+                teacher, corpus.training, shape=options.dflash, num_guesses=num_positions, seed=seed
+            )
+
+
+def _draft_model(options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTokenizerBase) -> DraftModelPupil:
+    num_positions = options.num_positions
     if options.init_from is not None:
-        return DraftModelPupil.load(options.init_from, teacher, tokenizer, num_positions=options.num_positions)
+        return DraftModelPupil.load(options.init_from, teacher, tokenizer, num_positions=num_positions)
     return DraftModelPupil.create(
-        teacher, tokenizer, shape=options.draft, num_positions=options.num_positions, seed=options.seed
+        teacher, tokenizer, shape=options.draft, num_positions=num_positions, seed=options.seed
     )
 
 
 def recipe_for(options: DistilOptions, teacher: Teacher) -> Recipe:
-    """Return the embedded pair's recipe with these windows; wide models get a smaller rate for their embeddings."""
+    """Return the embedded pair's recipe with these windows.
+
+    Wide models get a smaller rate for their embeddings, and models that are gone on with smaller rates altogether.
+    """
+    scale = 1.0 if options.init_from is None else FINE_TUNING
     recipe = Recipe(
         minutes=options.budget.minutes,
-        matrix_lr=options.matrix_lr,
+        matrix_lr=options.matrix_lr * scale,
         phases=(Phase(until=1.0, rows=options.rows, window=options.window),),
         checkpoint_every_s=options.checkpoint_every_s,
         seed=options.seed,
     )
-    return replace(recipe, vector_lr=recipe.vector_lr * min(1.0, VECTOR_LR_WIDTH / teacher.hidden_size))
+    return replace(recipe, vector_lr=recipe.vector_lr * scale * min(1.0, VECTOR_LR_WIDTH / teacher.hidden_size))
 
 
 def to_json(options: DistilOptions, distilled: Distilled) -> dict[str, object]:
@@ -177,7 +207,14 @@ def to_json(options: DistilOptions, distilled: Distilled) -> dict[str, object]:
 
 def _settings(options: DistilOptions, corpus: Corpus) -> dict[str, str]:
     """Return what a resumed run must have in common with the one it goes on with; its budget may grow."""
-    shape = {"draft-model": options.draft, "medusa": options.medusa, "eagle3": options.eagle3}[options.method]
+    shapes = {
+        "draft-model": options.draft,
+        "parallel-draft": options.draft,
+        "medusa": options.medusa,
+        "mlp-speculator": options.mlp,
+        "eagle3": options.eagle3,
+        "dflash": options.dflash,
+    }
     return {
         "method": options.method,
         "target": str(options.target.resolve()),
@@ -187,6 +224,6 @@ def _settings(options: DistilOptions, corpus: Corpus) -> dict[str, str]:
         "seed": str(options.seed),
         "matrix_lr": str(options.matrix_lr),
         "num_positions": str(options.num_positions),
-        "shape": str(shape),
+        "shape": str(shapes.get(options.method)),
         "init_from": str(options.init_from),
     }

@@ -63,7 +63,7 @@ class DraftModelPupil:
         self.module = model
         self.teacher = teacher
         self.num_positions = num_positions
-        self._tokenizer: Any = tokenizer
+        self.tokenizer: Any = tokenizer
 
     @classmethod
     def create(
@@ -93,7 +93,7 @@ class DraftModelPupil:
 
     def save(self, folder: Path) -> None:
         model: Any = self.module
-        export(model, self._tokenizer, folder)
+        export(model, self.tokenizer, folder)
 
     def _logits(self, lesson: Lesson) -> Tensor:
         logits: Tensor = self.module(input_ids=lesson.token_ids, use_cache=False).logits

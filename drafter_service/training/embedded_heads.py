@@ -1,8 +1,9 @@
-"""Train the embedded target's heads on the standard library, as its draft model was, and measure them as served.
+"""Train drafters of the embedded target on the standard library, as its draft model was, and measure them as served.
 
     python -m outrider.drafter_service.training.embedded_heads medusa
     python -m outrider.drafter_service.training.embedded_heads eagle3
 
+Those two are shipped; every other METHOD of `outrider train-drafter` can be trained in the same way.
 The same command with `--resume` goes on with a run that was stopped, or, with a larger budget, with one that ended.
 """
 
@@ -16,27 +17,32 @@ import torch
 from rich.logging import RichHandler
 from transformers import PreTrainedTokenizerFast
 
-from outrider.drafter_service.eagle_drafter import EagleDrafter
-from outrider.drafter_service.embedded import corpus, held_out_prompts, target_path
+from outrider.drafter_service.drafters import DrafterSpec, build_drafter
+from outrider.drafter_service.embedded import corpus, draft_path, held_out_prompts, target_path
 from outrider.drafter_service.embedded.evaluate import DRAFT_LENGTH, NUM_NEW_TOKENS
 from outrider.drafter_service.engine import Drafter
-from outrider.drafter_service.head_runner import HeadRunner, load_heads
-from outrider.drafter_service.heads.medusa import MedusaHeads
-from outrider.drafter_service.medusa_drafter import MedusaDrafter
+from outrider.drafter_service.speculative_config import Location, SpeculativeConfig
+from outrider.drafter_service.speculative_config import Method as ServedMethod
 from outrider.drafter_service.training.corpus_windows import Corpus, TokenStream
-from outrider.drafter_service.training.distil import DistilOptions, Method, distil_from
+from outrider.drafter_service.training.distil import METHODS, DistilOptions, Method, distil_from
 from outrider.drafter_service.training.eagle3 import Eagle3Shape
 from outrider.drafter_service.training.medusa import MedusaShape
 from outrider.drafter_service.training.served import play_greedily
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.drafter_service.training.trainer import Budget, StepReport
 from outrider.verifier_service.model_config import ModelConfig
+from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner
+from outrider.verifier_service.tensor_parallel import TensorParallelGroup
 
 log = logging.getLogger(__name__)
 
 DRAFT_VOCAB_SIZE = 1536  # of 2,048: 97.5 % of the library's tokens
 LOG_EVERY = 10
 DEFAULT_MINUTES = 12.0
+ROWS, WINDOW = 4, 512  # of a training step
+# for those whose every root has masks of its own, which see all the text before it: the same tokens in shorter windows
+MASKED: tuple[Method, ...] = ("parallel-draft", "dflash")
+MASKED_ROWS, MASKED_WINDOW = 8, 256
 
 
 def library_corpus(tokenizer: PreTrainedTokenizerFast) -> Corpus:
@@ -48,7 +54,7 @@ def library_corpus(tokenizer: PreTrainedTokenizerFast) -> Corpus:
 
 
 def options_for(method: Method, out: Path, *, minutes: float, resume: bool) -> DistilOptions:
-    """Return the recipe of the shipped heads."""
+    """Return the recipe of the shipped heads, which does for the others."""
     return DistilOptions(
         method=method,
         target=target_path(),
@@ -57,30 +63,34 @@ def options_for(method: Method, out: Path, *, minutes: float, resume: bool) -> D
         budget=Budget(minutes=minutes),
         device="cpu",
         resume=resume,
-        rows=4,
-        window=512,
+        rows=MASKED_ROWS if method in MASKED else ROWS,
+        window=MASKED_WINDOW if method in MASKED else WINDOW,
+        init_from=draft_path() if method == "parallel-draft" else None,
         medusa=MedusaShape(draft_vocab_size=DRAFT_VOCAB_SIZE),
         eagle3=Eagle3Shape(draft_vocab_size=DRAFT_VOCAB_SIZE),
     )
 
 
 def served_drafter(method: Method, folder: Path) -> Drafter:
-    """Load trained heads as a drafter of the embedded target, as a verifier would."""
-    rng = torch.Generator().manual_seed(0)
-    if method == "medusa":
-        heads = MedusaHeads.from_folder(folder)
-        return MedusaDrafter(heads, vocab_size=heads.vocab_size, max_model_len=corpus.MAX_LENGTH, rng=rng)
-    config = ModelConfig(path=str(folder), device="cpu", num_kv_blocks=256)
-    return EagleDrafter(HeadRunner.sized_by(load_heads(method, [folder], config, target=target_path()), config), rng)
+    """Load what was trained as a drafter of the embedded target, as a verifier would."""
+    model = ModelConfig(path=str(folder), device="cpu", num_kv_blocks=256)
+    spec = DrafterSpec(
+        model=model,
+        target=ModelConfig(path=str(target_path()), device="cpu"),
+        speculative=SpeculativeConfig(method=ServedMethod(method.replace("-", "_")), location=Location.VERIFIER),
+        sampling_seed=0,
+    )
+    runner = ParallelRunner(ModelRunner(model, TensorParallelGroup.single())) if spec.loads_model else None
+    return build_drafter(spec, runner=runner)
 
 
 @click.command()
-@click.argument("method", type=click.Choice(["medusa", "eagle3"]))
+@click.argument("method", type=click.Choice(METHODS))
 @click.option("--minutes", type=float, default=DEFAULT_MINUTES, show_default=True, help="From the first step on.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("build/heads"), show_default=True)
 @click.option("--resume", is_flag=True, help="Go on with the run that was stopped.")
 def main(method: Method, minutes: float, out: Path, resume: bool) -> None:
-    """Train one kind of head for the embedded target; move the folder into the package to ship it."""
+    """Train one kind of drafter for the embedded target; move the folder into the package to ship it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[RichHandler(show_path=False)])
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target_path())
     options = options_for(method, out, minutes=minutes, resume=resume)

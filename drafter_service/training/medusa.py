@@ -14,12 +14,9 @@ from torch import Tensor
 
 from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.drafter_service.training.corpus_windows import TokenStream, frequent_ids
-from outrider.drafter_service.training.pupil import TargetLaw, decayed_loss, num_roots
+from outrider.drafter_service.training.pupil import SAVED_DTYPE, num_roots, position_loss
 from outrider.drafter_service.training.teacher import Lesson, Teacher
 from outrider.verifier_service.drafting import FINAL_TAP
-
-POSITION_DECAY = 0.8
-SAVED_DTYPE = torch.float16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +61,7 @@ class MedusaPupil:
         return cls(heads, teacher)
 
     def loss(self, lesson: Lesson) -> Tensor:
-        law = TargetLaw.of(lesson.logits, self.vocab_ids)
-        return decayed_loss(self.position_logits(lesson), law, decay=POSITION_DECAY)
+        return position_loss(self, lesson)
 
     def position_logits(self, lesson: Lesson) -> list[Tensor]:
         """Return each head's rows: [rows, num_roots, draft_vocab_size] per head."""

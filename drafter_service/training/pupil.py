@@ -9,7 +9,7 @@ committed one. That is where every served drafter starts, so a pupil's rows here
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 from outrider.drafter_service.training.teacher import Lesson, Teacher
 
+POSITION_DECAY = 0.8  # weight of a draft position's loss beside that of the one before
+SAVED_DTYPE = torch.float16  # of heads
+MAX_SPAN = 64  # roots of a window that learn in one step, where each has masks of its own
 FIRST_DRAFTED_ROW = 1  # of root 0: the target draws the first drafted token, 2, from its row after token 1
 
 
@@ -93,3 +96,21 @@ def decayed_loss(rows: Sequence[Tensor], law: TargetLaw, *, decay: float) -> Ten
         for position, (weight, logits) in enumerate(zip(weights, rows, strict=True))
     ]
     return torch.stack(losses).sum() / sum(weights)
+
+
+def position_loss(pupil: Pupil, lesson: Lesson) -> Tensor:
+    """Return the loss of a pupil that learns all of its draft positions by themselves."""
+    law = TargetLaw.of(lesson.logits, pupil.vocab_ids)
+    return decayed_loss(pupil.position_logits(lesson), law, decay=POSITION_DECAY)
+
+
+def span_loss(guess: Callable[[Lesson, range], list[Tensor]], lesson: Lesson, num_positions: int) -> Tensor:
+    """Return the loss over a run of a lesson's roots, drawn anew each time.
+
+    `guess` returns the logits of each draft position for such a run: [rows, num_roots, vocab_size].
+    """
+    count = num_roots(lesson, num_positions)
+    length = min(count, MAX_SPAN)
+    first = int(torch.randint(count - length + 1, ()))
+    law = TargetLaw.of(lesson.logits[:, first:], None)
+    return decayed_loss(guess(lesson, range(first, first + length)), law, decay=POSITION_DECAY)

@@ -27,7 +27,7 @@ from outrider.drafter_service.training.teacher import half_precision
 log = logging.getLogger(__name__)
 
 MAX_GRAD_NORM = 1.0
-TABLES = ("embed", "lm_head")  # one row per token: no matrices between hidden states, which Muon is for
+TABLES = ("emb", "head")  # one row per token: no matrices between hidden states, which Muon is for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ def test_help_loads_neither_torch_nor_rich() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
     help_text = CliRunner().invoke(train_drafter, ["--help"]).output
-    assert "{draft-model|medusa|eagle3}" in help_text.lower()
+    methods = "draft-model|medusa|mlp-speculator|eagle|eagle3|mtp|parallel-draft|dflash"
+    assert methods in "".join(help_text.lower().split())
     assert all(f"--{name.replace('_', '-')}" in help_text for name in OWN_OPTIONS)
 
 
@@ -57,6 +58,25 @@ def test_a_drafter_is_trained_and_its_acceptance_shown_by_position(place: Path) 
     assert config["draft_vocab_size"] == 200
 
 
+@pytest.mark.parametrize(
+    ("method", "option", "field"),
+    [
+        ("mlp-speculator", ("--hidden-size", "24"), ("inner_dim", 24)),
+        ("dflash", ("--num-layers", "1"), ("block_size", 5)),
+        ("dflash", ("--taps", "0,3"), ("aux_hidden_state_layer_ids", [0, 3])),
+        ("parallel-draft", ("--num-layers", "1"), ("num_hidden_layers", 1)),
+    ],
+)
+def test_a_methods_own_option_is_in_its_config(
+    place: Path, method: str, option: tuple[str, ...], field: tuple[str, object]
+) -> None:
+    name = f"{method}{option[0]}"
+    code, output = invoke(place, method, "--steps", "1", "--output", str(place / name), *option)
+    assert code == 0, output
+    config = json.loads((place / name / "config.json").read_text())
+    assert config[field[0]] == field[1]
+
+
 def test_a_run_that_stopped_goes_on_when_it_is_told_to(place: Path) -> None:
     assert invoke(place, "medusa", "--steps", "1")[0] == 0
     code, output = invoke(place, "medusa", "--steps", "2")
@@ -69,11 +89,21 @@ def test_a_run_that_stopped_goes_on_when_it_is_told_to(place: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("medusa", ("--hidden-size", "64"), "--hidden-size is an option of draft-model alone"),
-        ("eagle3", ("--num-layers", "2"), "--num-layers is an option of draft-model and medusa alone"),
+        (
+            "medusa",
+            ("--hidden-size", "64"),
+            "--hidden-size is an option of draft-model, parallel-draft and mlp-speculator alone",
+        ),
+        (
+            "eagle3",
+            ("--num-layers", "2"),
+            "--num-layers is an option of draft-model, parallel-draft, medusa and dflash alone",
+        ),
         ("draft-model", ("--draft-vocab-size", "9"), "--draft-vocab-size is an option of medusa and eagle3 alone"),
-        ("draft-model", ("--taps", "1,2,3"), "--taps is an option of eagle3 alone"),
-        ("medusa", ("--init-from", "."), "--init-from is an option of draft-model alone"),
+        ("draft-model", ("--taps", "1,2,3"), "--taps is an option of eagle3 and dflash alone"),
+        ("medusa", ("--init-from", "."), "--init-from is an option of draft-model and parallel-draft alone"),
+        ("eagle", ("--taps", "1"), "--taps is an option of eagle3 and dflash alone"),
+        ("dflash", ("--taps", "9"), "taps: 9 is no layer of a target with 4 layers"),
         ("eagle3", ("--taps", "1,x"), "expected layer numbers with commas between them"),
         ("eagle3", ("--taps", "1,2,9"), "taps: 9 is no layer of a target with 4 layers"),
         ("eagle3", ("--window", "5"), "window: 5 tokens leave no root"),

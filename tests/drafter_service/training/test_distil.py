@@ -9,11 +9,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.drafter_service.embedded.train import Recipe
+from outrider.drafter_service.heads.dflash import DFlashHead
+from outrider.drafter_service.heads.eagle import EagleHead
 from outrider.drafter_service.heads.eagle3 import Eagle3Head
 from outrider.drafter_service.heads.medusa import MedusaHeads
-from outrider.drafter_service.training.distil import distil, pick_device, recipe_for
+from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
+from outrider.drafter_service.heads.mtp import MtpHead
+from outrider.drafter_service.parallel_drafter import parse_mask_token_id
+from outrider.drafter_service.training.dflash import DFlashShape
+from outrider.drafter_service.training.distil import METHODS, distil, pick_device, recipe_for
 from outrider.drafter_service.training.draft_model import DraftModelPupil, DraftShape
 from outrider.drafter_service.training.medusa import MedusaShape
+from outrider.drafter_service.training.mlp_speculator import MlpShape
 from outrider.drafter_service.training.trainer import Budget
 from outrider.verifier_service.weights import Checkpoint
 from tiny_training import DRAFT_VOCAB_SIZE, VOCAB_SIZE, make_teacher, options_for, write_target, write_text
@@ -56,10 +63,53 @@ def load_eagle3(place, folder):
     assert head.taps == (1, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("method", "load"),
-    [("draft-model", load_draft_model), ("medusa", load_medusa), ("eagle3", load_eagle3)],
-)
+def load_mlp_speculator(place, folder):
+    speculator = MlpSpeculator.from_folder(folder)
+    assert (speculator.n_predict, speculator.tie_weights, speculator.inner_dim) == (3, True, 64)
+
+
+def load_eagle(place, folder):
+    with Checkpoint(folder) as own, Checkpoint(place / "target") as target:
+        assert not {"embed_tokens.weight", "lm_head.weight"} & set(own.names)
+        EagleHead.from_folder(folder, target=target)
+
+
+def load_mtp(place, folder):
+    with Checkpoint(folder) as own, Checkpoint(place / "target") as target:
+        assert {"mtp_layers.0.input_proj.weight", "mtp_layers.0.self_attn.q_proj.weight"} <= set(own.names)
+        MtpHead.from_folder(folder, target=target)
+
+
+def load_parallel_draft(place, folder):
+    config = json.loads((folder / "config.json").read_text())
+    assert parse_mask_token_id(config, config["vocab_size"]) == VOCAB_SIZE
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id is not None
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
+def load_dflash(place, folder):
+    with Checkpoint(place / "target") as target:
+        head = DFlashHead.from_folder(folder, target=target, num_target_layers=4)
+    assert (head.taps, head.config.block_size, len(head.layers)) == ((1, 2, 3), 4, 1)
+
+
+LOADERS = {
+    "draft-model": load_draft_model,
+    "medusa": load_medusa,
+    "mlp-speculator": load_mlp_speculator,
+    "eagle": load_eagle,
+    "eagle3": load_eagle3,
+    "mtp": load_mtp,
+    "parallel-draft": load_parallel_draft,
+    "dflash": load_dflash,
+}
+
+
+def test_every_method_is_loaded_below():
+    assert tuple(LOADERS) == METHODS
+
+
+@pytest.mark.parametrize(("method", "load"), LOADERS.items())
 def test_a_run_writes_what_the_loaders_read_and_its_figures(method, load, place, tmp_path):
     distilled, reports = run(options_for(method, tmp_path / "drafter", num_steps=3), place)
     load(place, tmp_path / "drafter")
@@ -86,6 +136,21 @@ def test_a_resumed_run_adds_steps_and_other_text_is_refused(place, tmp_path):
         run(replace(more, medusa=MedusaShape(num_layers=2)), place)
 
 
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    [
+        ("mlp-speculator", {"mlp": MlpShape(inner_dim=32)}),
+        ("parallel-draft", {"draft": DraftShape(hidden_size=64)}),
+        ("dflash", {"dflash": DFlashShape(num_layers=2)}),
+    ],
+)
+def test_a_run_does_not_go_on_with_another_shape(method, shape, place, tmp_path):
+    options = options_for(method, tmp_path / "drafter", num_steps=1)
+    run(options, place)
+    with pytest.raises(ValueError, match=r"^shape: "):
+        run(replace(options, resume=True, **shape), place)
+
+
 def test_a_draft_model_can_go_on_from_another(place, tmp_path):
     run(options_for("draft-model", tmp_path / "first", num_steps=1), place)
     again = replace(options_for("draft-model", tmp_path / "second", num_steps=1), init_from=tmp_path / "first")
@@ -96,7 +161,7 @@ def test_a_draft_model_can_go_on_from_another(place, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "eagle9"}, "method must be one of draft-model, medusa, eagle3"),
+        ({"method": "eagle9"}, "method must be one of draft-model, medusa, mlp-speculator, eagle, eagle3"),
         ({"window": 4}, "window: 4 tokens leave no root for drafts of 3"),
         ({"rows": 0}, "rows, num_positions and eval_windows must be positive"),
         ({"device": "tpu"}, "device must be auto, cpu or cuda"),
@@ -144,3 +209,10 @@ def test_wide_targets_get_a_smaller_rate_for_their_embeddings(tmp_path):
     teacher = make_teacher()
     teacher.model.config.hidden_size = 1024
     assert recipe_for(options_for("medusa", tmp_path), teacher).vector_lr == pytest.approx(1e-3)
+
+
+def test_a_model_that_is_gone_on_with_is_trained_more_gently(tmp_path):
+    options = options_for("draft-model", tmp_path)
+    new, old = (recipe_for(each, make_teacher()) for each in (options, replace(options, init_from=tmp_path)))
+    assert old.matrix_lr == pytest.approx(new.matrix_lr / 10)
+    assert old.vector_lr == pytest.approx(new.vector_lr / 10)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from fake_backend import build_tokenizer
+from outrider.drafter_service.drafters import DrafterSpec, build_drafter
 from outrider.drafter_service.eagle_drafter import EagleDrafter
 from outrider.drafter_service.engine import Ask
 from outrider.drafter_service.head_runner import HeadRunner
@@ -11,14 +13,33 @@ from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.drafter_service.medusa_drafter import MedusaDrafter
 from outrider.drafter_service.sessions import SessionKey
-from outrider.drafter_service.training.eagle3 import Eagle3Pupil, Eagle3Shape, UnrolledAttention
+from outrider.drafter_service.speculative_config import Location, SpeculativeConfig
+from outrider.drafter_service.speculative_config import Method as ServedMethod
+from outrider.drafter_service.training.distil import make_pupil
+from outrider.drafter_service.training.draft_model import DraftModelPupil
+from outrider.drafter_service.training.eagle import eagle_pupil
+from outrider.drafter_service.training.eagle3 import Eagle3Shape, eagle3_pupil
 from outrider.drafter_service.training.medusa import MedusaPupil, MedusaShape
-from outrider.drafter_service.training.pupil import FIRST_DRAFTED_ROW, TargetLaw, decayed_loss
+from outrider.drafter_service.training.parallel_draft import ParallelPupil, canvas_of, visible
+from outrider.drafter_service.training.pupil import FIRST_DRAFTED_ROW, MAX_SPAN, TargetLaw, decayed_loss, position_loss
 from outrider.drafter_service.training.teacher import FINAL_TAP, Teacher, check_taps, default_taps
+from outrider.drafter_service.training.unrolled import UnrolledAttention
 from outrider.verifier_service.drafting import DraftSampling
+from outrider.verifier_service.model_config import ModelConfig
+from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner
+from outrider.verifier_service.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.weights import StateDictSource
+from tiny_dflash import slow_block
 from tiny_models import make_model
-from tiny_training import DRAFT_VOCAB_SIZE, VOCAB_SIZE, make_corpus, make_teacher
+from tiny_training import (
+    DRAFT_VOCAB_SIZE,
+    VOCAB_SIZE,
+    make_corpus,
+    make_teacher,
+    make_tiny_pupil,
+    options_for,
+    write_target,
+)
 
 GREEDY = DraftSampling(temperature=0.0)
 NUM_POSITIONS = 3
@@ -33,9 +54,9 @@ def shaken(module):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
 
-def eagle_pupil(**shape):
+def random_eagle3(**shape):
     shape = Eagle3Shape(**({"draft_vocab_size": DRAFT_VOCAB_SIZE} | shape))
-    pupil = Eagle3Pupil.create(make_teacher(), make_corpus().training, shape=shape, num_positions=NUM_POSITIONS, seed=0)
+    pupil = eagle3_pupil(make_teacher(), make_corpus().training, shape=shape, num_positions=NUM_POSITIONS, seed=0)
     shaken(pupil.module)
     return pupil
 
@@ -54,7 +75,7 @@ def windows(rows=2, window=12):
 
 @torch.no_grad()
 def test_each_unrolled_step_is_the_head_run_over_its_own_path():
-    pupil = eagle_pupil()
+    pupil = random_eagle3()
     head = pupil.module
     lesson = pupil.teacher.lesson(windows(rows=1))
     unrolled = pupil.position_logits(lesson)
@@ -83,20 +104,23 @@ def served_medusa(pupil, tmp_path):
     return MedusaDrafter(heads, vocab_size=VOCAB_SIZE, max_model_len=64, rng=torch.Generator())
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
-    ("make_pupil", "serve"),
+    ("make", "serve"),
     [
-        (eagle_pupil, served_eagle),
-        (lambda: eagle_pupil(draft_vocab_size=VOCAB_SIZE, taps=(0, 1, 3)), served_eagle),
+        (random_eagle3, served_eagle),
+        (lambda: random_eagle3(draft_vocab_size=VOCAB_SIZE, taps=(0, 1, 3)), served_eagle),
         (medusa_pupil, served_medusa),
         (lambda: medusa_pupil(draft_vocab_size=DRAFT_VOCAB_SIZE, num_layers=2), served_medusa),
     ],
     ids=["eagle3", "eagle3-whole-vocabulary", "medusa", "medusa-reduced-vocabulary"],
 )
-def test_the_served_drafter_drafts_what_the_pupil_says(make_pupil, serve, tmp_path):
-    pupil = make_pupil()
-    drafter = serve(pupil, tmp_path)
+def test_the_served_drafter_drafts_what_the_pupil_says(make, serve, tmp_path):
+    pupil = make()
+    assert_same_drafts(serve(pupil, tmp_path), pupil)
+
+
+@torch.no_grad()
+def assert_same_drafts(drafter, pupil):
     for number, tokens in enumerate(windows(rows=6, window=10)):
         states = pupil.teacher.lesson(tokens[None]).states[0, :-1]  # the last token has none yet
         ask = Ask(key=SessionKey("v", f"r{number}"), ask_id=number, token_ids=tokens.tolist(), sampling=GREEDY,
@@ -115,9 +139,32 @@ def test_the_served_drafter_drafts_what_the_pupil_says(make_pupil, serve, tmp_pa
             assert target_id == chain[position], (number, position)
 
 
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target") / "target"
+    write_target(folder)
+    return folder
+
+
+@pytest.mark.parametrize("method", ["mlp-speculator", "eagle", "mtp", "parallel-draft", "dflash"])
+def test_what_a_service_builds_from_the_folder_drafts_what_the_pupil_says(method, target, tmp_path):
+    teacher = Teacher.load(target, torch.device("cpu"))
+    pupil = make_pupil(options_for(method, tmp_path), teacher, build_tokenizer(), make_corpus())
+    shaken(pupil.module)
+    pupil.save(tmp_path / "drafter")
+    model = ModelConfig(path=str(tmp_path / "drafter"), device="cpu", num_kv_blocks=32, check_logits=False)
+    spec = DrafterSpec(
+        model=model,
+        target=ModelConfig(path=str(target), device="cpu"),
+        speculative=SpeculativeConfig(method=ServedMethod(method.replace("-", "_")), location=Location.VERIFIER),
+    )
+    runner = ParallelRunner(ModelRunner(model, TensorParallelGroup.single())) if spec.loads_model else None
+    assert_same_drafts(build_drafter(spec, runner=runner), pupil)
+
+
 def test_a_new_head_says_what_the_target_says_next():
     # fc passes the last tapped state on; with attention and feed-forward silenced it reaches norm and output embedding
-    pupil = Eagle3Pupil.create(make_teacher(), make_corpus().training, shape=Eagle3Shape(), num_positions=1, seed=0)
+    pupil = eagle3_pupil(make_teacher(), make_corpus().training, shape=Eagle3Shape(), num_positions=1, seed=0)
     layer, teacher = pupil.module.midlayer, pupil.teacher
     with torch.no_grad():
         layer.self_attn.o_proj.weight.zero_()
@@ -128,8 +175,99 @@ def test_a_new_head_says_what_the_target_says_next():
     assert torch.allclose(rows[0, 4], early_exit, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_new_eagle_head_repeats_the_target():
+    pupil = eagle_pupil(make_teacher(), num_positions=2, seed=0)
+    lesson = pupil.teacher.lesson(windows())
+    for rows in pupil.position_logits(lesson):
+        assert torch.allclose(rows, lesson.logits[:, :10], atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp", "dflash"])
+def test_a_head_under_the_targets_tables_leaves_them_as_they_are(method):
+    pupil = make_tiny_pupil(method)
+    frozen = {name for name, parameter in pupil.module.named_parameters() if not parameter.requires_grad}
+    assert frozen == pupil.module.borrowed == {"embed_tokens.weight", "lm_head.weight"}
+    assert torch.equal(pupil.module.lm_head.weight, pupil.teacher.head)
+
+
+def test_a_mask_sees_the_text_up_to_its_root_and_the_roots_masks_before_it():
+    roots, depths = canvas_of(range(2), 3, torch.device("cpu"))
+    # text 0 1 2, then the first masks of both roots, then the second ones
+    assert (roots + depths + 1).tolist() == [0, 1, 2, 2, 3, 3, 4]
+    assert visible(roots, depths).int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0, 0],
+        [1, 1, 1, 0, 1, 0, 0],
+        [1, 1, 0, 1, 0, 1, 0],
+        [1, 1, 1, 0, 1, 0, 1],
+    ]
+
+
+@torch.no_grad()
+def test_the_masks_of_all_roots_at_once_are_each_roots_canvas_alone():
+    pupil = make_tiny_pupil("parallel-draft")
+    shaken(pupil.module)
+    lesson = pupil.teacher.lesson(windows(rows=1))
+    guesses = pupil.position_logits(lesson)
+    for root in range(9):
+        canvas = [*lesson.token_ids[0, : root + 2].tolist(), *[VOCAB_SIZE] * (NUM_POSITIONS - 1)]
+        rows = pupil.module(input_ids=torch.tensor([canvas])).logits[0, root + 1 :, :VOCAB_SIZE]
+        for position, expected in enumerate(rows):
+            assert torch.allclose(guesses[position][0, root], expected, atol=1e-5), (root, position)
+
+
+@torch.no_grad()
+def test_the_blocks_of_all_roots_at_once_are_each_roots_block_alone():
+    pupil = make_tiny_pupil("dflash")
+    shaken(pupil.module)
+    lesson = pupil.teacher.lesson(windows(rows=1))
+    guesses = pupil.position_logits(lesson)
+    for root in range(9):
+        rows = slow_block(pupil.module, lesson.token_ids[0, : root + 2].tolist(), lesson.states[0])[1:]
+        for position, expected in enumerate(rows):
+            assert torch.allclose(guesses[position][0, root], expected, atol=1e-4), (root, position)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["parallel-draft", "dflash"])
+def test_a_run_of_roots_learns_what_all_roots_are_judged_by(method):
+    pupil = make_tiny_pupil(method)
+    shaken(pupil.module)
+    short = pupil.teacher.lesson(windows())
+    assert torch.allclose(pupil.loss(short), position_loss(pupil, short))
+    lesson = pupil.teacher.lesson(windows(rows=1, window=MAX_SPAN + 10))
+    num_too_many = 10 - pupil.num_positions
+    torch.manual_seed(1)
+    first = int(torch.randint(num_too_many + 1, ()))
+    assert first > 0
+    law = TargetLaw.of(lesson.logits[:, first:], None)
+    rows = [part[:, first : first + MAX_SPAN] for part in pupil.position_logits(lesson)]
+    expected = decayed_loss(rows, law, decay=0.8)
+    torch.manual_seed(1)
+    assert pupil.loss(lesson).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_an_adapted_model_has_a_mask_of_its_own_and_keeps_it(tmp_path):
+    pupil = make_tiny_pupil("parallel-draft")
+    assert pupil.module.config.pard_token == VOCAB_SIZE < pupil.module.config.vocab_size
+    pupil.save(tmp_path / "adapted")
+    adapted = DraftModelPupil.load(tmp_path / "adapted", make_teacher(), build_tokenizer(), num_positions=2)
+    size = adapted.module.config.vocab_size
+    again = ParallelPupil(adapted)
+    assert (again.module.config.pard_token, again.module.config.vocab_size) == (VOCAB_SIZE, size)
+    assert [rows.shape[-1] for rows in again.position_logits(again.teacher.lesson(windows()))] == [VOCAB_SIZE] * 2
+
+
+def test_the_mask_of_a_block_drafter_is_a_token_that_the_text_has_least_often():
+    counts = make_corpus().training.counts(VOCAB_SIZE)
+    assert counts[make_tiny_pupil("dflash").module.config.mask_token_id] == counts.min()
+
+
 def test_a_head_borrows_the_targets_layers_and_its_vocabulary_is_the_frequent_one():
-    pupil = Eagle3Pupil.create(
+    pupil = eagle3_pupil(
         make_teacher(), make_corpus().training, shape=Eagle3Shape(draft_vocab_size=50), num_positions=1, seed=0
     )
     head, target = pupil.module, pupil.teacher.model.model
@@ -145,11 +283,11 @@ def test_a_head_borrows_the_targets_layers_and_its_vocabulary_is_the_frequent_on
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "qwen3", "opt"])
 def test_targets_of_other_families_get_a_head_too(model_type, tmp_path):
     teacher = Teacher(make_model(model_type, num_hidden_layers=4, n_layer=4, vocab_size=VOCAB_SIZE))
-    pupil = Eagle3Pupil.create(
+    pupil = eagle3_pupil(
         teacher, make_corpus().training, shape=Eagle3Shape(draft_vocab_size=50), num_positions=2, seed=0
     )
-    loss = pupil.loss(pupil.teacher.lesson(windows()))
-    assert torch.isfinite(loss)
+    for other in (pupil, make_pupil(options_for("dflash", tmp_path), teacher, build_tokenizer(), make_corpus())):
+        assert torch.isfinite(other.loss(other.teacher.lesson(windows())))
     pupil.save(tmp_path)
     head = Eagle3Head.from_folder(tmp_path, target=StateDictSource(dict(teacher.model.state_dict())))
     assert torch.allclose(head.embed_tokens.weight, teacher.embedding, atol=2e-3)

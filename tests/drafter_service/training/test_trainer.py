@@ -44,12 +44,12 @@ def test_the_loss_falls_on_text_that_is_not_learnt_from(method, tmp_path):
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(method, tmp_path):
     whole = trainer_of(method, tmp_path / "whole", num_steps=6)
     losses = [report.loss for report in whole.train(resume=False)]
+    state = torch.get_rng_state()
 
     every_step = replace(RECIPE, checkpoint_every_s=0.0)
     stopped = trainer_of(method, tmp_path / "parts", num_steps=6, recipe=every_step).train(resume=False)
     parts = [next(stopped).loss for _ in range(4)]  # the fourth step is taken, but not yet in the checkpoint
     stopped.close()
-    state = torch.get_rng_state()
     resumed = trainer_of(method, tmp_path / "parts", num_steps=6)
     torch.manual_seed(999)  # another process has another generator state
     rest = list(resumed.train(resume=True))
@@ -107,6 +107,13 @@ def test_output_embeddings_and_norms_are_the_second_optimizers():
     assert {"fc.weight", "midlayer.self_attn.q_proj.weight", "midlayer.mlp.down_proj.weight"} <= of_muon
     assert of_muon | of_adamw == set(names.values()) - {"embed_tokens.weight"}
     assert not of_muon & of_adamw
+
+
+def test_the_tables_of_a_speculator_are_the_second_optimizers_too():
+    pupil = make_tiny_pupil("mlp-speculator")
+    muon, _ = PupilOptimizers(pupil.module, RECIPE).optimizers
+    names = {p: name for name, p in pupil.module.named_parameters()}
+    assert {names[p] for group in muon.param_groups for p in group["params"]} == {"proj.0.weight", "proj.1.weight"}
 
 
 def test_a_budget_is_used_up_by_steps_or_minutes_whichever_is_first():
