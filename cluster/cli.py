@@ -17,6 +17,7 @@ from outrider.cluster.bench_cli import PLAIN_WIDTH, bench, console_of
 from outrider.cluster.config_file import read_config_file, read_speculative_config
 from outrider.cluster.security_options import security_options
 from outrider.cluster.server_options import CONTEXT_SETTINGS, server_options
+from outrider.cluster.simulate_cli import simulate
 from outrider.cluster.train_cli import train_drafter
 
 if TYPE_CHECKING:
@@ -152,7 +153,14 @@ def main(log_level: str) -> None:
     type=click.Choice(["auto", "always", "off"]),
     default="auto",
     show_default=True,
-    help="Who decides: the router by load (auto), or a pin.",
+    help="Who decides: the router by load (auto), or a pin: off, or always --num-speculative-tokens.",
+)
+@click.option(
+    "--draft-length-by-batch-size",
+    metavar="JSON",
+    default="[]",
+    help="Pin draft lengths by running requests, as vLLM's num_speculative_tokens_per_batch_size: "
+    "[[first, last, length], ...].",
 )
 @click.option("--served-model-name", help="Name in the API. Default: MODEL.")
 @click.option(
@@ -289,4 +297,5 @@ def top(interval: float, once: bool, **server: Any) -> None:
 
 
 main.add_command(bench)
+main.add_command(simulate)
 main.add_command(train_drafter)
