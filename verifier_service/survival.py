@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 INITIAL_HAZARD = 0.4  # of a drafter that nothing is known about
 INITIAL_TOKENS = 8.0  # how many judged tokens that is worth
 POSITION_TOKENS = 16.0  # what the pool's mean is worth against one position's, or one confidence's, own counts
-POOL_FADE = 0.998  # per judged token of a position or bin: a memory of 500
-REQUEST_FADE = 0.97  # per judged token: a memory of about 30
-FRAILTY_REJECTIONS = 1.5  # how many rejections as expected a request starts with
+POOL_FADE = 0.9995  # per judged token of a position or bin: a memory of 2000
+REQUEST_FADE = 0.98  # per judged token: a memory of about 50
+FRAILTY_REJECTIONS = 5.0  # how many rejections as expected a request starts with
 MAX_POOLS = 64  # drafters remembered; the one unheard of for longest goes first
 NUM_BINS = 16  # of confidence: narrow near 1, where most of what is worth verifying is
 MIN_HAZARD, MAX_HAZARD = 0.002, 0.998

@@ -40,8 +40,8 @@ def test_a_request_differs_from_its_pool_after_a_few_rounds():
     for index in range(200):
         play(estimator, rng, (0.6, 0.6), request_id=str(index), num_rounds=2)
     pooled = estimator.survivals("newcomer", "d", 1)[0]
-    play(estimator, rng, (1.0, 1.0), request_id="copies", num_rounds=10)
-    play(estimator, rng, (0.0, 0.0), request_id="rambles", num_rounds=10)
+    play(estimator, rng, (1.0, 1.0), request_id="copies", num_rounds=20)
+    play(estimator, rng, (0.0, 0.0), request_id="rambles", num_rounds=20)
     assert pooled == pytest.approx(0.6, abs=0.06)
     assert estimator.survivals("copies", "d", 1)[0] > 0.85
     assert estimator.survivals("rambles", "d", 1)[0] < 0.3
@@ -52,7 +52,7 @@ def test_a_request_that_changes_is_followed():
     play(estimator, rng, (0.6, 0.6), request_id="others", num_rounds=500)
     play(estimator, rng, (0.0, 0.0), num_rounds=60)
     low = estimator.survivals("r", "d", 1)[0]
-    play(estimator, rng, (1.0, 1.0), num_rounds=30)
+    play(estimator, rng, (1.0, 1.0), num_rounds=60)
     assert low < 0.3 < 0.8 < estimator.survivals("r", "d", 1)[0]
 
 
