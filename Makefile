@@ -29,12 +29,8 @@ bench: install  ## Measure latency with and without speculation; ARGS="throughpu
 train: install  ## Train the shipped model pair again from the standard library's sources
 	$(BIN)/python -m outrider.drafter_service.embedded.train $(ARGS)
 
-# Whole services are started one after another, with the machine to themselves; everything else runs in two workers.
 test: install-dev  ## Run the tests; those that need a GPU are reported as skipped where there is none
-	@status=0; \
-	$(BIN)/python -m pytest -m "service and not soak" -rs $(ARGS) || status=$$?; \
-	$(BIN)/python -m pytest -m "not service and not soak" -rs --numprocesses 2 --dist loadfile $(ARGS) || status=$$?; \
-	exit $$status
+	tests/run_all.sh $(ARGS)
 
 soak: install-dev  ## Repeat failures many times
 	$(BIN)/python -m pytest -m soak -rs $(ARGS)

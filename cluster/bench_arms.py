@@ -36,6 +36,7 @@ from outrider.verifier_service.request import (
 )
 
 Clock = Callable[[], float]
+PlanOf = Callable[[int], SpeculationPlan]  # of every request, by the number of them in the batch
 
 
 class BenchError(RuntimeError):
@@ -153,18 +154,25 @@ class OutriderArm:
         clock: Clock,
         *,
         drafter_process: bool = False,
+        prices_drafts: bool = False,
     ) -> OutriderArm:
         """Load engine and drafter; the cores that they leave to this process are taken up when the arm runs."""
         all_cores = os.sched_getaffinity(0)
-        engine = opening.enter_context(OfflineEngine(config, drafter_process=drafter_process))
+        engine = opening.enter_context(
+            OfflineEngine(config, drafter_process=drafter_process, prices_drafts=prices_drafts)
+        )
         cores = frozenset(os.sched_getaffinity(0))
         os.sched_setaffinity(0, all_cores)
         return cls(name, engine, cores=cores, num_threads=config.threads_per_rank, clock=clock)
 
-    def run(self, workload: Workload, concurrency: int) -> RunTrace:
-        """Generate `max_tokens` for every prompt; raises `BenchError` when a request fails."""
+    def run(self, workload: Workload, concurrency: int, plan_of: PlanOf | None = None) -> RunTrace:
+        """Generate `max_tokens` for every prompt; raises `BenchError` when a request fails.
+
+        Without `plan_of` all drafts are as long as the workload says, whatever that costs.
+        """
         self._num_runs += 1
         engine = self._offline.engine
+        plan = SpeculationPlan(draft_length=workload.num_speculative_tokens, is_pinned=True)
         recordings = [_Recording() for _ in workload.prompts]
         waiting = deque(enumerate(workload.prompts))
         first_step, begin_s = engine.stats.num_steps, self._clock()
@@ -172,7 +180,10 @@ class OutriderArm:
             while waiting and len(engine.requests) < concurrency:
                 index, prompt = waiting.popleft()
                 recordings[index].arrival_s = self._clock()
-                self._add(f"{self._num_runs}-{index}", prompt, workload)
+                self._add(f"{self._num_runs}-{index}", prompt, workload, plan)
+            if plan_of is not None and plan != (due := plan_of(len(engine.requests))):
+                plan = due
+                engine.set_plans(dict.fromkeys(engine.requests, plan))
             outputs, now_s = self._offline.step(), self._clock()
             for output in outputs:
                 if output.finish_reason is FinishReason.ERROR:
@@ -185,9 +196,8 @@ class OutriderArm:
             drafts=sum((recording.drafts for recording in recordings), DraftCounts()),
         )
 
-    def _add(self, request_id: str, prompt: tuple[int, ...], workload: Workload) -> None:
+    def _add(self, request_id: str, prompt: tuple[int, ...], workload: Workload, plan: SpeculationPlan) -> None:
         sampling = SamplingParams(temperature=workload.temperature, max_tokens=workload.max_tokens, ignore_eos=True)
-        plan = SpeculationPlan(draft_length=workload.num_speculative_tokens)
         request = GenerationRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, plan=plan)
         if (failure := self._offline.engine.add(request)) is not None:
             raise BenchError(f"{self.name}: {failure.error}")

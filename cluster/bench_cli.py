@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from outrider.cluster.bench_adaptive import adaptive
+from outrider.cluster.bench_ahead import ahead
 from outrider.cluster.bench_drafters import drafters
+from outrider.cluster.bench_policy import policy
 from outrider.cluster.bench_replay import replay
+from outrider.cluster.bench_router import router
+from outrider.cluster.bench_step_cli import step
 from outrider.cluster.server_options import CONTEXT_SETTINGS, server_options
 
 if TYPE_CHECKING:
@@ -83,12 +88,18 @@ def _numbers(text: str, kind: Callable[[str], NumberT]) -> list[NumberT]:
 def bench() -> None:
     """Measure: latency and throughput beside transformers, without a server; serve: a running server under load.
 
-    drafters: every drafter beside plain decoding; replay: those that need no model, over recorded token ids.
+    drafters: every drafter beside plain decoding; replay: those that need no model, over recorded token ids;
+    policy: how much to draft, over recorded acceptance; router: what its decisions cost.
     """
 
 
+bench.add_command(adaptive)
+bench.add_command(ahead)
 bench.add_command(drafters)
+bench.add_command(policy)
 bench.add_command(replay)
+bench.add_command(router)
+bench.add_command(step)
 
 
 @bench.command()

@@ -309,7 +309,9 @@ class OpenArm:
             request_id=str(index),
             prompt_token_ids=prompt,
             sampling=SamplingParams(temperature=workload.temperature, max_tokens=workload.max_tokens, ignore_eos=True),
-            plan=SpeculationPlan(draft_length=workload.num_speculative_tokens if self.arm.drafts else 0),
+            plan=SpeculationPlan(
+                draft_length=workload.num_speculative_tokens if self.arm.drafts else 0, is_pinned=True
+            ),
             cache_salt=str(self.num_runs),  # a drafter that remembers responses must not know them from the last run
         )
         if (failure := self.engine.add(request)) is not None:

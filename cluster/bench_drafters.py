@@ -32,7 +32,8 @@ def _names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[st
     return None if value is None else tuple(value.split(","))
 
 
-def _numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
+def numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
+    """Read whole numbers with commas between them."""
     try:
         return tuple(int(part) for part in value.split(","))
     except ValueError as error:
@@ -62,7 +63,7 @@ def _folders(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> 
     metavar="METHOD=FOLDER",
     help="The draft model or head of a method; may be given several times. Default: those of the embedded target.",
 )
-@click.option("--concurrency", "concurrencies", default="1,8", show_default=True, callback=_numbers)
+@click.option("--concurrency", "concurrencies", default="1,8", show_default=True, callback=numbers)
 @click.option("--num-speculative-tokens", type=click.IntRange(1), default=4, show_default=True, help="Longest draft.")
 @click.option("--num-tree-nodes", type=click.IntRange(1), default=8, show_default=True, help="Tokens of a draft tree.")
 @click.option(
@@ -100,7 +101,7 @@ def drafters(json_file: Path | None, markdown_file: Path | None, **given: Any) -
         except ValueError as error:
             raise click.UsageError(str(error)) from error
         machine = describe_machine()
-        on_run = stack.enter_context(_progress(plan.num_runs))
+        on_run = stack.enter_context(show_progress(plan.num_runs))
         try:
             result = result_of(plan, machine, measure(plan, clock=time.perf_counter, on_run=on_run))
         except BenchError as error:
@@ -162,7 +163,7 @@ def _planned(
 
 
 @contextmanager
-def _progress(num_runs: int) -> Iterator[Callable[[str], None]]:
+def show_progress(num_runs: int) -> Iterator[Callable[[str], None]]:
     """Show on stderr what is being measured; yields a listener for the next run."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -271,12 +271,10 @@ def definitions() -> str:
 
 def headline(result: DraftersResult) -> str:
     """Name the machine and the work."""
-    machine, workload = result.machine, result.workload
+    workload = result.workload
     num_prompt_tokens = sum(map(len, workload.prompts))
     return (
-        f"{machine.cpu}, {machine.num_cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, "
-        f"load {machine.load_average:.1f} at the start; Python {machine.python}, torch {machine.torch}, "
-        f"transformers {machine.transformers}. {len(workload.prompts)} prompts ({num_prompt_tokens} tokens) x "
+        f"{result.machine}. {len(workload.prompts)} prompts ({num_prompt_tokens} tokens) x "
         f"{workload.max_tokens} tokens, temperature {workload.temperature:g}, drafts of "
         f"{workload.num_speculative_tokens}, trees of {result.num_tree_nodes}; speeds are medians of "
         f"{result.repeats} interleaved repeats."

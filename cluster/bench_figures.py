@@ -135,6 +135,13 @@ class Machine:
     torch: str
     transformers: str
 
+    def __str__(self) -> str:
+        return (
+            f"{self.cpu}, {self.num_cores} cores, {self.memory_bytes / 2**30:.0f} GiB, "
+            f"load {self.load_average:.1f} at the start; Python {self.python}, torch {self.torch}, "
+            f"transformers {self.transformers}"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:

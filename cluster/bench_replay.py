@@ -181,8 +181,7 @@ def to_markdown(results: list[DatasetResult], machine: Machine, num_speculative_
     lines = [
         "# Replay of the model-free drafters",
         "",
-        f"`outrider bench replay`: {machine.cpu}, {machine.num_cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, "
-        f"load {machine.load_average:.1f} at the start; Python {machine.python}. One request at a time, in the order "
+        f"`outrider bench replay`: {machine}. One request at a time, in the order "
         f"of the file, drafts of at most {num_speculative_tokens} tokens.",
         "",
     ]

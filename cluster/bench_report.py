@@ -120,11 +120,9 @@ def _row_json(row: Row) -> dict[str, Any]:
 
 def headline(result: BenchResult) -> str:
     """Name the machine and the work."""
-    machine, workload = result.machine, result.workload
+    workload = result.workload
     return (
-        f"{machine.cpu}, {machine.num_cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, "
-        f"load {machine.load_average:.1f} at the start; Python {machine.python}, torch {machine.torch}, "
-        f"transformers {machine.transformers}. {len(workload.prompts)} prompts x {workload.max_tokens} tokens, "
+        f"{result.machine}. {len(workload.prompts)} prompts x {workload.max_tokens} tokens, "
         f"temperature {workload.temperature:g}, drafts of {workload.num_speculative_tokens}, "
         f"medians of {result.repeats} interleaved repeats."
     )

@@ -15,12 +15,13 @@ from typing import Any
 
 from outrider.cluster.config import ServiceConfig
 from outrider.drafter_service.colocated import open_local_drafter
+from outrider.drafter_service.drafter_load import DrafterLoad
 from outrider.drafter_service.drafters import DrafterSpec
 from outrider.drafter_service.engine_messages import DrafterReady, DrafterUpdate
 from outrider.drafter_service.local_client import LocalDraftClient
 from outrider.drafter_service.rank_main import run_drafter_rank
 from outrider.verifier_service.drafting import DrafterEvent, VerifierMessage
-from outrider.verifier_service.engine_factory import build_engine, load_rank, run_verifier_rank
+from outrider.verifier_service.engine_factory import build_engine, load_rank, profile_engine, run_verifier_rank
 from outrider.verifier_service.engine_messages import PeerState
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import ParallelRunner
@@ -52,6 +53,7 @@ class PipeDraftClient:
         self._relay = RelayDraftClient()
         self._drafter_id = drafter_id
         self._is_up = True
+        self.load: DrafterLoad | None = None  # the last one it told
         self._relay.feed(PeerState(peer=drafter_id, is_up=True, vocab_size=ready.vocab_size, needs=ready.needs))
 
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
@@ -63,6 +65,7 @@ class PipeDraftClient:
         with self._noticing_loss():
             while self._is_up and self._pipe.poll(0):
                 update = decode(self._pipe.recv_bytes(), (DrafterUpdate,))
+                self.load = update.load or self.load
                 for relay in update.relays:
                     self._relay.feed(relay)
         return self._relay.poll()
@@ -132,7 +135,8 @@ class OfflineEngine:
     cores as it has threads, taken from the verifier's.
     """
 
-    def __init__(self, config: ServiceConfig, *, drafter_process: bool = False) -> None:
+    def __init__(self, config: ServiceConfig, *, drafter_process: bool = False, prices_drafts: bool = False) -> None:
+        """With `prices_drafts` step times are measured first, and then plans that are not pinned are bounds."""
         self._config = config
         self.drafter_pids: list[int] = []  # where the drafter has processes of its own
         self._exit = contextlib.ExitStack()
@@ -146,6 +150,8 @@ class OfflineEngine:
             if drafter is not None and process is None:
                 self.drafts, show = open_local_drafter(drafter, runner, _load_draft_model(opening, drafter))
             self.engine = build_engine(runner, spec, self.drafts)
+            if prices_drafts:
+                profile_engine(self.engine, runner, spec)
             if show is not None:
                 show(self.engine)
             self._exit = opening.pop_all()

@@ -35,6 +35,10 @@ class DraftState:
         assert self.growth is not None, "no draft in the making"
         return self.growth
 
+    def rest(self) -> None:
+        """Keep the KV alone: nothing is in the making."""
+        self.ask, self.growth, self.nodes = None, None, []
+
     def follow_growth(self) -> None:
         """Take the draft's stem into the tokens, and note the nodes that are to be computed beside it."""
         tree = self.draft.tree

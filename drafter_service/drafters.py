@@ -152,7 +152,13 @@ class _Maker:
             case "intersect":
                 return self._in_shared_tokens(self._runner)
         shared = min(self._runner.vocab_size, self._vocab_size)
-        return ModelDrafter(self._runner, self._rng, vocab_size=shared, trees=self._trees)
+        return ModelDrafter(
+            self._runner,
+            self._rng,
+            vocab_size=shared,
+            trees=self._trees,
+            num_ahead_branches=0 if self._view is not None else self._config.num_ahead_branches,  # no time of its own
+        )
 
     def _by_way_of_text(self, runner: Runner) -> Drafter:
         target, draft = self._tokenizers()

@@ -13,6 +13,7 @@ import torch
 
 from outrider.drafter_service.drafter_load import DrafterCounters, DrafterLoad
 from outrider.drafter_service.sessions import (
+    SMOOTHING,
     Round,
     Session,
     SessionKey,
@@ -20,6 +21,7 @@ from outrider.drafter_service.sessions import (
     first_bad_token,
     known_prefix,
 )
+from outrider.drafter_service.spare_time import MAX_AHEAD_TOKENS, RunsAhead, SpareTime
 from outrider.drafter_service.state_buffer import StateBuffer, UnusableStatesError
 from outrider.verifier_service.drafting import (
     Close,
@@ -38,7 +40,6 @@ from outrider.verifier_service.link_messages import VERIFIER_MESSAGES, peek_requ
 from outrider.verifier_service.wire import WireError, decode, encode
 
 _GREEDY = DraftSampling(temperature=0.0)
-SMOOTHING = 1 / 8  # gain of the mean draft time, as TCP's retransmission timer uses it (RFC 6298)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +118,18 @@ class DraftEngineConfig:
 class DraftEngine:
     """Continuous batching over every session of every verifier."""
 
-    def __init__(self, drafter: Drafter, *, clock: Callable[[], float], config: DraftEngineConfig) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        clock: Callable[[], float],
+        config: DraftEngineConfig,
+        ahead: RunsAhead | None = None,
+    ) -> None:
+        """`ahead` is the drafter itself where it runs ahead: whoever drives the engine gives it its spare time."""
         self.counters = DrafterCounters()
         self._drafter = drafter
+        self._spare_time = SpareTime(ahead, clock=clock, counters=self.counters)
         self._clock = clock
         self._config = config
         self._sessions = SessionTable(max_sessions=config.max_sessions, ttl_s=config.session_ttl_s)
@@ -183,10 +193,25 @@ class DraftEngine:
         self._expire()
         if self._asked:
             asks = [self._ask_of(session) for session in self._asked.values()]
-            for result in self._drafter.draft(asks, max_num_tokens=self._config.max_num_batched_tokens):
+            with self._spare_time.timed():
+                results = self._drafter.draft(asks, max_num_tokens=self._config.max_num_batched_tokens)
+            for result in results:
                 self._answer(result)
+        return self.flush()
+
+    def flush(self) -> list[tuple[str, DrafterMessage]]:
+        """Return the messages that need no step: resyncs, and drafts that were there before they were asked for."""
         outbox, self._outbox = self._outbox, []
         return outbox
+
+    def has_spare_work(self) -> bool:
+        """Tell whether `run_ahead` has anything to do: only while nothing is asked for."""
+        return not self._asked and self._spare_time.has_work()
+
+    def run_ahead(self, max_num_tokens: int = MAX_AHEAD_TOKENS) -> None:
+        """Spend one forward on what may be asked for next, unless something is asked for now."""
+        if self.has_spare_work():
+            self._spare_time.spend(min(max_num_tokens, self._config.max_num_batched_tokens))
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if sessions, asks and the drafter's own state contradict each other."""
@@ -237,10 +262,13 @@ class DraftEngine:
         self._supersede(session)
         session.token_ids.extend(message.token_ids)
         self._check_tokens(key, message.token_ids, may_be_empty=True)
+        session.take_pause(now_s)
         if message.max_length <= 0:
+            self._spare_time.forget(key)
             return
         length = self._draft_length(session, message.max_length)
         if length == 0:
+            self._spare_time.forget(key)
             self._reply_empty(key, message.round_id, len(session.token_ids))
             return
         self._num_asks += 1
@@ -254,6 +282,10 @@ class DraftEngine:
             forced_ids=known_prefix(message.forced_ids[:length], self.vocab_size),
         )
         self._asked[key] = session
+        if self._spare_time.expects(key):
+            result = self._spare_time.answer(self._ask_of(session), session.pause_s)
+            if result is not None:
+                self._answer(result)
 
     def _known_predictions(self, message: Commit) -> tuple[int, ...]:
         """Return the predictions, all or none: each belongs to a place, and what is drafted must be tokens."""
@@ -326,7 +358,8 @@ class DraftEngine:
         assert ask is not None
         assert ask.ask_id == result.ask_id, "a drafter answered what it was not asked for"
         session.round = None
-        self._observe(self._clock() - ask.asked_s)
+        session.answered_s = self._clock()
+        self._observe(session.answered_s - ask.asked_s)
         self.counters.num_drafts += 1
         self.counters.num_draft_tokens += len(result.token_ids)
         draft = Draft(

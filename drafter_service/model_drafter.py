@@ -13,16 +13,20 @@ a fork are computed under a tree mask, in each level's forward again, so that no
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
 
 from outrider.drafter_service.draft_batch import Chunk, DraftState, chunk_of, pack
 from outrider.drafter_service.engine import Ask, DraftResult
 from outrider.drafter_service.kv_budget import num_common, reserve, share_budget
+from outrider.drafter_service.outcomes import Pace
 from outrider.drafter_service.sessions import SessionKey
+from outrider.drafter_service.speculation_cache import AheadStep, SpeculationCache, WatchedChain, check_states
 from outrider.drafter_service.tree_growth import (
     DEFAULT_TREES,
     Growing,
+    Growth,
     TreeConfig,
     answer_of,
     empty_answer,
@@ -46,11 +50,13 @@ class ModelDrafter:
         top_n: int = 32,
         trees: TreeConfig = DEFAULT_TREES,
         first_position: Callable[[Ask], int] | None = None,
+        num_ahead_branches: int = 0,
     ) -> None:
         """Draw drafts from the first `vocab_size` ids (the target's vocabulary); None: from all the model has.
 
         `first_position` says where in the target's sequence an ask's draft begins, which the noise of seeded requests
-        depends on; None: after the ask's tokens, which are the target's.
+        depends on; None: after the ask's tokens, which are the target's. While a chain is verified, drafts are made
+        for `num_ahead_branches` of its outcomes (see `speculation_cache`); 0: `run_ahead` has nothing to do.
         """
         self._runner = runner
         self._rng = rng
@@ -60,6 +66,11 @@ class ModelDrafter:
         self._first_position = first_position or (lambda ask: len(ask.token_ids))
         self._pool = BlockPool(runner.num_blocks, runner.block_size, enable_prefix_caching=False)
         self._states: dict[SessionKey, DraftState] = {}  # least recently asked first
+        self._cache: SpeculationCache | None = None
+        if num_ahead_branches:
+            self._cache = SpeculationCache(
+                self._pool, num_branches=num_ahead_branches, max_model_len=runner.max_model_len
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -90,22 +101,75 @@ class ModelDrafter:
                 chunks.append(chunk_of(state, share))
             elif index == 0:
                 return [self._give_up(state)]
-        self._execute(chunks)
+        self._execute(chunks, AheadStep())
         return [self._complete(chunk.state) for chunk in chunks if not chunk.growth.frontier]
 
     def release(self, key: SessionKey) -> None:
+        self.forget_outcomes(key)
         state = self._states.pop(key, None)
         if state is not None:
             self._pool.release(state.block_table)
 
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         assert self._states.keys() <= set(keys), "KV of a session that is gone"
-        self._pool.check_integrity([state.block_table for state in self._states.values()])
-        for state in self._states.values():
-            assert len(state.block_table) == self._pool.num_blocks_for(len(state.cached_ids)), "blocks without tokens"
-            assert state.cached_ids == state.tokens[: len(state.cached_ids)], "KV of other tokens"
-            assert (state.ask is None) == (state.growth is None), "a draft that nobody asked for"
-            assert state.growth is not None or not state.nodes, "nodes without a tree"
+        tables = [state.block_table for state in self._states.values()]
+        if self._cache is not None:
+            self._cache.check_integrity(self._states.values())
+            tables += self._cache.block_tables()
+        self._pool.check_integrity(tables)
+        check_states(self._pool, self._states.values())
+
+    # --- running ahead ---
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._cache is not None
+
+    def expects(self, key: SessionKey) -> bool:
+        return self._cache is not None and self._cache.expects(key)
+
+    def take(self, ask: Ask, pace: Pace | None) -> DraftResult | None:
+        """Answer an ask by what was drafted for it in advance, or by nothing where nothing is worth its time.
+
+        None: it is drafted as any other, as far as is worth the time at this pace, from what there is already.
+        """
+        if self._cache is None or not _is_watched(ask):
+            return None
+        branch = self._cache.take(ask)
+        state = self._adopt(ask, branch) if branch is not None else self._state_of(ask, max_num_tokens=ask.length)
+        chain = state.draft
+        assert isinstance(chain, WatchedChain)
+        chain.stop_at(min(ask.length, max(len(chain), self._cache.worth(ask, pace))))
+        self._forget_beyond(state, state.num_committed + len(chain))
+        return None if chain.frontier else self._complete(state)
+
+    def forget_outcomes(self, key: SessionKey) -> None:
+        if self._cache is not None:
+            self._cache.drop(key)
+
+    def has_spare_work(self) -> bool:
+        return self._cache is not None and self._cache.has_work()
+
+    def run_ahead(self, *, max_num_tokens: int) -> int:
+        assert self._cache is not None, "this drafter does not run ahead"
+        step = self._cache.next_step(max_num_tokens)
+        if step.states:
+            self._execute([chunk_of(*part) for part in zip(step.states, step.shares, strict=True)], step)
+        self._cache.after_step()
+        return step.num_tokens
+
+    def _adopt(self, ask: Ask, branch: DraftState) -> DraftState:
+        """Let a branch go on as its session's own state."""
+        self._pool.release(self._states.pop(ask.key).block_table)
+        self._states[ask.key] = branch
+        branch.ask = ask
+        return branch
+
+    def _forget_beyond(self, state: DraftState, num_tokens: int) -> None:
+        """Cut a draft that was asked for shorter than it is; its last token is always yet to be computed."""
+        if num_tokens < len(state.tokens):
+            del state.tokens[num_tokens:]
+            self._roll_back(state, min(len(state.cached_ids), num_tokens - 1))
 
     # --- state ---
 
@@ -114,16 +178,22 @@ class ModelDrafter:
         state = self._states.setdefault(ask.key, DraftState())
         if state.ask is not None and state.ask.ask_id == ask.ask_id:
             return state
+        self.forget_outcomes(ask.key)
         self._states[ask.key] = self._states.pop(ask.key)  # most recently asked
         state.ask = ask
         state.tokens = list(ask.token_ids)
         state.num_committed = len(state.tokens)
-        # nodes beside each other are computed in one step
-        state.growth = start_growth(ask, self._trees, vocab_size=self._draft_vocab_size, max_nodes=max_num_tokens)
+        state.growth = self._start(ask, max_num_tokens)
         state.follow_growth()
         # the last token is computed (again): its logits are wanted
         self._roll_back(state, min(num_common(state.cached_ids, state.tokens), len(state.tokens) - 1))
         return state
+
+    def _start(self, ask: Ask, max_num_tokens: int) -> Growth:
+        if self._cache is not None and _is_watched(ask):
+            return self._cache.start(ask)
+        # nodes beside each other are computed in one step
+        return start_growth(ask, self._trees, vocab_size=self._draft_vocab_size, max_nodes=max_num_tokens)
 
     def _roll_back(self, state: DraftState, num_kept: int) -> None:
         del state.cached_ids[num_kept:]
@@ -132,6 +202,8 @@ class ModelDrafter:
     def _reserve(
         self, state: DraftState, share: int, *, asked: Sequence[DraftState], younger: Sequence[DraftState]
     ) -> bool:
+        if self._cache is not None:
+            self._cache.make_room(self._pool.num_blocks_for(len(state.cached_ids) + share) - len(state.block_table))
         return reserve(
             self._pool,
             state,
@@ -144,8 +216,10 @@ class ModelDrafter:
 
     # --- the step ---
 
-    def _execute(self, chunks: Sequence[Chunk]) -> None:
-        logits = self._runner.execute(pack(chunks, self._pool.block_size))  # [num_frontier_nodes, vocab_size]
+    def _execute(self, chunks: Sequence[Chunk], copies: AheadStep) -> None:
+        batch = pack(chunks, self._pool.block_size)
+        batch = replace(batch, copy_sources=copies.copy_sources, copy_targets=copies.copy_targets)
+        logits = self._runner.execute(batch)  # [num_frontier_nodes, vocab_size]
         for chunk in chunks:
             cached_ids = chunk.state.cached_ids
             cached_ids.extend(chunk.state.tokens[len(cached_ids) :][: chunk.num_tokens])
@@ -159,8 +233,11 @@ class ModelDrafter:
     def _complete(self, state: DraftState) -> DraftResult:
         ask, growth = state.ask, state.draft
         assert ask is not None
-        state.ask, state.growth, state.nodes = None, None, []
-        return answer_of(ask, growth)
+        state.rest()
+        result = answer_of(ask, growth)
+        if self._cache is not None and isinstance(growth, WatchedChain):
+            self._cache.watch(ask, state, growth)
+        return result
 
     def _give_up(self, state: DraftState) -> DraftResult:
         """Answer an ask whose KV does not fit even when it has the pool to itself.
@@ -171,3 +248,8 @@ class ModelDrafter:
         assert ask is not None
         self.release(ask.key)
         return self._complete(state) if ask.max_nodes else empty_answer(ask)
+
+
+def _is_watched(ask: Ask) -> bool:
+    """Tell whether an ask is for a chain of free tokens: outcomes of others are not prepared for."""
+    return not ask.max_nodes and not ask.forced_ids

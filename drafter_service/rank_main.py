@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
 from outrider.drafter_service.drafters import DrafterSpec, build_drafter
 from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig, handle_payload
 from outrider.drafter_service.engine_messages import TO_DRAFT_ENGINE, DrafterReady, DrafterUpdate
+from outrider.drafter_service.model_drafter import ModelDrafter
 from outrider.drafter_service.state_transport import StateTransport
 from outrider.drafter_service.target_view import TargetView
+from outrider.verifier_service.drafting import DrafterMessage
 from outrider.verifier_service.engine import Runner
 from outrider.verifier_service.engine_factory import load_rank
 from outrider.verifier_service.engine_messages import PeerState, Relay
@@ -35,7 +37,9 @@ def build_draft_engine(
         max_sessions=spec.max_sessions,
         drafts_greedily=speculative.draft_sample_method == "greedy",
     )
-    return DraftEngine(build_drafter(spec, runner=runner, view=view), clock=time.monotonic, config=config)
+    drafter = build_drafter(spec, runner=runner, view=view)
+    ahead = drafter if isinstance(drafter, ModelDrafter) and drafter.runs_ahead else None
+    return DraftEngine(drafter, clock=time.monotonic, config=config, ahead=ahead)
 
 
 def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
@@ -90,11 +94,14 @@ class DraftLoop:
         """Step until the shell closes the pipe."""
         with contextlib.closing(self._states), contextlib.suppress(EOFError, ConnectionError):  # the shell is gone
             while True:
-                self._receive(patience_s=0.0 if self._engine.has_work() else LOAD_INTERVAL_S)
-                messages = self._engine.step()
+                is_idle = not (self._engine.has_work() or self._engine.has_spare_work())
+                self._receive(patience_s=LOAD_INTERVAL_S if is_idle else 0.0)
+                if ready := self._engine.flush():  # what waits for no forward does not wait for one
+                    self._publish(ready)
+                self._publish(self._engine.step())
+                self._engine.run_ahead()
                 if self._checks_integrity:
                     self._engine.check_integrity()
-                self._publish([self._relay(peer, encode(message)) for peer, message in messages])
 
     def _receive(self, patience_s: float) -> None:
         """Take in all that has arrived, waiting `patience_s` for the first of it."""
@@ -117,8 +124,9 @@ class DraftLoop:
     def _relay(self, peer: str, payload: bytes) -> Relay:
         return Relay(peer=peer, payload=payload, received_s=self._clock())
 
-    def _publish(self, drafts: list[Relay]) -> None:
-        relays, self._answers = self._answers + drafts, []
+    def _publish(self, messages: Sequence[tuple[str, DrafterMessage]]) -> None:
+        relays = self._answers + [self._relay(peer, encode(message)) for peer, message in messages]
+        self._answers = []
         now_s = self._clock()
         is_due = now_s >= self._next_load_s
         if is_due:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 from outrider.drafter_service.state_buffer import StateBuffer
 from outrider.verifier_service.drafting import DraftSampling
 
+SMOOTHING = 1 / 8  # gain of mean times, as TCP's retransmission timer uses it (RFC 6298)
+
 
 class SessionKey(NamedTuple):
     peer: str
@@ -46,6 +48,14 @@ class Session:
     cache_salt: str = ""
     states: StateBuffer = field(default_factory=StateBuffer)
     refusal: str | None = None  # why nothing can be drafted for it: its asks are answered by empty drafts
+    answered_s: float | None = None  # when, if the verifier has not come back since
+    pause_s: float | None = None  # smoothed time from an answer to what the verifier says next
+
+    def take_pause(self, now_s: float) -> None:
+        """Note how long the verifier took with the last answer."""
+        if self.answered_s is not None:
+            pause_s, self.answered_s = now_s - self.answered_s, None
+            self.pause_s = pause_s if self.pause_s is None else self.pause_s + SMOOTHING * (pause_s - self.pause_s)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,8 @@ from outrider.verifier_service.tensor_route import TRANSPORTS
 
 MAX_DRAFT_LENGTH = 64
 MAX_TREE_NODES = 256
+MAX_AHEAD_BRANCHES = 64
+USUAL_AHEAD_BRANCHES = 8
 
 
 class Method(enum.StrEnum):
@@ -77,6 +79,8 @@ class SpeculativeConfig:
     vocabulary: str = "same"  # as the target's | text: another, by way of text | intersect: another, where both agree
     state_dtype: str = "auto"  # of hidden states that are told to drafters; auto: the target's own
     tensor_transport: str = "auto"  # of hidden states to a pool: grpc, gloo or nccl
+    # outcomes of a verification that a pool's draft model drafts for while it runs; 0: none; None: as many as usual
+    ahead_branches: int | None = None
     methods: tuple[Method, ...] = ()  # of a hybrid, the most promising first where nothing is known
 
     def __post_init__(self) -> None:
@@ -102,6 +106,8 @@ class SpeculativeConfig:
         require(self.state_dtype in DTYPES, "state_dtype", f"one of {', '.join(DTYPES)}")
         require(self.tensor_transport in TRANSPORTS, "tensor_transport", f"one of {', '.join(TRANSPORTS)}")
         require(self.vocabulary in ("same", "text", "intersect"), "vocabulary", "same, text or intersect")
+        is_ahead_in_range = self.ahead_branches is None or 0 <= self.ahead_branches <= MAX_AHEAD_BRANCHES
+        require(is_ahead_in_range, "ahead_branches", f"in [0, {MAX_AHEAD_BRANCHES}]")
         self._check_combination()
 
     def _check_combination(self) -> None:
@@ -128,10 +134,23 @@ class SpeculativeConfig:
             raise ValueError("num_tree_nodes: a draft that goes by way of text is a chain")
         if self.rejection_sample_method is AcceptanceRule.BLOCK and self.num_tree_nodes:
             raise ValueError("rejection_sample_method: block verification is for chains")
+        if self.ahead_branches and not self.can_run_ahead:
+            raise ValueError("ahead_branches: only a draft model of the target's vocabulary in a pool runs ahead")
         if self.draft_tensor_parallel_size > 1 and not set(self.all_methods) <= set(WHOLE_MODELS):
             raise ValueError(f"draft_tensor_parallel_size: {self.method} runs on one rank")
         if self.draft_tensor_parallel_size > 1 and self.location is Location.VERIFIER:
             raise ValueError("draft_tensor_parallel_size: a drafter in the verifier runs on one rank")
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether the drafter has time of its own, and drafts that go on from more than one outcome."""
+        return self.method is Method.DRAFT_MODEL and self.vocabulary == "same" and self.location is Location.POOL
+
+    @property
+    def num_ahead_branches(self) -> int:
+        """Return how many outcomes of a verification to draft for in spare time."""
+        usual = USUAL_AHEAD_BRANCHES if self.can_run_ahead else 0
+        return usual if self.ahead_branches is None else self.ahead_branches
 
     @property
     def all_methods(self) -> tuple[Method, ...]:

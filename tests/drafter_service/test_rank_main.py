@@ -58,11 +58,13 @@ def draft(request_id: str = "r", token_ids: tuple[int, ...] = PROMPT, *, round_i
 class Loop:
     """The shell's end of the pipe to a draft loop on a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ahead_branches: int = 0) -> None:
         self.pipe, far = Pipe()
         self.runner = FakeRunner()
-        drafter = ModelDrafter(self.runner, torch.Generator().manual_seed(0))
-        self.engine = DraftEngine(drafter, clock=time.monotonic, config=DraftEngineConfig())
+        rng = torch.Generator().manual_seed(0)
+        drafter = ModelDrafter(self.runner, rng, num_ahead_branches=num_ahead_branches)
+        ahead = drafter if num_ahead_branches else None
+        self.engine = DraftEngine(drafter, clock=time.monotonic, config=DraftEngineConfig(), ahead=ahead)
         self.answers: list[tuple[str, Any]] = []
         self.loads: list[DrafterLoad] = []
         self.error: BaseException | None = None
@@ -103,8 +105,8 @@ class Loop:
 
 
 @contextlib.contextmanager
-def looping() -> Iterator[Loop]:
-    loop = Loop()
+def looping(num_ahead_branches: int = 0) -> Iterator[Loop]:
+    loop = Loop(num_ahead_branches)
     try:
         yield loop
     finally:
@@ -116,6 +118,27 @@ def test_asks_go_in_and_drafts_come_out():
         loop.say("v", open_(), commit())
         loop.hear_until(lambda: loop.answers)
         assert loop.answers == [("v", draft())]
+
+
+def test_the_loop_spends_its_spare_time_on_what_comes_next():
+    with looping(num_ahead_branches=2) as loop:
+        loop.say("v", open_(), commit())
+        loop.hear_until(lambda: loop.loads and loop.loads[-1].counters.num_ahead_tokens == 1 + 2 * 3)
+        num_batches = len(loop.runner.batches)
+        new = continuation(list(PROMPT), 4, 97)
+        loop.say("v", dataclasses.replace(commit(round_id=2), token_ids=new))
+        loop.hear_until(lambda: len(loop.answers) == 2)
+        assert loop.answers[1] == ("v", draft(token_ids=PROMPT + new, round_id=2))
+        loop.hear_until(lambda: loop.loads[-1].counters.num_cache_hits == 1)
+        assert all(batch.num_tokens <= 2 for batch in loop.runner.batches[num_batches:]), "all of it in spare time"
+
+
+def test_a_loop_with_nothing_to_do_sleeps():
+    with looping(num_ahead_branches=2) as loop:
+        loop.say("v", open_(), commit())
+        loop.hear_until(lambda: len(loop.loads) >= 4)  # one in 0.2 s
+        assert not loop.engine.has_spare_work()
+        assert len(loop.runner.batches) == 3 + 1 + 3
 
 
 def test_peers_with_the_same_request_id_are_told_apart():

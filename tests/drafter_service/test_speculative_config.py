@@ -3,11 +3,13 @@ from __future__ import annotations
 import pytest
 
 from outrider.drafter_service.speculative_config import (
+    MAX_AHEAD_BRANCHES,
     MAX_DRAFT_LENGTH,
     MAX_TREE_NODES,
     MODEL_FREE,
     STATE_READING,
     TARGET_DERIVED,
+    USUAL_AHEAD_BRANCHES,
     WHOLE_MODELS,
     Location,
     Method,
@@ -120,3 +122,18 @@ def test_what_cannot_be_is_refused_by_field(fields, text: str):
 def test_the_edges_are_inside(fields):
     config = SpeculativeConfig(**fields)
     assert {name: getattr(config, name) for name in fields} == fields
+
+
+def test_running_ahead_is_for_draft_models_with_time_of_their_own():
+    assert SpeculativeConfig().num_ahead_branches == USUAL_AHEAD_BRANCHES
+    assert SpeculativeConfig(ahead_branches=0).num_ahead_branches == 0
+    assert SpeculativeConfig(ahead_branches=3).num_ahead_branches == 3
+    others: list[dict[str, object]] = [BESIDE, {"method": Method.NGRAM}, {"vocabulary": "text"}]
+    for fields in others:
+        assert SpeculativeConfig(**fields).num_ahead_branches == 0
+        assert SpeculativeConfig(ahead_branches=0, **fields).num_ahead_branches == 0
+        with pytest.raises(ValueError, match="ahead_branches: only a draft model"):
+            SpeculativeConfig(ahead_branches=1, **fields)
+    for number in (-1, MAX_AHEAD_BRANCHES + 1):
+        with pytest.raises(ValueError, match="ahead_branches must be in"):
+            SpeculativeConfig(ahead_branches=number)

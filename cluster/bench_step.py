@@ -1,0 +1,229 @@
+"""What a load step does to a running server: one stream, then many, then one again, with speculation off and on.
+
+    phase            before       load (all that join send one request after another)   after
+    requests at a time  1 ------------------------- N --------------------------------- 1
+
+Beside the requests `/load` is read a few times a second: price, draft length and the reasons of the router's decisions.
+The load ends as a crowd leaves: all its streams are broken off at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import statistics
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.cluster.bench_figures import DraftCounts
+from outrider.cluster.bench_load import Ask, Clock, Prompt, Reply
+
+SAMPLE_INTERVAL_S = 0.25
+RECOVERED_SHARE = 0.9  # of the draft length before the load
+BEFORE, LOAD, AFTER = "before", "load", "after"
+PHASES = (BEFORE, LOAD, AFTER)
+
+ReadLoad = Callable[[], Awaitable[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """The step. Raises `ValueError` naming the field that is out of range."""
+
+    concurrency: int = 64
+    alone_s: float = 8.0  # before and after
+    load_s: float = 12.0
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 2:
+            raise ValueError("concurrency must be at least 2")
+        if min(self.alone_s, self.load_s) <= 0.0:
+            raise ValueError("alone_s and load_s must be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What `/load` said: the verifiers' means, and how often each decision was taken since the sample before."""
+
+    time_s: float  # since the begin
+    phase: str
+    num_running: int
+    price: float | None
+    draft_length: float  # asked per decoding request and step
+    decisions: Mapping[str, int]  # by reason; "on" where speculation was switched on
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """One run of the step."""
+
+    samples: list[Sample] = field(default_factory=list)
+    replies: dict[str, list[Reply]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    load_ended_s: float = 0.0
+
+    @property
+    def errors(self) -> list[str]:
+        return [reply.error for replies in self.replies.values() for reply in replies if reply.error is not None]
+
+    def first_tokens_s(self, phase: str) -> list[float]:
+        """Return the times to first token of a phase's requests, sorted."""
+        return sorted(reply.chunk_times_s[0] - reply.sent_s for reply in self.replies[phase] if reply.chunk_times_s)
+
+    def drafts(self, phase: str) -> DraftCounts:
+        return sum((reply.drafts for reply in self.replies[phase]), DraftCounts())
+
+    def draft_length(self, phase: str) -> float:
+        """Return the mean draft length asked for in a phase, its first second left out."""
+        phase_samples = [sample for sample in self.samples if sample.phase == phase]
+        begin_s = phase_samples[0].time_s if phase_samples else 0.0
+        settled = [sample.draft_length for sample in phase_samples if sample.time_s >= begin_s + 1.0]
+        return statistics.fmean(settled) if settled else 0.0
+
+    @property
+    def recovery_s(self) -> float | None:
+        """Return how long after the load's end drafts were as long as before; None: they never were."""
+        wanted = RECOVERED_SHARE * self.draft_length(BEFORE)
+        times_s = (s.time_s for s in self.samples if s.phase == AFTER and s.draft_length >= wanted)
+        first_s = next(times_s, None)
+        return None if first_s is None else first_s - self.load_ended_s
+
+
+async def run_step(
+    ask: Ask, read_load: ReadLoad, prompts: Sequence[Prompt], options: StepOptions, *, clock: Clock
+) -> StepTrace:
+    """Run the three phases; a request counts in the phase in which it was sent, one that was broken off nowhere."""
+    trace = StepTrace()
+    begin_s = clock()
+    phase = [BEFORE]
+    prompt_of = itertools.cycle(prompts)
+
+    async def one_after_another() -> None:
+        while True:
+            sent_in = phase[0]
+            reply = await ask(next(prompt_of))
+            trace.replies[sent_in].append(reply)
+
+    with contextlib.ExitStack() as running:
+        tasks = [_started(running, one_after_another()), _started(running, _sample(trace, read_load, phase, clock))]
+        await _passed(options.alone_s, tasks)
+        phase[0] = LOAD
+        with contextlib.ExitStack() as crowd:
+            joined = [_started(crowd, one_after_another()) for _ in range(options.concurrency - 1)]
+            await _passed(options.load_s, [*tasks, *joined])
+        phase[0] = AFTER
+        trace.load_ended_s = clock() - begin_s
+        await _passed(options.alone_s, tasks)
+    return trace
+
+
+def _started(stack: contextlib.ExitStack, work: Any) -> asyncio.Task[None]:
+    """Start a task that is cancelled when the stack is left."""
+    task: asyncio.Task[None] = asyncio.ensure_future(work)
+    stack.callback(task.cancel)
+    return task
+
+
+async def _passed(seconds: float, tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait; the first of these tasks that fails ends the wait with its error."""
+    done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+    for task in done:
+        task.result()
+
+
+async def _sample(trace: StepTrace, read_load: ReadLoad, phase: Sequence[str], clock: Clock) -> None:
+    begin_s, before = clock(), dict[str, int]()
+    while True:
+        load = await read_load()
+        counts = {_reason(item): int(item["count"]) for item in load["decisions"]}
+        verifiers = load["verifiers"]
+        prices = [verifier["price"] for verifier in verifiers if verifier["price"] is not None]
+        lengths = [verifier["draft_length_mean"] for verifier in verifiers]
+        trace.samples.append(
+            Sample(
+                time_s=clock() - begin_s,
+                phase=phase[0],
+                num_running=load["totals"]["num_running"],
+                price=statistics.fmean(prices) if prices else None,
+                draft_length=statistics.fmean(lengths) if lengths else 0.0,
+                decisions={reason: n for reason, count in counts.items() if (n := count - before.get(reason, 0)) > 0},
+            )
+        )
+        before = counts
+        await asyncio.sleep(SAMPLE_INTERVAL_S)
+
+
+def _reason(item: Mapping[str, Any]) -> str:
+    return "on" if item["decision"] == "on" else str(item["reason"])
+
+
+# --- showing it ---
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return a percentile of sorted values by the nearest rank; NaN of none."""
+    return values[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+
+
+def seconds_of(trace: StepTrace) -> Iterator[tuple[float, Sample, Mapping[str, int]]]:
+    """Yield one sample a second with all decisions of that second."""
+    for second, group in itertools.groupby(trace.samples, key=lambda sample: int(sample.time_s)):
+        samples = list(group)
+        decisions: dict[str, int] = {}
+        for sample in samples:
+            for reason, count in sample.decisions.items():
+                decisions[reason] = decisions.get(reason, 0) + count
+        yield float(second), samples[-1], decisions
+
+
+def to_markdown(title: str, off: StepTrace, on: StepTrace) -> str:
+    """Write a page: the summary, then what happened second by second with speculation on."""
+    lines = [
+        "# A load step",
+        "",
+        title,
+        "",
+        "| | speculation off | adaptive |",
+        "|---|---:|---:|",
+        *(f"| {name} | {cell(off)} | {cell(on)} |" for name, cell in SUMMARY),
+        "",
+        "| second | phase | running | price | draft length | decisions |",
+        "|---:|---|---:|---:|---:|---|",
+    ]
+    for second, sample, decisions in seconds_of(on):
+        price = "-" if sample.price is None else f"{sample.price:.2f}"
+        shown = ", ".join(f"{reason} {count}" for reason, count in sorted(decisions.items()))
+        lines.append(
+            f"| {second:.0f} | {sample.phase} | {sample.num_running} | {price} | {sample.draft_length:.2f} | {shown} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _acceptance(phase: str) -> Callable[[StepTrace], str]:
+    def cell(trace: StepTrace) -> str:
+        drafts = trace.drafts(phase)
+        return f"{drafts.num_accepted_tokens / drafts.num_draft_tokens:.0%}" if drafts.num_draft_tokens else "-"
+
+    return cell
+
+
+def _first_token(phase: str, share: float) -> Callable[[StepTrace], str]:
+    return lambda trace: f"{percentile(trace.first_tokens_s(phase), share) * 1e3:.0f}"
+
+
+def _recovery(trace: StepTrace) -> str:
+    if trace.draft_length(BEFORE) == 0.0:
+        return "-"
+    return "never" if trace.recovery_s is None else f"{trace.recovery_s:.2f}"
+
+
+SUMMARY: tuple[tuple[str, Callable[[StepTrace], str]], ...] = (
+    *((f"requests answered, {p}", lambda trace, p=p: str(len(trace.replies[p]))) for p in PHASES),
+    ("errors", lambda trace: str(len(trace.errors))),
+    *((f"TTFT p50 {p}, ms", _first_token(p, 0.5)) for p in PHASES),
+    *((f"TTFT p90 {p}, ms", _first_token(p, 0.9)) for p in PHASES),
+    *((f"draft length {p}", lambda trace, p=p: f"{trace.draft_length(p):.2f}") for p in PHASES),
+    *((f"accepted {p}", _acceptance(p)) for p in PHASES),
+    ("full drafts again after the load's end, s", _recovery),
+)

@@ -1,0 +1,89 @@
+"""What a drafting engine does with the time in which nothing is asked of it: it lets its drafter run ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from outrider.drafter_service.outcomes import Pace
+
+if TYPE_CHECKING:  # the engine is built on this module
+    from outrider.drafter_service.drafter_load import DrafterCounters
+    from outrider.drafter_service.engine import Ask, DraftResult
+    from outrider.drafter_service.sessions import SessionKey
+
+MAX_AHEAD_TOKENS = 64  # of one forward in spare time, which an ask that has just come has to wait for
+NUM_TIMED_STEPS = 15  # whose median is the time of one: a few long prefills among them do not count
+
+
+class RunsAhead(Protocol):
+    """A drafter that uses its spare time to draft for what the verification of an answered draft may end in."""
+
+    def expects(self, key: SessionKey) -> bool:
+        """Tell whether there was time to prepare for a session's next ask."""
+
+    def take(self, ask: Ask, pace: Pace | None) -> DraftResult | None:
+        """Answer an ask from what was prepared, or, with nothing, where drafting it now is not worth the time.
+
+        None: it is to be drafted as any other.
+        """
+
+    def forget_outcomes(self, key: SessionKey) -> None:
+        """Prepare nothing for a session any more."""
+
+    def has_spare_work(self) -> bool: ...
+
+    def run_ahead(self, *, max_num_tokens: int) -> int:
+        """Run one forward of at most `max_num_tokens` tokens over what is prepared; return how many it had."""
+
+
+class SpareTime:
+    """The spare time of one drafter; one that cannot run ahead (None) has no use for it."""
+
+    def __init__(self, drafter: RunsAhead | None, *, clock: Callable[[], float], counters: DrafterCounters) -> None:
+        self._drafter = drafter
+        self._clock = clock
+        self._counters = counters
+        self._step_times_s: deque[float] = deque(maxlen=NUM_TIMED_STEPS)
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Take the time of one forward, which says what drafting after a miss costs."""
+        begin_s = self._clock()
+        yield
+        self._step_times_s.append(self._clock() - begin_s)
+
+    def has_work(self) -> bool:
+        return self._drafter is not None and self._drafter.has_spare_work()
+
+    def spend(self, max_num_tokens: int) -> None:
+        """Run one forward over what is prepared."""
+        assert self._drafter is not None, "nothing is prepared"
+        with self.timed():
+            self._counters.num_ahead_tokens += self._drafter.run_ahead(max_num_tokens=max_num_tokens)
+
+    def expects(self, key: SessionKey) -> bool:
+        """Tell whether there was time to prepare for a session's next ask."""
+        return self._drafter is not None and self._drafter.expects(key)
+
+    def answer(self, ask: Ask, pause_s: float | None) -> DraftResult | None:
+        """Answer an ask that was prepared for, and count how that went; None: it has to be drafted.
+
+        `pause_s` is the time that its verifier takes between an answer and its next ask.
+        """
+        assert self._drafter is not None, "nothing is prepared"
+        is_paced = pause_s is not None and self._step_times_s
+        pace = Pace(step_s=statistics.median(self._step_times_s), round_s=pause_s or 0.0) if is_paced else None
+        result = self._drafter.take(ask, pace)
+        is_hit = result is not None and bool(result.token_ids)
+        self._counters.num_cache_hits += is_hit
+        self._counters.num_cache_misses += not is_hit
+        return result
+
+    def forget(self, key: SessionKey) -> None:
+        """Prepare nothing for a session any more."""
+        if self._drafter is not None:
+            self._drafter.forget_outcomes(key)

@@ -1,0 +1,133 @@
+"""The load step against a server that is played: phases, recovery, decisions, and what the page says."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from outrider.cluster.bench_figures import DraftCounts
+from outrider.cluster.bench_load import Prompt, Reply
+from outrider.cluster.bench_step import (
+    AFTER,
+    BEFORE,
+    LOAD,
+    Sample,
+    StepOptions,
+    StepTrace,
+    percentile,
+    run_step,
+    seconds_of,
+    to_markdown,
+)
+
+OPTIONS = StepOptions(concurrency=5, alone_s=0.6, load_s=0.6)
+
+
+class PlayedServer:
+    """Answers in 20 ms and drafts 4 tokens while it is alone, none under load."""
+
+    def __init__(self) -> None:
+        self.num_running = self.most_running = self.num_broken_off = self.num_loads = 0
+
+    async def ask(self, prompt: Prompt) -> Reply:
+        sent_s = time.perf_counter()
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            await asyncio.sleep(0.02)
+        except asyncio.CancelledError:
+            self.num_broken_off += 1
+            raise
+        finally:
+            self.num_running -= 1
+        drafts = DraftCounts(num_drafts=1, num_draft_tokens=4, num_accepted_tokens=1)
+        now_s = time.perf_counter()
+        return Reply(sent_s=sent_s, chunk_times_s=(now_s,), ended_s=now_s, num_tokens=2, drafts=drafts)
+
+    async def read_load(self) -> dict[str, Any]:
+        self.num_loads += 1
+        is_busy = self.num_running > 1
+        verifier = {"price": 1.0 if is_busy else None, "draft_length_mean": 0.0 if is_busy else 4.0}
+        decisions = [{"decision": "on", "reason": "none", "count": 2}]
+        decisions.append({"decision": "off", "reason": "load", "count": self.num_loads})
+        return {"verifiers": [verifier], "totals": {"num_running": self.num_running}, "decisions": decisions}
+
+
+async def test_one_many_one():
+    server = PlayedServer()
+    trace = await run_step(server.ask, server.read_load, ["a", "b"], OPTIONS, clock=time.perf_counter)
+    await asyncio.sleep(0)
+    assert server.most_running == 5
+    assert server.num_running == 0
+    assert server.num_broken_off >= 4, "the crowd's streams, and the last one"
+    assert all(trace.replies[phase] for phase in (BEFORE, LOAD, AFTER))
+    assert len(trace.replies[LOAD]) > 3 * len(trace.replies[BEFORE])
+    assert {sample.draft_length for sample in trace.samples if sample.phase == LOAD} == {0.0}
+    assert trace.samples[0].decisions == {"on": 2, "load": 1}
+    assert all(sample.decisions == {"load": 1} for sample in trace.samples[1:])
+    assert trace.drafts(BEFORE).num_accepted_tokens == len(trace.replies[BEFORE])
+    assert trace.errors == []
+
+
+async def test_a_server_that_does_not_tell_its_load_ends_the_run():
+    async def broken() -> dict[str, Any]:
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError, match="gone"):
+        await run_step(PlayedServer().ask, broken, ["a"], OPTIONS, clock=time.perf_counter)
+
+
+def sample(time_s: float, phase: str, draft_length: float, **decisions: int) -> Sample:
+    return Sample(
+        time_s=time_s, phase=phase, num_running=1, price=0.25, draft_length=draft_length, decisions=decisions
+    )
+
+
+def trace_of(*samples: Sample) -> StepTrace:
+    return StepTrace(samples=list(samples), load_ended_s=20.0)
+
+
+BEFORE_LOAD = (sample(0.0, BEFORE, 0.0), sample(1.5, BEFORE, 4.0), sample(2.0, BEFORE, 4.0))
+
+
+def test_recovery_counts_from_the_loads_end_to_drafts_as_long_as_before():
+    trace = trace_of(*BEFORE_LOAD, sample(10.0, LOAD, 4.0), sample(20.5, AFTER, 1.0), sample(21.25, AFTER, 3.7))
+    assert trace.draft_length(BEFORE) == 4.0, "the first second does not count"
+    assert trace.recovery_s == 1.25
+    assert trace_of(*BEFORE_LOAD, sample(25.0, AFTER, 3.5)).recovery_s is None
+
+
+def test_decisions_of_a_second_are_added_up():
+    trace = trace_of(sample(3.0, LOAD, 1.0, load=2), sample(3.5, LOAD, 0.5, load=1, on=1), sample(4.0, LOAD, 0.0))
+    (second, last, decisions), (_, _, none) = seconds_of(trace)
+    assert (second, last.draft_length, decisions, none) == (3.0, 0.5, {"load": 3, "on": 1}, {})
+
+
+def test_the_page_has_both_runs_and_every_second():
+    trace = trace_of(*BEFORE_LOAD, sample(20.5, AFTER, 4.0, on=1))
+    trace.replies[BEFORE].append(
+        Reply(
+            sent_s=1.0,
+            chunk_times_s=(1.25,),
+            ended_s=2.0,
+            drafts=DraftCounts(num_drafts=1, num_draft_tokens=4, num_accepted_tokens=1),
+        )
+    )
+    page = to_markdown("title", StepTrace(), trace)
+    assert "| TTFT p50 before, ms | nan | 250 |" in page
+    assert "| accepted before | - | 25% |" in page
+    assert "| full drafts again after the load's end, s | - | 0.50 |" in page
+    assert "| 20 | after | 1 | 0.25 | 4.00 | on 1 |" in page
+
+
+@pytest.mark.parametrize(("field", "value"), [("concurrency", 1), ("alone_s", 0.0), ("load_s", -1.0)])
+def test_bad_options_are_named(field: str, value: float):
+    with pytest.raises(ValueError, match=field):
+        StepOptions(**{field: value})
+
+
+def test_percentiles_are_of_the_nearest_rank():
+    assert [percentile([1.0, 2.0, 3.0, 4.0], share) for share in (0.0, 0.5, 0.9, 1.0)] == [1.0, 3.0, 4.0, 4.0]
