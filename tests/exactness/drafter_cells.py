@@ -38,7 +38,7 @@ from outrider.verifier_service.wire import decode, encode
 
 DRAFT_LENGTH = 3
 NUM_TREE_NODES = 7
-PATIENCE_S = 60.0  # for a draft: a busy machine must not turn drafts into empty ones
+PATIENCE_S = 600.0  # for a draft: a busy machine must not turn drafts into empty ones
 MODES = tuple(VerificationMode)
 
 
