@@ -89,7 +89,9 @@ def bench() -> None:
     """Measure: latency and throughput beside transformers, without a server; serve: a running server under load.
 
     drafters: every drafter beside plain decoding; replay: those that need no model, over recorded token ids;
-    policy: how much to draft, over recorded acceptance; router: what its decisions cost.
+    adaptive: the price of a step beside every fixed draft length; step: a running server's load from 1 to many streams
+    and back; ahead: drafting while the verifier verifies; policy: how much to draft, over recorded acceptance; router:
+    what its decisions cost.
     """
 
 
