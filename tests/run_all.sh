@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTEST=(.venv/bin/python -m pytest -rs)
 IDLE=(nice -n 19) # Ray's workers are nice as well: better is to run when nobody else would
-if command -v chrt >/dev/null; then IDLE=(chrt --idle 0); fi
+if chrt --idle 0 true 2>/dev/null; then IDLE=(chrt --idle 0); fi
 logs=$(mktemp -d)
 status=0
 trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$logs"' EXIT
