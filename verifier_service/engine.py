@@ -195,7 +195,11 @@ class VerifierEngine:
         self._keep_prompt_logprobs(schedule.items, first_rows, logits)
         outcomes = self._verify(schedule.items, first_rows, logits)
         self.pricing.observe(
-            schedule, outcomes, step_s=self._clock() - scheduled_s, exposed_s=scheduled_s - waited_since_s
+            schedule,
+            outcomes,
+            step_s=self._clock() - scheduled_s,
+            exposed_s=scheduled_s - waited_since_s,
+            num_held=_num_held(self.scheduler.running) - _num_held([item.request for item in schedule.items]),
         )
         logprobs = _output_logprobs(outcomes, logits)
         timings = [self._timing(schedule, item, begin_s) for item in schedule.items]
@@ -394,6 +398,10 @@ def _output_logprobs(outcomes: Sequence[Outcome], logits: torch.Tensor) -> list[
     ]
     found = iter(token_logprobs(logits, queries))
     return [None if num_top is None else tuple(next(found)) for num_top in wanted]
+
+
+def _num_held(requests: Sequence[Request]) -> int:
+    return sum(request.hold_until_s is not None for request in requests)
 
 
 def _failure(request_id: str, error: str) -> RequestOutput:

@@ -33,6 +33,7 @@ from outrider.verifier_service.tree import depths
 PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rounds, at most
 PROBE_LENGTH = 2
 PROBE_SHARE = 0.02  # of the time of all steps
+HELD_SMOOTHING = 0.1  # per step that verifies drafts
 MAX_SAVED_STEPS = 25.0  # of that share: what is left over does not pile up
 LOW_SURVIVAL = 0.25  # of a first position: below, a request is off for what it drafts and not for the load
 
@@ -77,6 +78,7 @@ class DraftPricing:
     _requests: dict[str, _Pricing] = field(default_factory=dict)
     _base: StepShape = field(default_factory=lambda: StepShape(1, 0))  # of the last step, its drafts left out
     _probe_s: float = 0.0  # what probes may cost now
+    _held_share: float = 0.0  # of the requests: those that miss a step because their drafts are not there yet
 
     def use_profile(self, step_times: Sequence[StepTime]) -> None:
         """Start pricing by the measured step times; too few of them leave it off."""
@@ -177,26 +179,31 @@ class DraftPricing:
         price = self._price.price
         return kept_nodes(draft, [node for node, survival in enumerate(slots) if survival > price])
 
-    def observe(self, schedule: Schedule, outcomes: Sequence[Outcome], *, step_s: float, exposed_s: float) -> None:
-        """Take in a step: how long it took, how long its drafts held it up before that, and what came of them."""
+    def observe(
+        self, schedule: Schedule, outcomes: Sequence[Outcome], *, step_s: float, exposed_s: float, num_held: int = 0
+    ) -> None:
+        """Take in a step: how long it took, how long its drafts held it up before that, and what came of them.
+
+        `num_held` requests that could have been in it still waited for their drafts.
+        """
         if self.cost is None or self._price is None:
             return
         num_context_tokens = sum(schedule.batch.context_lengths)
         self.cost.observe(StepShape(schedule.batch.num_tokens, num_context_tokens), step_s)
-        self._observe_exposure(outcomes, step_s, exposed_s)
+        self._observe_exposure(outcomes, step_s, exposed_s, num_held)
         priced = [outcome.item for outcome in outcomes if outcome.item.samples and not self._is_pinned(outcome)]
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
         if self._price.is_new:  # before the first drafts: as if the prompts had been read already
             base = StepShape(max(1, len(priced)), num_context_tokens)
         self._base = base
-        self._observe_offers(base, [self._offer(item.request) for item in priced])
+        self._observe_offers(base, [self._offer(item.request) for item in priced], num_held)
         self._depth.observe_rate(sum(len(outcome.committed) for outcome in outcomes), step_s + exposed_s)
         for outcome in outcomes:
             self._observe_draft(outcome)
         self._probe_s = min(self._probe_s + PROBE_SHARE * step_s, PROBE_SHARE * MAX_SAVED_STEPS * step_s)
 
-    def _observe_offers(self, base: StepShape, offers: Sequence[_Offer]) -> None:
+    def _observe_offers(self, base: StepShape, offers: Sequence[_Offer], num_held: int) -> None:
         """Price what was on offer in the step, as far as drafts should go."""
         assert self._price is not None
         self._depth.observe([offer.levels for offer in offers], self._price.price_if_free)
@@ -204,7 +211,17 @@ class DraftPricing:
         slots = [survival for offer in offers for survival in (offer.slots if bound is None else offer.down_to(bound))]
         longest = max((len(offer.levels) for offer in offers), default=0)
         exposed_s = self._exposure.seconds(longest if bound is None else min(bound, longest))
-        self._price.observe(base, len(offers), slots, exposed_s=exposed_s)
+        self._price.observe(base, len(offers), slots, exposed_s=exposed_s, log_loss=self._loss(base, num_held))
+
+    def _loss(self, base: StepShape, num_held: int) -> float:
+        """Return what steps lose, as a logarithm of tokens/s, because some requests wait for drafts and miss them."""
+        assert self.cost is not None
+        num_all = base.num_tokens + num_held
+        num_apart = max(1, round(num_all * (1.0 - self._held_share)))
+        whole_s, apart_s = (
+            self.cost.seconds(StepShape(num, base.num_context_tokens)) for num in (num_all, num_apart)
+        )
+        return max(0.0, math.log(num_all / whole_s) - math.log(num_apart / apart_s))
 
     def _offer(self, request: Request) -> _Offer:
         """Return what one request had on offer; by history where nothing was asked for."""
@@ -227,7 +244,9 @@ class DraftPricing:
         kept = self._requests.get(outcome.item.request.request_id)
         return kept is not None and kept.is_pinned
 
-    def _observe_exposure(self, outcomes: Sequence[Outcome], step_s: float, exposed_s: float) -> None:
+    def _observe_exposure(
+        self, outcomes: Sequence[Outcome], step_s: float, exposed_s: float, num_held: int
+    ) -> None:
         """Take in a wait for drafts; of one for a drafter that read a prompt first, no more than is known or a step."""
         asked = [self._requests.get(outcome.item.request.request_id) for outcome in outcomes]
         asking = [kept for kept in asked if kept is not None and kept.asked]
@@ -237,6 +256,8 @@ class DraftPricing:
         if any(kept.is_opening for kept in asking):
             exposed_s = min(exposed_s, max(step_s, self._exposure.seconds(length)))
         self._exposure.observe(length, exposed_s)
+        share = num_held / (num_held + len(outcomes))
+        self._held_share += HELD_SMOOTHING * (share - self._held_share)
 
     def _observe_draft(self, outcome: Outcome) -> None:
         draft, request_id = outcome.item.draft, outcome.item.request.request_id

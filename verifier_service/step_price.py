@@ -62,10 +62,12 @@ class StepPrice:
         num_decoding: int,
         slots: Sequence[float],
         exposed_s: float = 0.0,
+        log_loss: float = 0.0,
     ) -> None:
         """Take in a past step: its shape without drafts and the survivals that were on offer.
 
-        Drafts hold the step up by `exposed_s` as soon as there is one slot. A step in which no request was decoding, or
+        As soon as there is one slot, drafts hold the step up by `exposed_s` and take `log_loss` off the logarithm of
+        its tokens per second. A step in which no request was decoding, or
         nothing was on offer, says nothing of drafts.
         """
         if num_decoding < 1 or not slots:
@@ -80,7 +82,7 @@ class StepPrice:
             gain = free_gain = 0.0
             if count:
                 free_gain = math.log(tokens[count] / seconds[count]) - plain
-                gain = free_gain - math.log1p(exposed_s / seconds[count])
+                gain = free_gain - math.log1p(exposed_s / seconds[count]) - log_loss
             self._gains[index] = FADE * self._gains[index] + gain
             self._free_gains[index] = FADE * self._free_gains[index] + free_gain
         self._num_steps = FADE * self._num_steps + 1.0

@@ -121,3 +121,13 @@ def test_steps_that_say_nothing_of_drafts_are_left_out():
         price.observe(StepShape(8, 0), 8, [])
         price.observe(StepShape(8, 0), 0, chain(0.9))
     assert price.price == before == NEVER
+
+
+def test_what_drafts_cost_besides_raises_the_price():
+    prices = []
+    for log_loss in (0.0, 0.7):
+        price = StepPrice(CostModel(StepTimeModel((1, 64), (1.0, 1.0), 0.0)))
+        price.observe(StepShape(4, 4), 4, [0.6, 0.3] * 4, log_loss=log_loss)
+        prices.append(price.price)
+    assert prices[0] < 0.3
+    assert prices[1] == NEVER, "log 1.9, what all of them gain, is less than what is lost"
