@@ -23,7 +23,7 @@ def requests(draft_length: int) -> list[GenerationRequest]:
         GenerationRequest(
             request_id=f"{index} {name}",
             prompt_token_ids=tuple(tokenizer(prompt)["input_ids"][:120]),
-            sampling=SamplingParams(max_tokens=32, ignore_eos=True, **sampling),
+            sampling=SamplingParams(max_tokens=64, ignore_eos=True, **sampling),
             plan=SpeculationPlan(draft_length=draft_length),
         )
         for index, prompt in enumerate(prompts)
