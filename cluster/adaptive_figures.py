@@ -19,6 +19,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from outrider.cluster.bench_verbs import markdown_table
+
 OFF, ADAPTIVE, TABLE = "off", "adaptive", "table"
 NUM_RESAMPLES = 4000
 INTERVAL = (2.5, 97.5)  # percentiles
@@ -126,9 +128,7 @@ def to_table(title: str, points: Sequence[Point]) -> Table:
 
 
 def to_markdown(title: str, points: Sequence[Point]) -> str:
-    headings = _headings(points)
-    rows = [headings, ["---:"] * len(headings), *(_cells(point) for point in points)]
-    lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    lines = "\n".join(markdown_table(_headings(points), map(_cells, points)))
     return (
         f"# Never worse\n\n{title}\n\n{lines}\n\n"
         "Speeds are medians over the repeats, ratios medians with 95 % bootstrap intervals: the best fixed arm is "

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outrider.cluster.bench_drafters import numbers, show_progress
+from outrider.cluster.bench_verbs import console_of, numbers, show_progress
 from outrider.cluster.server_options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:
@@ -161,7 +161,6 @@ def adaptive(
     """Measure whether pricing every step is ever slower than the best fixed draft length, on the embedded pair."""
     from outrider.cluster.adaptive_figures import plot, to_json, to_markdown, to_table
     from outrider.cluster.bench import describe_machine
-    from outrider.cluster.bench_cli import console_of
     from outrider.cluster.bench_figures import Workload
 
     workload = Workload(prompts=(), max_tokens=max_tokens, temperature=temperature, num_speculative_tokens=max_length)

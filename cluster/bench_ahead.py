@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import click
 
 from outrider.cluster import ahead_figures
 from outrider.cluster.ahead_figures import AheadModel, AheadRun, fit, median
+from outrider.cluster.bench_verbs import console_of, markdown_table, numbers, show_progress
 from outrider.cluster.server_options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from outrider.cluster.bench_arms import OutriderArm
     from outrider.cluster.bench_figures import Machine
     from outrider.cluster.config import ServiceConfig
-    from outrider.cluster.offline import OfflineEngine
 
 OFF, SHARED, APART = "off", "co-located", "a core each"
 EMBEDDED_INFLATE_TO = 100e6
@@ -53,15 +52,8 @@ HEADINGS = (
 )
 
 
-def _branches(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError as error:
-        raise click.BadParameter("expected numbers with commas between them") from error
-
-
 @click.command(context_settings=CONTEXT_SETTINGS)
-@click.option("--outcomes", default="1,2,4,8", show_default=True, callback=_branches, help="Prepared for, by arm.")
+@click.option("--outcomes", default="1,2,4,8", show_default=True, callback=numbers, help="Prepared for, by arm.")
 @click.option("--num-speculative-tokens", type=click.IntRange(min=1), default=4, show_default=True)
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of every prompt.")
@@ -87,8 +79,6 @@ def ahead(
     markdown_file: Path | None,
 ) -> None:
     """Draft for the likely outcomes of a verification while it runs: hit rate and time per token by their number."""
-    from rich.console import Console
-
     from outrider.cluster.bench import BenchOptions, describe_machine, pairs, read_prompts
     from outrider.cluster.bench_figures import Workload
     from outrider.cluster.config import ServiceConfig
@@ -105,12 +95,11 @@ def ahead(
             config=config, workload=workload, concurrencies=(1,), repeats=repeats, inflate_to=int(inflate_to)
         )
         machine = describe_machine()
-        with pairs(options) as named, _progress(options.repeats * (3 + len(outcomes))) as on_run:
+        with pairs(options) as named, show_progress(options.repeats * (3 + len(outcomes))) as on_run:
             runs = run_arms(options, named[-1][1], outcomes, on_run)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    console = Console()
-    console = console if console.is_terminal else Console(width=PLAIN_WIDTH)
+    console = console_of(PLAIN_WIDTH)
     console.print(to_table(runs))
     console.print("\n".join(verdict(runs)))
     if markdown_file is not None:
@@ -127,15 +116,15 @@ def ahead_arm(num_outcomes: int) -> str:
 class CountedArm:
     """An arm of the benchmark and what its engines counted during a run."""
 
-    def __init__(self, arm: OutriderArm, offline: OfflineEngine) -> None:
-        self.arm, self._offline = arm, offline
+    def __init__(self, arm: OutriderArm) -> None:
+        self.arm = arm
 
     def run(self, options: BenchOptions) -> AheadRun:
         """Generate everything once, after a warm-up that does not count."""
         from outrider.cluster.bench_arms import placed
 
         workload = options.workload
-        stats = self._offline.engine.stats
+        stats = self.arm.offline.engine.stats
         with placed(self.arm.cores, self.arm.num_threads):
             self.arm.run(dataclasses.replace(workload, prompts=workload.prompts[:1], max_tokens=8), 1)
             before, busy_s = self._counters(), stats.busy_s
@@ -158,7 +147,7 @@ class CountedArm:
         """Return hits, misses and ahead tokens as the drafter tells them once it has nothing more to do."""
         from outrider.cluster.offline import PipeDraftClient
 
-        client = self._offline.drafts
+        client = self.arm.offline.drafts
         if not isinstance(client, PipeDraftClient):
             return 0, 0, 0
         time.sleep(REPORT_PATIENCE_S)
@@ -166,21 +155,6 @@ class CountedArm:
         assert client.load is not None, "the drafter has told nothing of its load"
         counters = client.load.counters
         return counters.num_cache_hits, counters.num_cache_misses, counters.num_ahead_tokens
-
-
-@contextlib.contextmanager
-def _progress(num_runs: int) -> Iterator[Callable[[str], None]]:
-    """Show on stderr which arm runs; redrawn between runs only, so that it takes no time from them."""
-    from rich.console import Console
-    from rich.progress import Progress
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # of loading weights: it would draw over ours
-    with Progress(console=Console(stderr=True), auto_refresh=False) as progress:
-        task = progress.add_task("loading", total=num_runs)
-        numbers = itertools.count()
-        yield lambda name: progress.update(task, completed=next(numbers), description=name, refresh=True)
-        progress.update(task, completed=num_runs, description="done", refresh=True)
 
 
 def run_arms(
@@ -204,7 +178,6 @@ def _open_arms(
     import os
 
     from outrider.cluster.bench_arms import OutriderArm
-    from outrider.cluster.offline import OfflineEngine
 
     num_cores = len(os.sched_getaffinity(0))
     shared = dataclasses.replace(config, threads_per_rank=num_cores)
@@ -213,12 +186,8 @@ def _open_arms(
         name = ahead_arm(number) if number else APART
         ways[name] = dataclasses.replace(config, threads_per_rank=1, speculative_config={"ahead_branches": number})
     for name, way in ways.items():
-        cores = os.sched_getaffinity(0)
-        offline = opening.enter_context(OfflineEngine(way, drafter_process=way is not shared))
-        own = frozenset(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores)
-        arm = OutriderArm(name, offline, cores=own, num_threads=way.threads_per_rank, clock=time.perf_counter)
-        yield name, CountedArm(arm, offline)
+        arm = OutriderArm.open(name, way, opening, time.perf_counter, drafter_process=way is not shared)
+        yield name, CountedArm(arm)
 
 
 # --- the report ---
@@ -306,15 +275,12 @@ def to_markdown(runs: Mapping[str, Sequence[AheadRun]], machine: Machine, option
     lines = [
         "# Running ahead",
         "",
-        f"`outrider bench ahead`: {machine.cpu}, {machine.num_cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, "
-        f"load {machine.load_average:.1f} at the start; {time.strftime('%Y-%m-%d')}; Python {machine.python}, torch "
-        f"{machine.torch}. The embedded pair, target {target}; {len(workload.prompts)} prompts of "
-        f"{workload.max_tokens} tokens one after another, temperature {workload.temperature:g}, drafts of "
-        f"{workload.num_speculative_tokens} tokens; {options.repeats} repeats, arms in turn, medians.",
+        f"`outrider bench ahead`: {machine}; {time.strftime('%Y-%m-%d')}. The embedded pair, target {target}; "
+        f"{len(workload.prompts)} prompts of {workload.max_tokens} tokens one after another, temperature "
+        f"{workload.temperature:g}, drafts of {workload.num_speculative_tokens} tokens; {options.repeats} repeats, "
+        "arms in turn, medians.",
         "",
-        "| " + " | ".join(HEADINGS) + " |",
-        "|" + "|".join("---" if heading == HEADINGS[0] else "---:" for heading in HEADINGS) + "|",
-        *("| " + " | ".join(row) + " |" for row in rows(runs)),
+        *markdown_table(HEADINGS, rows(runs), num_left=1),
         "",
         *verdict(runs),
         "",

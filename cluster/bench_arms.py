@@ -141,7 +141,7 @@ class OutriderArm:
         self, name: str, engine: OfflineEngine, *, cores: frozenset[int], num_threads: int, clock: Clock
     ) -> None:
         self.name, self.cores, self.num_threads = name, cores, num_threads
-        self._offline = engine
+        self.offline = engine
         self._clock = clock
         self._num_runs = 0
 
@@ -171,7 +171,7 @@ class OutriderArm:
         Without `plan_of` all drafts are as long as the workload says, whatever that costs.
         """
         self._num_runs += 1
-        engine = self._offline.engine
+        engine = self.offline.engine
         plan = SpeculationPlan(draft_length=workload.num_speculative_tokens, is_pinned=True)
         recordings = [_Recording() for _ in workload.prompts]
         waiting = deque(enumerate(workload.prompts))
@@ -184,7 +184,7 @@ class OutriderArm:
             if plan_of is not None and plan != (due := plan_of(len(engine.requests))):
                 plan = due
                 engine.set_plans(dict.fromkeys(engine.requests, plan))
-            outputs, now_s = self._offline.step(), self._clock()
+            outputs, now_s = self.offline.step(), self._clock()
             for output in outputs:
                 if output.finish_reason is FinishReason.ERROR:
                     raise BenchError(f"{self.name}: {output.error}")
@@ -199,5 +199,5 @@ class OutriderArm:
     def _add(self, request_id: str, prompt: tuple[int, ...], workload: Workload, plan: SpeculationPlan) -> None:
         sampling = SamplingParams(temperature=workload.temperature, max_tokens=workload.max_tokens, ignore_eos=True)
         request = GenerationRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, plan=plan)
-        if (failure := self._offline.engine.add(request)) is not None:
+        if (failure := self.offline.engine.add(request)) is not None:
             raise BenchError(f"{self.name}: {failure.error}")

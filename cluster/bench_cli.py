@@ -9,7 +9,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,10 +20,11 @@ from outrider.cluster.bench_policy import policy
 from outrider.cluster.bench_replay import replay
 from outrider.cluster.bench_router import router
 from outrider.cluster.bench_step_cli import step
+from outrider.cluster.bench_verbs import console_of, parse_numbers
 from outrider.cluster.server_options import CONTEXT_SETTINGS, server_options
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from outrider.cluster.bench import BenchOptions
     from outrider.cluster.bench_load import LoadPoint
@@ -34,8 +35,6 @@ PLAIN_WIDTH = 140  # columns of text where the output is no terminal
 SERVE_PLAIN_WIDTH = 180
 EMBEDDED_INFLATE_TO = 100e6
 DEFAULT_CONCURRENCIES = (1, 4, 16)
-
-NumberT = TypeVar("NumberT", int, float)
 
 _COMMON_OPTIONS = (
     click.argument("model", required=False),
@@ -70,18 +69,11 @@ def common_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _concurrencies(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    return None if value is None else tuple(_numbers(value, int))
+    return None if value is None else tuple(parse_numbers(value, int))
 
 
 def _rates(_: click.Context, __: click.Parameter, value: str | None) -> tuple[float, ...] | None:
-    return None if value is None else tuple(_numbers(value, float))
-
-
-def _numbers(text: str, kind: Callable[[str], NumberT]) -> list[NumberT]:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise click.BadParameter("expected numbers with commas between them") from error
+    return None if value is None else tuple(parse_numbers(value, float))
 
 
 @click.group(context_settings=CONTEXT_SETTINGS)
@@ -155,14 +147,6 @@ def _run(columns: Sequence[Column], *, json_file: Path | None, markdown_file: Pa
 
 def _show(table: RenderableType, width: int = PLAIN_WIDTH) -> None:
     console_of(width).print(table)
-
-
-def console_of(plain_width: int) -> Console:
-    """Return a console of the terminal's width, or of so many columns where the output is no terminal."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=plain_width)
 
 
 @contextlib.contextmanager

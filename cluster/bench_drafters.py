@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from outrider.cluster.bench_verbs import console_of, numbers, show_progress
 from outrider.cluster.server_options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:
@@ -30,14 +31,6 @@ EMBEDDED_INFLATE_TO = 100e6
 
 def _names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...] | None:
     return None if value is None else tuple(value.split(","))
-
-
-def numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
-    """Read whole numbers with commas between them."""
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError as error:
-        raise click.BadParameter("expected numbers with commas between them") from error
 
 
 def _folders(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, Path]:
@@ -91,7 +84,6 @@ def drafters(json_file: Path | None, markdown_file: Path | None, **given: Any) -
     """
     from outrider.cluster.bench import describe_machine
     from outrider.cluster.bench_arms import BenchError
-    from outrider.cluster.bench_cli import console_of
     from outrider.cluster.bench_drafter_arms import measure
     from outrider.cluster.bench_drafters_report import result_of, to_json, to_markdown, to_table
 
@@ -160,25 +152,3 @@ def _planned(
             repeats=repeats,
             num_tree_nodes=num_tree_nodes,
         )
-
-
-@contextmanager
-def show_progress(num_runs: int) -> Iterator[Callable[[str], None]]:
-    """Show on stderr what is being measured; yields a listener for the next run."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # of loading weights: it would draw over ours
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    # redrawn between runs only: a thread that draws during a run would take time from what is measured
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
-        task = progress.add_task("loading", total=num_runs)
-        started: list[str] = []
-
-        def on_run(description: str) -> None:
-            progress.update(task, completed=len(started), description=description, refresh=True)
-            started.append(description)
-
-        yield on_run
-        progress.update(task, completed=len(started), description="done", refresh=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from outrider.cluster.bench_verbs import console_of, markdown_table
 from outrider.cluster.server_options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:
@@ -64,7 +65,6 @@ def policy(
     TRACES_FOLDER holds JSONL files (.gz too): prompt_token_ids, generated_token_ids, and acc_eagle.acc_len and
     acc_ngram.acc_len: the tokens that one verification at each generated position committed.
     """
-    from outrider.cluster.bench_cli import console_of
     from outrider.cluster.policy_replay import MachineFit
     from outrider.cluster.policy_table import count_points, run_table
     from outrider.cluster.trace_replay import TraceError, read_traces
@@ -208,9 +208,7 @@ def to_markdown(points: Sequence[Point], machine: MachineFit) -> str:
         "",
     ]
     for title, group in grouped(points):
-        lines += [f"**{title}**", "", "| " + " | ".join(HEADINGS) + " |", "|" + "---:|" * len(HEADINGS)]
-        lines += ["| " + " | ".join(cells(point)) + " |" for point in group]
-        lines.append("")
+        lines += [f"**{title}**", "", *markdown_table(HEADINGS, map(cells, group)), ""]
     explained = [inspect.cleandoc(thing.__doc__ or "") for thing in (policy_table, policy_replay, machine)]
     lines += ["```", "\n\n".join(explained), f"Here: knee at {machine.knee:.0f} tokens.", "```"]
     return "\n".join(lines) + "\n"

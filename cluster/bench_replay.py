@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from outrider.cluster.bench_verbs import console_of, markdown_table
 from outrider.cluster.server_options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:
@@ -57,15 +58,11 @@ def replay(
     """
     import time
 
-    from rich.console import Console
-
     from outrider.cluster.bench import describe_machine
     from outrider.cluster.trace_replay import TraceError
 
     machine = describe_machine()
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
+    console = console_of(PLAIN_WIDTH)
     results: list[DatasetResult] = []
     try:
         for path in traces:
@@ -186,10 +183,7 @@ def to_markdown(results: list[DatasetResult], machine: Machine, num_speculative_
         "",
     ]
     for result in results:
-        lines += [f"**{title(result)}**", ""]
-        lines.append("| " + " | ".join(HEADINGS) + " |")
-        lines.append("|" + "|".join("---" if heading == HEADINGS[0] else "---:" for heading in HEADINGS) + "|")
-        lines += ["| " + " | ".join(cells(name, figures)) + " |" for name, figures in result.rows]
-        lines.append("")
+        rows = (cells(name, figures) for name, figures in result.rows)
+        lines += [f"**{title(result)}**", "", *markdown_table(HEADINGS, rows, num_left=1), ""]
     lines += ["```", (trace_replay.__doc__ or "").partition("\n\n")[2].strip(), "```"]
     return "\n".join(lines) + "\n"

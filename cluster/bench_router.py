@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from outrider.cluster.bench_verbs import console_of
 from outrider.cluster.server_options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:
@@ -251,13 +252,10 @@ def router(json_file: Path | None, **options: int) -> None:
     from rich.console import Console
     from rich.progress import track
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
     bench_options = RouterBenchOptions(**options)
     progress = track(SITUATIONS, description="reports", console=Console(stderr=True), auto_refresh=False)
     rows = [measure(bench_options, situation, time.thread_time) for situation in progress]
-    console.print(to_table(bench_options, rows))
+    console_of(PLAIN_WIDTH).print(to_table(bench_options, rows))
     if json_file is not None:
         figures = {"options": dataclasses.asdict(bench_options), "rows": [dataclasses.asdict(row) for row in rows]}
         json_file.write_text(json.dumps(figures, indent=2) + "\n")

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cluster.bench_cli import PLAIN_WIDTH, bench, console_of
+from outrider.cluster.bench_cli import PLAIN_WIDTH, bench
+from outrider.cluster.bench_verbs import console_of
 from outrider.cluster.config_file import read_config_file, read_speculative_config
 from outrider.cluster.security_options import security_options
 from outrider.cluster.server_options import CONTEXT_SETTINGS, server_options

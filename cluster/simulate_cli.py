@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cluster.bench_cli import console_of
+from outrider.cluster.bench_verbs import console_of
 from outrider.cluster.server_options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cluster.bench_cli import CONTEXT_SETTINGS, PLAIN_WIDTH, console_of
+from outrider.cluster.bench_cli import PLAIN_WIDTH
+from outrider.cluster.bench_verbs import console_of
+from outrider.cluster.server_options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -199,7 +199,7 @@ class VerifierEngine:
             outcomes,
             step_s=self._clock() - scheduled_s,
             exposed_s=scheduled_s - waited_since_s,
-            num_held=_num_held(self.scheduler.running) - _num_held([item.request for item in schedule.items]),
+            num_held=sum(request.hold_until_s is not None for request in self.scheduler.running),
         )
         logprobs = _output_logprobs(outcomes, logits)
         timings = [self._timing(schedule, item, begin_s) for item in schedule.items]
@@ -398,10 +398,6 @@ def _output_logprobs(outcomes: Sequence[Outcome], logits: torch.Tensor) -> list[
     ]
     found = iter(token_logprobs(logits, queries))
     return [None if num_top is None else tuple(next(found)) for num_top in wanted]
-
-
-def _num_held(requests: Sequence[Request]) -> int:
-    return sum(request.hold_until_s is not None for request in requests)
 
 
 def _failure(request_id: str, error: str) -> RequestOutput:

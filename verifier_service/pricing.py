@@ -47,8 +47,10 @@ class _Offer:
 
     def down_to(self, depth: int) -> Sequence[float]:
         """Return those of the first positions; of a tree, all that are as good as the worst of these."""
-        if len(self.slots) == len(self.levels) or depth >= len(self.levels):
-            return self.slots[:depth] if len(self.slots) == len(self.levels) else self.slots
+        if len(self.slots) == len(self.levels):  # a chain: no depth has two
+            return self.slots[:depth]
+        if depth >= len(self.levels):
+            return self.slots
         return [survival for survival in self.slots if survival > self.levels[depth]]
 
 
@@ -76,6 +78,7 @@ class DraftPricing:
     _exposure: DraftExposure = field(default_factory=DraftExposure)
     _depth: DraftDepth = field(default_factory=DraftDepth)
     _requests: dict[str, _Pricing] = field(default_factory=dict)
+    _max_depth: int | None = None  # of the drafts asked for until the next step is observed; None: any
     _base: StepShape = field(default_factory=lambda: StepShape(1, 0))  # of the last step, its drafts left out
     _probe_s: float = 0.0  # what probes may cost now
     _held_share: float = 0.0  # of the requests: those that miss a step because their drafts are not there yet
@@ -116,7 +119,7 @@ class DraftPricing:
         kept.asked = bound
         if bound and not kept.is_pinned:
             survivals = self.survival.survivals(request.request_id, drafter_id, bound)
-            kept.asked = self._price.admitted(survivals[: self._depth.bound(self._exposure.level_s)])
+            kept.asked = self._price.admitted(survivals[: self._max_depth])
             if not kept.asked:
                 kept.asked = self._probe(kept)
                 request.metrics.disabled_reason = "low_acceptance" if survivals[0] < LOW_SURVIVAL else "load"
@@ -199,6 +202,7 @@ class DraftPricing:
         self._base = base
         self._observe_offers(base, [self._offer(item.request) for item in priced], num_held)
         self._depth.observe_rate(sum(len(outcome.committed) for outcome in outcomes), step_s + exposed_s)
+        self._max_depth = self._depth.bound(self._exposure.level_s)
         for outcome in outcomes:
             self._observe_draft(outcome)
         self._probe_s = min(self._probe_s + PROBE_SHARE * step_s, PROBE_SHARE * MAX_SAVED_STEPS * step_s)
@@ -218,9 +222,7 @@ class DraftPricing:
         assert self.cost is not None
         num_all = base.num_tokens + num_held
         num_apart = max(1, round(num_all * (1.0 - self._held_share)))
-        whole_s, apart_s = (
-            self.cost.seconds(StepShape(num, base.num_context_tokens)) for num in (num_all, num_apart)
-        )
+        whole_s, apart_s = (self.cost.seconds(StepShape(num, base.num_context_tokens)) for num in (num_all, num_apart))
         return max(0.0, math.log(num_all / whole_s) - math.log(num_apart / apart_s))
 
     def _offer(self, request: Request) -> _Offer:
@@ -229,10 +231,8 @@ class DraftPricing:
         if kept is not None and kept.offered is not None:
             return kept.offered
         if kept is None:  # it has not asked yet
-            drafter_id, bound = (
-                request.plan.drafter_id or "",
-                0 if request.plan.is_pinned else request.plan.draft_length,
-            )
+            drafter_id = request.plan.drafter_id or ""
+            bound = 0 if request.plan.is_pinned else request.plan.draft_length
         elif kept.asked:
             return _Offer()  # its draft did not come
         else:

@@ -1,0 +1,70 @@
+"""What the verbs of `outrider bench` share: numbers in options, the console, progress, tables as Markdown.
+
+Nothing heavy is imported before a verb runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NumberT = TypeVar("NumberT", int, float)
+
+
+def parse_numbers(text: str, kind: Callable[[str], NumberT]) -> list[NumberT]:
+    """Read numbers with commas between them; raises `click.BadParameter`."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise click.BadParameter("expected numbers with commas between them") from error
+
+
+def numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
+    """Read an option's whole numbers."""
+    return tuple(parse_numbers(value, int))
+
+
+def console_of(plain_width: int) -> Console:
+    """Return a console of the terminal's width, or of so many columns where the output is no terminal."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=plain_width)
+
+
+@contextmanager
+def show_progress(num_runs: int) -> Iterator[Callable[[str], None]]:
+    """Show on stderr what is being measured; yields a listener for the next run."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of loading weights: it would draw over ours
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    # redrawn between runs only: a thread that draws during a run would take time from what is measured
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
+        task = progress.add_task("loading", total=num_runs)
+        started: list[str] = []
+
+        def on_run(description: str) -> None:
+            progress.update(task, completed=len(started), description=description, refresh=True)
+            started.append(description)
+
+        yield on_run
+        progress.update(task, completed=len(started), description="done", refresh=True)
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 0) -> list[str]:
+    """Return the lines of a table whose first `num_left` columns are texts, the others figures."""
+    rules = ["---" if column < num_left else "---:" for column in range(len(headings))]
+    return [
+        f"| {' | '.join(headings)} |",
+        f"|{'|'.join(rules)}|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
