@@ -95,6 +95,7 @@ class VerifierEngine:
         self._grammar_states: dict[str, GrammarState] = {}  # of those with structured output
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}  # of those whose first output is to come
         self._stuck_since_s: float | None = None  # since when all requests have waited for drafts
+        self._observed_s: float | None = None  # when the last step was; None: there was nothing to do since
 
     def add(self, message: GenerationRequest) -> RequestOutput | None:
         """Queue a request; one that can never run is answered at once with its error."""
@@ -189,18 +190,20 @@ class VerifierEngine:
             self._stuck_since_s = (self._stuck_since_s or begin_s) if self._requests else None
             return None
         waited_since_s, self._stuck_since_s = self._stuck_since_s or begin_s, None
-        scheduled_s = self._clock()
+        exposed_s = self._clock() - waited_since_s
         logits = self._runner.execute(schedule.batch)
         first_rows = row_starts(schedule.items)
         self._keep_prompt_logprobs(schedule.items, first_rows, logits)
         outcomes = self._verify(schedule.items, first_rows, logits)
+        observed_s = self._clock()
         self.pricing.observe(
             schedule,
             outcomes,
-            step_s=self._clock() - scheduled_s,
-            exposed_s=scheduled_s - waited_since_s,
-            num_held=sum(request.hold_until_s is not None for request in self.scheduler.running),
+            step_s=observed_s - (self._observed_s or waited_since_s) - exposed_s,
+            exposed_s=exposed_s,
+            held=[request for request in self.scheduler.running if request.hold_until_s is not None],
         )
+        self._observed_s = observed_s
         logprobs = _output_logprobs(outcomes, logits)
         timings = [self._timing(schedule, item, begin_s) for item in schedule.items]
         committed = [self._commit(*result) for result in zip(outcomes, logprobs, timings, strict=True)]
@@ -371,6 +374,8 @@ class VerifierEngine:
         self.scheduler.remove(request.request_id)
         self.drafting.close(request)
         self.pricing.forget(request.request_id)
+        if not self._requests:
+            self._observed_s = None
 
 
 _NOTHING = VerifiedTokens([], ())

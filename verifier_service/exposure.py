@@ -5,12 +5,16 @@ Drafters work on the drafts of a step together, so what counts is the length of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.verifier_service.cost_model import CostModel, StepShape
+from outrider.verifier_service.step_price import FADE as STEP_FADE
+from outrider.verifier_service.step_price import TIE
+
 FADE = 0.95  # per step that waited for drafts
-SMOOTHING = 0.1  # per step, of what positions are worth
-PROPORTIONAL_WEIGHT = 0.05  # how firmly waiting is taken to be proportional to it, until lengths have varied
+PROPORTIONAL_WEIGHT = 0.01  # how firmly waiting is taken to be proportional to it, until lengths have varied
 
 
 @dataclass(slots=True)
@@ -62,38 +66,41 @@ class DraftExposure:
 class DraftDepth:
     """How long the longest draft should be: a position is drafted for all of a step's requests, or for none of them.
 
-    One that is worth more tokens than the price of verifying them, over all requests together, pays for as long as its
-    drafting takes at the present rate of tokens.
+    Every length is tried on past steps, as `StepPrice` tries every price.
     """
 
-    def __init__(self) -> None:
-        self._surplus: list[float] = []  # by position: survivals beyond the price, summed over requests; smoothed
-        self._tokens = self._seconds = 0.0
+    def __init__(self, cost: CostModel, exposure: DraftExposure) -> None:
+        self._cost = cost
+        self._exposure = exposure
+        self._gains: list[float] = []  # by length: sums of log (tokens per second / without drafts), that fade
+        self._num_steps = 0.0
 
-    def observe(self, offers: Iterable[Sequence[float]], price: float) -> None:
-        """Take in the survivals that each request of a step had on offer, position by position."""
-        surplus: list[float] = []
-        for survivals in offers:
-            surplus.extend([0.0] * (len(survivals) - len(surplus)))
-            for place, survival in enumerate(survivals):
-                if survival <= price:
-                    break
-                surplus[place] += survival - price
-        self._surplus.extend(surplus[len(self._surplus) :])
-        surplus.extend([0.0] * (len(self._surplus) - len(surplus)))
-        self._surplus = [
-            (1.0 - SMOOTHING) * old + SMOOTHING * new for old, new in zip(self._surplus, surplus, strict=True)
-        ]
+    def observe(self, base: StepShape, offers: Sequence[Sequence[float]], price: float) -> None:
+        """Take in a past step without its drafts, and the survivals that each request had on offer, by position.
 
-    def observe_rate(self, num_tokens: int, seconds: float) -> None:
-        """Take in what a step committed, and how long it took with its wait for drafts."""
-        self._tokens = FADE * self._tokens + num_tokens
-        self._seconds = FADE * self._seconds + seconds
+        What does not exceed `price` would not have been verified.
+        """
+        longest = max(map(len, offers), default=0)
+        if not longest:
+            return
+        paying = [[survival for survival in survivals if survival > price] for survivals in offers]
+        times = self._cost.seconds_with(base, sum(map(len, paying)))
+        plain = math.log(base.num_tokens / times[0])
+        num_tokens, num_slots = float(base.num_tokens), 0
+        gains: list[float] = []
+        for place in range(longest):
+            at_place = [survivals[place] for survivals in paying if len(survivals) > place]
+            num_tokens, num_slots = num_tokens + sum(at_place), num_slots + len(at_place)
+            gains.append(math.log(num_tokens / (times[num_slots] + self._exposure.seconds(place + 1))) - plain)
+        self._gains.extend(self._gains[-1:] * (longest - len(self._gains)) or [0.0] * (longest - len(self._gains)))
+        gains.extend(gains[-1:] * (len(self._gains) - longest))
+        self._gains = [STEP_FADE * old + gain for old, gain in zip(self._gains, gains, strict=True)]
+        self._num_steps = STEP_FADE * self._num_steps + 1.0
 
-    def bound(self, level_s: float) -> int | None:
-        """Return the longest draft that pays where each position takes `level_s`, at least 1; None: any."""
-        if level_s <= 0.0 or not self._surplus or self._seconds <= 0.0:
+    @property
+    def bound(self) -> int | None:
+        """The length that would have been best, at least 1, and the shortest of equals; None: any."""
+        if self._exposure.level_s <= 0.0 or not self._gains:
             return None
-        cost = level_s * self._tokens / self._seconds
-        paying = next((place for place, gain in enumerate(self._surplus) if gain <= cost), len(self._surplus))
-        return max(1, paying)
+        good = max(self._gains) - TIE * self._num_steps
+        return 1 + next(place for place, gain in enumerate(self._gains) if gain >= good)

@@ -25,15 +25,16 @@ from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.exposure import DraftDepth, DraftExposure
 from outrider.verifier_service.outcome import Outcome
 from outrider.verifier_service.request import Request
-from outrider.verifier_service.schedule import Schedule, first_nodes, kept_nodes
+from outrider.verifier_service.schedule import Schedule, ScheduledRequest, first_nodes, kept_nodes
+from outrider.verifier_service.shortfall import Shortfall
 from outrider.verifier_service.step_price import StepPrice
 from outrider.verifier_service.survival import SurvivalEstimator
 from outrider.verifier_service.tree import depths
 
 PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rounds, at most
 PROBE_LENGTH = 2
-PROBE_SHARE = 0.02  # of the time of all steps
-HELD_SMOOTHING = 0.1  # per step that verifies drafts
+PROBE_SHARE = 0.01  # of the time of all steps
+STALL = 4.0  # times what a step should have taken: beyond that the machine stood still
 MAX_SAVED_STEPS = 25.0  # of that share: what is left over does not pile up
 LOW_SURVIVAL = 0.25  # of a first position: below, a request is off for what it drafts and not for the load
 
@@ -76,12 +77,11 @@ class DraftPricing:
     cost: CostModel | None = None  # None: there is no profile, so nothing is priced
     _price: StepPrice | None = None
     _exposure: DraftExposure = field(default_factory=DraftExposure)
-    _depth: DraftDepth = field(default_factory=DraftDepth)
+    _depth: DraftDepth | None = None
     _requests: dict[str, _Pricing] = field(default_factory=dict)
-    _max_depth: int | None = None  # of the drafts asked for until the next step is observed; None: any
     _base: StepShape = field(default_factory=lambda: StepShape(1, 0))  # of the last step, its drafts left out
     _probe_s: float = 0.0  # what probes may cost now
-    _held_share: float = 0.0  # of the requests: those that miss a step because their drafts are not there yet
+    _shortfall: Shortfall = field(default_factory=Shortfall)
 
     def use_profile(self, step_times: Sequence[StepTime]) -> None:
         """Start pricing by the measured step times; too few of them leave it off."""
@@ -89,6 +89,7 @@ class DraftPricing:
             return
         self.cost = CostModel(StepTimeModel.from_points(step_times))
         self._price = StepPrice(self.cost)
+        self._depth = DraftDepth(self.cost, self._exposure)
 
     @property
     def price(self) -> float | None:
@@ -111,7 +112,7 @@ class DraftPricing:
 
         Only earlier rounds count, so nothing depends on what the drafter will draw.
         """
-        if self._price is None:
+        if self._price is None or self._depth is None:
             return bound
         kept = self._kept(request, drafter_id)
         kept.is_opening = kept.is_opening or kept.drafter_id != drafter_id
@@ -119,7 +120,7 @@ class DraftPricing:
         kept.asked = bound
         if bound and not kept.is_pinned:
             survivals = self.survival.survivals(request.request_id, drafter_id, bound)
-            kept.asked = self._price.admitted(survivals[: self._max_depth])
+            kept.asked = self._price.admitted(survivals[: self._depth.bound])
             if not kept.asked:
                 kept.asked = self._probe(kept)
                 request.metrics.disabled_reason = "low_acceptance" if survivals[0] < LOW_SURVIVAL else "load"
@@ -142,7 +143,8 @@ class DraftPricing:
         times = self.cost.seconds_with(self._base, length)
         if self._probe_s <= 0.0:  # the last probes are not paid for yet
             return 0
-        self._probe_s -= times[-1] - times[0] + self._exposure.seconds(length)
+        missed_s = times[0] / self._base.num_tokens  # the others go on: it misses a step
+        self._probe_s -= times[-1] - times[0] + max(missed_s, self._exposure.seconds(length))
         kept.is_probe = True
         return length
 
@@ -183,26 +185,31 @@ class DraftPricing:
         return kept_nodes(draft, [node for node, survival in enumerate(slots) if survival > price])
 
     def observe(
-        self, schedule: Schedule, outcomes: Sequence[Outcome], *, step_s: float, exposed_s: float, num_held: int = 0
+        self,
+        schedule: Schedule,
+        outcomes: Sequence[Outcome],
+        *,
+        step_s: float,
+        exposed_s: float,
+        held: Sequence[Request] = (),
     ) -> None:
         """Take in a step: how long it took, how long its drafts held it up before that, and what came of them.
 
-        `num_held` requests that could have been in it still waited for their drafts.
+        `held` could have been in it, but still waited for their drafts.
         """
         if self.cost is None or self._price is None:
             return
         num_context_tokens = sum(schedule.batch.context_lengths)
         self.cost.observe(StepShape(schedule.batch.num_tokens, num_context_tokens), step_s)
-        self._observe_exposure(outcomes, step_s, exposed_s, num_held)
+        self._observe_exposure(outcomes, step_s, exposed_s)
         priced = [outcome.item for outcome in outcomes if outcome.item.samples and not self._is_pinned(outcome)]
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
         if self._price.is_new:  # before the first drafts: as if the prompts had been read already
             base = StepShape(max(1, len(priced)), num_context_tokens)
         self._base = base
-        self._observe_offers(base, [self._offer(item.request) for item in priced], num_held)
-        self._depth.observe_rate(sum(len(outcome.committed) for outcome in outcomes), step_s + exposed_s)
-        self._max_depth = self._depth.bound(self._exposure.level_s)
+        self._observe_shortfall(priced, held, base, elapsed_s=exposed_s + step_s)
+        self._observe_offers(base, [self._offer(item.request) for item in priced], num_held=len(held))
         for outcome in outcomes:
             self._observe_draft(outcome)
         self._probe_s = min(self._probe_s + PROBE_SHARE * step_s, PROBE_SHARE * MAX_SAVED_STEPS * step_s)
@@ -210,20 +217,46 @@ class DraftPricing:
     def _observe_offers(self, base: StepShape, offers: Sequence[_Offer], num_held: int) -> None:
         """Price what was on offer in the step, as far as drafts should go."""
         assert self._price is not None
-        self._depth.observe([offer.levels for offer in offers], self._price.price_if_free)
-        bound = self._depth.bound(self._exposure.level_s)
+        assert self._depth is not None
+        self._depth.observe(base, [offer.levels for offer in offers], self._price.price_if_free)
+        bound = self._depth.bound
         slots = [survival for offer in offers for survival in (offer.slots if bound is None else offer.down_to(bound))]
         longest = max((len(offer.levels) for offer in offers), default=0)
         exposed_s = self._exposure.seconds(longest if bound is None else min(bound, longest))
-        self._price.observe(base, len(offers), slots, exposed_s=exposed_s, log_loss=self._loss(base, num_held))
+        log_loss = self._shortfall.log_loss(len(offers) + num_held)
+        self._price.observe(base, len(offers), slots, exposed_s=exposed_s, log_loss=log_loss)
 
-    def _loss(self, base: StepShape, num_held: int) -> float:
-        """Return what steps lose, as a logarithm of tokens/s, because some requests wait for drafts and miss them."""
+    def _observe_shortfall(
+        self, priced: Sequence[ScheduledRequest], held: Sequence[Request], base: StepShape, elapsed_s: float
+    ) -> None:
+        """Compare a step of decoding with what the model expects of it; what only probes changed says nothing."""
         assert self.cost is not None
-        num_all = base.num_tokens + num_held
-        num_apart = max(1, round(num_all * (1.0 - self._held_share)))
-        whole_s, apart_s = (self.cost.seconds(StepShape(num, base.num_context_tokens)) for num in (num_all, num_apart))
-        return max(0.0, math.log(num_all / whole_s) - math.log(num_apart / apart_s))
+        num_all = len(priced) + len(held)
+        kept = [self._requests.get(request.request_id) for request in (*(item.request for item in priced), *held)]
+        asking = [one for one in kept if one is not None and one.asked and not one.is_probe and not one.is_pinned]
+        if not priced or base.num_tokens != len(priced):
+            return
+        if not asking:
+            self._shortfall.observe_plain(num_all)
+            return
+        num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
+        times = self.cost.seconds_with(base, num_drafted)
+        num_tokens = len(priced) + sum(self._expected(item) for item in priced)
+        model_s = times[-1] + self._exposure.seconds(max(one.asked for one in asking))
+        plain_s = self.cost.seconds(StepShape(num_all, base.num_context_tokens))
+        self._shortfall.observe(
+            num_all,
+            log_gain=math.log(num_tokens / model_s) - math.log(base.num_tokens / times[0]),
+            num_tokens=num_tokens,
+            num_forgone=min(elapsed_s, STALL * (plain_s + model_s)) * num_all / plain_s,
+        )
+
+    def _expected(self, item: ScheduledRequest) -> float:
+        """Return how many tokens of an item's draft were expected to be accepted."""
+        kept = self._requests.get(item.request.request_id)
+        if item.draft is None or kept is None or kept.offered is None:
+            return 0.0
+        return sum(sorted(kept.offered.slots, reverse=True)[: len(item.draft.token_ids)])
 
     def _offer(self, request: Request) -> _Offer:
         """Return what one request had on offer; by history where nothing was asked for."""
@@ -244,9 +277,7 @@ class DraftPricing:
         kept = self._requests.get(outcome.item.request.request_id)
         return kept is not None and kept.is_pinned
 
-    def _observe_exposure(
-        self, outcomes: Sequence[Outcome], step_s: float, exposed_s: float, num_held: int
-    ) -> None:
+    def _observe_exposure(self, outcomes: Sequence[Outcome], step_s: float, exposed_s: float) -> None:
         """Take in a wait for drafts; of one for a drafter that read a prompt first, no more than is known or a step."""
         asked = [self._requests.get(outcome.item.request.request_id) for outcome in outcomes]
         asking = [kept for kept in asked if kept is not None and kept.asked]
@@ -256,8 +287,6 @@ class DraftPricing:
         if any(kept.is_opening for kept in asking):
             exposed_s = min(exposed_s, max(step_s, self._exposure.seconds(length)))
         self._exposure.observe(length, exposed_s)
-        share = num_held / (num_held + len(outcomes))
-        self._held_share += HELD_SMOOTHING * (share - self._held_share)
 
     def _observe_draft(self, outcome: Outcome) -> None:
         draft, request_id = outcome.item.draft, outcome.item.request.request_id

@@ -34,6 +34,7 @@ class StepPrice:
         self._cost = cost
         self._gains = [0.0] * len(GRID)  # sums of log (tokens per second at this price / without drafts)
         self._free_gains = [0.0] * len(GRID)  # the same without any wait for drafts
+        self._drafted = [0.0] * len(GRID)  # what those steps weigh in which something was worth this price
         self._num_steps = 0.0  # what the sums weigh
         self._price = self._price_if_free = 0.0
 
@@ -66,9 +67,9 @@ class StepPrice:
     ) -> None:
         """Take in a past step: its shape without drafts and the survivals that were on offer.
 
-        As soon as there is one slot, drafts hold the step up by `exposed_s` and take `log_loss` off the logarithm of
-        its tokens per second. A step in which no request was decoding, or
-        nothing was on offer, says nothing of drafts.
+        As soon as there is one slot, drafts hold the step up by `exposed_s`; `log_loss` is what they take off the
+        logarithm of tokens per second besides, as far as is known now: it counts for all past steps alike. A step in
+        which no request was decoding, or nothing was on offer, says nothing of drafts.
         """
         if num_decoding < 1 or not slots:
             return
@@ -82,11 +83,13 @@ class StepPrice:
             gain = free_gain = 0.0
             if count:
                 free_gain = math.log(tokens[count] / seconds[count]) - plain
-                gain = free_gain - math.log1p(exposed_s / seconds[count]) - log_loss
+                gain = free_gain - math.log1p(exposed_s / seconds[count])
             self._gains[index] = FADE * self._gains[index] + gain
             self._free_gains[index] = FADE * self._free_gains[index] + free_gain
+            self._drafted[index] = FADE * self._drafted[index] + (count > 0)
         self._num_steps = FADE * self._num_steps + 1.0
-        self._price, self._price_if_free = self._best(self._gains), self._best(self._free_gains)
+        lossy = [gain - log_loss * weight for gain, weight in zip(self._gains, self._drafted, strict=True)]
+        self._price, self._price_if_free = self._best(lossy), self._best(self._free_gains)
 
     def _best(self, gains: Sequence[float]) -> float:
         """Return the best price; where a stretch of prices is as good, one in the middle of it, as noise is then."""

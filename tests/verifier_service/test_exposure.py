@@ -2,7 +2,8 @@ import random
 
 import pytest
 
-from outrider.verifier_service.exposure import DraftExposure
+from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
+from outrider.verifier_service.exposure import DraftDepth, DraftExposure
 
 
 def exposed(*rounds: tuple[int, float]) -> DraftExposure:
@@ -41,3 +42,47 @@ def test_neither_part_is_negative():
 def test_it_forgets():
     exposure = exposed(*[(4, 0.100)] * 100, *[(4, 0.0)] * 100)
     assert exposure.seconds(4) < 0.002
+
+
+FLAT = CostModel(StepTimeModel((1, 64), (0.020, 0.020), 0.0))
+BASE = StepShape(1, 0)
+
+
+def depth_of(exposure: DraftExposure, offers: list[list[float]], price: float = 0.0) -> DraftDepth:
+    depth = DraftDepth(FLAT, exposure)
+    for _ in range(50):
+        depth.observe(BASE, offers, price)
+    return depth
+
+
+def test_without_a_wait_any_depth_is_good():
+    assert depth_of(exposed(), [[0.9, 0.1]]).bound is None
+
+
+def test_nothing_offered_bounds_nothing():
+    assert depth_of(exposed(*[(4, 0.020)] * 50), []).bound is None
+    assert depth_of(exposed(*[(4, 0.020)] * 50), [[]]).bound is None
+
+
+def test_positions_are_drafted_for_as_long_as_they_bring_more_than_their_time():
+    """5 ms a position against 20 ms a token without drafts: the last of these brings too little."""
+    exposure = exposed(*((length, 0.005 * length) for length in (1, 2, 3, 4) * 20))
+    assert depth_of(exposure, [[0.9, 0.8, 0.6, 0.1]]).bound == 3
+    assert depth_of(exposure, [[0.1, 0.05]]).bound == 1, "whether to draft at all is the price's to say"
+
+
+def test_a_poor_first_position_is_taken_for_a_good_second():
+    """What a draft costs at all is paid once."""
+    exposure = exposed(*((length, 0.015 + 0.002 * length) for length in (1, 2, 3, 4) * 20))
+    assert depth_of(exposure, [[0.5, 0.48]]).bound == 2
+
+
+def test_what_would_not_be_verified_makes_no_depth():
+    exposure = exposed(*((length, 0.001 * length) for length in (1, 2, 3, 4) * 20))
+    assert depth_of(exposure, [[0.9, 0.8, 0.3, 0.3]]).bound == 4
+    assert depth_of(exposure, [[0.9, 0.8, 0.3, 0.3]], price=0.5).bound == 2
+
+
+def test_one_request_that_goes_deep_pays_for_all():
+    exposure = exposed(*((length, 0.001 * length) for length in (1, 2, 3, 4) * 20))
+    assert depth_of(exposure, [[0.1], [0.9, 0.9, 0.9]]).bound == 3

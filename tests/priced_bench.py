@@ -1,0 +1,174 @@
+"""An engine that prices its drafts, in virtual time: steps take what a profile says, drafters what the test says."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine_bench import MemoryDrafts, greedy_tokens, make_request, make_runner, tokens_of
+from outrider.verifier_service.cost_model import StepTimeModel
+from outrider.verifier_service.drafting import Commit, Draft, DrafterEvent
+from outrider.verifier_service.engine import VerifierEngine
+from outrider.verifier_service.engine_messages import StepTime
+from outrider.verifier_service.kv_cache import BlockPool
+from outrider.verifier_service.pricing import DraftPricing
+from outrider.verifier_service.request import RequestOutput
+from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
+from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
+
+FREE = (StepTime(num_tokens=1, seconds=0.020), StepTime(num_tokens=64, seconds=0.020))
+DEAR = (StepTime(num_tokens=1, seconds=0.010), StepTime(num_tokens=64, seconds=0.640))
+KNEED = tuple(StepTime(num_tokens=n, seconds=0.02 * max(1, n // 16)) for n in (1, 16, 32, 64, 128))
+VOCAB_SIZE = 97
+
+
+class GuessingDrafts(MemoryDrafts):
+    """A drafter that knows the target's tokens, and gets some of them wrong, here and there."""
+
+    def __init__(self, *, share_wrong: float = 0.0, confidences: Sequence[float] = (), draft_s: float = 0.0) -> None:
+        super().__init__()
+        self.events = [DrafterEvent(drafter_id="d", vocab_size=VOCAB_SIZE)]
+        self._share_wrong, self._confidences = share_wrong, confidences
+        self._prefixes: dict[str, list[int]] = {}
+        self.draft_s, self.num_drafts = draft_s, 0
+        self.asked: list[int] = []
+
+    def send(self, drafter_id, messages) -> None:
+        super().send(drafter_id, messages)
+        for message in messages:
+            if isinstance(message, Commit):
+                self.asked.append(message.max_length)
+                self.events.append(DrafterEvent(drafter_id="d", message=self._draft(message)))
+            elif hasattr(message, "token_ids"):
+                self._prefixes[message.request_id] = list(message.token_ids)
+
+    def _draft(self, ask: Commit) -> Draft:
+        prefix = self._prefixes[ask.request_id]
+        prefix += ask.token_ids
+        token_ids = list(greedy_tokens(ask.max_length, prefix))
+        for place in range(len(token_ids)):
+            if zlib.crc32(f"{ask.request_id} {len(prefix) + place}".encode()) < self._share_wrong * (1 << 32):
+                token_ids[place] = (token_ids[place] + 1) % VOCAB_SIZE
+        return Draft(
+            request_id=ask.request_id,
+            round_id=ask.round_id,
+            position=len(prefix),
+            token_ids=tuple(token_ids),
+            confidences=tuple(self._confidences[: len(token_ids)]) or None,
+        )
+
+
+class Bench:
+    """An engine that prices by `profile`; its steps take what that says, and a poll takes the drafter's time."""
+
+    def __init__(self, drafts: GuessingDrafts, profile: Sequence[StepTime]) -> None:
+        self.now_s, self.drafts = 0.0, drafts
+        self.runner = make_runner(num_blocks=1024, max_model_len=512)
+        self.pricing = DraftPricing()
+        self.pricing.use_profile(profile)
+        self._true = StepTimeModel.from_points(profile or FREE)
+        limits = {"max_model_len": 512, "vocab_size": VOCAB_SIZE}
+        self.engine = VerifierEngine(
+            self.runner,
+            Scheduler(SchedulerConfig(**limits), BlockPool(1024, 4), self.pricing),
+            DraftCoordinator(drafts, SpeculationConfig(**limits), pricing=self.pricing),
+            clock=lambda: self.now_s,
+            generator=torch.Generator().manual_seed(0),
+            pricing=self.pricing,
+        )
+        self._execute, self._poll = self.runner.execute, drafts.poll
+        self.runner.execute = self._timed_execute
+        drafts.poll = self._timed_poll
+
+    def _timed_execute(self, batch) -> torch.Tensor:
+        self.now_s += self._true.t(batch.num_tokens)
+        return self._execute(batch)
+
+    def _timed_poll(self) -> list[DrafterEvent]:
+        events = self._poll()
+        drafted = [event.message for event in events if isinstance(event.message, Draft)]
+        self.now_s += self.drafts.draft_s * max((len(draft.token_ids) for draft in drafted), default=0)
+        return events
+
+    def run(self, *, num_requests: int = 1, max_tokens: int = 100, **options) -> dict[str, list[RequestOutput]]:
+        for index in range(num_requests):
+            request = make_request(str(index), draft_length=4, max_tokens=max_tokens, drafter_id="d")
+            if options:
+                request = dataclasses.replace(request, plan=dataclasses.replace(request.plan, **options))
+            assert self.engine.add(request) is None
+        outputs: dict[str, list[RequestOutput]] = {}
+        while self.engine.has_work():
+            for output in self.engine.step() or []:
+                outputs.setdefault(output.request_id, []).append(output)
+            self.engine.check_integrity()
+        for found in outputs.values():
+            assert tokens_of(found) == greedy_tokens(max_tokens), "whatever is drafted"
+        return outputs
+
+
+class FarDrafts(GuessingDrafts):
+    """A drafter with a clock of its own: what was sent together is one batch, and batches wait for each other."""
+
+    def __init__(self, *, level_s: float, fixed_s: float = 0.0, share_wrong: float = 0.0) -> None:
+        """A batch takes `fixed_s` and, for each position of its longest draft, `level_s`."""
+        super().__init__(share_wrong=share_wrong)
+        self.level_s, self.fixed_s = level_s, fixed_s
+        self.clock: Callable[[], float] = lambda: 0.0
+        self._free_s = 0.0
+        self._coming: list[tuple[float, list[DrafterEvent]]] = []
+
+    def send(self, drafter_id, messages) -> None:
+        num_before = len(self.events)
+        super().send(drafter_id, messages)
+        batch, self.events = self.events[num_before:], self.events[:num_before]
+        if batch:
+            longest = max(len(event.message.token_ids) for event in batch)
+            self._free_s = max(self._free_s, self.clock()) + self.fixed_s + self.level_s * longest
+            self._coming.append((self._free_s, batch))
+
+    def poll(self) -> list[DrafterEvent]:
+        events = super().poll()
+        while self._coming and self._coming[0][0] <= self.clock():
+            events += self._coming.pop(0)[1]
+        return events
+
+    @property
+    def next_s(self) -> float:
+        """When the next batch is there."""
+        return self._coming[0][0]
+
+
+class FarBench(Bench):
+    """The same with a drafter elsewhere: verifier and drafter work at the same time."""
+
+    def __init__(self, drafts: FarDrafts, profile: Sequence[StepTime]) -> None:
+        super().__init__(drafts, profile)
+        drafts.clock = lambda: self.now_s
+        self.drafts: FarDrafts = drafts
+        self._num_runs = 0
+
+    def _timed_poll(self) -> list[DrafterEvent]:
+        return self._poll()
+
+    def speed(self, concurrency: int, *, num_requests: int, max_tokens: int = 48, **plan: object) -> float:
+        """Return the tokens per second of so many requests, `concurrency` at a time."""
+        begin_s, num_added, num_finished = self.now_s, 0, 0
+        self._num_runs += 1
+        while num_finished < num_requests:
+            while num_added < num_requests and len(self.engine.requests) < concurrency:
+                name = f"{self._num_runs}-{num_added}"
+                request = make_request(name, draft_length=8, max_tokens=max_tokens, drafter_id="d")
+                request = dataclasses.replace(request, plan=dataclasses.replace(request.plan, **plan))
+                assert self.engine.add(request) is None
+                num_added += 1
+            outputs = self.engine.step()
+            if outputs is None:
+                idle_s = self.engine.idle_s()
+                assert idle_s is not None
+                self.now_s = min(self.now_s + idle_s, self.drafts.next_s) + 1e-6
+            for output in outputs or []:
+                num_finished += output.finish_reason is not None
+        return num_requests * max_tokens / (self.now_s - begin_s)

@@ -1,0 +1,73 @@
+import math
+
+import pytest
+
+from outrider.verifier_service.engine_messages import StepTime
+from outrider.verifier_service.shortfall import Shortfall
+from priced_bench import FarBench, FarDrafts
+
+# as a model of 100 M parameters takes on one core
+ONE_CORE = tuple(
+    StepTime(num_tokens=n, seconds=seconds)
+    for n, seconds in ((1, 0.017), (2, 0.018), (4, 0.020), (8, 0.028), (16, 0.038), (32, 0.072), (64, 0.130))
+)
+
+
+def observe(shortfall: Shortfall, num_requests: int, *, gain: float, seen: float, num_steps: int = 200) -> None:
+    """Steps that should have made `gain` times the tokens of plain decoding, and made `seen` times as many."""
+    for _ in range(num_steps):
+        shortfall.observe(num_requests, log_gain=math.log(gain), num_tokens=seen * 10, num_forgone=10)
+
+
+def test_what_is_not_seen_is_the_loss():
+    shortfall = Shortfall()
+    assert shortfall.log_loss(4) == 0.0
+    observe(shortfall, 4, gain=1.5, seen=0.9)
+    assert shortfall.log_loss(4) == pytest.approx(math.log(1.5 / 0.9), rel=0.15)
+
+
+def test_a_few_steps_say_little():
+    shortfall = Shortfall()
+    observe(shortfall, 4, gain=1.5, seen=0.9, num_steps=1)
+    assert shortfall.log_loss(4) == pytest.approx(math.log(1.5 / 0.9) / 5)
+
+
+def test_more_than_was_expected_is_no_loss():
+    shortfall = Shortfall()
+    observe(shortfall, 1, gain=1.2, seen=1.4)
+    assert shortfall.log_loss(1) == 0.0
+
+
+def test_every_level_of_load_has_its_own():
+    shortfall = Shortfall()
+    observe(shortfall, 4, gain=1.5, seen=0.9)
+    assert shortfall.log_loss(7) == shortfall.log_loss(4)
+    assert shortfall.log_loss(1) == shortfall.log_loss(3) == shortfall.log_loss(8) == 0.0
+
+
+def test_it_is_forgotten_while_nothing_drafts():
+    shortfall = Shortfall()
+    observe(shortfall, 4, gain=1.5, seen=0.9)
+    before = shortfall.log_loss(4)
+    for _ in range(64):
+        shortfall.observe_plain(4)
+    assert before * 0.9 < shortfall.log_loss(4) < before
+    for _ in range(4096):
+        shortfall.observe_plain(4)
+    assert shortfall.log_loss(4) < 0.01
+
+
+@pytest.mark.parametrize("concurrency", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize(("share_wrong", "level_s"), [(0.45, 0.004), (0.25, 0.002)])
+def test_a_far_drafter_never_makes_it_slower(concurrency: int, share_wrong: float, level_s: float):
+    """Drafts that split the batch are found out: against no drafts, and against the best of the fixed lengths."""
+    bench = FarBench(FarDrafts(level_s=level_s, fixed_s=0.003, share_wrong=share_wrong), ONE_CORE)
+
+    def speed(num_requests: int = max(8, concurrency), **plan: object) -> float:
+        return bench.speed(concurrency, num_requests=num_requests, **plan)
+
+    off, *fixed = (speed(draft_length=length, is_pinned=True) for length in (0, 2, 4))
+    speed()  # it learns
+    priced = speed(2 * max(8, concurrency))
+    assert priced > 0.95 * off
+    assert priced > 0.92 * max(fixed)
