@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
+import random
 from collections.abc import Callable, Sequence
 
 import torch
@@ -50,7 +50,7 @@ class GuessingDrafts(MemoryDrafts):
         prefix += ask.token_ids
         token_ids = list(greedy_tokens(ask.max_length, prefix))
         for place in range(len(token_ids)):
-            if zlib.crc32(f"{ask.request_id} {len(prefix) + place}".encode()) < self._share_wrong * (1 << 32):
+            if random.Random(f"{ask.request_id} {len(prefix) + place}").random() < self._share_wrong:
                 token_ids[place] = (token_ids[place] + 1) % VOCAB_SIZE
         return Draft(
             request_id=ask.request_id,
@@ -136,6 +136,10 @@ class FarDrafts(GuessingDrafts):
         return events
 
     @property
+    def is_busy(self) -> bool:
+        return self._free_s > self.clock()
+
+    @property
     def next_s(self) -> float:
         """When the next batch is there."""
         return self._coming[0][0]
@@ -144,14 +148,21 @@ class FarDrafts(GuessingDrafts):
 class FarBench(Bench):
     """The same with a drafter elsewhere: verifier and drafter work at the same time."""
 
-    def __init__(self, drafts: FarDrafts, profile: Sequence[StepTime]) -> None:
+    def __init__(self, drafts: FarDrafts, profile: Sequence[StepTime], *, contention: float = 0.0) -> None:
+        """Steps take longer by the share `contention` while the drafter works: they share a machine's memory."""
         super().__init__(drafts, profile)
+        self._contention = contention
         drafts.clock = lambda: self.now_s
         self.drafts: FarDrafts = drafts
         self._num_runs = 0
 
     def _timed_poll(self) -> list[DrafterEvent]:
         return self._poll()
+
+    def _timed_execute(self, batch) -> torch.Tensor:
+        if self.drafts.is_busy:
+            self.now_s += self._contention * self._true.t(batch.num_tokens)
+        return super()._timed_execute(batch)
 
     def speed(self, concurrency: int, *, num_requests: int, max_tokens: int = 48, **plan: object) -> float:
         """Return the tokens per second of so many requests, `concurrency` at a time."""

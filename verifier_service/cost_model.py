@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from outrider.verifier_service.engine_messages import StepTime
 
 FADE = 0.98  # of what earlier steps say, per step: a memory of about 50
-PRIOR_STEPS = (1.0, 0.1, 0.1, 0.1)  # how many steps the profile is worth against each factor
+PRIOR_STEPS = (1.0, 0.1, 0.1, 0.1, 0.1)  # how many steps the profile is worth against each factor
 CONTEXT_UNIT = 1 << 14  # KV positions that are guessed to take about as long to read as the weights
 NUM_SPREADS = 3.0  # residuals beyond so many times their usual size count linearly
 MIN_SPREAD, FIRST_SPREAD = 0.02, 0.25  # relative residuals that are usual
@@ -110,6 +110,7 @@ class StepShape:
 
     num_tokens: int  # computed
     num_context_tokens: int  # KV positions read, by all of its sequences together
+    is_drafting: bool = False  # drafters work at the same time: they may share memory or cores with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,7 @@ class ExpertShape:
 
 
 class CostModel:
-    """The time of a step by its shape: scale · t(n) + excess beyond the profile + context + experts read.
+    """The time of a step by its shape: scale · t(n) + excess beyond the profile + context + contention + experts read.
 
     The same class serves verifiers and drafters (a draft round's seconds over its tokens).
     """
@@ -134,7 +135,7 @@ class CostModel:
         """`experts` only of a mixture of experts, whose steps then have a term of their own for reading them."""
         self._profile = profile
         self._experts = experts
-        self._num_factors = 3 if experts is None else 4
+        self._num_factors = 4 if experts is None else 5
         self._factors = [1.0] + [0.0] * (self._num_factors - 1)
         self._gram = [[0.0] * self._num_factors for _ in range(self._num_factors)]
         self._moment = [0.0] * self._num_factors
@@ -165,12 +166,13 @@ class CostModel:
 
     def seconds(self, shape: StepShape) -> float:
         """Return the expected time of a step."""
-        return self._fixed_s(shape) + self._token_times(shape.num_tokens, 1)[0]
+        return self._fixed_s(shape) + self._token_times(shape.num_tokens, 1, self._scale(shape.is_drafting))[0]
 
     def seconds_with(self, shape: StepShape, count: int) -> list[float]:
         """Return the times of a step with 0, 1 … `count` more tokens, whose sequences are in it already."""
         fixed_s = self._fixed_s(shape)
-        return [fixed_s + seconds for seconds in self._token_times(shape.num_tokens, count + 1)]
+        times = self._token_times(shape.num_tokens, count + 1, self._scale(shape.is_drafting))
+        return [fixed_s + seconds for seconds in times]
 
     def is_extrapolating(self, shape: StepShape) -> bool:
         """Return whether a step is larger than all that was profiled or has run."""
@@ -183,13 +185,16 @@ class CostModel:
         """
         counts = self._profile.num_tokens
         fixed_s = self._fixed_s(StepShape(counts[-1], int(self._context_tokens)))
-        seconds = tuple(fixed_s + self._token_times(count, 1)[0] for count in counts)
-        return StepTimeModel(counts, seconds, self._tail_slope).knee()
+        scale = self._scale(is_drafting=False)
+        seconds = tuple(fixed_s + self._token_times(count, 1, scale)[0] for count in counts)
+        return StepTimeModel(counts, seconds, self._tail_slope(scale)).knee()
 
-    @property
-    def _tail_slope(self) -> float:
-        """Seconds per token beyond the profile."""
-        return max(0.0, self._factors[0] * self._profile.tail_slope + self._factors[1] * self._last_s / self._last)
+    def _scale(self, is_drafting: bool) -> float:
+        return self._factors[0] + self._factors[3] * is_drafting
+
+    def _tail_slope(self, scale: float) -> float:
+        """Return the seconds per token beyond the profile."""
+        return max(0.0, scale * self._profile.tail_slope + self._factors[1] * self._last_s / self._last)
 
     def _terms(self, shape: StepShape) -> list[float]:
         """Return what the factors multiply, in seconds."""
@@ -198,6 +203,7 @@ class CostModel:
             self._profile.t(shape.num_tokens),
             max(0, shape.num_tokens - self._last) * self._last_s / self._last,
             shape.num_context_tokens / CONTEXT_UNIT * first_s,
+            self._profile.t(shape.num_tokens) * shape.is_drafting,
         ]
         if self._experts is not None:
             terms.append(self._experts.covered_share(shape.num_tokens) * first_s)
@@ -206,21 +212,21 @@ class CostModel:
     def _fixed_s(self, shape: StepShape) -> float:
         return self._factors[2] * shape.num_context_tokens / CONTEXT_UNIT * self._profile.seconds[0]
 
-    def _token_times(self, first: int, count: int) -> list[float]:
+    def _token_times(self, first: int, count: int, scale: float) -> list[float]:
         """Return what `first`, `first` + 1 … tokens take, without their context."""
-        scale, last = self._factors[0], self._last
+        last = self._last
         inside = max(0, min(count, last - first + 1))
         times = [scale * seconds for seconds in self._profile.times(first, inside)]
         if inside < count:
-            at_last, slope = scale * self._last_s, self._tail_slope
+            at_last, slope = scale * self._last_s, self._tail_slope(scale)
             times.extend([at_last + (n - last) * slope for n in range(first + inside, first + count)])
         if self._experts is None:
             return times
-        unit = self._factors[3] * self._profile.seconds[0]
+        unit = self._factors[4] * self._profile.seconds[0]
         return [seconds + unit * self._experts.covered_share(first + index) for index, seconds in enumerate(times)]
 
     def _solved(self) -> list[float]:
-        """Return the factors that fit best; a context or experts that would make steps shorter are left out."""
+        """Return the factors that fit best; what would make steps shorter is left out: context, contention, experts."""
         free = list(range(self._num_factors))
         while True:
             gram = [[self._gram[i][j] + PRIOR_STEPS[i] * (i == j) for j in free] for i in free]

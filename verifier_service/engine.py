@@ -14,7 +14,9 @@ from typing import Protocol
 import torch
 
 from outrider.verifier_service.batch import ScheduledBatch
+from outrider.verifier_service.cost_model import StepShape
 from outrider.verifier_service.grammar import GrammarCompiler, GrammarState
+from outrider.verifier_service.joining import worth_waiting_until
 from outrider.verifier_service.logits_processors import LogitsProcessor
 from outrider.verifier_service.logprobs import LogprobsQuery, encoded_bytes, token_logprobs
 from outrider.verifier_service.outcome import (
@@ -95,6 +97,7 @@ class VerifierEngine:
         self._grammar_states: dict[str, GrammarState] = {}  # of those with structured output
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}  # of those whose first output is to come
         self._stuck_since_s: float | None = None  # since when all requests have waited for drafts
+        self._joining_until_s: float | None = None  # until when a step that could run waits for more drafts
         self._observed_s: float | None = None  # when the last step was; None: there was nothing to do since
 
     def add(self, message: GenerationRequest) -> RequestOutput | None:
@@ -168,7 +171,7 @@ class VerifierEngine:
 
     def idle_s(self) -> float | None:
         """Return how long a step that found nothing to run may wait for drafts; None: for new requests only."""
-        deadline_s = self.scheduler.next_deadline_s()
+        deadline_s = self._joining_until_s or self.scheduler.next_deadline_s()
         return None if deadline_s is None else max(0.0, deadline_s - self._clock())
 
     def check_integrity(self) -> None:
@@ -185,7 +188,8 @@ class VerifierEngine:
         """Run one step; None when nothing could run (no request, or each waits for its draft)."""
         begin_s = self._clock()
         self.drafting.receive(self._requests, begin_s)
-        schedule = self.scheduler.schedule(begin_s)
+        self._joining_until_s = self._worth_waiting_until(begin_s)
+        schedule = None if self._joining_until_s is not None else self.scheduler.schedule(begin_s)
         if schedule is None:
             self._stuck_since_s = (self._stuck_since_s or begin_s) if self._requests else None
             return None
@@ -213,6 +217,27 @@ class VerifierEngine:
         self.drafting.ask(self._running_after(schedule), end_s)
         self.stats.observe(schedule, outputs, began_s=begin_s, ended_s=end_s)
         return outputs
+
+    def _worth_waiting_until(self, now_s: float) -> float | None:
+        """Return until when a step that could run should wait for more drafts; None: it should not."""
+        cost, running = self.pricing.cost, self.scheduler.running
+        held = [due for request in running if (due := self.drafting.due(request)) is not None]
+        if cost is None or not held or self.scheduler.num_waiting > len(running):
+            return None
+        ready = [request for request in (*running, *self.scheduler.waiting) if request.hold_until_s is None]
+        if not ready:
+            return None
+        num_tokens = sum(request.num_tokens - request.num_computed_tokens for request in ready)
+        num_tokens += sum(len(request.draft.token_ids) for request in ready if request.draft is not None)
+        num_context_tokens = sum(request.num_computed_tokens for request in running)
+        until_s = worth_waiting_until(
+            now_s,
+            held,
+            num_ready=len(ready),
+            num_ready_tokens=num_tokens,
+            step_s=lambda count: cost.seconds(StepShape(count, num_context_tokens)),
+        )
+        return until_s if until_s > now_s else None
 
     def _keep_prompt_logprobs(
         self, items: Sequence[ScheduledRequest], first_rows: Sequence[int], logits: torch.Tensor

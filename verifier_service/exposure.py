@@ -14,6 +14,7 @@ from outrider.verifier_service.step_price import FADE as STEP_FADE
 from outrider.verifier_service.step_price import TIE
 
 FADE = 0.95  # per step that waited for drafts
+FIRST_LENGTH = 2  # of drafts that nobody knows the time of
 PROPORTIONAL_WEIGHT = 0.01  # how firmly waiting is taken to be proportional to it, until lengths have varied
 
 
@@ -42,6 +43,11 @@ class DraftExposure:
     def seconds(self, length: int) -> float:
         """Return how long drafting `length` tokens one after another is expected to hold a step up."""
         return self.fixed_s + length * self.level_s
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a step has waited for drafts yet, or found that there is nothing to wait for."""
+        return self._weight > 0.0
 
     @property
     def level_s(self) -> float:
@@ -100,6 +106,8 @@ class DraftDepth:
     @property
     def bound(self) -> int | None:
         """The length that would have been best, at least 1, and the shortest of equals; None: any."""
+        if not self._exposure.is_known:
+            return FIRST_LENGTH
         if self._exposure.level_s <= 0.0 or not self._gains:
             return None
         good = max(self._gains) - TIE * self._num_steps

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft
@@ -140,13 +140,20 @@ class DraftPricing:
         length = min(PROBE_LENGTH, kept.bound)
         if kept.num_rounds_off + 1 < PROBE_ROUNDS:
             return 0
-        times = self.cost.seconds_with(self._base, length)
         if self._probe_s <= 0.0:  # the last probes are not paid for yet
             return 0
-        missed_s = times[0] / self._base.num_tokens  # the others go on: it misses a step
-        self._probe_s -= times[-1] - times[0] + max(missed_s, self._exposure.seconds(length))
+        self._probe_s -= self._probe_cost_s(length)
         kept.is_probe = True
         return length
+
+    def _probe_cost_s(self, length: int) -> float:
+        """Return what a draft that does not pay takes: its verification, and its wait or a step that it misses."""
+        assert self.cost is not None
+        times = self.cost.seconds_with(self._base, length)
+        if self._base.num_tokens == 1:
+            return times[-1] - times[0] + self._exposure.seconds(length)
+        beside_s = self.cost.seconds(replace(self._base, is_drafting=True))
+        return times[-1] - times[0] + beside_s - times[0] + times[0] / self._base.num_tokens
 
     def admitted(self, request: Request, draft: Draft) -> Draft:
         """Return the part of a draft that is worth verifying by the price of earlier steps."""
@@ -200,19 +207,22 @@ class DraftPricing:
         if self.cost is None or self._price is None:
             return
         num_context_tokens = sum(schedule.batch.context_lengths)
-        self.cost.observe(StepShape(schedule.batch.num_tokens, num_context_tokens), step_s)
-        self._observe_exposure(outcomes, step_s, exposed_s)
         priced = [outcome.item for outcome in outcomes if outcome.item.samples and not self._is_pinned(outcome)]
+        asking = self._asking([*(item.request for item in schedule.items), *held])
+        shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=bool(held))
+        self.cost.observe(shape, step_s)
+        self._observe_exposure(outcomes, step_s, exposed_s)
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
         if self._price.is_new:  # before the first drafts: as if the prompts had been read already
             base = StepShape(max(1, len(priced)), num_context_tokens)
         self._base = base
-        self._observe_shortfall(priced, held, base, elapsed_s=exposed_s + step_s)
+        self._probe_s = min(self._probe_s + PROBE_SHARE * step_s, PROBE_SHARE * MAX_SAVED_STEPS * step_s)
+        if base.num_tokens == len(priced) > 0:
+            self._observe_shortfall(priced, asking, base, num_held=len(held), elapsed_s=exposed_s + step_s)
         self._observe_offers(base, [self._offer(item.request) for item in priced], num_held=len(held))
         for outcome in outcomes:
             self._observe_draft(outcome)
-        self._probe_s = min(self._probe_s + PROBE_SHARE * step_s, PROBE_SHARE * MAX_SAVED_STEPS * step_s)
 
     def _observe_offers(self, base: StepShape, offers: Sequence[_Offer], num_held: int) -> None:
         """Price what was on offer in the step, as far as drafts should go."""
@@ -226,24 +236,31 @@ class DraftPricing:
         log_loss = self._shortfall.log_loss(len(offers) + num_held)
         self._price.observe(base, len(offers), slots, exposed_s=exposed_s, log_loss=log_loss)
 
+    def _asking(self, requests: Iterable[Request]) -> list[_Pricing]:
+        """Return what is kept of those requests that asked for a draft before this step."""
+        kept = (self._requests.get(request.request_id) for request in requests)
+        return [one for one in kept if one is not None and one.asked]
+
     def _observe_shortfall(
-        self, priced: Sequence[ScheduledRequest], held: Sequence[Request], base: StepShape, elapsed_s: float
+        self,
+        priced: Sequence[ScheduledRequest],
+        asking: Sequence[_Pricing],
+        base: StepShape,
+        *,
+        num_held: int,
+        elapsed_s: float,
     ) -> None:
-        """Compare a step of decoding with what the model expects of it; what only probes changed says nothing."""
+        """Compare a step of decoding with what the model expects of it."""
         assert self.cost is not None
-        num_all = len(priced) + len(held)
-        kept = [self._requests.get(request.request_id) for request in (*(item.request for item in priced), *held)]
-        asking = [one for one in kept if one is not None and one.asked and not one.is_probe and not one.is_pinned]
-        if not priced or base.num_tokens != len(priced):
-            return
-        if not asking:
+        num_all = len(priced) + num_held
+        if all(one.is_probe for one in asking):  # what a few cost says nothing of what all would
             self._shortfall.observe_plain(num_all)
             return
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         times = self.cost.seconds_with(base, num_drafted)
-        num_tokens = len(priced) + sum(self._expected(item) for item in priced)
         model_s = times[-1] + self._exposure.seconds(max(one.asked for one in asking))
         plain_s = self.cost.seconds(StepShape(num_all, base.num_context_tokens))
+        num_tokens = len(priced) + sum(self._expected(item) for item in priced)
         self._shortfall.observe(
             num_all,
             log_gain=math.log(num_tokens / model_s) - math.log(base.num_tokens / times[0]),

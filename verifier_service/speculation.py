@@ -28,12 +28,14 @@ from outrider.verifier_service.drafting import (
     check_draft,
 )
 from outrider.verifier_service.histogram import Histogram
+from outrider.verifier_service.joining import DueDraft
 from outrider.verifier_service.pricing import DraftPricing
 from outrider.verifier_service.request import AcceptanceRule, Request
 from outrider.verifier_service.round_timer import RoundTimer
 
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+EXPECTED_SLACK = 1.1  # times the usual time of a round: a draft is expected by then
 LENGTH_SMOOTHING = 1 / 64  # per ask of a request
 
 
@@ -160,6 +162,16 @@ class DraftCoordinator:
     def circuits(self, now_s: float) -> dict[str, BreakerState]:
         """Return the state of the breaker in front of every drafter that is up."""
         return {drafter_id: drafter.breaker.state_at(now_s) for drafter_id, drafter in self._drafters.items()}
+
+    def due(self, request: Request) -> DueDraft | None:
+        """Return when a held request's draft is expected; None where earlier rounds do not tell."""
+        session = self._sessions.get(request.request_id)
+        if request.hold_until_s is None or session is None or session.round is None or not session.has_answered:
+            return None
+        expected_s = self._drafters[session.drafter_id].timer.smoothed_s
+        if expected_s is None:
+            return None
+        return DueDraft(session.round.asked_s + EXPECTED_SLACK * expected_s, num_tokens=1 + session.round.max_length)
 
     # --- before scheduling ---
 

@@ -198,3 +198,24 @@ def test_context_moves_the_knee_up():
     assert cost.knee() == pytest.approx(16, rel=0.1)  # 0.02 + n * 0.00125 from 16 on: n = 16
     cost.observe(StepShape(8, 30_000), truth(StepShape(8, 30_000)))
     assert cost.knee() == pytest.approx(48, rel=0.1)
+
+
+def test_a_drafter_beside_it_slows_steps_down_and_no_others():
+    """What shared memory costs is no cost of plain steps: they are what drafting is compared with."""
+    cost = CostModel(KNEED)
+    rng = random.Random(3)
+    for _ in range(200):
+        shape = StepShape(rng.randint(1, 64), 0, is_drafting=rng.random() < 0.7)
+        cost.observe(shape, KNEED.t(shape.num_tokens) * (1.4 if shape.is_drafting else 1.0))
+    assert cost.seconds(StepShape(8, 0)) == pytest.approx(KNEED.t(8), rel=0.02)
+    assert cost.seconds(StepShape(8, 0, is_drafting=True)) == pytest.approx(1.4 * KNEED.t(8), rel=0.02)
+    alone, beside = (cost.seconds_with(StepShape(8, 0, is_drafting=flag), 4)[-1] for flag in (False, True))
+    assert beside == pytest.approx(1.4 * alone, rel=0.02)
+
+
+def test_where_drafters_always_work_the_profile_tells_what_steps_take_without():
+    cost = CostModel(KNEED)
+    for _ in range(200):
+        cost.observe(StepShape(8, 0, is_drafting=True), 1.4 * KNEED.t(8))
+    assert cost.seconds(StepShape(8, 0)) == pytest.approx(KNEED.t(8), rel=0.1)
+    assert cost.seconds(StepShape(8, 0, is_drafting=True)) == pytest.approx(1.4 * KNEED.t(8), rel=0.02)

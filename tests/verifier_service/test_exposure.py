@@ -56,7 +56,12 @@ def depth_of(exposure: DraftExposure, offers: list[list[float]], price: float = 
 
 
 def test_without_a_wait_any_depth_is_good():
-    assert depth_of(exposed(), [[0.9, 0.1]]).bound is None
+    assert depth_of(exposed((4, 0.0)), [[0.9, 0.1]]).bound is None
+
+
+def test_nobody_starts_with_long_drafts():
+    """Their time is not known yet."""
+    assert depth_of(exposed(), [[0.9] * 8]).bound == 2
 
 
 def test_nothing_offered_bounds_nothing():

