@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft
@@ -33,9 +33,9 @@ from outrider.verifier_service.tree import depths
 
 PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rounds, at most
 PROBE_LENGTH = 2
-PROBE_SHARE = 0.01  # of the time of all steps
+PROBE_SHARE = 0.005  # of the time of all steps
 STALL = 4.0  # times what a step should have taken: beyond that the machine stood still
-MAX_SAVED_STEPS = 25.0  # of that share: what is left over does not pile up
+MAX_SAVED_STEPS = 50.0  # of that share: what is left over does not pile up
 LOW_SURVIVAL = 0.25  # of a first position: below, a request is off for what it drafts and not for the load
 
 
@@ -142,18 +142,10 @@ class DraftPricing:
             return 0
         if self._probe_s <= 0.0:  # the last probes are not paid for yet
             return 0
-        self._probe_s -= self._probe_cost_s(length)
+        times = self.cost.seconds_with(self._base, length)
+        self._probe_s -= times[-1] - times[0] + times[0] / self._base.num_tokens  # it misses a step at least
         kept.is_probe = True
         return length
-
-    def _probe_cost_s(self, length: int) -> float:
-        """Return what a draft that does not pay takes: its verification, and its wait or a step that it misses."""
-        assert self.cost is not None
-        times = self.cost.seconds_with(self._base, length)
-        if self._base.num_tokens == 1:
-            return times[-1] - times[0] + self._exposure.seconds(length)
-        beside_s = self.cost.seconds(replace(self._base, is_drafting=True))
-        return times[-1] - times[0] + beside_s - times[0] + times[0] / self._base.num_tokens
 
     def admitted(self, request: Request, draft: Draft) -> Draft:
         """Return the part of a draft that is worth verifying by the price of earlier steps."""
@@ -253,14 +245,15 @@ class DraftPricing:
         """Compare a step of decoding with what the model expects of it."""
         assert self.cost is not None
         num_all = len(priced) + num_held
+        plain_s = self.cost.seconds(StepShape(num_all, base.num_context_tokens))
+        num_tokens = len(priced) + sum(self._expected(item) for item in priced)
         if all(one.is_probe for one in asking):  # what a few cost says nothing of what all would
             self._shortfall.observe_plain(num_all)
+            self._probe_s -= max(0.0, elapsed_s - plain_s * num_tokens / num_all) if asking else 0.0
             return
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         times = self.cost.seconds_with(base, num_drafted)
         model_s = times[-1] + self._exposure.seconds(max(one.asked for one in asking))
-        plain_s = self.cost.seconds(StepShape(num_all, base.num_context_tokens))
-        num_tokens = len(priced) + sum(self._expected(item) for item in priced)
         self._shortfall.observe(
             num_all,
             log_gain=math.log(num_tokens / model_s) - math.log(base.num_tokens / times[0]),

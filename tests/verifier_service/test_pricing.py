@@ -73,7 +73,7 @@ def test_it_keeps_up_with_the_best_fixed_length_and_with_none(num_requests: int,
 
 def test_probes_keep_coming_and_are_few():
     bench = Bench(GuessingDrafts(share_wrong=0.35), DEAR)
-    outputs = bench.run(num_requests=8, max_tokens=160)
+    outputs = bench.run(num_requests=8, max_tokens=480)
     num_rounds = sum(len(found) for found in outputs.values())
     num_probes = len(bench.drafts.asked)
     assert 3 < num_probes < num_rounds / PROBE_ROUNDS
