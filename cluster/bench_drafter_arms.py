@@ -24,7 +24,7 @@ from outrider.cluster.hints import did_you_mean
 from outrider.cluster.offline import NoDrafters, PipeDraftClient, RankProcesses
 from outrider.drafter_service import embedded
 from outrider.drafter_service.colocated import open_local_drafter
-from outrider.drafter_service.drafters import DrafterSpec
+from outrider.drafter_service.drafter_spec import DrafterSpec
 from outrider.drafter_service.engine_messages import DrafterReady
 from outrider.drafter_service.rank_main import run_drafter_rank
 from outrider.drafter_service.speculative_config import TARGET_DERIVED, Location, Method, SpeculativeConfig

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_origin, get_type_hints
 
 import grpc
 import ray
-import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from outrider.cluster.api_keys import require_hashes
@@ -22,15 +21,13 @@ from outrider.cluster.placement import PoolPlacement
 from outrider.cluster.security import TlsConfig, link_tls, public_tls
 from outrider.cluster.speculative_options import parse_speculative_config, split_options
 from outrider.drafter_service import embedded
-from outrider.drafter_service.colocated import ColocatedSpec, run_colocated_rank
-from outrider.drafter_service.drafters import DrafterSpec, num_scratch_blocks, state_taps
+from outrider.drafter_service.drafter_spec import ColocatedSpec, DrafterSpec, num_scratch_blocks, state_taps
 from outrider.drafter_service.speculative_config import Location, SpeculativeConfig
 from outrider.verifier_service.architectures import load_model_description, resolve_folder
-from outrider.verifier_service.engine_factory import VerifierSpec, run_verifier_rank
 from outrider.verifier_service.link_channel import LinkCredentials
 from outrider.verifier_service.model_config import ModelConfig
-from outrider.verifier_service.ranks import RankSpec
 from outrider.verifier_service.tensor_route import NCCL, offered_transports
+from outrider.verifier_service.verifier_spec import VerifierSpec
 
 APP_NAME = "outrider"
 _POSITIVE = (
@@ -253,13 +250,15 @@ class ServiceConfig:
     @property
     def gpus_per_rank(self) -> float:
         """Return the share of a GPU that each rank reserves; whether this machine has one counts for `auto` alone."""
-        has_gpus = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+        has_gpus = self.settled().device == "cuda"
         return self.gpu_share if has_gpus else 0.0
 
     def settled(self) -> ServiceConfig:
         """Return the configuration with an automatic `device` decided here, for replicas on other nodes to agree on."""
         if self.device != "auto":
             return self
+        import torch  # seconds, and whoever has been told the device needs none
+
         return dataclasses.replace(self, device="cuda" if torch.cuda.is_available() else "cpu")
 
     @property
@@ -306,12 +305,12 @@ class ServiceConfig:
         )
 
     @property
-    def verifier_main(self) -> tuple[Callable[[Any, RankSpec], None], VerifierSpec | ColocatedSpec]:
-        """What each rank of a verifier runs, and its argument: with the drafter beside it where it belongs there."""
+    def verifier_main(self) -> VerifierSpec | ColocatedSpec:
+        """What each rank of a verifier runs: with the drafter beside it where it belongs there."""
         drafter = self.drafter_spec
         if drafter is None or self.has_drafters:
-            return run_verifier_rank, self.verifier_spec
-        return run_colocated_rank, ColocatedSpec(verifier=self.verifier_spec, drafter=drafter)
+            return self.verifier_spec
+        return ColocatedSpec(verifier=self.verifier_spec, drafter=drafter)
 
     @property
     def drafter_spec(self) -> DrafterSpec | None:

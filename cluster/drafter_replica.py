@@ -22,7 +22,6 @@ from outrider.cluster.scaling_figures import drafter_figures
 from outrider.cluster.tokenizer import draft_vocabulary_fingerprint
 from outrider.drafter_service.drafter_load import DrafterLoad
 from outrider.drafter_service.engine_messages import FROM_DRAFT_ENGINE, DrafterReady, DrafterUpdate
-from outrider.drafter_service.rank_main import run_drafter_rank
 from outrider.drafter_service.service import DrafterLinkServicer, EngineDeadError
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine_messages import PeerState, Relay
@@ -101,7 +100,7 @@ class DrafterReplica:
         assert spec is not None, "the pool is only built for a configured draft model"
         transports = offered_transports(config.speculative.tensor_transport)
         spec = dataclasses.replace(spec, tensor_host=config.internal_address if transports else "")
-        ranks = RankActors(run_drafter_rank, spec, config.draft_tensor_parallel_size, num_gpus=config.gpus_per_rank)
+        ranks = RankActors(spec, config.draft_tensor_parallel_size, num_gpus=config.gpus_per_rank)
         self._ready: DrafterReady = await self._host.start(ranks, FROM_DRAFT_ENGINE)
         identity = DrafterIdentity(
             drafter_id=self._drafter_id,

@@ -28,9 +28,8 @@ from outrider.cluster.request_ids import RequestIdInterceptor, RequestIdMiddlewa
 from outrider.cluster.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.tokenizer import load_tokenizer
 from outrider.cluster.tracing import TraceContextInterceptor, TraceContextMiddleware, Tracing, otlp_provider
-from outrider.verifier_service.architectures import load_model_description, resolve_folder
+from outrider.verifier_service.architectures import load_model_description, read_eos_token_ids, resolve_folder
 from outrider.verifier_service.model_config import ModelConfig
-from outrider.verifier_service.model_runner import read_eos_token_ids
 from outrider.verifier_service.request import AcceptanceRule
 
 # the gateways of a node share its port; `serving` refuses one that a stranger holds

@@ -16,7 +16,7 @@ from typing import Any
 from outrider.cluster.config import ServiceConfig
 from outrider.drafter_service.colocated import open_local_drafter
 from outrider.drafter_service.drafter_load import DrafterLoad
-from outrider.drafter_service.drafters import DrafterSpec
+from outrider.drafter_service.drafter_spec import DrafterSpec
 from outrider.drafter_service.engine_messages import DrafterReady, DrafterUpdate
 from outrider.drafter_service.local_client import LocalDraftClient
 from outrider.drafter_service.rank_main import run_drafter_rank

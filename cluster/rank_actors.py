@@ -6,10 +6,9 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -20,14 +19,21 @@ RANK_CPUS = 0.5  # what Ray reserves: the default pair must fit on the two cores
 START_TIMEOUT_S = 300.0  # a rank imports torch and loads its share of the weights
 
 
+class RankMain(Protocol):
+    """What an engine is told, and how to be one; `VerifierSpec`, `DrafterSpec` and `ColocatedSpec` are."""
+
+    def run_rank(self, rank: RankSpec) -> None:
+        """Be one rank until its shell, or rank 0, goes away."""
+
+
 class Rank:
     """One rank: a process of its own whose main thread belongs to the engine."""
 
     def pid(self) -> int:
         return os.getpid()
 
-    def run(self, main: Callable[[Any, RankSpec], None], spec: Any, rank: RankSpec) -> None:
-        main(spec, rank)
+    def run(self, spec: RankMain, rank: RankSpec) -> None:
+        spec.run_rank(rank)
 
 
 RankActor: Any = ray.remote(max_restarts=0)(Rank)  # Ray's decorators have no types that fit
@@ -36,7 +42,7 @@ RankActor: Any = ray.remote(max_restarts=0)(Rank)  # Ray's decorators have no ty
 class RankActors:
     """The ranks of one engine. They end when their replica ends, and the group is useless once one has ended."""
 
-    def __init__(self, main: Callable[[Any, RankSpec], None], spec: Any, size: int, *, num_gpus: float) -> None:
+    def __init__(self, spec: RankMain, size: int, *, num_gpus: float) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))  # mode 0700: only this user's processes connect
         ranks = [RankSpec(rank=rank, size=size, folder=self._folder) for rank in range(size)]
         self._listener = PipeListener(ranks[0].shell_address)
@@ -51,7 +57,7 @@ class RankActors:
             for strategy in strategies
         ]
         self._pids = [actor.pid.remote() for actor in self._actors]
-        self._runs = [actor.run.remote(main, spec, rank) for actor, rank in zip(self._actors, ranks, strict=True)]
+        self._runs = [actor.run.remote(spec, rank) for actor, rank in zip(self._actors, ranks, strict=True)]
 
     async def connect(self) -> Connection:
         """Return the pipe to rank 0 once it has loaded; raises what ended a rank before that."""

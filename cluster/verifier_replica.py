@@ -61,7 +61,7 @@ class VerifierReplica:
             tensor_transports=offered_transports(config.speculative.tensor_transport),
         )
         self._links = LinkPool(hello, self._host.send, config.link_credentials)
-        ranks = RankActors(*config.verifier_main, config.tensor_parallel_size, num_gpus=config.gpus_per_rank)
+        ranks = RankActors(config.verifier_main, config.tensor_parallel_size, num_gpus=config.gpus_per_rank)
         self._ready: EngineReady = await self._host.start(ranks, FROM_ENGINE)
         self._endpoint = await self._host.serve(
             config.internal_address,

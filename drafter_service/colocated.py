@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from outrider.drafter_service.drafters import DrafterSpec
+from outrider.drafter_service.drafter_spec import ColocatedSpec, DrafterSpec
 from outrider.drafter_service.local_client import LocalDraftClient
 from outrider.drafter_service.rank_main import build_draft_engine
 from outrider.drafter_service.target_view import TargetView
 from outrider.verifier_service.drafting import LOCAL_DRAFTER_ID, DraftClient, DrafterEvent, VerifierMessage
 from outrider.verifier_service.engine import VerifierEngine
-from outrider.verifier_service.engine_factory import VerifierSpec, run_verifier_rank
+from outrider.verifier_service.engine_factory import run_verifier_rank
 from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.ranks import RankSpec
 from outrider.verifier_service.tensor_parallel import TensorParallelGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColocatedSpec:
-    """A verifier and the drafter in its process."""
-
-    verifier: VerifierSpec
-    drafter: DrafterSpec
 
 
 class JoinedDraftClient:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from outrider.drafter_service.dflash_drafter import dflash_drafter, load_dflash
+from outrider.drafter_service.drafter_spec import DrafterSpec
 from outrider.drafter_service.eagle_drafter import EagleDrafter
 from outrider.drafter_service.early_exit_drafter import early_exit_drafter
 from outrider.drafter_service.engine import Drafter
 from outrider.drafter_service.head_runner import HeadRunner, load_heads
-from outrider.drafter_service.heads import dflash
-from outrider.drafter_service.heads.eagle3 import parse_config
 from outrider.drafter_service.heads.head_files import CONFIG_NAME, read_json
 from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
@@ -28,15 +26,10 @@ from outrider.drafter_service.mlp_drafter import MlpDrafter
 from outrider.drafter_service.model_drafter import ModelDrafter
 from outrider.drafter_service.ngram_drafter import NgramDrafter
 from outrider.drafter_service.parallel_drafter import parallel_drafter, parse_mask_token_id
-from outrider.drafter_service.self_drafter import scratch_blocks_per_draft
 from outrider.drafter_service.sparse_drafter import sparse_drafter
 from outrider.drafter_service.speculative_config import (
     MODEL_FREE,
-    STATE_READING,
-    TARGET_DERIVED,
-    WHOLE_MODELS,
     Method,
-    SpeculativeConfig,
 )
 from outrider.drafter_service.suffix_drafter import SuffixConfig, SuffixDrafter
 from outrider.drafter_service.target_view import TargetView
@@ -44,56 +37,12 @@ from outrider.drafter_service.translated_drafter import IntersectionDrafter, Tex
 from outrider.drafter_service.tree_growth import TreeConfig
 from outrider.drafter_service.vocabulary_map import FileTokenizer, VocabularyMap
 from outrider.verifier_service.architectures import load_model_description, resolve_folder
-from outrider.verifier_service.drafting import FINAL_TAP
 from outrider.verifier_service.engine import Runner
-from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import resolve_device
 from outrider.verifier_service.seeds import derive_seed
 from outrider.verifier_service.weights import Checkpoint
 
 MAX_DRAFTS_TOGETHER = 32  # that a target drafts for itself in one go: scratch blocks for more would lie idle
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterSpec:
-    """Everything a drafter's ranks must know."""
-
-    model: ModelConfig | None  # the draft model or head; None: the method has none
-    target: ModelConfig  # whose vocabulary drafts are made of
-    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
-    max_num_batched_tokens: int = 2048
-    max_sessions: int = 256
-    sampling_seed: int | None = None  # of unseeded drafts; None: from the operating system
-    tensor_host: str = ""  # where it listens for channels that bring hidden states; "": they come as bytes
-    check_integrity: bool = False  # after every step: for tests
-
-    @property
-    def loads_model(self) -> bool:
-        """Whether the ranks load a whole model, which may be tensor-parallel."""
-        return any(method in WHOLE_MODELS for method in self.speculative.all_methods)
-
-
-def state_taps(spec: DrafterSpec) -> tuple[int, ...]:
-    """Return the hidden states that a verifier must keep for a drafter: read from the drafter's files."""
-    methods = [method for method in spec.speculative.all_methods if method in STATE_READING]
-    if not methods:
-        return ()
-    if methods[0] not in (Method.EAGLE3, Method.DFLASH):
-        return (FINAL_TAP,)
-    assert spec.model is not None
-    config = json.loads((resolve_folder(spec.model) / "config.json").read_text())
-    if methods[0] is Method.DFLASH:
-        return dflash.parse_config(config, _num_target_layers(spec)).taps
-    return parse_config(config, _num_target_layers(spec)).taps
-
-
-def num_scratch_blocks(spec: DrafterSpec, block_size: int, max_num_seqs: int) -> int:
-    """Return how many KV blocks of the target a drafter writes its own guesses into."""
-    speculative = spec.speculative
-    if not any(method in TARGET_DERIVED for method in speculative.all_methods):
-        return 0
-    num_nodes = max(speculative.num_tree_nodes, speculative.num_speculative_tokens)
-    return min(max_num_seqs, MAX_DRAFTS_TOGETHER) * scratch_blocks_per_draft(num_nodes, block_size)
 
 
 def build_drafter(spec: DrafterSpec, *, runner: Runner | None = None, view: TargetView | None = None) -> Drafter:
@@ -260,7 +209,7 @@ class _Maker:
             [resolve_folder(replace(model, path=path)) for path in paths],
             model,
             target=resolve_folder(self._spec.target),
-            num_target_layers=_num_target_layers(self._spec),
+            num_target_layers=self._spec.num_target_layers(),
         )
         return EagleDrafter(
             HeadRunner.sized_by(heads, model), self._rng, vocab_size=self._vocab_size, trees=self._trees
@@ -272,14 +221,10 @@ class _Maker:
             self._head_folder(),
             self._spec.model,
             target=resolve_folder(self._spec.target),
-            num_target_layers=_num_target_layers(self._spec),
+            num_target_layers=self._spec.num_target_layers(),
         )
         return dflash_drafter(model, self._rng, vocab_size=self._vocab_size, trees=self._trees)
 
     def _head_folder(self) -> Path:
         assert self._spec.model is not None, "the head has no checkpoint"
         return resolve_folder(self._spec.model)
-
-
-def _num_target_layers(spec: DrafterSpec) -> int:
-    return int(load_model_description(resolve_folder(spec.target), spec.target).num_hidden_layers)

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
-from outrider.drafter_service.drafters import DrafterSpec, build_drafter
+from outrider.drafter_service.drafter_spec import DrafterSpec
+from outrider.drafter_service.drafters import build_drafter
 from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig, handle_payload
 from outrider.drafter_service.engine_messages import TO_DRAFT_ENGINE, DrafterReady, DrafterUpdate
 from outrider.drafter_service.model_drafter import ModelDrafter

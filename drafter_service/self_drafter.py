@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.drafter_service.drafter_spec import scratch_blocks_per_draft
 from outrider.drafter_service.engine import Ask, DraftResult
 from outrider.drafter_service.sessions import SessionKey
 from outrider.drafter_service.target_view import TargetView
@@ -178,11 +179,6 @@ class SelfDrafter:
             batch.copy_sources.append(draft.copy[0])
             batch.copy_targets.append(draft.copy[1])
             draft.copy = None
-
-
-def scratch_blocks_per_draft(num_nodes: int, block_size: int) -> int:
-    """Return how many blocks hold a partly filled block's tokens, the last committed one and the drafted ones."""
-    return -(-(block_size + num_nodes) // block_size)
 
 
 def _all_blocks(view: TargetView, request: Request) -> list[int]:

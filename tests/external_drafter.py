@@ -24,8 +24,9 @@ from outrider.cluster.fleet import DrafterReport
 from outrider.cluster.tokenizer import target_vocabulary_fingerprint
 from outrider.drafter_service.drafter_load import DrafterLoad
 from outrider.drafter_service.engine import DraftEngine
+from outrider.drafter_service.in_process_port import InProcessPort
 from outrider.drafter_service.rank_main import build_draft_engine
-from outrider.drafter_service.service import DrafterLinkServicer, InProcessPort
+from outrider.drafter_service.service import DrafterLinkServicer
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft, Resync, SparseRow
 from outrider.verifier_service.link_messages import CHANNEL_OPTIONS, DrafterIdentity

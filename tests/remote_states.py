@@ -30,12 +30,12 @@ from transformers import LlamaConfig
 from outrider.cluster.fleet import DrafterEndpoint
 from outrider.cluster.link_pool import LinkPool
 from outrider.drafter_service.colocated import open_local_drafter
-from outrider.drafter_service.drafters import DrafterSpec
+from outrider.drafter_service.drafter_spec import DrafterSpec
 from outrider.drafter_service.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.drafter_service.speculative_config import Method, SpeculativeConfig
 from outrider.verifier_service.drafting import Draft, DraftClient, DrafterEvent, States, VerifierMessage
 from outrider.verifier_service.engine import VerifierEngine
-from outrider.verifier_service.engine_factory import VerifierSpec, load_rank
+from outrider.verifier_service.engine_factory import load_rank
 from outrider.verifier_service.kv_cache import BlockPool
 from outrider.verifier_service.link_messages import Hello
 from outrider.verifier_service.model_config import ModelConfig
@@ -46,6 +46,7 @@ from outrider.verifier_service.request import FinishReason, GenerationRequest, S
 from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
 from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
 from outrider.verifier_service.tensor_channel import ChannelLimits, TensorSender
+from outrider.verifier_service.verifier_spec import VerifierSpec
 from tiny_heads import randomised
 from tiny_models import make_checkpoint
 
@@ -261,7 +262,7 @@ def build_patient_engine(runner: ParallelRunner, spec: VerifierSpec, drafts: Dra
 
 
 def verifier_spec(target: Path, head: Path, state_dtype: str = "auto", **options: Any) -> VerifierSpec:
-    from outrider.drafter_service.drafters import state_taps
+    from outrider.drafter_service.drafter_spec import state_taps
 
     model = replace(head_spec(target, head).target, state_taps=state_taps(head_spec(target, head)))
     model = replace(model, state_dtype=state_dtype)

@@ -6,6 +6,9 @@ Every rule is a function from source text (or an import graph) to complaints, te
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -186,6 +189,17 @@ def test_tests_keep_the_house_rules(rule: Rule) -> None:
 def test_policies_need_no_torch_ray_or_grpc(path: Path) -> None:
     graph = {module_name(other): runtime_imports(other.read_text()) for other in PACKAGED}
     assert impure_path(module_name(path), graph) is None
+
+
+def test_shells_start_without_model_code() -> None:
+    """It takes seconds of a core to import, and a service starts several shells at once."""
+    source = """
+        import sys
+        from outrider.cluster import drafter_replica, gateway_replica, router_replica, verifier_replica
+        print(sys.modules.keys() & {"transformers.modeling_utils", "outrider.drafter_service.drafters"})
+    """
+    found = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
 
 
 def test_the_rules_see_the_sources() -> None:

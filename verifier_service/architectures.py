@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-
-from outrider.verifier_service.attention import IMPLEMENTATION_NAME, register_attention
 from outrider.verifier_service.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 CHECKPOINT_PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt"]
 
@@ -100,6 +100,8 @@ def resolve_folder(config: ModelConfig) -> Path:
 
 def load_model_description(folder: Path, config: ModelConfig) -> PreTrainedConfig:
     """Read config.json and refuse what cannot be served; raises `UnsupportedModelError`."""
+    from transformers import AutoConfig  # most of those who know the configuration read no model
+
     description = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     _require_plain_weights(description)
     if description.model_type in _TEXT_PART_SERVED:
@@ -136,21 +138,12 @@ def batch_dependent_rope(parameters: Any) -> str | None:
     return next((found for nested in parameters.values() if (found := batch_dependent_rope(nested))), None)
 
 
-def build_empty_model(description: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Build the library's model without memory for parameters (meta device), its computed buffers on `device`."""
-    register_attention()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(description, dtype=dtype, attn_implementation=IMPLEMENTATION_NAME)
-    make_computed_buffers(model, device)
-    return model.eval().requires_grad_(False)
-
-
-def make_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds (rope frequencies, embedding scales), as the library would."""
-    for module in model.modules():
-        names = module._non_persistent_buffers_set
-        for name in names:
-            buffer = getattr(module, name)
-            setattr(module, name, torch.full_like(buffer, float("nan"), device=device))
-        if names:
-            model._init_weights(module)  # parameters are still on the meta device: only buffers get values
+def read_eos_token_ids(folder: Path, description: PreTrainedConfig) -> tuple[int, ...]:
+    """Read the end-of-sequence ids; generation_config.json knows more than config.json where both speak."""
+    path = folder / "generation_config.json"
+    found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    if found is None:
+        found = description.eos_token_id
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (found,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -27,25 +27,11 @@ from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
 from outrider.verifier_service.seeds import derive_seed
 from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
 from outrider.verifier_service.step_profile import measure_step_times
+from outrider.verifier_service.verifier_spec import VerifierSpec
 from outrider.verifier_service.wire import encode
 
 COLLECTIVE_TIMEOUT_S = 60.0  # a rank that is this late is dead: the group fails and its replica is replaced
 MAX_PROFILED_TOKENS = 512  # beyond, the refitted slope goes on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifierSpec:
-    """Everything a verifier's ranks must know."""
-
-    model: ModelConfig
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 256
-    enable_prefix_caching: bool = True
-    sampling_seed: int | None = None  # of unseeded requests; None: from the operating system
-    max_draft_deadline_s: float = 1.0
-    max_tree_nodes: int = 0  # of a draft; 0: chains alone
-    prices_drafts: bool = True  # verify what pays, below the plans' lengths; needs a profile of step times
-    check_integrity: bool = False  # after every step: for tests
 
 
 def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> VerifierEngine:

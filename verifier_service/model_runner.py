@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -19,8 +17,8 @@ from outrider.verifier_service.architectures import (
     CHECKPOINT_ALIASES,
     IGNORED_TENSORS,
     Architecture,
-    build_empty_model,
     load_model_description,
+    read_eos_token_ids,
     require_supported,
     resolve_folder,
 )
@@ -33,6 +31,7 @@ from outrider.verifier_service.attention import (
     entered,
 )
 from outrider.verifier_service.batch import ScheduledBatch
+from outrider.verifier_service.empty_model import build_empty_model
 from outrider.verifier_service.lean_modules import fuse_siblings, replace_rms_norms
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.packed_linear import pack_linears
@@ -314,17 +313,6 @@ def limit_to_pool(config: ModelConfig, max_model_len: int, num_slots: int) -> in
         raise ValueError(f"max_model_len must be at most {num_slots}, the tokens that the KV cache holds")
     logger.warning("the KV cache holds %d tokens of the model's %d: sequences end there", num_slots, max_model_len)
     return num_slots
-
-
-def read_eos_token_ids(folder: Path, description: PreTrainedConfig) -> tuple[int, ...]:
-    """Read the end-of-sequence ids; generation_config.json knows more than config.json where both speak."""
-    path = folder / "generation_config.json"
-    found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    if found is None:
-        found = description.eos_token_id
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (found,)
 
 
 def resolve_num_blocks(

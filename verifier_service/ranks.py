@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from outrider.verifier_service.tensor_parallel import TensorParallelGroup
+if TYPE_CHECKING:
+    from outrider.verifier_service.tensor_parallel import TensorParallelGroup
 
 CONNECT_TIMEOUT_S = 120.0  # a rank may still be importing torch
 _POLL_S = 0.1
@@ -102,6 +104,8 @@ def gather(
     spec: RankSpec, backend: str, timeout_s: float, *, are_followers_alive: Callable[[], bool] = lambda: True
 ) -> tuple[TensorParallelGroup, list[Connection]]:
     """Join the group; rank 0 also gets a pipe to every follower, a follower one pipe to rank 0."""
+    from outrider.verifier_service.tensor_parallel import TensorParallelGroup  # shells use the rest and need no torch
+
     if spec.size == 1:
         return TensorParallelGroup.single(), []
     if spec.rank == 0:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
 
 from outrider.verifier_service.architectures import UnsupportedModelError
 from outrider.verifier_service.weights import Shard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BACKENDS = ("gloo", "nccl")
 

@@ -17,7 +17,8 @@ import torch
 from rich.logging import RichHandler
 from transformers import PreTrainedTokenizerFast
 
-from outrider.drafter_service.drafters import DrafterSpec, build_drafter
+from outrider.drafter_service.drafter_spec import DrafterSpec
+from outrider.drafter_service.drafters import build_drafter
 from outrider.drafter_service.embedded import corpus, draft_path, held_out_prompts, target_path
 from outrider.drafter_service.embedded.evaluate import DRAFT_LENGTH, NUM_NEW_TOKENS
 from outrider.drafter_service.engine import Drafter

@@ -15,8 +15,9 @@ from fake_runner import FakeRunner, confidence, continuation
 from outrider.cluster.fleet import DrafterEndpoint
 from outrider.cluster.link_pool import LinkPool
 from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.in_process_port import InProcessPort
 from outrider.drafter_service.model_drafter import ModelDrafter
-from outrider.drafter_service.service import DrafterLinkServicer, InProcessPort
+from outrider.drafter_service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
 from outrider.verifier_service.drafting import Commit, Draft, DraftSampling, Open, Resync
 from outrider.verifier_service.engine_messages import PeerState, Relay

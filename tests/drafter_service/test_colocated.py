@@ -7,15 +7,16 @@ import pytest
 
 from engine_bench import MemoryDrafts
 from outrider.drafter_service.colocated import JoinedDraftClient, open_local_drafter
-from outrider.drafter_service.drafters import DrafterSpec, num_scratch_blocks
+from outrider.drafter_service.drafter_spec import DrafterSpec, num_scratch_blocks
 from outrider.drafter_service.local_client import LocalDraftClient
 from outrider.drafter_service.speculative_config import Location, Method, SpeculativeConfig
 from outrider.verifier_service.drafting import LOCAL_DRAFTER_ID, Close, DraftClient, DrafterEvent, VerifierMessage
-from outrider.verifier_service.engine_factory import VerifierSpec, build_engine
+from outrider.verifier_service.engine_factory import build_engine
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.tensor_parallel import TensorParallelGroup
+from outrider.verifier_service.verifier_spec import VerifierSpec
 from tiny_models import make_checkpoint
 
 

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel, Qwen3Config
 
 from exactness.small_engines import Generated, generate
 from outrider.drafter_service.dflash_drafter import DFlashModel, dflash_drafter, load_dflash
-from outrider.drafter_service.drafters import DrafterSpec, build_drafter, state_taps
+from outrider.drafter_service.drafter_spec import DrafterSpec, state_taps
+from outrider.drafter_service.drafters import build_drafter
 from outrider.drafter_service.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
 from outrider.drafter_service.heads.dflash import DFlashConfig, DFlashHead
 from outrider.drafter_service.local_client import LocalDraftClient

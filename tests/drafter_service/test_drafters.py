@@ -8,18 +8,19 @@ from types import SimpleNamespace
 import pytest
 
 from drafter_play import ask_of
-from outrider.drafter_service.drafters import (
+from outrider.drafter_service.drafter_spec import (
     MAX_DRAFTS_TOGETHER,
     DrafterSpec,
-    build_drafter,
     num_scratch_blocks,
+    scratch_blocks_per_draft,
     state_taps,
 )
+from outrider.drafter_service.drafters import build_drafter
 from outrider.drafter_service.hybrid_drafter import HybridDrafter
 from outrider.drafter_service.lookahead_drafter import LookaheadDrafter
 from outrider.drafter_service.model_drafter import ModelDrafter
 from outrider.drafter_service.ngram_drafter import NgramDrafter
-from outrider.drafter_service.self_drafter import SelfDrafter, scratch_blocks_per_draft
+from outrider.drafter_service.self_drafter import SelfDrafter
 from outrider.drafter_service.speculative_config import (
     MODEL_FREE,
     STATE_READING,

@@ -14,7 +14,8 @@ from exactness.small_engines import Drafts, Generated, Limits, generate, load, m
 from fake_runner import FakeRunner, next_token
 from law import p_value
 from outrider.drafter_service.draft_sampler import quantised_rows
-from outrider.drafter_service.drafters import DrafterSpec, build_drafter
+from outrider.drafter_service.drafter_spec import DrafterSpec
+from outrider.drafter_service.drafters import build_drafter
 from outrider.drafter_service.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
 from outrider.drafter_service.local_client import LocalDraftClient
 from outrider.drafter_service.one_pass_drafter import OnePassDrafter

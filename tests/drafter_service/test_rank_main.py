@@ -16,7 +16,7 @@ import torch
 
 from fake_runner import FakeRunner, continuation
 from outrider.drafter_service.drafter_load import DrafterLoad
-from outrider.drafter_service.drafters import DrafterSpec
+from outrider.drafter_service.drafter_spec import DrafterSpec
 from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.engine_messages import FROM_DRAFT_ENGINE
 from outrider.drafter_service.model_drafter import ModelDrafter

@@ -13,21 +13,23 @@ import torch
 from transformers import PreTrainedModel
 
 from drafter_play import GREEDY, ask_of, check_form, paths_of
+from outrider.drafter_service.drafter_spec import scratch_blocks_per_draft
 from outrider.drafter_service.early_exit_drafter import early_exit_drafter
 from outrider.drafter_service.engine import Ask, DraftEngine, DraftEngineConfig, Drafter, DraftResult
 from outrider.drafter_service.local_client import LocalDraftClient
-from outrider.drafter_service.self_drafter import SelfDrafter, scratch_blocks_per_draft
+from outrider.drafter_service.self_drafter import SelfDrafter
 from outrider.drafter_service.sessions import SessionKey
 from outrider.drafter_service.sparse_drafter import choose_blocks, sparse_drafter
 from outrider.drafter_service.target_view import TargetView
 from outrider.drafter_service.tree_growth import TreeConfig
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, DraftNeeds, DraftSampling
 from outrider.verifier_service.engine import VerifierEngine
-from outrider.verifier_service.engine_factory import VerifierSpec, build_engine
+from outrider.verifier_service.engine_factory import build_engine
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.request import GenerationRequest, Request, RequestOutput, SamplingParams, SpeculationPlan
 from outrider.verifier_service.tensor_parallel import TensorParallelGroup
+from outrider.verifier_service.verifier_spec import VerifierSpec
 from tiny_models import full_logits, make_checkpoint, random_sequences
 
 BLOCK_SIZE = 4

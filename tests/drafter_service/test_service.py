@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from fake_runner import FakeRunner, confidence, continuation
 from outrider.drafter_service.drafter_load import DrafterLoad
 from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.in_process_port import InProcessPort
 from outrider.drafter_service.model_drafter import ModelDrafter
 from outrider.drafter_service.service import (
     DrafterLinkServicer,
     EngineDeadError,
-    InProcessPort,
     LinkServiceConfig,
 )
 from outrider.proto.link_pb2_grpc import DrafterLinkStub, add_DrafterLinkServicer_to_server

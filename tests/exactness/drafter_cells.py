@@ -20,20 +20,21 @@ from exactness.small_engines import Generated
 from outrider.cluster.config import ServiceConfig
 from outrider.cluster.offline import NoDrafters, PipeDraftClient, RankProcesses
 from outrider.drafter_service.colocated import open_local_drafter
-from outrider.drafter_service.drafters import DrafterSpec
+from outrider.drafter_service.drafter_spec import DrafterSpec
 from outrider.drafter_service.engine import DraftEngine, handle_payload
 from outrider.drafter_service.engine_messages import DrafterReady
 from outrider.drafter_service.rank_main import build_draft_engine, run_drafter_rank
 from outrider.drafter_service.speculative_config import Method
 from outrider.verifier_service.drafting import DraftClient, DrafterEvent, VerifierMessage
 from outrider.verifier_service.engine import VerifierEngine
-from outrider.verifier_service.engine_factory import VerifierSpec, build_engine
+from outrider.verifier_service.engine_factory import build_engine
 from outrider.verifier_service.link_messages import DRAFTER_MESSAGES
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.ranks import PipeListener
 from outrider.verifier_service.request import GenerationRequest, VerificationMode
 from outrider.verifier_service.tensor_parallel import TensorParallelGroup
+from outrider.verifier_service.verifier_spec import VerifierSpec
 from outrider.verifier_service.wire import decode, encode
 
 DRAFT_LENGTH = 3

@@ -18,7 +18,8 @@ from exactness.drafter_cells import CELLS, Bench, Place, Shape
 from exactness.drafter_runs import ALPHA, MarkovRuns, Run, law_requests
 from exactness.small_engines import Limits as EngineLimits
 from exactness.small_engines import NoDrafts, generate, load, make_engine, perturbed_copy
-from outrider.drafter_service.drafters import DrafterSpec, build_drafter
+from outrider.drafter_service.drafter_spec import DrafterSpec
+from outrider.drafter_service.drafters import build_drafter
 from outrider.drafter_service.engine import Ask, DraftEngine, DraftEngineConfig
 from outrider.drafter_service.local_client import LocalDraftClient
 from outrider.drafter_service.model_drafter import ModelDrafter

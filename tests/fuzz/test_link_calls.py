@@ -19,8 +19,9 @@ from fuzz.frames import FRAMES, INTEGERS, spoilt_frames, values_of
 from fuzz.servers import CALL_TIMEOUT_S, Loop, kept_open, status_of
 from outrider.cluster.malformed_calls import MalformedCallInterceptor
 from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.in_process_port import InProcessPort
 from outrider.drafter_service.model_drafter import ModelDrafter
-from outrider.drafter_service.service import DrafterLinkServicer, InProcessPort
+from outrider.drafter_service.service import DrafterLinkServicer
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.drafting import Close, Commit, Draft, DraftSampling, Open, States
 from outrider.verifier_service.engine_messages import Cancel

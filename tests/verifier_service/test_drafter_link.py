@@ -50,7 +50,8 @@ CHILD = """
 import asyncio, sys
 import grpc
 from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig, DraftResult
-from outrider.drafter_service.service import DrafterLinkServicer, InProcessPort
+from outrider.drafter_service.in_process_port import InProcessPort
+from outrider.drafter_service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
 from outrider.verifier_service.drafting import DraftNeeds
 from outrider.verifier_service.link_messages import CHANNEL_OPTIONS, DrafterIdentity

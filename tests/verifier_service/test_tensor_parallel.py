@@ -9,7 +9,8 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from outrider.verifier_service.architectures import ARCHITECTURES, UnsupportedModelError, build_empty_model
+from outrider.verifier_service.architectures import ARCHITECTURES, UnsupportedModelError
+from outrider.verifier_service.empty_model import build_empty_model
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner, follow
 from outrider.verifier_service.start_check import make_tiny_model, relative_difference

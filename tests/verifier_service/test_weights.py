@@ -12,8 +12,8 @@ from outrider.verifier_service.architectures import (
     ARCHITECTURES,
     CHECKPOINT_ALIASES,
     IGNORED_TENSORS,
-    build_empty_model,
 )
+from outrider.verifier_service.empty_model import build_empty_model
 from outrider.verifier_service.weights import Checkpoint, Shard, StateDictSource, WeightError, load_weights
 from tiny_models import full_logits, make_checkpoint, make_model
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fake_backend import build_tokenizer
-from outrider.drafter_service.drafters import DrafterSpec, build_drafter
+from outrider.drafter_service.drafter_spec import DrafterSpec
+from outrider.drafter_service.drafters import build_drafter
 from outrider.drafter_service.eagle_drafter import EagleDrafter
 from outrider.drafter_service.engine import Ask
 from outrider.drafter_service.head_runner import HeadRunner
