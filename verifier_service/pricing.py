@@ -67,6 +67,8 @@ class _Pricing:
     is_pinned: bool = False
     is_opening: bool = True  # its drafter has not answered yet: its first round contains a prefill
     offered: _Offer | None = None  # by its draft in this step; None: it has none
+    survivals: Sequence[float] = ()  # by history, of `bound` positions
+    survivals_at: tuple[int, str, int] | None = None  # what they were estimated from
 
 
 @dataclass(slots=True)
@@ -119,13 +121,21 @@ class DraftPricing:
         kept.drafter_id, kept.bound, kept.is_pinned, kept.is_probe = drafter_id, bound, request.plan.is_pinned, False
         kept.asked = bound
         if bound and not kept.is_pinned:
-            survivals = self.survival.survivals(request.request_id, drafter_id, bound)
+            survivals = self._survivals(request, kept)
             kept.asked = self._price.admitted(survivals[: self._depth.bound])
             if not kept.asked:
                 kept.asked = self._probe(kept)
                 request.metrics.disabled_reason = "low_acceptance" if survivals[0] < LOW_SURVIVAL else "load"
         kept.num_rounds_off = 0 if kept.asked else kept.num_rounds_off + 1
         return kept.asked
+
+    def _survivals(self, request: Request, kept: _Pricing) -> Sequence[float]:
+        """Return those by history, estimated again only after something was learnt: without drafts nothing is."""
+        source = (self.survival.num_observed, kept.drafter_id, kept.bound)
+        if kept.survivals_at != source:
+            kept.survivals = self.survival.survivals(request.request_id, kept.drafter_id, kept.bound)
+            kept.survivals_at = source
+        return kept.survivals
 
     def _kept(self, request: Request, drafter_id: str) -> _Pricing:
         kept = self._requests.get(request.request_id)
@@ -273,14 +283,13 @@ class DraftPricing:
         kept = self._requests.get(request.request_id)
         if kept is not None and kept.offered is not None:
             return kept.offered
-        if kept is None:  # it has not asked yet
-            drafter_id = request.plan.drafter_id or ""
-            bound = 0 if request.plan.is_pinned else request.plan.draft_length
-        elif kept.asked:
+        if kept is not None and kept.asked:
             return _Offer()  # its draft did not come
-        else:
-            drafter_id, bound = kept.drafter_id, kept.bound
-        survivals = self.survival.survivals(request.request_id, drafter_id, bound)
+        if kept is not None:
+            survivals = self._survivals(request, kept)
+        else:  # it has not asked yet
+            bound = 0 if request.plan.is_pinned else request.plan.draft_length
+            survivals = self.survival.survivals(request.request_id, request.plan.drafter_id or "", bound)
         return _Offer(survivals, survivals)
 
     def _is_pinned(self, outcome: Outcome) -> bool:

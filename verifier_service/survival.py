@@ -134,6 +134,7 @@ class SurvivalEstimator:
         self._pools: dict[str, _Pool] = {}  # by drafter; the last one heard of at the end
         self._all = _Counts()  # of all drafters: what a new one is taken for
         self._requests: dict[str, _RequestHistory] = {}
+        self.num_observed = 0  # drafts taken in: as long as it stands, so do all estimates
 
     @property
     def request_ids(self) -> set[str]:
@@ -156,6 +157,7 @@ class SurvivalEstimator:
         num_judged = min(num_accepted_tokens + 1, num_draft_tokens)
         if num_judged < 1:
             return
+        self.num_observed += 1
         accepted = [position < num_accepted_tokens for position in range(num_judged)]
         claimed = None if confidences is None or len(confidences) < num_judged else confidences[:num_judged]
         pool = self._pool(drafter_id)
@@ -193,6 +195,7 @@ class SurvivalEstimator:
 
     def observe_claims(self, drafter_id: str, claims: Iterable[tuple[float, bool]]) -> None:
         """Take in confidences of tokens that were judged, each with whether it was accepted: the nodes of a tree."""
+        self.num_observed += 1
         self._pool(drafter_id).observe_claims(claims)
 
     def claimed_rates(self, drafter_id: str, confidences: Sequence[float]) -> list[float]:
