@@ -257,7 +257,7 @@ class RequestMemory:
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """A price that a verifier said while some of its requests drafted, and how many decoded then."""
+    """A price that a verifier said, and how many requests decoded then."""
 
     price: float
     num_decoding: int

@@ -2,8 +2,9 @@
 
 The cost is the *price*: committed tokens that one more draft token takes from the batch. It comes from one of two:
 - the verifier, where it prices its own steps, waits for drafts included. A plan's length is then a bound, below which
-  the verifier decides step by step, and the router says who takes part at all. What a verifier says is learnt from
-  drafts, so without any it is old: it holds while about as many requests decode, and is tried again now and then.
+  the verifier decides step by step, and the router says who takes part at all. It prices those who may not draft as
+  well, by what it remembers of waits and acceptance, which is tried again now and then; what it says holds while about
+  as many requests decode.
 - `allocate` over the profile of its step times and the round trips of its links, where it does not, or where its price
   is of another load. Where it prices nothing at all, the router sets the lengths themselves.
 Near the end of the KV pool the price rises to 1 either way: draft tokens take blocks, and a preemption costs more than
@@ -91,8 +92,9 @@ class Judge:
         return self._by_request(replace(memory, switch=switch), entrants, weighed, default)
 
     def _heed_price(self, memory: VerifierMemory) -> VerifierMemory:
-        """Remember the verifier's price if it is fresh: a step without drafts says nothing of what they would cost."""
-        if self.report.price is None or self.report.num_decoding == 0 or not self._is_drafting:
+        """Remember the verifier's price if it is fresh and more than a guess, which it is before the first drafts."""
+        is_guess = memory.quote is None and not self._is_drafting
+        if self.report.price is None or self.report.num_decoding == 0 or is_guess:
             return memory
         return replace(memory, quote=Quote(self.report.price, self.report.num_decoding))
 

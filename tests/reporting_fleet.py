@@ -35,7 +35,7 @@ def drafter_report(drafter_id: str = "d0", **fields: Any) -> DrafterReport:
 class Fleet:
     """One verifier, some drafters, a fake clock; requests are named and have a true acceptance each.
 
-    `price`, where it is set, is what the verifier says of its steps while it drafts; otherwise it says the last one.
+    `price`, where it is set, is what the verifier says of its steps, whether it drafts or not.
     """
 
     def __init__(
@@ -52,7 +52,6 @@ class Fleet:
         self.rng = random.Random(seed)
         self.now_s = 1000.0
         self.points, self.price = points, price
-        self.said_price: float | None = None if price is None else 0.0
         self.kv_usage = 0.1
         self.drafters = {drafter_id: drafter_report(drafter_id) for drafter_id in drafters}
         self.up = set(drafters)
@@ -99,8 +98,6 @@ class Fleet:
             for request_id, plan in self.plans.items()
         )
         num_running = len(requests) - num_waiting
-        if any(self.lengths.values()):
-            self.said_price = self.price
         return VerifierReport(
             verifier_id="v0",
             endpoint="v0:1",
@@ -116,7 +113,7 @@ class Fleet:
                 DrafterTime(drafter_id=drafter_id, seconds=self.round_trips_s[drafter_id])
                 for drafter_id in sorted(self.up & self.round_trips_s.keys())
             ),
-            price=self.said_price,
+            price=self.price,
         )
 
     def tick(self, seconds: float, *, with_drafters: bool = True, **report: Any) -> None:

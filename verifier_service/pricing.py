@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft
 from outrider.verifier_service.engine_messages import StepTime
-from outrider.verifier_service.exposure import DraftDepth, DraftExposure
+from outrider.verifier_service.exposure import DraftDepth, ExposureByLoad
 from outrider.verifier_service.outcome import Outcome
 from outrider.verifier_service.request import Request
 from outrider.verifier_service.schedule import Schedule, ScheduledRequest, first_nodes, kept_nodes
@@ -61,7 +61,7 @@ class _Pricing:
 
     drafter_id: str
     num_rounds_off: int  # since its last draft was asked for
-    bound: int = 0  # what its plan and its limits allow now
+    bound: int = 0  # what its plan and its limits allow now, or would allow if it were not switched off
     asked: int = 0  # how much of that was asked for in this round
     is_probe: bool = False
     is_pinned: bool = False
@@ -78,9 +78,10 @@ class DraftPricing:
     survival: SurvivalEstimator = field(default_factory=SurvivalEstimator)
     cost: CostModel | None = None  # None: there is no profile, so nothing is priced
     _price: StepPrice | None = None
-    _exposure: DraftExposure = field(default_factory=DraftExposure)
+    _exposures: ExposureByLoad = field(default_factory=ExposureByLoad)
     _depth: DraftDepth | None = None
     _requests: dict[str, _Pricing] = field(default_factory=dict)
+    _usual: tuple[str, int] = ("", 0)  # drafter and plan of the last request that was allowed to draft
     _base: StepShape = field(default_factory=lambda: StepShape(1, 0))  # of the last step, its drafts left out
     _probe_s: float = 0.0  # what probes may cost now
     _shortfall: Shortfall = field(default_factory=Shortfall)
@@ -91,7 +92,7 @@ class DraftPricing:
             return
         self.cost = CostModel(StepTimeModel.from_points(step_times))
         self._price = StepPrice(self.cost)
-        self._depth = DraftDepth(self.cost, self._exposure)
+        self._depth = DraftDepth(self.cost)
 
     @property
     def price(self) -> float | None:
@@ -116,10 +117,14 @@ class DraftPricing:
         """
         if self._price is None or self._depth is None:
             return bound
+        if bound:
+            self._usual = drafter_id, request.plan.draft_length
+        # who is switched off goes on being priced, or nobody would learn when the load that was the reason is gone
+        drafter_id, potential = (drafter_id, bound) if bound else self._usual
         kept = self._kept(request, drafter_id)
         kept.is_opening = kept.is_opening or kept.drafter_id != drafter_id
-        kept.drafter_id, kept.bound, kept.is_pinned, kept.is_probe = drafter_id, bound, request.plan.is_pinned, False
-        kept.asked = bound
+        kept.drafter_id, kept.bound, kept.asked = drafter_id, potential, bound
+        kept.is_pinned, kept.is_probe = request.plan.is_pinned, False
         if bound and not kept.is_pinned:
             survivals = self._survivals(request, kept)
             kept.asked = self._price.admitted(survivals[: self._depth.bound])
@@ -213,7 +218,7 @@ class DraftPricing:
         asking = self._asking([*(item.request for item in schedule.items), *held])
         shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=bool(held))
         self.cost.observe(shape, step_s)
-        self._observe_exposure(outcomes, step_s, exposed_s)
+        self._observe_exposure(outcomes, step_s, exposed_s, num_held=len(held))
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
         if self._price.is_new:  # before the first drafts: as if the prompts had been read already
@@ -230,12 +235,14 @@ class DraftPricing:
         """Price what was on offer in the step, as far as drafts should go."""
         assert self._price is not None
         assert self._depth is not None
-        self._depth.observe(base, [offer.levels for offer in offers], self._price.price_if_free)
+        num_all = len(offers) + num_held
+        exposure = self._exposures.at(num_all)
+        self._depth.observe(base, [offer.levels for offer in offers], self._price.price_if_free, exposure)
         bound = self._depth.bound
         slots = [survival for offer in offers for survival in (offer.slots if bound is None else offer.down_to(bound))]
         longest = max((len(offer.levels) for offer in offers), default=0)
-        exposed_s = self._exposure.seconds(longest if bound is None else min(bound, longest))
-        log_loss = self._shortfall.log_loss(len(offers) + num_held)
+        exposed_s = exposure.seconds(longest if bound is None else min(bound, longest))
+        log_loss = self._shortfall.log_loss(num_all)
         self._price.observe(base, len(offers), slots, exposed_s=exposed_s, log_loss=log_loss)
 
     def _asking(self, requests: Iterable[Request]) -> list[_Pricing]:
@@ -263,7 +270,7 @@ class DraftPricing:
             return
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         times = self.cost.seconds_with(base, num_drafted)
-        model_s = times[-1] + self._exposure.seconds(max(one.asked for one in asking))
+        model_s = times[-1] + self._exposures.at(num_all).seconds(max(one.asked for one in asking))
         self._shortfall.observe(
             num_all,
             log_gain=math.log(num_tokens / model_s) - math.log(base.num_tokens / times[0]),
@@ -296,16 +303,18 @@ class DraftPricing:
         kept = self._requests.get(outcome.item.request.request_id)
         return kept is not None and kept.is_pinned
 
-    def _observe_exposure(self, outcomes: Sequence[Outcome], step_s: float, exposed_s: float) -> None:
+    def _observe_exposure(
+        self, outcomes: Sequence[Outcome], step_s: float, exposed_s: float, *, num_held: int
+    ) -> None:
         """Take in a wait for drafts; of one for a drafter that read a prompt first, no more than is known or a step."""
         asked = [self._requests.get(outcome.item.request.request_id) for outcome in outcomes]
         asking = [kept for kept in asked if kept is not None and kept.asked]
         if not asking:
             return
-        length = max(kept.asked for kept in asking)
+        length, num_all = max(kept.asked for kept in asking), len(outcomes) + num_held
         if any(kept.is_opening for kept in asking):
-            exposed_s = min(exposed_s, max(step_s, self._exposure.seconds(length)))
-        self._exposure.observe(length, exposed_s)
+            exposed_s = min(exposed_s, max(step_s, self._exposures.at(num_all).seconds(length)))
+        self._exposures.observe(num_all, length, exposed_s)
 
     def _observe_draft(self, outcome: Outcome) -> None:
         draft, request_id = outcome.item.draft, outcome.item.request.request_id

@@ -127,7 +127,7 @@ class TestVerifiersThatPriceTheirSteps:
         fleet.run(5)
         assert set(fleet.lengths.values()) == {0}
         fleet.drop(*names(63))
-        fleet.price = 0.1  # which it would say if it drafted
+        fleet.price = 0.1
         for _ in range(4):
             fleet.tick(0.25)
         assert fleet.lengths == {"r63": 8}
@@ -209,6 +209,7 @@ class TestKvPressure:
     def test_drafts_get_short_as_the_pool_fills(self, price: float | None, kv_usage: float, longest: int):
         fleet = Fleet(MEMORY_BOUND, price=price)
         fleet.add(*names(8))
+        fleet.run(5)
         fleet.kv_usage = kv_usage
         fleet.run(5)
         assert 1 <= max(fleet.lengths.values()) <= longest

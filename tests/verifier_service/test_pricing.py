@@ -101,7 +101,7 @@ def priced_at(price: float) -> tuple[DraftPricing, object]:
     bench = Bench(GuessingDrafts(), FREE)
     bench.engine.add(make_request("0", draft_length=4, max_tokens=50, drafter_id="d"))
     request = bench.engine.requests["0"]
-    bench.pricing._exposure.observe(4, 0.0)  # so that drafts may be long
+    bench.pricing._depth._exposure.observe(4, 0.0)  # so that drafts may be long
     assert bench.pricing.length(request, "d", 4) == 4
     assert bench.pricing._price is not None
     bench.pricing._price._price = price
@@ -170,3 +170,26 @@ def test_of_a_pinned_plan_nothing_is_cut():
     assert pricing.length(request, "d", 4) == 4
     for draft in (make_draft(), make_draft(parents=(-1, -1, 0, 1), confidences=(0.6, 0.35, 0.2, 0.99))):
         assert pricing.admitted(request, draft) is draft
+
+
+def test_who_is_switched_off_is_priced_on():
+    """So the price falls when the load is gone, and whoever switched them off can see it."""
+    bench = Bench(GuessingDrafts(share_wrong=0.35), KNEED)
+    bench.run(num_requests=32, max_tokens=40)
+    assert bench.pricing.price > 0.8
+    num_before = len(bench.drafts.asked)
+    bench.run(max_tokens=100, draft_length=0, disabled_reason="load")
+    assert len(bench.drafts.asked) == num_before
+    assert bench.pricing.price < 0.5
+
+
+def test_what_a_load_did_to_waits_is_not_held_against_one_request():
+    bench = Bench(GuessingDrafts(share_wrong=0.2, draft_s=0.002), KNEED)
+    bench.run(max_tokens=100)
+    alone = bench.pricing.price
+    bench.drafts.draft_s = 0.200
+    bench.run(num_requests=16, max_tokens=40)
+    assert bench.pricing.price == 1.0
+    bench.drafts.draft_s = 0.002
+    bench.run(max_tokens=80)
+    assert bench.pricing.price == pytest.approx(alone, abs=0.2)
