@@ -50,7 +50,22 @@ def test_drafts_that_are_accepted_make_it_shorter(num_accepted: int, expected_ms
     assert bench.engine.requests["a"].inter_token_time.recent_ms == pytest.approx(expected_ms)
 
 
+def test_a_prompt_in_chunks_is_no_time_between_tokens():
+    bench = EngineBench(max_num_batched_tokens=8)
+    bench.engine.add(replace(make_request("a", prompt=range(20)), target_inter_token_ms=30.0))
+    outputs = []
+    for _ in range(4):  # three chunks, the last of which brings the first token
+        outputs.append(bench.step())
+        bench.now_s += 0.1
+    assert [len(output) for output in outputs] == [0, 0, 1, 1]
+    bench.now_s += 0.2
+    bench.step()
+    first_ms, last_ms = 100.0, 300.0
+    recent_ms = bench.engine.requests["a"].inter_token_time.recent_ms
+    assert recent_ms == pytest.approx(first_ms + (last_ms - first_ms) / RECENT_TOKENS)
+
+
 @pytest.mark.parametrize("target_ms", [0.0, -1.0, 60_001.0, float("inf"), float("nan")])
 def test_a_target_out_of_range_is_refused_by_name(target_ms: float):
-    with pytest.raises(ValueError, match="^target_inter_token_ms must be in"):
+    with pytest.raises(ValueError, match=r"^target_inter_token_ms must be in"):
         replace(make_request(), target_inter_token_ms=target_ms)
