@@ -18,6 +18,7 @@ from outrider.cluster.metrics import GatewayMetrics
 from outrider.cluster.text_codec import TextCodec
 from outrider.verifier_service.request import (
     MAX_PRIORITY,
+    MAX_TARGET_INTER_TOKEN_MS,
     AcceptanceRule,
     GenerationRequest,
     LogitBias,
@@ -100,6 +101,7 @@ class RequestInput:
     rejection_sample_method: str | None = None  # an `AcceptanceRule`
     structured: StructuredOutput | None = None
     priority: int | None = None
+    target_inter_token_ms: float | None = None
     session_id: str | None = None
     cache_salt: str | None = None
 
@@ -120,6 +122,7 @@ class ValidRequest:
     is_prompt_only: bool  # max_tokens was 0: the engine's one token is not shown
     group_id: str | None
     priority: int
+    target_inter_token_ms: float | None
     session_id: str | None
     cache_salt: str
     trace_parent: str | None = None  # of the span that the choices are children of; None: not traced
@@ -134,6 +137,7 @@ class ValidRequest:
                 group_id=self.group_id,
                 cache_salt=self.cache_salt,
                 priority=self.priority,
+                target_inter_token_ms=self.target_inter_token_ms,
                 session_id=self.session_id,
                 trace_parent=self.trace_parent,
             )
@@ -191,6 +195,8 @@ class Gateway:
         _require(1 <= num_choices <= MAX_CHOICES, "n", f"in [1, {MAX_CHOICES}]")
         priority = request.priority or 0
         _require(abs(priority) <= MAX_PRIORITY, "priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+        target_ms, limit = request.target_inter_token_ms, MAX_TARGET_INTER_TOKEN_MS
+        _require(target_ms is None or 0.0 < target_ms <= limit, "target_inter_token_ms", f"in (0, {limit:g}]")
         stop = _stop_strings(request.stop)
         prompt_token_ids = await self._prompt_token_ids(request)
         return ValidRequest(
@@ -206,6 +212,7 @@ class Gateway:
             is_prompt_only=request.max_tokens == 0,
             group_id=uuid.uuid4().hex if num_choices > 1 else None,
             priority=priority,
+            target_inter_token_ms=target_ms,
             session_id=_label(request.session_id, "session_id"),
             cache_salt=_label(request.cache_salt, "cache_salt") or "",
         )

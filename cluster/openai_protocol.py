@@ -106,6 +106,7 @@ class _Body(_ModelBody):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
+    target_inter_token_ms: float | None = None
     session_id: str | None = None
     cache_salt: str | None = None
     stream: bool | None = None

@@ -7,7 +7,8 @@ The rule, per verifier and per report:
    price of a draft token: the verifier's own where it prices its steps, else that at which the expected tokens per
    second of the whole batch are highest by its measured step times (`judging`). When the machine is compute-bound, the
    requests with the lowest acceptance so lose their drafts first. Beside a verifier's own price a token of an urgent
-   request (`priority`) counts double, one of a lesser request half.
+   request (by its `priority`, or since it is slower than its target inter-token time) counts double, one of a lesser
+   request (by its `priority`, or since it takes less than half of its target) half.
 4. Speculation of the whole verifier is switched off (`load`, or `draft_queue` when only the wait for drafts makes it
    slow) when even the best position has not paid for a dwell, and on again when the gain has exceeded 10 % for a
    dwell. Each request has such a switch too, moved by whether positions of it pay. One that is off competes with its
@@ -39,7 +40,8 @@ from outrider.cluster.routing import DrafterDesk
 from outrider.verifier_service.cost_model import StepTimeModel
 from outrider.verifier_service.request import SpeculationPlan
 
-URGENT_WORTH = 2.0  # of a token of a request whose priority is below 0; above 0 the inverse
+URGENT_WORTH = 2.0  # of a token of an urgent request; of a lesser one's the inverse
+AMPLE_SHARE = 0.5  # of its target inter-token time: a request that takes less can afford to lose its drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +110,24 @@ def _enter(
                     drafter.report.drafter_id,
                     memory.requests[request.request_id].counts.rate(prior_rate=prior_rate, prior_tokens=prior_tokens),
                     min(cap, policy.max_draft_length, drafter.report.max_draft_length),
-                    _worth(request.priority),
+                    _worth(request),
                 )
             )
     return plans, entrants
 
 
-def _worth(priority: int) -> float:
-    """Return what a request's tokens count for beside others': those who matter less lose their drafts first."""
-    if priority == 0:
-        return 1.0
-    return URGENT_WORTH if priority < 0 else 1.0 / URGENT_WORTH
+def _worth(request: RequestLoad) -> float:
+    """Return what a request's tokens count for beside others': those who matter less lose their drafts first.
+
+    Of its two hints, priority and target, the one that makes it matter more holds.
+    """
+    target_ms, taken_ms = request.target_inter_token_ms, request.inter_token_ms
+    share = 1.0 if target_ms is None or taken_ms is None else taken_ms / target_ms
+    if request.priority < 0 or share > 1.0:
+        return URGENT_WORTH
+    if request.priority > 0 or share < AMPLE_SHARE:
+        return 1.0 / URGENT_WORTH
+    return 1.0
 
 
 def _enter_newcomer(memory: VerifierMemory, desk: DrafterDesk, policy: RouterPolicy) -> Entrant | None:

@@ -6,6 +6,7 @@ Our own switches per request travel in the call's metadata:
 x-outrider-disable-spec-decode       true | false
 x-outrider-num-speculative-tokens    a cap on the draft length; 0: off
 x-outrider-priority                  lower is served earlier
+x-outrider-target-inter-token-ms     while it is slower its drafts matter more, while far faster less
 x-outrider-session-id                of requests that share a prefix
 x-outrider-cache-salt                prefixes are shared within one salt only
 """
@@ -226,6 +227,7 @@ _READERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "disable_spec_decode": (_boolean, "true or false"),
     "num_speculative_tokens": (int, "an integer"),
     "priority": (int, "an integer"),
+    "target_inter_token_ms": (float, "a number"),
     "session_id": (str, "text"),
     "cache_salt": (str, "text"),
 }

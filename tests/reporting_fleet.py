@@ -60,6 +60,8 @@ class Fleet:
         self.counters: dict[str, list[int]] = {}
         self.caps: dict[str, int | None] = {}
         self.priorities: dict[str, int] = {}
+        self.targets_ms: dict[str, float] = {}  # of the inter-token time
+        self.inter_token_ms: dict[str, float] = {}
         self.plans: dict[str, SpeculationPlan] = {}
         self.default_plan = SpeculationPlan()
         self.directive: Directive | None = None
@@ -94,6 +96,8 @@ class Fleet:
                 num_accepted_tokens=self.counters[request_id][2],
                 num_speculative_tokens=self.caps[request_id],
                 priority=self.priorities.get(request_id, 0),
+                target_inter_token_ms=self.targets_ms.get(request_id),
+                inter_token_ms=self.inter_token_ms.get(request_id),
             )
             for request_id, plan in self.plans.items()
         )

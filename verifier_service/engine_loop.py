@@ -205,7 +205,7 @@ def _counters(engine: VerifierEngine, drafts: RelayDraftClient) -> EngineCounter
 
 
 def _request_load(request: Request) -> RequestLoad:
-    metrics = request.metrics
+    metrics, inter_token_time = request.metrics, request.inter_token_time
     return RequestLoad(
         request_id=request.request_id,
         drafter_id=request.plan.drafter_id,
@@ -215,4 +215,6 @@ def _request_load(request: Request) -> RequestLoad:
         num_accepted_tokens=metrics.num_accepted_tokens,
         num_speculative_tokens=request.sampling.num_speculative_tokens,
         priority=request.priority,
+        target_inter_token_ms=None if inter_token_time is None else inter_token_time.target_ms,
+        inter_token_ms=None if inter_token_time is None else inter_token_time.recent_ms,
     )

@@ -73,6 +73,8 @@ class RequestLoad:
     num_accepted_tokens: int
     num_speculative_tokens: int | None  # the request's own cap; 0: it opted out
     priority: int = 0
+    target_inter_token_ms: float | None = None
+    inter_token_ms: float | None = None  # of its last tokens; None: it has no target, or no second token yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

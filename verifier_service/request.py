@@ -7,11 +7,13 @@ import itertools
 from dataclasses import dataclass, field
 
 from outrider.verifier_service.drafting import Draft, check_sampling_shape, require
+from outrider.verifier_service.inter_token_time import InterTokenTime
 
 GREEDY_TEMPERATURE = 1e-5  # at and below this a request is greedy, as in vLLM
 MAX_LOGPROBS = 20  # alternatives per token, as OpenAI and vLLM
 MAX_LOGIT_BIASES = 300  # as OpenAI
 MAX_PRIORITY = 1000
+MAX_TARGET_INTER_TOKEN_MS = 60_000.0
 MAX_STRUCTURED_CHARS = 1 << 17  # of a schema, or of all choices together
 MAX_GRAMMAR_CHARS = 1 << 14  # of a regular expression or a grammar: reading one is quadratic in it
 MAX_STRUCTURED_CHOICES = 1024
@@ -165,11 +167,14 @@ class GenerationRequest:
     group_id: str | None = None  # shared by the n choices of one prompt: they share its KV
     cache_salt: str = ""  # prefixes are only shared between requests of one salt
     priority: int = 0  # lower is served earlier
+    target_inter_token_ms: float | None = None  # a slower request keeps its drafts longer, a far faster one shorter
     trace_parent: str | None = None  # W3C traceparent of the request's span; None: not traced
     session_id: str | None = None  # the client's word for requests that share a prefix: best served by one verifier
 
     def __post_init__(self) -> None:
         require(abs(self.priority) <= MAX_PRIORITY, "priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+        target_ms, limit = self.target_inter_token_ms, MAX_TARGET_INTER_TOKEN_MS
+        require(target_ms is None or 0.0 < target_ms <= limit, "target_inter_token_ms", f"in (0, {limit:g}]")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -289,6 +294,7 @@ class Request:
     group_id: str | None = None
     cache_salt: str = ""
     priority: int = 0
+    inter_token_time: InterTokenTime | None = None  # None: it has no target
     trace_parent: str | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
@@ -304,6 +310,7 @@ class Request:
 
     @classmethod
     def of(cls, message: GenerationRequest, now_s: float) -> Request:
+        target_ms = message.target_inter_token_ms
         return cls(
             request_id=message.request_id,
             sampling=message.sampling,
@@ -314,6 +321,7 @@ class Request:
             group_id=message.group_id,
             cache_salt=message.cache_salt,
             priority=message.priority,
+            inter_token_time=None if target_ms is None else InterTokenTime(target_ms),
             trace_parent=message.trace_parent,
             metrics=SpeculationMetrics(acceptance=message.sampling.acceptance),
         )

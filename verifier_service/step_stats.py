@@ -43,6 +43,8 @@ class StepStats:
             if item.request.first_scheduled_s is None:
                 item.request.first_scheduled_s = began_s
                 self.queue_s.observe(began_s - item.request.arrival_s)
+            if item.samples and item.request.inter_token_time is not None:
+                item.request.inter_token_time.observe(item.request.num_tokens, ended_s)
         for output in outputs:
             self.num_committed_tokens += len(output.token_ids)
             self.num_drafts += output.num_draft_tokens > 0

@@ -86,12 +86,14 @@ async def test_streams_of_one_lost_verifier_all_go_on():
 
 
 async def test_everything_but_id_plan_and_published_tokens_is_asked_again():
-    request = dataclasses.replace(REQUEST, group_id="g", cache_salt="s", priority=-3, trace_parent="t", session_id="c")
+    labels = {"group_id": "g", "cache_salt": "s", "trace_parent": "t", "session_id": "c"}
+    request = dataclasses.replace(REQUEST, priority=-3, target_inter_token_ms=20.5, **labels)
     verifiers = [ScriptedVerifier([(5, 6)], end=UNAVAILABLE), ScriptedVerifier([(7,)])]
     async with fleet_of(*verifiers) as fleet:
         await fleet.generate(request)
     first, second = verifiers[0].requests[0], verifiers[1].requests[0]
     assert second == dataclasses.replace(first, request_id=second.request_id, output_token_ids=(5, 6))
+    assert dataclasses.replace(first, request_id=request.request_id, plan=request.plan) == request
 
 
 async def test_counters_of_all_verifiers_add_up_and_cached_tokens_stay_the_first_ones():

@@ -179,6 +179,10 @@ async def test_an_id_that_runs_is_refused(tokenizer):
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"max_tokens": -1, "echo": True}, "max_tokens"),
         ({"priority": 1001}, "priority"),
+        ({"target_inter_token_ms": 0.0}, "target_inter_token_ms"),
+        ({"target_inter_token_ms": 60_001}, "target_inter_token_ms"),
+        ({"target_inter_token_ms": float("inf")}, "target_inter_token_ms"),
+        ({"target_inter_token_ms": float("nan")}, "target_inter_token_ms"),
         ({"session_id": "s" * 257}, "session_id"),
         ({"cache_salt": "s" * 257}, "cache_salt"),
         ({"stop_token_ids": [5] * 1025}, "stop_token_ids"),
@@ -218,7 +222,7 @@ async def test_what_is_asked_for_reaches_the_engine(tokenizer):
     same = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 7, "ignore_eos": True, "min_tokens": 2}
     same |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "max_tokens": 9}
     same |= {"logprobs": 1, "prompt_logprobs": 2, "num_speculative_tokens": 3}
-    message = {"priority": -3, "session_id": "s", "cache_salt": "salt"}
+    message = {"priority": -3, "target_inter_token_ms": 20.5, "session_id": "s", "cache_salt": "salt"}
     gateway = build_gateway(backend, tokenizer)
     ours = {"logit_bias": {7: 2.0}, "stop_token_ids": [9], "rejection_sample_method": "block"}
     await collect(gateway, prompt=[5], **ours, **same, **message)

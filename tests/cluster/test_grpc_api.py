@@ -74,6 +74,7 @@ async def test_stream_and_unary_agree(tokenizer):
         (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(regex="((")), "regex"),
         (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(choice=pb.TextChoices())), "choice"),
         (pb.GenerateRequest(text="a", priority=1001), "priority"),
+        (pb.GenerateRequest(text="a", target_inter_token_ms=-1), "target_inter_token_ms"),
         (pb.GenerateRequest(text="a", request_id="two\nlines"), "request_id"),
     ],
 )
@@ -167,7 +168,7 @@ async def test_every_parameter_reaches_the_engine(tokenizer):
     same = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25, "seed": 7, "ignore_eos": True}
     same |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "max_tokens": 9}
     same |= {"logprobs": 1, "prompt_logprobs": 2, "num_speculative_tokens": 3, "min_tokens": 2}
-    message = {"priority": -3, "session_id": "s", "cache_salt": "salt"}
+    message = {"priority": -3, "target_inter_token_ms": 20.5, "session_id": "s", "cache_salt": "salt"}
     sampling = pb.SamplingParams(logit_bias={7: 2.0}, stop_token_ids=[9], **same)
     async with serving(backend, tokenizer) as (_, _, stub):
         await stub.GenerateUnary(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=sampling, **message))

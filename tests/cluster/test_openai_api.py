@@ -258,7 +258,7 @@ async def test_every_sampling_parameter_reaches_the_engine(tokenizer, backend, p
     same = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 7, "ignore_eos": True, "min_tokens": 2}
     same |= {"presence_penalty": 1, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "max_tokens": 9}
     same |= {"prompt_logprobs": 2, "num_speculative_tokens": 3}
-    message = {"priority": -3, "session_id": "s", "cache_salt": "salt"}
+    message = {"priority": -3, "target_inter_token_ms": 20.5, "session_id": "s", "cache_salt": "salt"}
     logprobs = {"logprobs": True, "top_logprobs": 1} if "messages" in prompt else {"logprobs": 1}
     body = {**prompt, **same, **message, **logprobs, "logit_bias": {"7": 2}, "stop_token_ids": [9]}
     async with client_of(backend, tokenizer) as client:

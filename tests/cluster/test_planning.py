@@ -119,6 +119,35 @@ class TestVerifiersThatPriceTheirSteps:
         fleet.run(6)
         assert 1 <= fleet.lengths["lesser"] <= 4
 
+    @pytest.mark.parametrize(
+        ("priority", "inter_token_ms", "keeps"),
+        [
+            (0, 41.0, {0.2, 0.45, 0.9}),  # slower than the target of 40 ms: urgent
+            (0, 40.0, {0.2, 0.45}),
+            (0, 20.0, {0.2, 0.45}),
+            (0, 19.0, {0.2}),  # it can afford to lose its drafts
+            (0, None, {0.2, 0.45}),  # no second token yet
+            (-1, 19.0, {0.2, 0.45, 0.9}),
+            (1, 41.0, {0.2, 0.45, 0.9}),
+            (1, 30.0, {0.2}),
+        ],
+    )
+    def test_who_misses_the_target_keeps_drafts_at_a_price_at_which_who_exceeds_it_by_far_loses_them(
+        self, priority: int, inter_token_ms: float | None, keeps: set[float]
+    ):
+        """Acceptance 0.7, as above; beside one without a target, whose figure then says nothing."""
+        kept: dict[str, set[float]] = {"aims": set(), "plain": set()}
+        for price in (0.2, 0.45, 0.9):
+            fleet = Fleet(MEMORY_BOUND, price=price)
+            fleet.priorities, fleet.targets_ms = {"aims": priority}, {"aims": 40.0}
+            fleet.inter_token_ms = {"plain": 1e6} | ({} if inter_token_ms is None else {"aims": inter_token_ms})
+            fleet.add(*kept)
+            fleet.add("keeps the verifier on", acceptance=1.0)
+            fleet.run(12)
+            for request_id in kept:
+                kept[request_id] |= {price} if fleet.lengths[request_id] else set()
+        assert kept == {"aims": keeps, "plain": {0.2, 0.45}}
+
     def test_back_within_a_second_of_the_loads_end(self):
         fleet = Fleet(ROOFLINE, price=0.1)
         fleet.add(*names(64))

@@ -229,6 +229,7 @@ async def test_what_cannot_be_served_is_named(tokenizer, request_, field):
 async def test_our_own_switches_come_as_metadata(tokenizer):
     backend = FakeBackend(lambda _: [[5]])
     labels = [("x-outrider-session-id", "s"), ("x-outrider-cache-salt", "salt"), ("x-outrider-priority", "-3")]
+    labels += [("x-outrider-target-inter-token-ms", "20.5")]
     async with serving(build_gateway(backend, tokenizer)) as (_, stub):
         await responses(stub, asks(), [("x-outrider-num-speculative-tokens", "3"), *labels, ("x-request-id", "i")])
         await responses(stub, asks(), [("x-outrider-disable-spec-decode", "True")])
@@ -237,6 +238,7 @@ async def test_our_own_switches_come_as_metadata(tokenizer):
     assert [request.sampling.num_speculative_tokens for request in backend.requests] == [3, 0, None]
     assert (capped.session_id, capped.cache_salt, capped.priority) == ("s", "salt", -3)
     assert (off.session_id, off.cache_salt, free.priority) == (None, "", 0)
+    assert (capped.target_inter_token_ms, free.target_inter_token_ms) == (20.5, None)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +249,8 @@ async def test_our_own_switches_come_as_metadata(tokenizer):
         ("x-outrider-num-speculative-tokens", "-1", "num_speculative_tokens"),
         ("x-outrider-priority", "1.5", "x-outrider-priority"),
         ("x-outrider-priority", "1001", "priority"),
+        ("x-outrider-target-inter-token-ms", "soon", "x-outrider-target-inter-token-ms"),
+        ("x-outrider-target-inter-token-ms", "nan", "target_inter_token_ms"),
         ("x-outrider-cache-salt", "s" * 257, "cache_salt"),
         ("x-outrider-disable-speculation", "true", "x-outrider-disable-speculation"),
         ("x-outrider-cache-salt-bin", b"\xff", "x-outrider-cache-salt-bin"),

@@ -63,7 +63,10 @@ _SAMPLING_SHAPE = {
 CHECKED_FIELDS: dict[type, dict[str, st.SearchStrategy[Any]]] = {
     DraftSampling: _SAMPLING_SHAPE,
     LogitBias: {"bias": st.floats(-100.0, 100.0)},
-    GenerationRequest: {"priority": st.integers(-1000, 1000)},
+    GenerationRequest: {
+        "priority": st.integers(-1000, 1000),
+        "target_inter_token_ms": st.none() | st.floats(0.0, 60_000.0, exclude_min=True),
+    },
     SamplingParams: {
         **_SAMPLING_SHAPE,
         "max_tokens": st.integers(20, 1 << 40),

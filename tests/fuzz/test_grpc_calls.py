@@ -29,6 +29,7 @@ METHODS = {
 }
 GENERATING = [name for name in METHODS if "Generate" in name]
 SWITCHES = ("priority", "num-speculative-tokens", "disable-spec-decode", "cache-salt", "nobody", "session-id-bin")
+SWITCHES = (*SWITCHES, "target-inter-token-ms")
 METADATA = st.dictionaries(
     st.sampled_from(("x-request-id", "authorization", *(f"x-outrider-{name}" for name in SWITCHES))),
     st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), max_size=40).map(str.strip)

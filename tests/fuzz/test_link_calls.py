@@ -80,6 +80,7 @@ REQUESTS = st.builds(
     group_id=st.none() | NAMES,
     cache_salt=st.just("") | NAMES,
     priority=st.integers(-1000, 1000),
+    target_inter_token_ms=st.none() | st.floats(0.0, 60_000.0, exclude_min=True),
     trace_parent=st.none() | st.text(max_size=5),
 ).map(encode)
 

@@ -293,6 +293,20 @@ def test_a_load_names_the_running_requests_first():
     assert [request.request_id for request in load.requests] == ["b", "a", "c"]
 
 
+def test_a_load_says_how_fast_tokens_came_for_those_with_a_target():
+    bench = EngineBench()
+    bench.engine.add(replace(make_request("aims"), target_inter_token_ms=30.0))
+    bench.add("plain")
+    seen = []
+    for step_s in (9.0, 0.04, 0.04):  # what comes before the first token is no time between tokens
+        bench.now_s += step_s
+        bench.step()
+        aims, plain = engine_load(bench.engine, RecentRates(), now_s=0.0).requests
+        seen.append((aims.target_inter_token_ms, aims.inter_token_ms))
+        assert (plain.target_inter_token_ms, plain.inter_token_ms) == (None, None)
+    assert seen == [(30.0, None), (30.0, pytest.approx(40.0)), (30.0, pytest.approx(40.0))]
+
+
 @pytest.mark.parametrize(("num_outputs", "num_relays"), [(0, 9), (9, 0), (1, 1), (5, 4)])
 def test_an_update_that_is_too_large_comes_in_several_frames_in_order(num_outputs: int, num_relays: int):
     update = EngineUpdate(
