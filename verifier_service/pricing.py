@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
+from outrider.verifier_service.cost_model import CostModel, ExpertShape, StepShape, StepTimeModel
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.exposure import DraftDepth, DraftExposure
@@ -83,11 +83,11 @@ class DraftPricing:
     _probe_s: float = 0.0  # what probes may cost now
     _shortfall: Shortfall = field(default_factory=Shortfall)
 
-    def use_profile(self, step_times: Sequence[StepTime]) -> None:
-        """Start pricing by the measured step times; too few of them leave it off."""
+    def use_profile(self, step_times: Sequence[StepTime], experts: ExpertShape | None = None) -> None:
+        """Start pricing by the measured step times; too few of them leave it off. `experts`: see `CostModel`."""
         if len({point.num_tokens for point in step_times}) < 2:
             return
-        self.cost = CostModel(StepTimeModel.from_points(step_times))
+        self.cost = CostModel(StepTimeModel.from_points(step_times), experts)
         self._price = StepPrice(self.cost)
         self._depth = DraftDepth(self.cost, self._exposure)
 
