@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.cluster.bench_figures import DraftCounts
+from outrider.cluster.bench_figures import DraftCounts, percentile
 from outrider.cluster.bench_load import Ask, Clock, Prompt, Reply
 
 SAMPLE_INTERVAL_S = 0.25
@@ -68,8 +68,8 @@ class StepTrace:
         return [reply.error for replies in self.replies.values() for reply in replies if reply.error is not None]
 
     def first_tokens_s(self, phase: str) -> list[float]:
-        """Return the times to first token of a phase's requests, sorted."""
-        return sorted(reply.chunk_times_s[0] - reply.sent_s for reply in self.replies[phase] if reply.chunk_times_s)
+        """Return the times to first token of a phase's requests."""
+        return [reply.chunk_times_s[0] - reply.sent_s for reply in self.replies[phase] if reply.chunk_times_s]
 
     def drafts(self, phase: str) -> DraftCounts:
         return sum((reply.drafts for reply in self.replies[phase]), DraftCounts())
@@ -161,11 +161,6 @@ def _reason(item: Mapping[str, Any]) -> str:
 # --- showing it ---
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return a percentile of sorted values by the nearest rank; NaN of none."""
-    return values[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
-
-
 def seconds_of(trace: StepTrace) -> Iterator[tuple[float, Sample, Mapping[str, int]]]:
     """Yield one sample a second with all decisions of that second."""
     for second, group in itertools.groupby(trace.samples, key=lambda sample: int(sample.time_s)):
@@ -209,7 +204,11 @@ def _acceptance(phase: str) -> Callable[[StepTrace], str]:
 
 
 def _first_token(phase: str, share: float) -> Callable[[StepTrace], str]:
-    return lambda trace: f"{percentile(trace.first_tokens_s(phase), share) * 1e3:.0f}"
+    def cell(trace: StepTrace) -> str:
+        seconds = percentile(trace.first_tokens_s(phase), share)
+        return "-" if seconds is None else f"{seconds * 1e3:.0f}"
+
+    return cell
 
 
 def _recovery(trace: StepTrace) -> str:

@@ -284,7 +284,7 @@ def chat(model: str | None, max_tokens: int, temperature: float, system: str | N
 @click.option("--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds per frame.")
 @click.option("--once", is_flag=True, help="Print one frame and stop; exit status 1 without an answer.")
 def top(interval: float, once: bool, **server: Any) -> None:
-    """Watch a running service: pools, load, acceptance, the router's decisions."""
+    """Watch a running service: pools, load, prices, acceptance, the router's decisions."""
     import time
 
     from outrider.cluster import top as watching

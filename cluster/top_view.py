@@ -52,7 +52,9 @@ def render(state: TopState) -> RenderableType:
         parts.append(_safe(f"no answer: {state.error}{since}", style="bold red"))
     if state.load is not None:
         beside = Columns([_decisions(state.load["decisions"]), _latencies(state.latencies)], padding=(0, 4))
-        for part in (_verifiers(state.load["verifiers"]), _drafters(state.load["drafters"]), beside):
+        verifiers, drafters = state.load["verifiers"], state.load["drafters"]
+        parts.append(_totals(state.load["totals"]))
+        for part in (_verifiers(verifiers), _drafts(verifiers), _drafters(drafters), beside):
             parts += [Text(), part]
     return Group(*parts)
 
@@ -61,11 +63,7 @@ def _title(state: TopState) -> Text:
     title = Text.assemble(("Outrider ", "bold"), state.url)
     if state.load is None:
         return title
-    totals, age_s = state.load["totals"], state.load["age_s"]
-    title.append(f"   running {totals['num_running']}   waiting {totals['num_waiting']}")
-    title.append(f"   {totals['tokens_per_s']:.1f} tokens/s", style="bold")
-    title.append(f"   accepted {_percent(totals['acceptance_rate'])}")
-    title.append(f"   {_number(totals['mean_acceptance_length'], 2)} tokens/verification")
+    age_s = state.load["age_s"]
     if age_s is None:
         title.append("   no word from the router yet", style="yellow")
     elif age_s > OLD_SNAPSHOT_S:
@@ -73,8 +71,18 @@ def _title(state: TopState) -> Text:
     return title
 
 
+def _totals(totals: Mapping[str, Any]) -> Text:
+    return Text.assemble(
+        f"running {totals['num_running']}   waiting {totals['num_waiting']}   ",
+        (f"{totals['tokens_per_s']:.1f} tokens/s", "bold"),
+        f"   {_number(totals['tokens_per_s_per_accelerator'], 1)} per accelerator",
+        f"   accepted {_percent(totals['acceptance_rate'])}",
+        f"   {_number(totals['mean_acceptance_length'], 2)} tokens/verification",
+    )
+
+
 def _verifiers(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("verifiers", ["running", "waiting", "KV", "tokens/s", "step", "drafts", "accepted", "tokens/verif."])
+    table = _table("verifiers", "state", ["running", "waiting", "KV", "tokens/s", "step", "knee", "verify idle"])
     for row in rows:
         table.add_row(
             _safe(row["id"]),
@@ -84,15 +92,31 @@ def _verifiers(rows: Sequence[Mapping[str, Any]]) -> Table:
             _bar(row["kv_usage"]),
             f"{row['tokens_per_s']:.1f}",
             _ms(row["mean_step_s"]),
+            _number(row["knee"], 0),
+            _percent(row["verify_idle_share"]),
+        )
+    return _or_empty(table)
+
+
+def _drafts(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Draw what verifiers have of their drafts."""
+    table = _table("drafts of", "plan", ["asked", "price", "accepted", "tokens/verif.", "late", "late by"])
+    for row in rows:
+        table.add_row(
+            _safe(row["id"]),
             _speculation(row),
+            _number(row["draft_length_mean"], 1),
+            _number(row["price"], 2),
             _percent(row["acceptance_rate"]),
             _number(row["mean_acceptance_length"], 2),
+            _percent(row["late_share"]),
+            _ms(row["mean_lateness_s"]),
         )
     return _or_empty(table)
 
 
 def _drafters(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("drafters", ["sessions", "queue", "draft", "links up", "circuits open"])
+    table = _table("drafters", "state", ["sessions", "queue", "draft", "ahead hits", "links up", "circuits open"])
     for row in rows:
         table.add_row(
             _safe(row["id"]),
@@ -100,6 +124,7 @@ def _drafters(rows: Sequence[Mapping[str, Any]]) -> Table:
             str(row["num_sessions"]),
             str(row["queue_depth"]),
             _ms(row["mean_draft_s"] or None),
+            _percent(row["hit_rate"]),
             str(row["num_links_up"]),
             Text(str(row["num_circuits_open"]), style="red" if row["num_circuits_open"] else ""),
         )
@@ -125,11 +150,9 @@ def _latencies(latencies: Sequence[Latency]) -> Table:
     return _or_empty(table)
 
 
-def _table(role: str, columns: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold cyan")
-    table.add_column(role)
-    table.add_column("state")
-    for column in columns:
+def _table(role: str, state: str, figures: Sequence[str]) -> Table:
+    table = Table(role, state, box=None, pad_edge=False, header_style="bold cyan")
+    for column in figures:
         table.add_column(column, justify="right")
     return table
 

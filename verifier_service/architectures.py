@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.verifier_service.cost_model import ExpertShape
 from outrider.verifier_service.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -127,6 +128,17 @@ def require_supported(description: PreTrainedConfig, tensor_parallel_size: int) 
     if tensor_parallel_size > 1 and not architecture.tensor_parallel:
         raise UnsupportedModelError(f"{name}: not served with tensor_parallel_size > 1")
     return architecture
+
+
+def expert_shape(description: PreTrainedConfig) -> ExpertShape | None:
+    """Return the shape of a mixture of experts; None of a dense model.
+
+    `num_experts` is the library's name for what some checkpoints spell differently (its `attribute_map`).
+    """
+    num_experts = getattr(description, "num_experts", None)
+    if not num_experts:  # 0: a family of mixtures also has dense models
+        return None
+    return ExpertShape(num_experts=num_experts, num_active=description.num_experts_per_tok)
 
 
 def batch_dependent_rope(parameters: Any) -> str | None:

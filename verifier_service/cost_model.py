@@ -134,7 +134,7 @@ class CostModel:
     def __init__(self, profile: StepTimeModel, experts: ExpertShape | None = None) -> None:
         """`experts` only of a mixture of experts, whose steps then have a term of their own for reading them."""
         self._profile = profile
-        self._experts = experts
+        self.experts = experts
         self._num_factors = 4 if experts is None else 5
         self._factors = [1.0] + [0.0] * (self._num_factors - 1)
         self._gram = [[0.0] * self._num_factors for _ in range(self._num_factors)]
@@ -205,8 +205,8 @@ class CostModel:
             shape.num_context_tokens / CONTEXT_UNIT * first_s,
             self._profile.t(shape.num_tokens) * shape.is_drafting,
         ]
-        if self._experts is not None:
-            terms.append(self._experts.covered_share(shape.num_tokens) * first_s)
+        if self.experts is not None:
+            terms.append(self.experts.covered_share(shape.num_tokens) * first_s)
         return terms
 
     def _fixed_s(self, shape: StepShape) -> float:
@@ -220,10 +220,10 @@ class CostModel:
         if inside < count:
             at_last, slope = scale * self._last_s, self._tail_slope(scale)
             times.extend([at_last + (n - last) * slope for n in range(first + inside, first + count)])
-        if self._experts is None:
+        if self.experts is None:
             return times
         unit = self._factors[4] * self._profile.seconds[0]
-        return [seconds + unit * self._experts.covered_share(first + index) for index, seconds in enumerate(times)]
+        return [seconds + unit * self.experts.covered_share(first + index) for index, seconds in enumerate(times)]
 
     def _solved(self) -> list[float]:
         """Return the factors that fit best; what would make steps shorter is left out: context, contention, experts."""

@@ -65,11 +65,11 @@ def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> Ver
     )
 
 
-def profile_engine(engine: VerifierEngine, runner: Runner, spec: VerifierSpec) -> tuple[StepTime, ...]:
+def profile_engine(engine: VerifierEngine, runner: ParallelRunner, spec: VerifierSpec) -> tuple[StepTime, ...]:
     """Measure step times before anything is served, and have the engine price its drafts by them where it should."""
     step_times = measure_step_times(runner, max_tokens=min(MAX_PROFILED_TOKENS, spec.max_num_batched_tokens))
     if spec.prices_drafts:
-        engine.pricing.use_profile(step_times)
+        engine.pricing.use_profile(step_times, runner.experts)
     return step_times
 
 

@@ -17,6 +17,7 @@ from outrider.verifier_service.architectures import (
     CHECKPOINT_ALIASES,
     IGNORED_TENSORS,
     Architecture,
+    expert_shape,
     load_model_description,
     read_eos_token_ids,
     require_supported,
@@ -196,6 +197,7 @@ class ModelRunner:
         self.max_model_len = resolve_max_model_len(config, description)
         self.eos_token_ids = read_eos_token_ids(folder, description)
         self.num_layers: int = description.num_hidden_layers
+        self.experts = expert_shape(description)
         with Checkpoint(folder) as checkpoint:
             self.model = load_model(description, checkpoint, group, self.dtype, self.device, check=config.check_logits)
             self.weight_bytes_read = checkpoint.bytes_read
@@ -250,7 +252,7 @@ class ParallelRunner:
         self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
         self.eos_token_ids, self.device = runner.eos_token_ids, runner.device
         self.states, self.scratch_blocks = runner.states, runner.scratch_blocks
-        self.pool, self.num_layers = runner.pool, runner.num_layers
+        self.pool, self.num_layers, self.experts = runner.pool, runner.num_layers, runner.experts
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run one step on all ranks: float32 logits [num_rows, vocab_size] on rank 0's device."""

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
+from outrider.verifier_service.cost_model import CostModel, ExpertShape, StepShape, StepTimeModel
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.exposure import DraftDepth, ExposureByLoad
@@ -33,7 +33,7 @@ from outrider.verifier_service.tree import depths
 
 PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rounds, at most
 PROBE_LENGTH = 2
-PROBE_SHARE = 0.005  # of the time of all steps
+PROBE_SHARE = 0.02  # of the time of steps of one request; of n, over the root of n: there are more to probe
 STALL = 4.0  # times what a step should have taken: beyond that the machine stood still
 MAX_SAVED_STEPS = 50.0  # of that share: what is left over does not pile up
 LOW_SURVIVAL = 0.25  # of a first position: below, a request is off for what it drafts and not for the load
@@ -86,11 +86,11 @@ class DraftPricing:
     _probe_s: float = 0.0  # what probes may cost now
     _shortfall: Shortfall = field(default_factory=Shortfall)
 
-    def use_profile(self, step_times: Sequence[StepTime]) -> None:
-        """Start pricing by the measured step times; too few of them leave it off."""
+    def use_profile(self, step_times: Sequence[StepTime], experts: ExpertShape | None = None) -> None:
+        """Start pricing by the measured step times; too few of them leave it off. `experts`: see `CostModel`."""
         if len({point.num_tokens for point in step_times}) < 2:
             return
-        self.cost = CostModel(StepTimeModel.from_points(step_times))
+        self.cost = CostModel(StepTimeModel.from_points(step_times), experts)
         self._price = StepPrice(self.cost)
         self._depth = DraftDepth(self.cost)
 
@@ -224,7 +224,8 @@ class DraftPricing:
         if self._price.is_new:  # before the first drafts: as if the prompts had been read already
             base = StepShape(max(1, len(priced)), num_context_tokens)
         self._base = base
-        self._probe_s = min(self._probe_s + PROBE_SHARE * step_s, PROBE_SHARE * MAX_SAVED_STEPS * step_s)
+        granted_s = PROBE_SHARE * step_s / math.sqrt(max(1, len(priced)))
+        self._probe_s = min(self._probe_s + granted_s, MAX_SAVED_STEPS * granted_s)
         if base.num_tokens == len(priced) > 0:
             self._observe_shortfall(priced, asking, base, num_held=len(held), elapsed_s=exposed_s + step_s)
         self._observe_offers(base, [self._offer(item.request) for item in priced], num_held=len(held))

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 INITIAL_HAZARD = 0.4  # of a drafter that nothing is known about
-INITIAL_TOKENS = 8.0  # how many judged tokens that is worth
+INITIAL_TOKENS = 16.0  # how many judged tokens that is worth
 POSITION_TOKENS = 16.0  # what the pool's mean is worth against one position's, or one confidence's, own counts
 POOL_FADE = 0.9995  # per judged token of a position or bin: a memory of 2000
 REQUEST_FADE = 0.98  # per judged token: a memory of about 50
@@ -162,7 +162,7 @@ class SurvivalEstimator:
         claimed = None if confidences is None or len(confidences) < num_judged else confidences[:num_judged]
         pool = self._pool(drafter_id)
         if not pool.has_hazards(num_judged):
-            pool.refresh(num_judged, self._prior_hazard)
+            pool.refresh(num_judged, self._prior_hazard(pool))
         history = self._requests.setdefault(request_id, _RequestHistory())
         history.by_position.observe(accepted, pool.hazards(num_judged))
         if claimed is not None:
@@ -179,7 +179,7 @@ class SurvivalEstimator:
         A position with a confidence is judged by what that has meant, one without by history alone.
         """
         pool = self._pools.get(drafter_id) or _Pool()
-        pool.refresh(length, self._prior_hazard)
+        pool.refresh(length, self._prior_hazard(pool))
         history = self._requests.get(request_id) or _NO_HISTORY
         claimed = pool.claimed_hazards(confidences[:length]) if confidences else []
         factor, survival = history.by_claim.factor, 1.0
@@ -201,16 +201,20 @@ class SurvivalEstimator:
     def claimed_rates(self, drafter_id: str, confidences: Sequence[float]) -> list[float]:
         """Return P(accepted, given that the token before it is) of single tokens by their confidences."""
         pool = self._pools.get(drafter_id) or _Pool()
-        pool.refresh(0, self._prior_hazard)
+        pool.refresh(0, self._prior_hazard(pool))
         return [1.0 - hazard for hazard in pool.claimed_hazards(confidences)]
 
     def forget(self, request_id: str) -> None:
         """Drop a request's own history; its pool's stays."""
         self._requests.pop(request_id, None)
 
-    @property
-    def _prior_hazard(self) -> float:
-        return self._all.hazard(INITIAL_HAZARD, INITIAL_TOKENS)
+    def _prior_hazard(self, pool: _Pool) -> float:
+        """Return what the other pools say of this one: its own tokens must not count twice."""
+        others = _Counts(
+            max(0.0, self._all.num_judged - pool.overall.num_judged),
+            max(0.0, self._all.num_rejected - pool.overall.num_rejected),
+        )
+        return others.hazard(INITIAL_HAZARD, INITIAL_TOKENS)
 
     def _pool(self, drafter_id: str) -> _Pool:
         """Return a drafter's pool, made the last one heard of."""

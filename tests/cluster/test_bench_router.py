@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from outrider.cluster.bench_router import SITUATIONS, RouterBenchOptions, measure, router
+from outrider.cluster.bench_router import NUM_WARM_ROUNDS, SITUATIONS, RouterBenchOptions, measure, router
 
 TINY = RouterBenchOptions(num_requests=22, num_verifiers=4, num_drafters=2, num_rounds=3, num_routes=5)
 
@@ -27,6 +27,16 @@ def test_only_the_routers_own_time_counts(situation):
     assert (row.route_p50_s, row.affine_route_p50_s) == (0.5, 0.5)
     assert row.decision_s == pytest.approx(4 * 0.5 / 22), "each report is about 5.5 requests"
     assert row.core_share == pytest.approx((4 + 2) * 0.5 / 0.25)
+
+
+def test_percentiles_lie_between_the_calls():
+    calls = (2 * number + edge for number in itertools.count() for edge in (0, 1))
+    options = RouterBenchOptions(num_requests=1, num_verifiers=1, num_drafters=1, num_rounds=2, num_routes=2)
+    row = measure(options, SITUATIONS[0], lambda: float(next(calls) ** 2))  # call number n takes 4n + 1 s
+    first = 2 * NUM_WARM_ROUNDS  # each round has a drafter's report and a verifier's
+    assert (row.drafter_report_p50_s, row.report_p50_s) == (4 * (first + 1) + 1, 4 * (first + 2) + 1)
+    assert row.report_p99_s == pytest.approx(4 * (first + 1 + 0.99 * 2) + 1)
+    assert (row.route_p50_s, row.affine_route_p50_s) == (4 * (first + 5) + 1, 4 * (first + 6) + 1)
 
 
 def test_situations_are_what_they_say():

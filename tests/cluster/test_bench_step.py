@@ -17,7 +17,6 @@ from outrider.cluster.bench_step import (
     Sample,
     StepOptions,
     StepTrace,
-    percentile,
     run_step,
     seconds_of,
     to_markdown,
@@ -108,16 +107,13 @@ def test_decisions_of_a_second_are_added_up():
 
 def test_the_page_has_both_runs_and_every_second():
     trace = trace_of(*BEFORE_LOAD, sample(20.5, AFTER, 4.0, on=1))
-    trace.replies[BEFORE].append(
-        Reply(
-            sent_s=1.0,
-            chunk_times_s=(1.25,),
-            ended_s=2.0,
-            drafts=DraftCounts(num_drafts=1, num_draft_tokens=4, num_accepted_tokens=1),
-        )
-    )
+    drafts = DraftCounts(num_drafts=1, num_draft_tokens=4, num_accepted_tokens=1)
+    for first_token_s in (1.75, 1.25):
+        reply = Reply(sent_s=1.0, chunk_times_s=(first_token_s,), ended_s=2.0, drafts=drafts)
+        trace.replies[BEFORE].append(reply)
     page = to_markdown("title", StepTrace(), trace)
-    assert "| TTFT p50 before, ms | nan | 250 |" in page
+    assert "| TTFT p50 before, ms | - | 500 |" in page
+    assert "| TTFT p90 before, ms | - | 700 |" in page
     assert "| accepted before | - | 25% |" in page
     assert "| full drafts again after the load's end, s | - | 0.50 |" in page
     assert "| 20 | after | 1 | 0.25 | 4.00 | on 1 |" in page
@@ -127,7 +123,3 @@ def test_the_page_has_both_runs_and_every_second():
 def test_bad_options_are_named(field: str, value: float):
     with pytest.raises(ValueError, match=field):
         StepOptions(**{field: value})
-
-
-def test_percentiles_are_of_the_nearest_rank():
-    assert [percentile([1.0, 2.0, 3.0, 4.0], share) for share in (0.0, 0.5, 0.9, 1.0)] == [1.0, 3.0, 4.0, 4.0]

@@ -14,6 +14,7 @@ import torch
 from outrider.cluster.config import ServiceConfig
 from outrider.cluster.offline import OfflineEngine, PipeDraftClient
 from outrider.cluster.prompts import Result, collect
+from outrider.verifier_service.cost_model import ExpertShape
 from outrider.verifier_service.request import FinishReason, GenerationRequest, SamplingParams, SpeculationPlan
 from tiny_models import make_checkpoint, make_model
 
@@ -100,6 +101,17 @@ def test_affinity_is_given_back(pair):
     with OfflineEngine(ServiceConfig(**pair), drafter_process=True):
         pass
     assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(
+    ("model_type", "experts"), [("olmoe", ExpertShape(num_experts=4, num_active=2)), ("llama", None)]
+)
+def test_drafts_of_a_mixture_of_experts_are_priced_as_such(tmp_path, model_type, experts):
+    make_checkpoint(tmp_path, model_type)
+    config = ServiceConfig(model=str(tmp_path), num_drafters=0, max_model_len=128, kv_cache_memory_bytes=4 << 20)
+    with OfflineEngine(config, prices_drafts=True) as engine:
+        assert engine.engine.pricing.cost is not None
+        assert engine.engine.pricing.cost.experts == experts
 
 
 def test_impossible_request_is_answered_and_the_others_run(pair, plain):

@@ -32,18 +32,58 @@ def row_of(text: str, *beginning: str) -> list[str]:
 
 def test_a_frame_shows_every_replica_and_what_it_does():
     text = shown(STATE)
-    v0 = ["v0", "ready", "6", "2", "██████░░░░", "62%", "120.0", "50.0", "ms", "up", "to", "3", "75%", "3.25"]
-    assert row_of(text, "v0") == v0
-    assert row_of(text, "v1")[:2] == ["v1", "draining"]
-    assert "off: warmup" in text
-    assert row_of(text, "d0") == ["d0", "ready", "6", "1", "4.0", "ms", "2", "0"]
-    assert row_of(text, "d1") == ["d1", "draining", "0", "0", "-", "1", "1"]
+    busy = ["v0", "ready", "6", "2", "██████░░░░", "62%", "120.0", "50.0", "ms", "96", "12%"]
+    assert row_of(text, "v0", "ready") == busy
+    assert row_of(text, "v1", "draining") == ["v1", "draining", "0", "0", "░░░░░░░░░░", "0%", "0.0", "-", "-", "0%"]
+    assert row_of(text, "d0") == ["d0", "ready", "6", "1", "4.0", "ms", "75%", "2", "0"]
+    assert row_of(text, "d1") == ["d1", "draining", "0", "0", "-", "-", "1", "1"]
+
+
+def test_a_frame_shows_what_verifiers_have_of_their_drafts():
+    text = shown(STATE)
+    drafting = ["v0", "up", "to", "3", "2.5", "0.25", "75%", "3.25", "7%", "41.7", "ms"]
+    assert row_of(text, "v0", "up") == drafting
+    assert row_of(text, "v1", "off:") == ["v1", "off:", "warmup", "0.0", "-", "-", "-", "-", "-"]
+
+
+def test_every_figure_has_its_heading():
+    text = shown(STATE)
+    headings = {
+        "verifiers": "state running waiting KV tokens/s step knee verify idle",
+        "drafts": "of plan asked price accepted tokens/verif. late late by",
+        "drafters": "state sessions queue draft ahead hits links up circuits open",
+    }
+    for role, names in headings.items():
+        assert row_of(text, role) == [role, *names.split()]
+
+
+def test_a_frame_fits_the_widest_names_and_figures():
+    verifier = {
+        **STATE.load["verifiers"][0],
+        "id": "x7k2p9qa",
+        "state": "draining",
+        "num_running": 1024,
+        "num_waiting": 65536,
+        "tokens_per_s": 123456.7,
+        "mean_step_s": 12.3456,
+        "knee": 8192.0,
+        "draft_length": 0,
+        "disabled_reason": "drafter_unavailable",
+        "mean_lateness_s": 12.3456,
+    }
+    text = shown(replace(STATE, load={**STATE.load, "verifiers": [verifier]}))
+    assert row_of(text, "x7k2p9qa", "draining")[-3:] == ["ms", "8192", "12%"]
+    assert row_of(text, "x7k2p9qa", "off:")[:3] == ["x7k2p9qa", "off:", "drafter_unavailable"]
+    assert "12345.6 ms" in text
 
 
 def test_totals_decisions_and_latencies_are_shown():
     text = shown(STATE)
-    title = text.splitlines()[0]
-    assert title.startswith("Outrider http://host:8000   running 6   waiting 2   120.0 tokens/s   accepted 75%")
+    title, totals = text.splitlines()[:2]
+    assert title.rstrip() == "Outrider http://host:8000"
+    assert totals.split("   ")[:5] == [
+        *("running 6", "waiting 2", "120.0 tokens/s", "24.0 per accelerator", "accepted 75%")
+    ]
     assert row_of(text, "on")[:4] == ["on", "-", "31", "74%"]
     assert row_of(text, "off")[:4] == ["off", "load", "11", "26%"]
     assert "time to first token  12.5 ms  250.0 ms  42" in text
@@ -69,8 +109,9 @@ def test_a_router_that_is_away_is_said(age_s: float | None, said: bool):
 
 def test_an_empty_fleet_is_shown_as_such():
     text = shown(replace(STATE, load=fleet_load(None, 0.0), latencies=()))
-    assert text.count("none") == 4
+    assert text.count("none") == 5
     assert "running 0" in text
+    assert "   - per accelerator" in text
 
 
 def test_names_from_the_network_can_neither_style_nor_drive_the_terminal():

@@ -7,17 +7,20 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.verifier_service.architectures import (
     ARCHITECTURES,
     UnsupportedModelError,
+    expert_shape,
     load_model_description,
     require_supported,
     resolve_folder,
 )
+from outrider.verifier_service.cost_model import ExpertShape
 from outrider.verifier_service.model_config import ModelConfig
-from tiny_models import COMMON
+from tiny_models import COMMON, TINY_ARCHITECTURES
 
 
 def describe(model_type: str, **fields):
@@ -55,6 +58,26 @@ def test_rope_of_one_layer_type_is_enough_to_refuse():
 def test_scaled_rope_that_is_fixed_is_served():
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     assert require_supported(describe("llama", rope_parameters=rope), 1) is ARCHITECTURES["llama"]
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_the_shape_of_the_experts_is_that_of_the_model(name):
+    description = describe(name, **TINY_ARCHITECTURES[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(description)
+    stacked = {parameter.shape[0] for parameter in model.parameters() if parameter.ndim == 3}  # all experts in one
+    if not stacked:
+        assert expert_shape(description) is None
+        return
+    (num_experts,) = stacked
+    assert expert_shape(description) == ExpertShape(num_experts=num_experts, num_active=2)
+
+
+def test_experts_are_counted_by_the_description():
+    assert expert_shape(describe("mixtral", num_local_experts=8, num_experts_per_tok=3)) == ExpertShape(
+        num_experts=8, num_active=3
+    )
+    assert expert_shape(describe("qwen2_moe", num_experts=0)) is None
 
 
 def test_quantised_checkpoints_are_refused(tmp_path):
