@@ -69,46 +69,23 @@ class DraftExposure:
         return max(0.0, self._seconds / self._weight - self.level_s * self._lengths / self._weight)
 
 
-class ExposureByLoad:
-    """An exposure for each level of load, requests by powers of two: drafters take longer over more of them.
-
-    So when a load is gone, what was known before it is still there.
-    """
-
-    def __init__(self) -> None:
-        self._levels: dict[int, DraftExposure] = {}
-
-    def observe(self, num_requests: int, length: int, seconds: float) -> None:
-        """Take in one step of so many decoding requests; see `DraftExposure.observe`."""
-        self._levels.setdefault(num_requests.bit_length(), DraftExposure()).observe(length, seconds)
-
-    def at(self, num_requests: int) -> DraftExposure:
-        """Return the exposure at a load; of one that never was that of the nearest."""
-        level = num_requests.bit_length()
-        nearest = min(self._levels, key=lambda known: abs(known - level), default=None)
-        return DraftExposure() if nearest is None else self._levels[nearest]
-
-
 class DraftDepth:
     """How long the longest draft should be: a position is drafted for all of a step's requests, or for none of them.
 
     Every length is tried on past steps, as `StepPrice` tries every price.
     """
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, exposure: DraftExposure) -> None:
         self._cost = cost
-        self._exposure = DraftExposure()  # at the last step's load
+        self._exposure = exposure
         self._gains: list[float] = []  # by length: sums of log (tokens per second / without drafts), that fade
         self._num_steps = 0.0
 
-    def observe(
-        self, base: StepShape, offers: Sequence[Sequence[float]], price: float, exposure: DraftExposure
-    ) -> None:
+    def observe(self, base: StepShape, offers: Sequence[Sequence[float]], price: float) -> None:
         """Take in a past step without its drafts, and the survivals that each request had on offer, by position.
 
         What does not exceed `price` would not have been verified.
         """
-        self._exposure = exposure
         longest = max(map(len, offers), default=0)
         if not longest:
             return
@@ -120,7 +97,7 @@ class DraftDepth:
         for place in range(longest):
             at_place = [survivals[place] for survivals in paying if len(survivals) > place]
             num_tokens, num_slots = num_tokens + sum(at_place), num_slots + len(at_place)
-            gains.append(math.log(num_tokens / (times[num_slots] + exposure.seconds(place + 1))) - plain)
+            gains.append(math.log(num_tokens / (times[num_slots] + self._exposure.seconds(place + 1))) - plain)
         self._gains.extend(self._gains[-1:] * (longest - len(self._gains)) or [0.0] * (longest - len(self._gains)))
         gains.extend(gains[-1:] * (len(self._gains) - longest))
         self._gains = [STEP_FADE * old + gain for old, gain in zip(self._gains, gains, strict=True)]

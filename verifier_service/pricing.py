@@ -22,12 +22,11 @@ from dataclasses import dataclass, field
 from outrider.verifier_service.cost_model import CostModel, ExpertShape, StepShape, StepTimeModel
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft
 from outrider.verifier_service.engine_messages import StepTime
-from outrider.verifier_service.exposure import DraftDepth, ExposureByLoad
+from outrider.verifier_service.exposure import DraftExposure
+from outrider.verifier_service.load_levels import LoadLevel, LoadLevels
 from outrider.verifier_service.outcome import Outcome
 from outrider.verifier_service.request import Request
 from outrider.verifier_service.schedule import Schedule, ScheduledRequest, first_nodes, kept_nodes
-from outrider.verifier_service.shortfall import Shortfall
-from outrider.verifier_service.step_price import StepPrice
 from outrider.verifier_service.survival import SurvivalEstimator
 from outrider.verifier_service.tree import depths
 
@@ -77,27 +76,25 @@ class DraftPricing:
 
     survival: SurvivalEstimator = field(default_factory=SurvivalEstimator)
     cost: CostModel | None = None  # None: there is no profile, so nothing is priced
-    _price: StepPrice | None = None
-    _exposures: ExposureByLoad = field(default_factory=ExposureByLoad)
-    _depth: DraftDepth | None = None
+    _levels: LoadLevels | None = None
+    _level: LoadLevel | None = None  # of the last step
     _requests: dict[str, _Pricing] = field(default_factory=dict)
     _usual: tuple[str, int] = ("", 0)  # drafter and plan of the last request that was allowed to draft
     _base: StepShape = field(default_factory=lambda: StepShape(1, 0))  # of the last step, its drafts left out
     _probe_s: float = 0.0  # what probes may cost now
-    _shortfall: Shortfall = field(default_factory=Shortfall)
 
     def use_profile(self, step_times: Sequence[StepTime], experts: ExpertShape | None = None) -> None:
         """Start pricing by the measured step times; too few of them leave it off. `experts`: see `CostModel`."""
         if len({point.num_tokens for point in step_times}) < 2:
             return
         self.cost = CostModel(StepTimeModel.from_points(step_times), experts)
-        self._price = StepPrice(self.cost)
-        self._depth = DraftDepth(self.cost)
+        self._levels = LoadLevels(self.cost)
+        self._level = self._levels.at(1)
 
     @property
     def price(self) -> float | None:
         """The survival that a draft position must exceed now; None: nothing is priced."""
-        return None if self._price is None else self._price.price
+        return None if self._level is None else self._level.price.price
 
     @property
     def knee(self) -> float | None:
@@ -115,7 +112,7 @@ class DraftPricing:
 
         Only earlier rounds count, so nothing depends on what the drafter will draw.
         """
-        if self._price is None or self._depth is None:
+        if self._level is None:
             return bound
         if bound:
             self._usual = drafter_id, request.plan.draft_length
@@ -127,7 +124,7 @@ class DraftPricing:
         kept.is_pinned, kept.is_probe = request.plan.is_pinned, False
         if bound and not kept.is_pinned:
             survivals = self._survivals(request, kept)
-            kept.asked = self._price.admitted(survivals[: self._depth.bound])
+            kept.asked = self._level.price.admitted(survivals[: self._level.depth.bound])
             if not kept.asked:
                 kept.asked = self._probe(kept)
                 request.metrics.disabled_reason = "low_acceptance" if survivals[0] < LOW_SURVIVAL else "load"
@@ -165,7 +162,7 @@ class DraftPricing:
     def admitted(self, request: Request, draft: Draft) -> Draft:
         """Return the part of a draft that is worth verifying by the price of earlier steps."""
         kept = self._requests.get(request.request_id)
-        if self._price is None or kept is None:
+        if self._level is None or kept is None:
             return draft
         if draft.parents is not None and draft.draft_probs is None:
             return self._best_nodes(kept, draft)
@@ -178,13 +175,13 @@ class DraftPricing:
         kept.offered = _Offer(survivals, survivals)
         if kept.is_probe or kept.is_pinned:
             return draft
-        num_paying = self._price.admitted(survivals[:num_levels])
+        num_paying = self._level.price.admitted(survivals[:num_levels])
         return first_nodes(draft, max_nodes=num_paying if is_chain else len(draft.token_ids), max_depth=num_paying)
 
     def _best_nodes(self, kept: _Pricing, draft: Draft) -> Draft:
         """Return the nodes of a tree of point masses that are worth the price; a node survives less than its parent."""
         assert draft.parents is not None
-        assert self._price is not None
+        assert self._level is not None
         rates = self.survival.claimed_rates(kept.drafter_id, draft.confidences or (0.5,) * len(draft.token_ids))
         slots: list[float] = []
         levels: list[float] = []
@@ -195,7 +192,7 @@ class DraftPricing:
         kept.offered = _Offer(slots, levels)
         if kept.is_probe or kept.is_pinned:
             return draft
-        price = self._price.price
+        price = self._level.price.price
         return kept_nodes(draft, [node for node, survival in enumerate(slots) if survival > price])
 
     def observe(
@@ -211,40 +208,36 @@ class DraftPricing:
 
         `held` could have been in it, but still waited for their drafts.
         """
-        if self.cost is None or self._price is None:
+        if self.cost is None or self._levels is None:
             return
+        self._level = level = self._levels.at(len(schedule.items) + len(held))
         num_context_tokens = sum(schedule.batch.context_lengths)
         priced = [outcome.item for outcome in outcomes if outcome.item.samples and not self._is_pinned(outcome)]
         asking = self._asking([*(item.request for item in schedule.items), *held])
         shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=bool(held))
         self.cost.observe(shape, step_s)
-        self._observe_exposure(outcomes, step_s, exposed_s, num_held=len(held))
+        self._observe_exposure(level.exposure, outcomes, step_s, exposed_s)
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
-        if self._price.is_new:  # before the first drafts: as if the prompts had been read already
+        if level.price.is_new:  # before the first drafts: as if the prompts had been read already
             base = StepShape(max(1, len(priced)), num_context_tokens)
         self._base = base
         granted_s = PROBE_SHARE * step_s / math.sqrt(max(1, len(priced)))
         self._probe_s = min(self._probe_s + granted_s, MAX_SAVED_STEPS * granted_s)
         if base.num_tokens == len(priced) > 0:
-            self._observe_shortfall(priced, asking, base, num_held=len(held), elapsed_s=exposed_s + step_s)
-        self._observe_offers(base, [self._offer(item.request) for item in priced], num_held=len(held))
+            self._observe_shortfall(level, priced, asking, base, num_held=len(held), elapsed_s=exposed_s + step_s)
+        self._observe_offers(level, base, [self._offer(item.request) for item in priced])
         for outcome in outcomes:
             self._observe_draft(outcome)
 
-    def _observe_offers(self, base: StepShape, offers: Sequence[_Offer], num_held: int) -> None:
+    def _observe_offers(self, level: LoadLevel, base: StepShape, offers: Sequence[_Offer]) -> None:
         """Price what was on offer in the step, as far as drafts should go."""
-        assert self._price is not None
-        assert self._depth is not None
-        num_all = len(offers) + num_held
-        exposure = self._exposures.at(num_all)
-        self._depth.observe(base, [offer.levels for offer in offers], self._price.price_if_free, exposure)
-        bound = self._depth.bound
+        level.depth.observe(base, [offer.levels for offer in offers], level.price.price_if_free)
+        bound = level.depth.bound
         slots = [survival for offer in offers for survival in (offer.slots if bound is None else offer.down_to(bound))]
         longest = max((len(offer.levels) for offer in offers), default=0)
-        exposed_s = exposure.seconds(longest if bound is None else min(bound, longest))
-        log_loss = self._shortfall.log_loss(num_all)
-        self._price.observe(base, len(offers), slots, exposed_s=exposed_s, log_loss=log_loss)
+        exposed_s = level.exposure.seconds(longest if bound is None else min(bound, longest))
+        level.price.observe(base, len(offers), slots, exposed_s=exposed_s, log_loss=level.shortfall.log_loss)
 
     def _asking(self, requests: Iterable[Request]) -> list[_Pricing]:
         """Return what is kept of those requests that asked for a draft before this step."""
@@ -253,6 +246,7 @@ class DraftPricing:
 
     def _observe_shortfall(
         self,
+        level: LoadLevel,
         priced: Sequence[ScheduledRequest],
         asking: Sequence[_Pricing],
         base: StepShape,
@@ -266,14 +260,13 @@ class DraftPricing:
         plain_s = self.cost.seconds(StepShape(num_all, base.num_context_tokens))
         num_tokens = len(priced) + sum(self._expected(item) for item in priced)
         if all(one.is_probe for one in asking):  # what a few cost says nothing of what all would
-            self._shortfall.observe_plain(num_all)
+            level.shortfall.observe_plain()
             self._probe_s -= max(0.0, elapsed_s - plain_s * num_tokens / num_all) if asking else 0.0
             return
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         times = self.cost.seconds_with(base, num_drafted)
-        model_s = times[-1] + self._exposures.at(num_all).seconds(max(one.asked for one in asking))
-        self._shortfall.observe(
-            num_all,
+        model_s = times[-1] + level.exposure.seconds(max(one.asked for one in asking))
+        level.shortfall.observe(
             log_gain=math.log(num_tokens / model_s) - math.log(base.num_tokens / times[0]),
             num_tokens=num_tokens,
             num_forgone=min(elapsed_s, STALL * (plain_s + model_s)) * num_all / plain_s,
@@ -305,17 +298,16 @@ class DraftPricing:
         return kept is not None and kept.is_pinned
 
     def _observe_exposure(
-        self, outcomes: Sequence[Outcome], step_s: float, exposed_s: float, *, num_held: int
+        self, exposure: DraftExposure, outcomes: Sequence[Outcome], step_s: float, exposed_s: float
     ) -> None:
         """Take in a wait for drafts; of one for a drafter that read a prompt first, no more than is known or a step."""
-        asked = [self._requests.get(outcome.item.request.request_id) for outcome in outcomes]
-        asking = [kept for kept in asked if kept is not None and kept.asked]
+        asking = self._asking(outcome.item.request for outcome in outcomes)
         if not asking:
             return
-        length, num_all = max(kept.asked for kept in asking), len(outcomes) + num_held
+        length = max(kept.asked for kept in asking)
         if any(kept.is_opening for kept in asking):
-            exposed_s = min(exposed_s, max(step_s, self._exposures.at(num_all).seconds(length)))
-        self._exposures.observe(num_all, length, exposed_s)
+            exposed_s = min(exposed_s, max(step_s, exposure.seconds(length)))
+        exposure.observe(length, exposed_s)
 
     def _observe_draft(self, outcome: Outcome) -> None:
         draft, request_id = outcome.item.draft, outcome.item.request.request_id

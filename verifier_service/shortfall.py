@@ -17,53 +17,40 @@ PRIOR_STEPS = 4.0  # how many steps "as the model says" is worth
 
 
 @dataclass(slots=True)
-class _Level:
-    """Sums over steps, that fade."""
-
-    num_steps: float = 0.0
-    log_gain: float = 0.0
-    num_tokens: float = 0.0
-    num_forgone: float = 0.0
-
-    def fade(self, factor: float) -> None:
-        self.num_steps *= factor
-        self.log_gain *= factor
-        self.num_tokens *= factor
-        self.num_forgone *= factor
-
-    @property
-    def log_loss(self) -> float:
-        if self.num_tokens <= 0.0:
-            return 0.0
-        expected, seen = self.log_gain / self.num_steps, math.log(self.num_tokens / self.num_forgone)
-        return max(0.0, expected - seen) * self.num_steps / (self.num_steps + PRIOR_STEPS)
-
-
 class Shortfall:
-    """The loss at each level of load: requests by powers of two."""
+    """What drafting takes off the logarithm of tokens per second; sums over steps, that fade."""
 
-    def __init__(self) -> None:
-        self._levels: dict[int, _Level] = {}
+    _num_steps: float = 0.0
+    _log_gain: float = 0.0
+    _num_tokens: float = 0.0
+    _num_forgone: float = 0.0
 
-    def observe(self, num_requests: int, *, log_gain: float, num_tokens: float, num_forgone: float) -> None:
-        """Take in a step with drafts at a load of `num_requests`, those that missed it among them.
+    def observe(self, *, log_gain: float, num_tokens: float, num_forgone: float) -> None:
+        """Take in a step with drafts, those that missed it for theirs among its requests.
 
         `log_gain` is that of tokens per second by the model, `num_tokens` what the step was expected to bring, and
         `num_forgone` what plain decoding of all requests would have made in the time that it took.
         """
-        level = self._levels.setdefault(num_requests.bit_length(), _Level())
-        level.fade(FADE)
-        level.num_steps += 1.0
-        level.log_gain += log_gain
-        level.num_tokens += num_tokens
-        level.num_forgone += num_forgone
+        self._fade(FADE)
+        self._num_steps += 1.0
+        self._log_gain += log_gain
+        self._num_tokens += num_tokens
+        self._num_forgone += num_forgone
 
-    def observe_plain(self, num_requests: int) -> None:
+    def observe_plain(self) -> None:
         """Take in a step without drafts."""
-        if (level := self._levels.get(num_requests.bit_length())) is not None:
-            level.fade(FORGET)
+        self._fade(FORGET)
 
-    def log_loss(self, num_requests: int) -> float:
-        """Return what drafting takes off the logarithm of tokens per second, beyond what the model knows of."""
-        level = self._levels.get(num_requests.bit_length())
-        return 0.0 if level is None else level.log_loss
+    def _fade(self, factor: float) -> None:
+        self._num_steps *= factor
+        self._log_gain *= factor
+        self._num_tokens *= factor
+        self._num_forgone *= factor
+
+    @property
+    def log_loss(self) -> float:
+        """What is lost beyond what the model knows of, at least 0."""
+        if self._num_tokens <= 0.0:
+            return 0.0
+        expected, seen = self._log_gain / self._num_steps, math.log(self._num_tokens / self._num_forgone)
+        return max(0.0, expected - seen) * self._num_steps / (self._num_steps + PRIOR_STEPS)

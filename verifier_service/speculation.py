@@ -36,7 +36,7 @@ from outrider.verifier_service.round_timer import RoundTimer
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 EXPECTED_SLACK = 1.1  # times the usual time of a round: a draft is expected by then
-LENGTH_SMOOTHING = 1 / 64  # per ask of a request
+LENGTH_SMOOTHING = 1 / 8  # per step
 
 
 _NO_NEEDS = DraftNeeds()
@@ -288,9 +288,10 @@ class DraftCoordinator:
     def ask(self, requests: Iterable[Request], now_s: float) -> None:
         """Send each request's new tokens to its drafter and hold the request until the draft's deadline."""
         outbox: dict[str, list[VerifierMessage]] = {}
+        lengths: list[int] = []
         for request in requests:
             length = self._draft_length(request)
-            self.draft_length_mean += LENGTH_SMOOTHING * (length - self.draft_length_mean)
+            lengths.append(length)
             drafter_id = self._choose_drafter(request, now_s) if length > 0 else None
             request.metrics.enabled = request.metrics.enabled or drafter_id is not None
             if drafter_id is None:
@@ -303,6 +304,8 @@ class DraftCoordinator:
             request.hold_until_s = now_s + self._drafters[drafter_id].timer_of(session).deadline_s
         for drafter_id, messages in outbox.items():
             self._client.send(drafter_id, messages)
+        if lengths:
+            self.draft_length_mean += LENGTH_SMOOTHING * (sum(lengths) / len(lengths) - self.draft_length_mean)
 
     def _end_round(self, request: Request) -> None:
         """Expect nothing any more: whatever still comes is stale."""

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
-from outrider.verifier_service.exposure import DraftDepth, DraftExposure, ExposureByLoad
+from outrider.verifier_service.exposure import DraftDepth, DraftExposure
 
 
 def exposed(*rounds: tuple[int, float]) -> DraftExposure:
@@ -49,9 +49,9 @@ BASE = StepShape(1, 0)
 
 
 def depth_of(exposure: DraftExposure, offers: list[list[float]], price: float = 0.0) -> DraftDepth:
-    depth = DraftDepth(FLAT)
+    depth = DraftDepth(FLAT, exposure)
     for _ in range(50):
-        depth.observe(BASE, offers, price, exposure)
+        depth.observe(BASE, offers, price)
     return depth
 
 
@@ -91,13 +91,3 @@ def test_what_would_not_be_verified_makes_no_depth():
 def test_one_request_that_goes_deep_pays_for_all():
     exposure = exposed(*((length, 0.001 * length) for length in (1, 2, 3, 4) * 20))
     assert depth_of(exposure, [[0.1], [0.9, 0.9, 0.9]]).bound == 3
-
-
-def test_every_load_has_its_own_exposure_and_a_new_one_the_nearest():
-    exposures = ExposureByLoad()
-    assert not exposures.at(1).is_known
-    for num_requests, seconds in ((1, 0.010), (64, 0.300)):
-        for _ in range(20):
-            exposures.observe(num_requests, 2, seconds)
-    assert exposures.at(1).seconds(2) == exposures.at(3).seconds(2) == pytest.approx(0.010)
-    assert exposures.at(100).seconds(2) == exposures.at(40).seconds(2) == pytest.approx(0.300)

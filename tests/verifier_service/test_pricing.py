@@ -101,10 +101,10 @@ def priced_at(price: float) -> tuple[DraftPricing, object]:
     bench = Bench(GuessingDrafts(), FREE)
     bench.engine.add(make_request("0", draft_length=4, max_tokens=50, drafter_id="d"))
     request = bench.engine.requests["0"]
-    bench.pricing._depth._exposure.observe(4, 0.0)  # so that drafts may be long
+    assert bench.pricing._level is not None
+    bench.pricing._level.exposure.observe(4, 0.0)  # so that drafts may be long
     assert bench.pricing.length(request, "d", 4) == 4
-    assert bench.pricing._price is not None
-    bench.pricing._price._price = price
+    bench.pricing._level.price._price = price
     return bench.pricing, request
 
 
@@ -191,5 +191,5 @@ def test_what_a_load_did_to_waits_is_not_held_against_one_request():
     bench.run(num_requests=16, max_tokens=40)
     assert bench.pricing.price == 1.0
     bench.drafts.draft_s = 0.002
-    bench.run(max_tokens=80)
-    assert bench.pricing.price == pytest.approx(alone, abs=0.2)
+    bench.run(max_tokens=6)
+    assert bench.pricing.price == pytest.approx(alone, abs=0.2), "within a few steps"

@@ -13,48 +13,36 @@ ONE_CORE = tuple(
 )
 
 
-def observe(shortfall: Shortfall, num_requests: int, *, gain: float, seen: float, num_steps: int = 200) -> None:
+def observed(*, gain: float, seen: float, num_steps: int = 200) -> Shortfall:
     """Steps that should have made `gain` times the tokens of plain decoding, and made `seen` times as many."""
+    shortfall = Shortfall()
     for _ in range(num_steps):
-        shortfall.observe(num_requests, log_gain=math.log(gain), num_tokens=seen * 10, num_forgone=10)
+        shortfall.observe(log_gain=math.log(gain), num_tokens=seen * 10, num_forgone=10)
+    return shortfall
 
 
 def test_what_is_not_seen_is_the_loss():
-    shortfall = Shortfall()
-    assert shortfall.log_loss(4) == 0.0
-    observe(shortfall, 4, gain=1.5, seen=0.9)
-    assert shortfall.log_loss(4) == pytest.approx(math.log(1.5 / 0.9), rel=0.15)
+    assert Shortfall().log_loss == 0.0
+    assert observed(gain=1.5, seen=0.9).log_loss == pytest.approx(math.log(1.5 / 0.9), rel=0.15)
 
 
 def test_a_few_steps_say_little():
-    shortfall = Shortfall()
-    observe(shortfall, 4, gain=1.5, seen=0.9, num_steps=1)
-    assert shortfall.log_loss(4) == pytest.approx(math.log(1.5 / 0.9) / 5)
+    assert observed(gain=1.5, seen=0.9, num_steps=1).log_loss == pytest.approx(math.log(1.5 / 0.9) / 5)
 
 
 def test_more_than_was_expected_is_no_loss():
-    shortfall = Shortfall()
-    observe(shortfall, 1, gain=1.2, seen=1.4)
-    assert shortfall.log_loss(1) == 0.0
-
-
-def test_every_level_of_load_has_its_own():
-    shortfall = Shortfall()
-    observe(shortfall, 4, gain=1.5, seen=0.9)
-    assert shortfall.log_loss(7) == shortfall.log_loss(4)
-    assert shortfall.log_loss(1) == shortfall.log_loss(3) == shortfall.log_loss(8) == 0.0
+    assert observed(gain=1.2, seen=1.4).log_loss == 0.0
 
 
 def test_it_is_forgotten_while_nothing_drafts():
-    shortfall = Shortfall()
-    observe(shortfall, 4, gain=1.5, seen=0.9)
-    before = shortfall.log_loss(4)
+    shortfall = observed(gain=1.5, seen=0.9)
+    before = shortfall.log_loss
     for _ in range(64):
-        shortfall.observe_plain(4)
-    assert before * 0.9 < shortfall.log_loss(4) < before
+        shortfall.observe_plain()
+    assert before * 0.9 < shortfall.log_loss < before
     for _ in range(4096):
-        shortfall.observe_plain(4)
-    assert shortfall.log_loss(4) < 0.01
+        shortfall.observe_plain()
+    assert shortfall.log_loss < 0.01
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 4, 8, 16, 32])
