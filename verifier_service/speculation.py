@@ -36,7 +36,7 @@ from outrider.verifier_service.round_timer import RoundTimer
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 EXPECTED_SLACK = 1.1  # times the usual time of a round: a draft is expected by then
-LENGTH_SMOOTHING = 1 / 8  # per step
+LENGTH_SMOOTHING = 1 / 4  # per step
 
 
 _NO_NEEDS = DraftNeeds()
