@@ -3,13 +3,13 @@
 Before drafting, a request asks for the positions whose survival, by history alone, exceeds the price; when its draft is
 there, those are verified whose survival, by the draft's own confidences, does. Whatever was on offer is remembered and
 makes the price of later steps. Nothing here looks at a drawn token: its confidence is the largest weight of the row
-that it was drawn from, and the price is older than the draft. Drawn trees, whose shape
-must not depend on what was drawn, are cut by depth and history alone; trees of point masses lose any node that does not
-pay, and all below it.
+that it was drawn from, and the price is older than the draft. Drawn trees, whose shape must not depend on what was
+drawn, are cut by depth and history alone; trees of point masses lose any node that does not pay, and all below it.
 
-While nothing pays, a request now and then drafts a token all the same, so that its survival stays known. These probes
-have a budget, a share of the time that steps take, so that they never come all at once. Without a profile of step
-times nothing is priced: the plan's length stands.
+While nothing pays, a request now and then drafts a little all the same, so that its survival stays known. These probes
+have a budget, a share of the time that steps take, and are charged what they were seen to cost. Requests that the router
+has switched off are priced on, so that the price tells it when drafts would pay again. Without a profile of step times
+nothing is priced: the plan's length stands.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Pricing:
 
     drafter_id: str
     num_rounds_off: int  # since its last draft was asked for
-    bound: int = 0  # what its plan and its limits allow now, or would allow if it were not switched off
+    bound: int = 0  # what its plan and its limits allow now, or would if it were not switched off
     asked: int = 0  # how much of that was asked for in this round
     is_probe: bool = False
     is_pinned: bool = False
@@ -261,7 +261,8 @@ class DraftPricing:
         num_tokens = len(priced) + sum(self._expected(item) for item in priced)
         if all(one.is_probe for one in asking):  # what a few cost says nothing of what all would
             level.shortfall.observe_plain()
-            self._probe_s -= max(0.0, elapsed_s - plain_s * num_tokens / num_all) if asking else 0.0
+            if asking:
+                self._probe_s -= max(0.0, elapsed_s - plain_s * num_tokens / num_all)
             return
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         times = self.cost.seconds_with(base, num_drafted)
