@@ -122,18 +122,23 @@ class Table:
         """Return what the head drafts from the target's states."""
         tokens = self.tokens[name]
         states = states_of(tokens, self.heads[0])[: self.num_states[name]]
-        return self._chain(SlowDrafting(self.heads, tokens, states), len(tokens), length)
+        return self.chain_of(SlowDrafting(self.heads, tokens, states), len(tokens), length)
 
     def prepared(self, outcome: Sequence[int], length: int = LENGTH) -> tuple[int, ...]:
         """Return what the head drafts for an outcome of the one session's last draft, from its own states."""
         tokens = self.tokens["r"]
+        return self.chain_of(self.drafting_of(tokens, outcome), len(tokens) + len(outcome), length)
+
+    def drafting_of(self, tokens: Sequence[int], outcome: Sequence[int]) -> SlowDrafting:
+        """Return the reference after an outcome whose states are not known."""
         drafting = SlowDrafting(self.heads, tokens, states_of(tokens, self.heads[0]))
         for depth, token_id in enumerate(outcome[:-1]):
             drafting.step(token_id, drafting.feedback, len(tokens) - 1 + depth, depth + 1)
         drafting.step(outcome[-1], drafting.feedback, len(tokens) + len(outcome) - 2)
-        return self._chain(drafting, len(tokens) + len(outcome), length)
+        return drafting
 
-    def _chain(self, drafting: SlowDrafting, num_tokens: int, length: int) -> tuple[int, ...]:
+    def chain_of(self, drafting: SlowDrafting, num_tokens: int, length: int = LENGTH) -> tuple[int, ...]:
+        """Draft greedily after `num_tokens` tokens."""
         drafted = [int(drafting.logits[: self.vocab_size].argmax())]
         while len(drafted) < length:
             drafting.step(drafted[-1], drafting.feedback, num_tokens - 2 + len(drafted), len(drafted))
@@ -229,6 +234,69 @@ def test_the_targets_states_are_taken_in_when_there_is_time() -> None:
     assert table.ask(table.surprise()).token_ids == table.expected()
 
 
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("num_late", [0, 2])
+def test_outcomes_of_a_prepared_draft_go_on_from_what_was_taken_in(num_late: int, block_size: int) -> None:
+    """Pairs of committed tokens come from the target's states as far as they are there, all others from before."""
+    options = {"vocab_size": FEW, "num_branches": 64, "block_size": block_size, "num_blocks": 1024 // block_size}
+    probe = prepared_table([eagle3_head()], **options)
+    probe.idle()
+    outcome = max(probe.outcomes(), key=len)
+    own = probe.drafting_of(PROMPT, outcome)
+    draft = probe.ask(*outcome, num_late=num_late)
+    taken_in, last, begun, *_ = probe.idle()
+    assert (taken_in, last) == (len(outcome) - num_late, 1), "nothing else is computed again"
+    assert begun > 1
+    tokens, num_true = probe.tokens["r"], probe.num_states["r"]
+    feedback = [own.feedback]  # that follows the committed tokens, and each drafted one but the last
+    for depth, token_id in enumerate(draft.token_ids[:-1]):
+        own.step(token_id, own.feedback, len(tokens) - 1 + depth)
+        feedback.append(own.feedback)
+    for following in {len(outcome): outcome for outcome in probe.outcomes()}.values():
+        drafting = SlowDrafting(probe.heads, tokens[: num_true + 1], states_of(tokens, probe.heads[0])[:num_true])
+        num_accepted = len(following) - 1
+        if num_accepted or num_late:
+            drafting.feedback = feedback[min(num_accepted, LENGTH - 1)]
+        num_shared = len(tokens) - 1 + min(num_accepted, LENGTH - 1)
+        drafting._keys += own._keys[num_true:num_shared]
+        drafting._values += own._values[num_true:num_shared]
+        if num_accepted == LENGTH:
+            drafting.step(draft.token_ids[-1], drafting.feedback, num_shared)
+        drafting.step(following[-1], drafting.feedback, len(tokens) - 1 + num_accepted)
+        table = prepared_table([eagle3_head()], **options)
+        table.idle()
+        table.ask(*outcome, num_late=num_late)
+        table.idle()
+        (prepared,) = table.commit(*following)
+        assert prepared.token_ids == table.chain_of(drafting, len(table.tokens["r"]))
+
+
+def test_states_are_taken_in_where_there_is_no_room_for_more() -> None:
+    table = prepared_table([eagle3_head()], block_size=1)
+    table.idle()
+    table.ask(*table.outcomes()[0])
+    pool, (state,) = table.drafter._pool, table.drafter._states.values()
+    pool.allocate(pool.num_free_blocks)
+    table.engine.run_ahead()
+    assert state.num_true == len(table.tokens["r"]) - 1
+
+
+def test_drafts_at_different_positions_with_different_parameters_are_prepared_together() -> None:
+    heads = HEADS["switched"]()
+    table = Table(heads)
+    prompts = {"a": PROMPT, "b": [9, 8, 7, 6, 5]}
+    for name, prompt in prompts.items():
+        table.open(prompt, name)
+        table.ask(name=name)
+        table.idle(1)
+    table.idle()
+    for name, prompt in prompts.items():
+        outlook = next(o for key, o in table.drafter._cache._outlooks.items() if key.request_id == name)
+        for outcome, branch in outlook.branches.items():
+            expected = table.chain_of(table.drafting_of(prompt, outcome), len(prompt) + len(outcome))
+            assert branch.growth.chosen().token_ids == expected
+
+
 def test_the_winners_kv_is_kept_and_the_others_are_freed() -> None:
     table = prepared_table([eagle3_head()], num_branches=8, num_blocks=64)
     table.idle()
@@ -283,6 +351,7 @@ def test_a_shorter_ask_gets_the_beginning(length: int) -> None:
     (draft,) = table.commit(*outcome, length=length)
     assert draft.token_ids == expected[:length]
     table.idle()
+    assert table.outcomes()
     assert table.ask(table.surprise()).token_ids == table.expected()
 
 
@@ -309,6 +378,9 @@ def test_a_session_that_comes_back_without_its_states_is_drafted_for_from_what_t
     assert table.commit(first=first) == []
     states = states_of(tokens, table.heads[0], first=first)
     assert table.run()["r"].token_ids == tuple(greedy_chain(table.heads, tokens, states, LENGTH))
+    table.idle()
+    table.open([*tokens, *table.outcomes()[0]])
+    assert table.ask(num_late=len(tokens)).token_ids == (), "no states at all"
 
 
 @pytest.mark.parametrize("fields", [{"max_nodes": 5}, {"forced_ids": (1, 2)}])
