@@ -23,6 +23,15 @@ class DraftState:
     nodes: list[int] = field(default_factory=list)  # of the draft, beyond its stem, to be computed together
 
     @property
+    def num_slots(self) -> int:
+        """Count the KV slots in use."""
+        return len(self.cached_ids)
+
+    def num_slots_after(self, share: int) -> int:
+        """Count them once so much of what is pending is computed."""
+        return self.num_slots + share
+
+    @property
     def num_tokens_pending(self) -> int:
         return len(self.tokens) - len(self.cached_ids)
 
@@ -38,6 +47,16 @@ class DraftState:
     def rest(self) -> None:
         """Keep the KV alone: nothing is in the making."""
         self.ask, self.growth, self.nodes = None, None, []
+
+    def fork(self, ask: Ask, num_accepted: int, growth: Growth) -> DraftState:
+        """Start the draft of an ask that goes on from `num_accepted` tokens of this one, whose KV it shares."""
+        return DraftState(
+            cached_ids=self.cached_ids[: self.num_committed + num_accepted],
+            ask=ask,
+            tokens=list(ask.token_ids),
+            num_committed=len(ask.token_ids),
+            growth=growth,
+        )
 
     def follow_growth(self) -> None:
         """Take the draft's stem into the tokens, and note the nodes that are to be computed beside it."""

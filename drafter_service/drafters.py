@@ -74,6 +74,7 @@ class _Maker:
         self._max_model_len: int = spec.target.max_model_len or description.max_position_embeddings
         self._limits = {"vocab_size": self._vocab_size, "max_model_len": self._max_model_len}
         self._trees = TreeConfig(method=self._config.tree_method)
+        self._num_ahead_branches = 0 if view is not None else self._config.num_ahead_branches  # no time of its own
 
     def make(self, method: Method) -> Drafter:
         makers: dict[Method, Callable[[], Drafter]] = {
@@ -106,7 +107,7 @@ class _Maker:
             self._rng,
             vocab_size=shared,
             trees=self._trees,
-            num_ahead_branches=0 if self._view is not None else self._config.num_ahead_branches,  # no time of its own
+            num_ahead_branches=self._num_ahead_branches,
         )
 
     def _by_way_of_text(self, runner: Runner) -> Drafter:
@@ -212,7 +213,11 @@ class _Maker:
             num_target_layers=self._spec.num_target_layers(),
         )
         return EagleDrafter(
-            HeadRunner.sized_by(heads, model), self._rng, vocab_size=self._vocab_size, trees=self._trees
+            HeadRunner.sized_by(heads, model),
+            self._rng,
+            vocab_size=self._vocab_size,
+            trees=self._trees,
+            num_ahead_branches=self._num_ahead_branches,
         )
 
     def _dflash(self) -> Drafter:

@@ -5,23 +5,24 @@ used, so after each verification the KV of the committed tokens is the target's 
 its own states, and the KV of those pairs is scratch that ends with the draft. A session whose first states are gone
 (marked by NaN) begins after the gap: its positions stay absolute and its KV holds what there is.
 
-tokens   x0  x1 ... x[n-1]  |<- drafted ->|
-states   h0  h1 ... h[n-2]  of the target
-pairs    (h0,x1) ... (h[n-2],x[n-1])  (own,drafted) ...      all computed but those of the draft's last tokens
-         |<- num_cached --------->|  |<- num_stem ->|<- of nodes beyond a fork: for one forward ->|
+Running ahead, the head's own states stand for those of the tokens that are being verified. What was prepared answers at
+once, and the target's states, which come with the ask that it answers, are taken in afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from outrider.drafter_service.engine import Ask, DraftResult
+from outrider.drafter_service.head_batch import HeadChunk, HeadState, pack_pairs
 from outrider.drafter_service.head_runner import HeadRows, HeadRunner
 from outrider.drafter_service.kv_budget import num_common, reserve, share_budget
+from outrider.drafter_service.outcomes import Pace
 from outrider.drafter_service.sessions import SessionKey
+from outrider.drafter_service.speculation_cache import AheadStep, SpeculationCache, WatchedChain, is_watched
 from outrider.drafter_service.tree_growth import (
     DEFAULT_TREES,
     Growing,
@@ -30,75 +31,10 @@ from outrider.drafter_service.tree_growth import (
     answer_of,
     empty_answer,
     grow_all,
-    nodes_to_compute,
     start_growth,
-    stem_length,
 )
-from outrider.verifier_service.batch import ScheduledBatch, slots_of
-from outrider.verifier_service.drafting import ROOT, DraftNeeds
+from outrider.verifier_service.drafting import DraftNeeds
 from outrider.verifier_service.kv_cache import BlockPool
-
-
-@dataclass(slots=True)
-class _State:
-    """One session's KV and the draft in the making."""
-
-    block_table: list[int] = field(default_factory=list)
-    first: int = 0  # pairs before this one are not there: the target no longer had their states
-    num_cached: int = 0  # pairs [first, num_cached) of committed tokens have their KV in the blocks, then …
-    num_stem: int = 0  # … those of so many drafted tokens
-    tokens: list[int] = field(default_factory=list)  # committed
-    num_states: int = 0  # the target's
-    ask: Ask | None = None
-    growth: Growth | None = None  # of the draft that is asked for
-    feedback: dict[int, torch.Tensor] = field(default_factory=dict)  # [hidden_size] that follows ROOT and each node
-
-    @property
-    def draft(self) -> Growth:
-        assert self.growth is not None, "nothing was asked for"
-        return self.growth
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_cached - self.first + self.num_stem
-
-    @property
-    def is_catching_up(self) -> bool:
-        return self.num_cached < len(self.tokens) - 1
-
-    def next_nodes(self) -> list[int]:
-        """Return the drafted tokens whose pairs come next, parents first, once the committed ones are computed.
-
-        The stem goes one by one, since each pair starts from what the one before gives; what forks goes level by level,
-        each time with all that lies between it and the stem.
-        """
-        tree, frontier = self.draft.tree, self.draft.frontier
-        if self.num_stem < min(stem_length(tree), max(frontier) + 1):
-            return [self.num_stem]
-        return nodes_to_compute(tree, frontier, self.num_stem)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Chunk:
-    """What of a session goes into this step's forward: pairs of committed tokens, or of drafted ones."""
-
-    state: _State
-    num_tokens: int
-    nodes: list[int]  # the drafted ones; none while it is catching up
-    set_index: int  # the parameters they are computed with
-
-    @property
-    def outlets(self) -> list[int]:
-        """Return the nodes whose outputs are read, ROOT standing for the last committed pair."""
-        state = self.state
-        if not self.nodes:
-            return [ROOT] if state.num_cached + self.num_tokens >= state.num_states else []
-        frontier = set(state.draft.frontier)
-        return [node for node in self.nodes if node in frontier or len(self.nodes) == 1]
-
-    @property
-    def starts_from_target(self) -> bool:
-        return not self.nodes and self.state.num_cached < self.state.num_states
 
 
 class EagleDrafter:
@@ -112,14 +48,23 @@ class EagleDrafter:
         vocab_size: int | None = None,
         top_n: int = 32,
         trees: TreeConfig = DEFAULT_TREES,
+        num_ahead_branches: int = 0,
     ) -> None:
-        """Draw drafts from the first `vocab_size` ids (the target's vocabulary); None: from all the head has."""
+        """Draw drafts from the first `vocab_size` ids (the target's vocabulary); None: from all the head has.
+
+        While a chain is verified, drafts are made for `num_ahead_branches` of its outcomes (see `speculation_cache`).
+        """
         self._runner = runner
         self._rng = rng
         self._draft_vocab_size = runner.vocab_size if vocab_size is None else vocab_size
         self._top_n, self._trees = top_n, trees
         self._pool = BlockPool(runner.num_blocks, runner.block_size, enable_prefix_caching=False)
-        self._states: dict[SessionKey, _State] = {}  # least recently asked first
+        self._states: dict[SessionKey, HeadState] = {}  # least recently asked first
+        self._cache: SpeculationCache[HeadState] | None = None
+        if num_ahead_branches:
+            self._cache = SpeculationCache(
+                self._pool, num_branches=num_ahead_branches, max_model_len=runner.max_model_len
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -147,23 +92,80 @@ class EagleDrafter:
         chunks = self._schedule(states, max_num_tokens)
         if not chunks:
             return [self._give_up(states[0])]
-        for set_index in sorted({chunk.set_index for chunk in chunks}):
-            self._execute([chunk for chunk in chunks if chunk.set_index == set_index], set_index)
+        self._execute(chunks, AheadStep())
         return [self._complete(chunk.state) for chunk in chunks if not chunk.state.draft.frontier]
 
     def release(self, key: SessionKey) -> None:
+        self.forget_outcomes(key)
         state = self._states.pop(key, None)
         if state is not None:
             self._pool.release(state.block_table)
 
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         assert self._states.keys() <= set(keys), "KV of a session that is gone"
-        self._pool.check_integrity([state.block_table for state in self._states.values()])
-        for state in self._states.values():
+        states = list(self._states.values())
+        if self._cache is not None:
+            self._cache.check_integrity(self._states.values())
+            states += self._cache.branches()
+        self._pool.check_integrity([state.block_table for state in states])
+        for state in states:
             assert len(state.block_table) == self._pool.num_blocks_for(state.num_slots), "blocks without pairs"
-            assert state.first <= state.num_cached < len(state.tokens), "pairs without tokens"
+            assert state.first <= state.num_true <= state.num_cached < len(state.tokens), "pairs without tokens"
             assert (state.ask is None) == (state.growth is None), "a draft that nobody asked for"
-            assert state.growth is not None or not (state.num_stem or state.feedback), "remains of a draft"
+            is_over = state.growth is None and self._cache is None  # else its outcomes may go on from it
+            assert not (is_over and (state.num_stem or state.feedback)), "remains of a draft"
+
+    # --- running ahead ---
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._cache is not None
+
+    def expects(self, key: SessionKey) -> bool:
+        return self._cache is not None and self._cache.expects(key)
+
+    def take(self, ask: Ask, pace: Pace | None) -> DraftResult | None:
+        if self._cache is None or not is_watched(ask) or not self._has_states(ask):
+            return None
+        # whether it is used must not depend on what was drawn: the states of the tokens before it alone decide
+        branch = self._cache.take(ask) if self._continues_states(ask) else None
+        state = self._state_of(ask, ask.length) if branch is None else self._adopt(ask, branch)
+        chain = state.draft
+        assert isinstance(chain, WatchedChain)
+        chain.stop_at(min(ask.length, max(len(chain), self._cache.worth(ask, pace))))
+        # the last token's pair is always yet to be computed: what follows from it is wanted
+        state.num_stem = min(state.num_stem, max(0, len(chain) - 1))
+        self._trim(state)
+        return None if chain.frontier else self._complete(state)
+
+    def forget_outcomes(self, key: SessionKey) -> None:
+        if self._cache is not None:
+            self._cache.drop(key)
+
+    def has_spare_work(self) -> bool:
+        return self._cache is not None and self._cache.has_work()
+
+    def run_ahead(self, *, max_num_tokens: int) -> int:
+        assert self._cache is not None, "this drafter does not run ahead"
+        step = self._cache.next_step(max_num_tokens)
+        chunks = [self._chunk(*part) for part in zip(step.states, step.shares, strict=True)]
+        self._execute(chunks, step)
+        self._cache.after_step()
+        return step.num_tokens
+
+    def _continues_states(self, ask: Ask) -> bool:
+        """Tell whether an ask brings the states that follow those its session has taken in, as far as any do."""
+        assert ask.states is not None
+        num_true = self._states[ask.key].num_true
+        return num_true >= len(ask.states) or not _is_missing(ask.states, num_true)
+
+    def _adopt(self, ask: Ask, branch: HeadState) -> HeadState:
+        """Let a branch go on as its session's own state, with the target's states yet to be taken in."""
+        assert ask.states is not None
+        self._pool.release(self._states.pop(ask.key).block_table)
+        self._states[ask.key] = branch  # most recently asked
+        branch.ask, branch.num_states = ask, min(len(ask.states), len(ask.token_ids) - 1)
+        return branch
 
     # --- state ---
 
@@ -174,17 +176,18 @@ class EagleDrafter:
         num_states = min(len(ask.states), len(ask.token_ids) - 1)
         return num_states >= 1 and not _is_missing(ask.states, num_states - 1)
 
-    def _state_of(self, ask: Ask, max_num_tokens: int) -> _State:
+    def _state_of(self, ask: Ask, max_num_tokens: int) -> HeadState:
         """Return the session's state, rolled back to the pairs of the target's own states that its new ask shares."""
-        state = self._states.setdefault(ask.key, _State())
+        state = self._states.setdefault(ask.key, HeadState())
         if state.ask is not None and state.ask.ask_id == ask.ask_id:
             return state
+        self.forget_outcomes(ask.key)
         self._states[ask.key] = self._states.pop(ask.key)  # most recently asked
         assert ask.states is not None
         tokens = list(ask.token_ids)
         num_states = min(len(ask.states), len(tokens) - 1)
         # the last of the target's states is taken in (again): what follows from it is wanted
-        num_kept = min(state.num_cached, state.num_states, num_common(state.tokens, tokens) - 1, num_states - 1)
+        num_kept = min(state.num_true, num_common(state.tokens, tokens) - 1, num_states - 1)
         if num_kept <= state.first or _is_missing(ask.states, num_kept):
             num_kept = state.first = _num_missing(ask.states)
         state.ask, state.tokens, state.num_states, state.feedback = ask, tokens, num_states, {}
@@ -196,46 +199,49 @@ class EagleDrafter:
         """Start a draft; each parameter set has its position, so several of them draft a chain."""
         if ask.max_nodes and len(self._runner.heads) > 1:
             ask = replace(ask, length=min(ask.length, ask.max_nodes), max_nodes=0)
+        elif self._cache is not None and is_watched(ask):
+            return self._cache.start(ask)
         # nodes beside each other are computed in one step
         return start_growth(ask, self._trees, vocab_size=self._draft_vocab_size, max_nodes=max_num_tokens)
 
-    def _roll_back(self, state: _State, num_kept: int) -> None:
+    def _roll_back(self, state: HeadState, num_kept: int) -> None:
         """Keep the KV of the pairs before `num_kept`; what was drafted is computed again where it is needed."""
-        state.num_cached, state.num_stem = num_kept, 0
+        state.num_true, state.num_cached, state.num_stem = num_kept, num_kept, 0
         self._trim(state)
 
-    def _trim(self, state: _State) -> None:
+    def _trim(self, state: HeadState) -> None:
         self._pool.trim(state.block_table, state.num_slots)
 
-    def _schedule(self, states: Sequence[_State], max_num_tokens: int) -> list[_Chunk]:
+    def _schedule(self, states: Sequence[HeadState], max_num_tokens: int) -> list[HeadChunk]:
         """Share the step's tokens and the KV pool among the sessions; nothing where the oldest does not fit."""
-        nodes = [[] if state.is_catching_up else state.next_nodes() for state in states]
-        num_drafted = [len(own) for own in nodes]
-        num_pending = [
-            num_own or max(1, state.num_states - state.num_cached)
-            for num_own, state in zip(num_drafted, states, strict=True)
-        ]
-        shares = share_budget(num_pending, max_num_tokens, num_drafted)
-        chunks: list[_Chunk] = []
+        num_drafted = [len(state.next_nodes()) for state in states]
+        shares = share_budget([state.num_pending for state in states], max_num_tokens, num_drafted)
+        chunks: list[HeadChunk] = []
         for index, (state, share) in enumerate(zip(states, shares, strict=True)):
-            if nodes[index] and state.is_catching_up:
+            if num_drafted[index] and state.is_catching_up:
                 continue  # an older ask has just taken its KV
             if share and self._reserve(state, share, asked=states, younger=states[index + 1 :]):
-                chunks.append(self._chunk(state, share, nodes[index]))
+                chunks.append(self._chunk(state, share))
             elif index == 0:
                 return []
         return chunks
 
-    def _chunk(self, state: _State, share: int, nodes: list[int]) -> _Chunk:
+    def _chunk(self, state: HeadState, share: int) -> HeadChunk:
+        nodes = state.next_nodes()
         draft_position = state.draft.tree.depths[nodes[-1]] + 1 if nodes else 0
         set_index = self._runner.heads.set_index(draft_position)
-        return _Chunk(state=state, num_tokens=share, nodes=nodes, set_index=set_index)
+        return HeadChunk(state=state, num_tokens=share, nodes=nodes, set_index=set_index)
 
-    def _reserve(self, state: _State, share: int, *, asked: Sequence[_State], younger: Sequence[_State]) -> bool:
+    def _reserve(
+        self, state: HeadState, share: int, *, asked: Sequence[HeadState], younger: Sequence[HeadState]
+    ) -> bool:
+        num_slots = state.num_slots_after(share)
+        if self._cache is not None:
+            self._cache.make_room(self._pool.num_blocks_for(num_slots) - len(state.block_table))
         return reserve(
             self._pool,
             state,
-            state.num_slots + share,
+            num_slots,
             all_states=self._states.values(),
             asked=asked,
             younger=younger,
@@ -244,34 +250,33 @@ class EagleDrafter:
 
     # --- the step ---
 
-    def _execute(self, chunks: Sequence[_Chunk], set_index: int) -> None:
+    def _execute(self, chunks: Sequence[HeadChunk], copies: AheadStep[HeadState]) -> None:
+        """Run one forward for each parameter set in use, `copies` before the first."""
+        for set_index in sorted({chunk.set_index for chunk in chunks}):
+            self._execute_set([chunk for chunk in chunks if chunk.set_index == set_index], set_index, copies)
+            copies = AheadStep()
+
+    def _execute_set(self, chunks: Sequence[HeadChunk], set_index: int, copies: AheadStep[HeadState]) -> None:
         outlets = [chunk.outlets for chunk in chunks]
-        batch = _pack(chunks, outlets, self._pool.block_size)
+        batch = pack_pairs(chunks, self._pool.block_size)
+        batch = replace(batch, copy_sources=copies.copy_sources, copy_targets=copies.copy_targets)
         rows = self._runner.execute(batch, self._hidden(chunks), set_index)
         feedback = iter(rows.feedback)
         for chunk, nodes in zip(chunks, outlets, strict=True):
             chunk.state.feedback |= {node: next(feedback) for node in nodes}
-            self._keep(chunk)
+            chunk.keep()
+            self._trim(chunk.state)
         self._grow(chunks, outlets, rows)
 
-    def _hidden(self, chunks: Sequence[_Chunk]) -> torch.Tensor:
+    def _hidden(self, chunks: Sequence[HeadChunk]) -> torch.Tensor:
         """Join the states that the pairs start from: [num_tokens, hidden_size]."""
-        given = [_target_states(chunk) for chunk in chunks if chunk.starts_from_target]
+        given = [chunk.target_states for chunk in chunks if chunk.starts_from_target]
         combined = iter(self._runner.combine(torch.cat(given)).split([len(part) for part in given]) if given else ())
-        return torch.cat([next(combined) if chunk.starts_from_target else _own_states(chunk) for chunk in chunks])
+        return torch.cat([next(combined) if chunk.starts_from_target else chunk.own_states for chunk in chunks])
 
-    def _keep(self, chunk: _Chunk) -> None:
-        """Keep the KV of committed pairs and of the stem; that of nodes beyond a fork has served."""
-        state = chunk.state
-        if not chunk.nodes:
-            state.num_cached += chunk.num_tokens
-        elif chunk.nodes == [state.num_stem] and state.num_stem < stem_length(state.draft.tree):
-            state.num_stem += 1
-        self._trim(state)
-
-    def _grow(self, chunks: Sequence[_Chunk], outlets: Sequence[list[int]], rows: HeadRows) -> None:
+    def _grow(self, chunks: Sequence[HeadChunk], outlets: Sequence[list[int]], rows: HeadRows) -> None:
         """Give children to every frontier that has its outputs."""
-        growing: list[_State] = []
+        growing: list[HeadState] = []
         wanted: list[int] = []  # rows
         base = 0
         for chunk, nodes in zip(chunks, outlets, strict=True):
@@ -286,13 +291,17 @@ class EagleDrafter:
 
     # --- answers ---
 
-    def _complete(self, state: _State) -> DraftResult:
+    def _complete(self, state: HeadState) -> DraftResult:
         ask, growth = _ask_of(state), state.draft
-        state.ask, state.growth, state.feedback = None, None, {}
-        self._roll_back(state, state.num_cached)
+        state.rest()
+        if self._cache is not None and isinstance(growth, WatchedChain):
+            self._cache.watch(ask, state, growth)
+        if state.growth is None:  # nothing goes on from it
+            state.feedback, state.num_stem = {}, 0
+            self._trim(state)
         return answer_of(ask, growth)
 
-    def _give_up(self, state: _State) -> DraftResult:
+    def _give_up(self, state: HeadState) -> DraftResult:
         """Answer an ask whose KV does not fit even when it has the pool to itself.
 
         A tree stops at whole levels, for want of memory: nothing that was drawn is looked at, so it may be verified.
@@ -307,7 +316,7 @@ class EagleDrafter:
         return empty_answer(ask)
 
 
-def _ask_of(state: _State) -> Ask:
+def _ask_of(state: HeadState) -> Ask:
     assert state.ask is not None, "nothing was asked for"
     return state.ask
 
@@ -319,50 +328,3 @@ def _is_missing(states: torch.Tensor, index: int) -> bool:
 def _num_missing(states: torch.Tensor) -> int:
     """Count the first tokens whose states the target no longer had; the last one's is there."""
     return int(states[:, 0].isnan().logical_not().nonzero()[0])
-
-
-def _target_states(chunk: _Chunk) -> torch.Tensor:
-    states, begin = _ask_of(chunk.state).states, chunk.state.num_cached
-    assert states is not None
-    return states[begin : begin + chunk.num_tokens]
-
-
-def _own_states(chunk: _Chunk) -> torch.Tensor:
-    """Return what the pairs of drafted tokens, or of a committed one beyond the target's states, start from."""
-    state = chunk.state
-    parents = [state.draft.tree.parents[node] for node in chunk.nodes] or [ROOT]
-    return torch.stack([state.feedback[parent] for parent in parents])
-
-
-def _pack(chunks: Sequence[_Chunk], outlets: Sequence[list[int]], block_size: int) -> ScheduledBatch:
-    """Lay the next pairs of each session side by side, those of a tree after what is cached."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slot_mapping: list[int] = []
-    logits_indices: list[int] = []
-    tree_parents: list[list[int]] = []
-    for chunk, read in zip(chunks, outlets, strict=True):
-        state, tree, begin, base = chunk.state, chunk.state.draft.tree, chunk.state.num_cached, len(token_ids)
-        if chunk.nodes:
-            place = {node: index for index, node in enumerate(chunk.nodes)}
-            token_ids += [tree.token_ids[node] for node in chunk.nodes]
-            positions += [begin + tree.depths[node] for node in chunk.nodes]
-            tree_parents.append([place.get(tree.parents[node], ROOT) for node in chunk.nodes])
-            logits_indices += [base + place[node] for node in read]
-        else:
-            token_ids += state.tokens[begin + 1 : begin + 1 + chunk.num_tokens]
-            positions += range(begin, begin + chunk.num_tokens)
-            tree_parents.append([])
-            logits_indices += [base + chunk.num_tokens - 1 for _ in read]
-        slots = range(state.num_slots, state.num_slots + chunk.num_tokens)
-        slot_mapping += slots_of(state.block_table, slots, block_size)
-    return ScheduledBatch(
-        token_ids=token_ids,
-        positions=positions,
-        slot_mapping=slot_mapping,
-        query_lengths=[chunk.num_tokens for chunk in chunks],
-        context_lengths=[chunk.state.num_slots + chunk.num_tokens for chunk in chunks],
-        block_tables=[list(chunk.state.block_table) for chunk in chunks],
-        logits_indices=logits_indices,
-        tree_parents=tree_parents,
-    )

@@ -74,6 +74,7 @@ class HeadRunner:
         Keys and values are written to the batch's slots; `logits_indices` names the pairs that are wanted.
         """
         assert hidden.shape[0] == batch.num_tokens, (hidden.shape, batch.num_tokens)
+        self.pool.copy_blocks(batch.copy_sources, batch.copy_targets)
         head = self.heads[set_index]
         output, feedback = head(
             torch.tensor([batch.token_ids], device=self.device),

@@ -22,7 +22,7 @@ from outrider.drafter_service.engine import Ask, DraftResult
 from outrider.drafter_service.kv_budget import num_common, reserve, share_budget
 from outrider.drafter_service.outcomes import Pace
 from outrider.drafter_service.sessions import SessionKey
-from outrider.drafter_service.speculation_cache import AheadStep, SpeculationCache, WatchedChain, check_states
+from outrider.drafter_service.speculation_cache import AheadStep, SpeculationCache, WatchedChain, is_watched
 from outrider.drafter_service.tree_growth import (
     DEFAULT_TREES,
     Growing,
@@ -66,7 +66,7 @@ class ModelDrafter:
         self._first_position = first_position or (lambda ask: len(ask.token_ids))
         self._pool = BlockPool(runner.num_blocks, runner.block_size, enable_prefix_caching=False)
         self._states: dict[SessionKey, DraftState] = {}  # least recently asked first
-        self._cache: SpeculationCache | None = None
+        self._cache: SpeculationCache[DraftState] | None = None
         if num_ahead_branches:
             self._cache = SpeculationCache(
                 self._pool, num_branches=num_ahead_branches, max_model_len=runner.max_model_len
@@ -112,12 +112,16 @@ class ModelDrafter:
 
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         assert self._states.keys() <= set(keys), "KV of a session that is gone"
-        tables = [state.block_table for state in self._states.values()]
+        states = list(self._states.values())
         if self._cache is not None:
             self._cache.check_integrity(self._states.values())
-            tables += self._cache.block_tables()
-        self._pool.check_integrity(tables)
-        check_states(self._pool, self._states.values())
+            states += self._cache.branches()
+        self._pool.check_integrity([state.block_table for state in states])
+        for state in states:
+            assert len(state.block_table) == self._pool.num_blocks_for(state.num_slots), "blocks without tokens"
+            assert state.cached_ids == state.tokens[: state.num_slots], "KV of other tokens"
+            assert (state.ask is None) == (state.growth is None), "a draft that nobody asked for"
+            assert state.growth is not None or not state.nodes, "nodes without a tree"
 
     # --- running ahead ---
 
@@ -133,7 +137,7 @@ class ModelDrafter:
 
         None: it is drafted as any other, as far as is worth the time at this pace, from what there is already.
         """
-        if self._cache is None or not _is_watched(ask):
+        if self._cache is None or not is_watched(ask):
             return None
         branch = self._cache.take(ask)
         state = self._adopt(ask, branch) if branch is not None else self._state_of(ask, max_num_tokens=ask.length)
@@ -190,7 +194,7 @@ class ModelDrafter:
         return state
 
     def _start(self, ask: Ask, max_num_tokens: int) -> Growth:
-        if self._cache is not None and _is_watched(ask):
+        if self._cache is not None and is_watched(ask):
             return self._cache.start(ask)
         # nodes beside each other are computed in one step
         return start_growth(ask, self._trees, vocab_size=self._draft_vocab_size, max_nodes=max_num_tokens)
@@ -216,7 +220,7 @@ class ModelDrafter:
 
     # --- the step ---
 
-    def _execute(self, chunks: Sequence[Chunk], copies: AheadStep) -> None:
+    def _execute(self, chunks: Sequence[Chunk], copies: AheadStep[DraftState]) -> None:
         batch = pack(chunks, self._pool.block_size)
         batch = replace(batch, copy_sources=copies.copy_sources, copy_targets=copies.copy_targets)
         logits = self._runner.execute(batch)  # [num_frontier_nodes, vocab_size]
@@ -248,8 +252,3 @@ class ModelDrafter:
         assert ask is not None
         self.release(ask.key)
         return self._complete(state) if ask.max_nodes else empty_answer(ask)
-
-
-def _is_watched(ask: Ask) -> bool:
-    """Tell whether an ask is for a chain of free tokens: outcomes of others are not prepared for."""
-    return not ask.max_nodes and not ask.forced_ids

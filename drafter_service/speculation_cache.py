@@ -8,7 +8,7 @@ branch 1  |<----------- shared ----->|next|<- drafted ->|           the draft's 
 branch 2  |<----------- shared -------------------------->|next|<- drafted ->|                          all are accepted
 
 Whole KV blocks are shared by reference, the block where they part is copied, so the branch that wins becomes the
-session's trunk as it is and nothing of it is computed again.
+session's trunk as it is and nothing of it is computed again (but, of a head, what it made from its own states).
 
 One branch for an outcome, drawn once, its length set before. Whether it is used depends on what was committed, and how
 long it has become by then on time alone, which is the same for any token: it is a draft like any other.
@@ -16,10 +16,10 @@ long it has become by then on time alone, which is the same for any token: it is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, Self, TypeVar
 
-from outrider.drafter_service.draft_batch import DraftState
 from outrider.drafter_service.draft_sampler import Children
 from outrider.drafter_service.draft_tree import ChosenNodes, DraftTree
 from outrider.drafter_service.engine import Ask
@@ -33,11 +33,17 @@ from outrider.drafter_service.outcomes import (
     likely_outcomes,
 )
 from outrider.drafter_service.sessions import SessionKey
+from outrider.drafter_service.tree_growth import Growth
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, SparseRow
 from outrider.verifier_service.kv_cache import BlockPool
 from outrider.verifier_service.request import GREEDY_TEMPERATURE
 
 AHEAD_ID = -1  # of the asks that nobody has asked yet
+
+
+def is_watched(ask: Ask) -> bool:
+    """Tell whether an ask is for a chain of free tokens: outcomes of others are not prepared for."""
+    return not ask.max_nodes and not ask.forced_ids
 
 
 class WatchedChain:
@@ -100,16 +106,47 @@ def _place_of(children: Children, num_candidates: int) -> Place:
     return Place(children.token_ids[0], children.probs[0], candidates, is_drawn=row is not None)
 
 
+class ForkableState(Protocol):
+    """One session's KV and the draft in the making, as a drafter keeps them."""
+
+    block_table: list[int]
+    ask: Ask | None
+    growth: Growth | None
+
+    @property
+    def num_slots(self) -> int:
+        """Count the KV slots in use."""
+
+    def num_slots_after(self, share: int) -> int:
+        """Count them once so much of what is pending is computed."""
+
+    @property
+    def num_pending(self) -> int:
+        """Count what has to be computed before the draft can grow, as far as one forward can."""
+
+    def rest(self) -> None:
+        """Have nothing in the making, and keep what can be forked."""
+
+    def fork(self, ask: Ask, num_accepted: int, growth: Growth) -> Self:
+        """Start the draft of an ask that goes on from `num_accepted` tokens of this one, whose KV it shares.
+
+        The new state has no blocks yet.
+        """
+
+
+StateT = TypeVar("StateT", bound=ForkableState)
+
+
 @dataclass(slots=True)
-class _Outlook:
+class _Outlook(Generic[StateT]):
     """What is made of one session while its draft is verified."""
 
     ask: Ask  # that was answered, with the tokens that were committed then
-    trunk: DraftState  # with the draft that was the answer
+    trunk: StateT  # with the draft that was the answer
     chain: WatchedChain  # that draft, and the place after it once the trunk has been computed to its end
     num_drafted: int
     planned: list[Outcome] = field(default_factory=list)  # without a branch yet
-    branches: dict[tuple[int, ...], DraftState] = field(default_factory=dict)  # by the tokens that the outcome commits
+    branches: dict[tuple[int, ...], StateT] = field(default_factory=dict)  # by the tokens that the outcome commits
 
     @property
     def num_committed(self) -> int:
@@ -124,15 +161,15 @@ class _Outlook:
         return self.chain.tree.token_ids[: self.num_drafted]
 
     @property
-    def growing(self) -> list[DraftState]:
-        return [branch for branch in self.branches.values() if branch.draft.frontier]
+    def growing(self) -> list[StateT]:
+        return [branch for branch in self.branches.values() if _chain(branch).frontier]
 
 
 @dataclass(slots=True)
-class AheadStep:
+class AheadStep(Generic[StateT]):
     """What one forward in spare time computes: drafts to take further, and KV blocks to copy before."""
 
-    states: list[DraftState] = field(default_factory=list)
+    states: list[StateT] = field(default_factory=list)
     shares: list[int] = field(default_factory=list)  # how many of each one's pending tokens
     copy_sources: list[int] = field(default_factory=list)
     copy_targets: list[int] = field(default_factory=list)
@@ -141,12 +178,12 @@ class AheadStep:
     def num_tokens(self) -> int:
         return sum(self.shares)
 
-    def add(self, state: DraftState, share: int) -> None:
+    def add(self, state: StateT, share: int) -> None:
         self.states.append(state)
         self.shares.append(share)
 
 
-class SpeculationCache:
+class SpeculationCache(Generic[StateT]):
     """Outlooks of sessions whose drafts are being verified; KV comes out of what the pool has left."""
 
     def __init__(self, pool: BlockPool, *, num_branches: int, max_model_len: int) -> None:
@@ -155,7 +192,7 @@ class SpeculationCache:
         self._num_branches = num_branches
         self._max_model_len = max_model_len
         self._memory = AcceptanceMemory()
-        self._outlooks: dict[SessionKey, _Outlook] = {}  # answered longest ago first
+        self._outlooks: dict[SessionKey, _Outlook[StateT]] = {}  # answered longest ago first
 
     def start(self, ask: Ask) -> WatchedChain:
         """Start the draft of an ask so that its outcomes can be guessed."""
@@ -170,30 +207,31 @@ class SpeculationCache:
         outlook = self._outlooks.get(key)
         return outlook is not None and outlook.is_trunk_done
 
-    def watch(self, ask: Ask, trunk: DraftState, chain: WatchedChain) -> None:
+    def watch(self, ask: Ask, trunk: StateT, chain: WatchedChain) -> None:
         """Look out for what becomes of an answered draft, where its outcomes leave room for another."""
         num_drafted = len(chain)
-        if trunk.num_committed + num_drafted + 1 > self._max_model_len:
+        if len(ask.token_ids) + num_drafted + 1 > self._max_model_len:
             return
-        trunk.ask = replace(ask, ask_id=AHEAD_ID, token_ids=trunk.tokens[: trunk.num_committed])
-        trunk.growth = chain
-        self._outlooks[ask.key] = _Outlook(trunk.ask, trunk, chain, num_drafted)
+        ask = replace(ask, ask_id=AHEAD_ID, token_ids=list(ask.token_ids))
+        trunk.ask, trunk.growth = ask, chain
+        # states are for the trunk's own pairs: here they would be held for as long as the outlook is
+        self._outlooks[ask.key] = _Outlook(replace(ask, states=None), trunk, chain, num_drafted)
         chain.stop_at(num_drafted + 1)
 
-    def take(self, ask: Ask) -> DraftState | None:
+    def take(self, ask: Ask) -> StateT | None:
         """Return the branch that was made for what an ask follows, its KV now the caller's; free all others."""
         outlook = self._outlooks.get(ask.key)
         if outlook is None:
             return None
         new = tuple(ask.token_ids[outlook.num_committed :])
-        won: DraftState | None = None
+        won: StateT | None = None
         if ask.token_ids[: outlook.num_committed] == outlook.ask.token_ids and ask.sampling == outlook.ask.sampling:
             self._observe(outlook, new)
             won = outlook.branches.pop(new, None)
         self.drop(ask.key)
         return won
 
-    def _observe(self, outlook: _Outlook, new: Sequence[int]) -> None:
+    def _observe(self, outlook: _Outlook[StateT], new: Sequence[int]) -> None:
         """Note which drafted tokens were accepted, and the one that was not; one that was never verified is neither."""
         if not new:
             return
@@ -226,9 +264,9 @@ class SpeculationCache:
             not outlook.is_trunk_done or outlook.planned or outlook.growing for outlook in self._outlooks.values()
         )
 
-    def next_step(self, max_num_tokens: int) -> AheadStep:
+    def next_step(self, max_num_tokens: int) -> AheadStep[StateT]:
         """Choose what to compute next, sessions that were answered longest ago first; never at others' cost."""
-        step = AheadStep()
+        step: AheadStep[StateT] = AheadStep()
         for key, outlook in list(self._outlooks.items()):
             if outlook.is_trunk_done:
                 self._take_further(outlook, step, max_num_tokens)
@@ -246,64 +284,57 @@ class SpeculationCache:
                     places[: outlook.num_drafted], places[outlook.num_drafted], self._memory, self._num_branches
                 )
 
-    def _take_further(self, outlook: _Outlook, step: AheadStep, max_num_tokens: int) -> None:
+    def _take_further(self, outlook: _Outlook[StateT], step: AheadStep[StateT], max_num_tokens: int) -> None:
         """Take each branch one token further, those that are to begin after those that have begun."""
         for branch in outlook.growing:
             if not self._extend(step, branch, max_num_tokens):
-                _draft(branch).stop_at(len(_draft(branch)))
+                _chain(branch).stop_at(len(_chain(branch)))
         while outlook.planned and step.num_tokens < max_num_tokens:
             outcome = outlook.planned.pop(0)
             if not self._begin(step, outlook, outcome):
                 outlook.planned.clear()
 
-    def _extend(self, step: AheadStep, state: DraftState, max_num_tokens: int) -> bool:
+    def _extend(self, step: AheadStep[StateT], state: StateT, max_num_tokens: int) -> bool:
         """Put a state into a step where that has room; False where the pool has none for it."""
         share = min(state.num_pending, max_num_tokens - step.num_tokens)
         if share < 1:
             return True  # another time
-        needed = self._pool.num_blocks_for(len(state.cached_ids) + share) - len(state.block_table)
+        needed = self._pool.num_blocks_for(state.num_slots_after(share)) - len(state.block_table)
         if needed > self._pool.num_free_blocks:
             return False
         state.block_table.extend(self._pool.allocate(max(0, needed)))
         step.add(state, share)
         return True
 
-    def _begin(self, step: AheadStep, outlook: _Outlook, outcome: Outcome) -> bool:
+    def _begin(self, step: AheadStep[StateT], outlook: _Outlook[StateT], outcome: Outcome) -> bool:
         """Fork the trunk for an outcome; False where the pool has no block left for it."""
-        trunk, block_size = outlook.trunk, self._pool.block_size
-        num_shared = outlook.num_committed + outcome.num_accepted
-        num_whole = num_shared // block_size
         if self._pool.num_free_blocks < 1:
             return False
+        trunk, block_size = outlook.trunk, self._pool.block_size
         committed = (*outlook.drafted_ids[: outcome.num_accepted], outcome.next_token_id)
-        tokens = [*trunk.tokens[:num_shared], outcome.next_token_id]
+        tokens = [*outlook.ask.token_ids, *committed]
         length = min(outlook.ask.length, self._max_model_len - len(tokens) + 1)
-        ask = replace(outlook.ask, ask_id=AHEAD_ID, token_ids=tokens, length=length, forced_ids=())
+        ask = replace(outlook.ask, token_ids=tokens, length=length)
+        branch = trunk.fork(ask, outcome.num_accepted, self.start(ask))
+        num_whole = branch.num_slots // block_size
         shared = trunk.block_table[:num_whole]
         self._pool.share(shared)
         own = self._pool.allocate(1)
-        if num_shared % block_size:
+        if branch.num_slots % block_size:
             step.copy_sources.append(trunk.block_table[num_whole])
             step.copy_targets += own
-        outlook.branches[committed] = branch = DraftState(
-            block_table=shared + own,
-            cached_ids=trunk.cached_ids[:num_shared],
-            ask=ask,
-            tokens=list(tokens),
-            num_committed=len(tokens),
-            growth=self.start(ask),
-        )
+        branch.block_table = shared + own
+        outlook.branches[committed] = branch
         step.add(branch, branch.num_pending)
         return True
 
     # --- books ---
 
-    def block_tables(self) -> Iterator[list[int]]:
-        """Yield the block tables of all branches."""
+    def branches(self) -> Iterator[StateT]:
         for outlook in self._outlooks.values():
-            yield from (branch.block_table for branch in outlook.branches.values())
+            yield from outlook.branches.values()
 
-    def check_integrity(self, trunks: Collection[DraftState]) -> None:
+    def check_integrity(self, trunks: Collection[StateT]) -> None:
         """Raise `AssertionError` where an outlook contradicts itself or outlives its session."""
         known = set(map(id, trunks))
         for outlook in self._outlooks.values():
@@ -311,22 +342,12 @@ class SpeculationCache:
             assert outlook.is_trunk_done or not (outlook.branches or outlook.planned), "branches of half a trunk"
             assert (outlook.trunk.growth is None) == outlook.is_trunk_done, "a trunk that is asked for"
             assert len(outlook.branches) + len(outlook.planned) <= self._num_branches, "more branches than allowed"
-            check_states(self._pool, outlook.branches.values())
             for committed, branch in outlook.branches.items():
-                begin = outlook.num_committed
-                assert branch.tokens[:begin] == outlook.trunk.tokens[:begin], "a branch of another trunk"
-                assert tuple(branch.tokens[begin : branch.num_committed]) == committed, "a branch of another outcome"
+                assert branch.ask is not None, "a branch for no ask"
+                expected = [*outlook.ask.token_ids, *committed]
+                assert branch.ask.token_ids == expected, "a branch of another trunk, or of another outcome"
 
 
-def check_states(pool: BlockPool, states: Iterable[DraftState]) -> None:
-    """Raise `AssertionError` where a draft model's sequences contradict themselves."""
-    for state in states:
-        assert len(state.block_table) == pool.num_blocks_for(len(state.cached_ids)), "blocks without tokens"
-        assert state.cached_ids == state.tokens[: len(state.cached_ids)], "KV of other tokens"
-        assert (state.ask is None) == (state.growth is None), "a draft that nobody asked for"
-        assert state.growth is not None or not state.nodes, "nodes without a tree"
-
-
-def _draft(branch: DraftState) -> WatchedChain:
+def _chain(branch: ForkableState) -> WatchedChain:
     assert isinstance(branch.growth, WatchedChain)
     return branch.growth

@@ -7,9 +7,9 @@ that it was drawn from, and the price is older than the draft. Drawn trees, whos
 drawn, are cut by depth and history alone; trees of point masses lose any node that does not pay, and all below it.
 
 While nothing pays, a request now and then drafts a little all the same, so that its survival stays known. These probes
-have a budget, a share of the time that steps take, and are charged what they were seen to cost. Requests that the router
-has switched off are priced on, so that the price tells it when drafts would pay again. Without a profile of step times
-nothing is priced: the plan's length stands.
+have a budget, a share of the time that steps take, and are charged what they were seen to cost. Requests that the
+router has switched off are priced on, so that the price tells it when drafts would pay again. Without a profile of step
+times nothing is priced: the plan's length stands.
 """
 
 from __future__ import annotations

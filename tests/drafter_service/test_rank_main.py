@@ -21,11 +21,12 @@ from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.engine_messages import FROM_DRAFT_ENGINE
 from outrider.drafter_service.model_drafter import ModelDrafter
 from outrider.drafter_service.rank_main import DraftLoop, build_draft_engine
-from outrider.drafter_service.speculative_config import SpeculativeConfig
-from outrider.verifier_service.drafting import Close, Commit, Draft, DraftSampling, Open, Resync
+from outrider.drafter_service.speculative_config import Method, SpeculativeConfig
+from outrider.verifier_service.drafting import Close, Commit, Draft, DraftSampling, Open, Resync, States
 from outrider.verifier_service.engine_messages import PeerState, Relay
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.wire import decode, encode
+from tiny_heads import HIDDEN_SIZE, eagle_head
 from tiny_models import make_checkpoint
 
 PATIENCE_S = 20.0  # never reached unless something is wrong
@@ -245,6 +246,21 @@ def test_an_engine_that_fails_ends_the_loop_and_the_shell_sees_the_end_of_the_pi
         loop.hear_until(lambda: False)
     loop.thread.join(PATIENCE_S)
     assert isinstance(loop.error, ArithmeticError)
+
+
+@pytest.mark.parametrize("num_branches", [0, 2])
+def test_a_head_runs_ahead_where_it_is_asked_to(tmp_path: Path, num_branches: int):
+    make_checkpoint(tmp_path / "target")
+    eagle_head().save(tmp_path / "head")
+    model, target = (ModelConfig(path=str(tmp_path / name), device="cpu") for name in ("head", "target"))
+    config = SpeculativeConfig(method=Method.EAGLE, ahead_branches=num_branches)
+    engine = build_draft_engine(DrafterSpec(model=model, target=target, speculative=config))
+    states = States(request_id="r", position=0, dtype="float32", width=HIDDEN_SIZE, data=bytes(4 * HIDDEN_SIZE))
+    for message in (Open(request_id="r", sampling=GREEDY, token_ids=(1, 3)), states, commit(position=2)):
+        engine.handle("v", message)
+    while engine.has_work():
+        engine.step()
+    assert engine.has_spare_work() == (num_branches > 0)
 
 
 @pytest.mark.parametrize(("target_vocab_size", "limit"), [(48, 48), (128, 97)])

@@ -124,15 +124,20 @@ def test_the_edges_are_inside(fields):
     assert {name: getattr(config, name) for name in fields} == fields
 
 
-def test_running_ahead_is_for_draft_models_with_time_of_their_own():
+def test_running_ahead_is_for_drafters_with_time_of_their_own():
     assert SpeculativeConfig().num_ahead_branches == USUAL_AHEAD_BRANCHES
     assert SpeculativeConfig(ahead_branches=0).num_ahead_branches == 0
     assert SpeculativeConfig(ahead_branches=3).num_ahead_branches == 3
-    others: list[dict[str, object]] = [BESIDE, {"method": Method.NGRAM}, {"vocabulary": "text"}]
+    for head in (Method.EAGLE, Method.EAGLE3, Method.MTP):
+        assert SpeculativeConfig(method=head).num_ahead_branches == 0, "nothing says that it pays"
+        assert SpeculativeConfig(method=head, ahead_branches=3).num_ahead_branches == 3
+    beside: dict[str, object] = {"method": Method.EAGLE3, "location": Location.VERIFIER}
+    others: list[dict[str, object]] = [BESIDE, beside, {"method": Method.NGRAM}, {"method": Method.MEDUSA}]
+    others.append({"vocabulary": "text"})
     for fields in others:
         assert SpeculativeConfig(**fields).num_ahead_branches == 0
         assert SpeculativeConfig(ahead_branches=0, **fields).num_ahead_branches == 0
-        with pytest.raises(ValueError, match="ahead_branches: only a draft model"):
+        with pytest.raises(ValueError, match="ahead_branches: only draft models"):
             SpeculativeConfig(ahead_branches=1, **fields)
     for number in (-1, MAX_AHEAD_BRANCHES + 1):
         with pytest.raises(ValueError, match="ahead_branches must be in"):
