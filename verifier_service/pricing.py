@@ -32,7 +32,7 @@ from outrider.verifier_service.tree import depths
 
 PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rounds, at most
 PROBE_LENGTH = 2
-PROBE_SHARE = 0.02  # of the time of steps of one request; of n, over the root of n: there are more to probe
+PROBE_SHARE = 0.01  # of the time of steps of one request; of n, over the root of n: there are more to probe
 STALL = 4.0  # times what a step should have taken: beyond that the machine stood still
 MAX_SAVED_STEPS = 50.0  # of that share: what is left over does not pile up
 LOW_SURVIVAL = 0.25  # of a first position: below, a request is off for what it drafts and not for the load
