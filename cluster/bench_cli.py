@@ -20,7 +20,7 @@ from outrider.cluster.bench_policy import policy
 from outrider.cluster.bench_replay import replay
 from outrider.cluster.bench_router import router
 from outrider.cluster.bench_step_cli import step
-from outrider.cluster.bench_verbs import console_of, parse_numbers
+from outrider.cluster.bench_verbs import console_of, parse_numbers, show_progress
 from outrider.cluster.server_options import CONTEXT_SETTINGS, server_options
 
 if TYPE_CHECKING:
@@ -197,24 +197,11 @@ def _progress(num_runs: int) -> Iterator[tuple[Callable[[], float], Callable[[st
     """Show on stderr what is being measured; yields the clock to measure with and a listener for the next run."""
     import time
 
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # of loading weights: it would draw over ours
     logging.set_verbosity_error()  # assisted generation warns of its own call of `generate`
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    # redrawn between runs only: a thread that draws during a run would take time from what is measured
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
-        task = progress.add_task("loading", total=num_runs)
-        started: list[str] = []
-
-        def on_run(description: str) -> None:
-            progress.update(task, completed=len(started), description=description, refresh=True)
-            started.append(description)
-
+    with show_progress(num_runs) as on_run:
         yield time.perf_counter, on_run
-        progress.update(task, completed=len(started), description="done", refresh=True)
 
 
 # --- serve ---

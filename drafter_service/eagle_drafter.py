@@ -16,13 +16,14 @@ from dataclasses import replace
 
 import torch
 
+from outrider.drafter_service.ahead_drafter import AheadDrafter
 from outrider.drafter_service.engine import Ask, DraftResult
 from outrider.drafter_service.head_batch import HeadChunk, HeadState, pack_pairs
 from outrider.drafter_service.head_runner import HeadRows, HeadRunner
 from outrider.drafter_service.kv_budget import num_common, reserve, share_budget
 from outrider.drafter_service.outcomes import Pace
 from outrider.drafter_service.sessions import SessionKey
-from outrider.drafter_service.speculation_cache import AheadStep, SpeculationCache, WatchedChain, is_watched
+from outrider.drafter_service.speculation_cache import AheadStep, WatchedChain, is_watched
 from outrider.drafter_service.tree_growth import (
     DEFAULT_TREES,
     Growing,
@@ -34,10 +35,9 @@ from outrider.drafter_service.tree_growth import (
     start_growth,
 )
 from outrider.verifier_service.drafting import DraftNeeds
-from outrider.verifier_service.kv_cache import BlockPool
 
 
-class EagleDrafter:
+class EagleDrafter(AheadDrafter[HeadState]):
     """A `Drafter` over a head; many sessions in each forward."""
 
     def __init__(
@@ -54,17 +54,16 @@ class EagleDrafter:
 
         While a chain is verified, drafts are made for `num_ahead_branches` of its outcomes (see `speculation_cache`).
         """
+        super().__init__(
+            num_blocks=runner.num_blocks,
+            block_size=runner.block_size,
+            max_model_len=runner.max_model_len,
+            num_ahead_branches=num_ahead_branches,
+        )
         self._runner = runner
         self._rng = rng
         self._draft_vocab_size = runner.vocab_size if vocab_size is None else vocab_size
         self._top_n, self._trees = top_n, trees
-        self._pool = BlockPool(runner.num_blocks, runner.block_size, enable_prefix_caching=False)
-        self._states: dict[SessionKey, HeadState] = {}  # least recently asked first
-        self._cache: SpeculationCache[HeadState] | None = None
-        if num_ahead_branches:
-            self._cache = SpeculationCache(
-                self._pool, num_branches=num_ahead_branches, max_model_len=runner.max_model_len
-            )
 
     @property
     def vocab_size(self) -> int:
@@ -95,12 +94,6 @@ class EagleDrafter:
         self._execute(chunks, AheadStep())
         return [self._complete(chunk.state) for chunk in chunks if not chunk.state.draft.frontier]
 
-    def release(self, key: SessionKey) -> None:
-        self.forget_outcomes(key)
-        state = self._states.pop(key, None)
-        if state is not None:
-            self._pool.release(state.block_table)
-
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         assert self._states.keys() <= set(keys), "KV of a session that is gone"
         states = list(self._states.values())
@@ -117,13 +110,6 @@ class EagleDrafter:
 
     # --- running ahead ---
 
-    @property
-    def runs_ahead(self) -> bool:
-        return self._cache is not None
-
-    def expects(self, key: SessionKey) -> bool:
-        return self._cache is not None and self._cache.expects(key)
-
     def take(self, ask: Ask, pace: Pace | None) -> DraftResult | None:
         if self._cache is None or not is_watched(ask) or not self._has_states(ask):
             return None
@@ -137,13 +123,6 @@ class EagleDrafter:
         state.num_stem = min(state.num_stem, max(0, len(chain) - 1))
         self._trim(state)
         return None if chain.frontier else self._complete(state)
-
-    def forget_outcomes(self, key: SessionKey) -> None:
-        if self._cache is not None:
-            self._cache.drop(key)
-
-    def has_spare_work(self) -> bool:
-        return self._cache is not None and self._cache.has_work()
 
     def run_ahead(self, *, max_num_tokens: int) -> int:
         assert self._cache is not None, "this drafter does not run ahead"
@@ -162,10 +141,8 @@ class EagleDrafter:
     def _adopt(self, ask: Ask, branch: HeadState) -> HeadState:
         """Let a branch go on as its session's own state, with the target's states yet to be taken in."""
         assert ask.states is not None
-        self._pool.release(self._states.pop(ask.key).block_table)
-        self._states[ask.key] = branch  # most recently asked
-        branch.ask, branch.num_states = ask, min(len(ask.states), len(ask.token_ids) - 1)
-        return branch
+        branch.num_states = min(len(ask.states), len(ask.token_ids) - 1)
+        return super()._adopt(ask, branch)
 
     # --- state ---
 

@@ -17,12 +17,13 @@ from dataclasses import replace
 
 import torch
 
+from outrider.drafter_service.ahead_drafter import AheadDrafter
 from outrider.drafter_service.draft_batch import Chunk, DraftState, chunk_of, pack
 from outrider.drafter_service.engine import Ask, DraftResult
 from outrider.drafter_service.kv_budget import num_common, reserve, share_budget
 from outrider.drafter_service.outcomes import Pace
 from outrider.drafter_service.sessions import SessionKey
-from outrider.drafter_service.speculation_cache import AheadStep, SpeculationCache, WatchedChain, is_watched
+from outrider.drafter_service.speculation_cache import AheadStep, WatchedChain, is_watched
 from outrider.drafter_service.tree_growth import (
     DEFAULT_TREES,
     Growing,
@@ -35,10 +36,9 @@ from outrider.drafter_service.tree_growth import (
 )
 from outrider.verifier_service.drafting import DraftNeeds
 from outrider.verifier_service.engine import Runner
-from outrider.verifier_service.kv_cache import BlockPool
 
 
-class ModelDrafter:
+class ModelDrafter(AheadDrafter[DraftState]):
     """A `Drafter` over a model runner; KV of drafted tokens that the target accepts is kept."""
 
     def __init__(
@@ -58,19 +58,18 @@ class ModelDrafter:
         depends on; None: after the ask's tokens, which are the target's. While a chain is verified, drafts are made
         for `num_ahead_branches` of its outcomes (see `speculation_cache`); 0: `run_ahead` has nothing to do.
         """
+        super().__init__(
+            num_blocks=runner.num_blocks,
+            block_size=runner.block_size,
+            max_model_len=runner.max_model_len,
+            num_ahead_branches=num_ahead_branches,
+        )
         self._runner = runner
         self._rng = rng
         self._draft_vocab_size = runner.vocab_size if vocab_size is None else vocab_size
         self._top_n = top_n
         self._trees = trees
         self._first_position = first_position or (lambda ask: len(ask.token_ids))
-        self._pool = BlockPool(runner.num_blocks, runner.block_size, enable_prefix_caching=False)
-        self._states: dict[SessionKey, DraftState] = {}  # least recently asked first
-        self._cache: SpeculationCache[DraftState] | None = None
-        if num_ahead_branches:
-            self._cache = SpeculationCache(
-                self._pool, num_branches=num_ahead_branches, max_model_len=runner.max_model_len
-            )
 
     @property
     def vocab_size(self) -> int:
@@ -104,12 +103,6 @@ class ModelDrafter:
         self._execute(chunks, AheadStep())
         return [self._complete(chunk.state) for chunk in chunks if not chunk.growth.frontier]
 
-    def release(self, key: SessionKey) -> None:
-        self.forget_outcomes(key)
-        state = self._states.pop(key, None)
-        if state is not None:
-            self._pool.release(state.block_table)
-
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         assert self._states.keys() <= set(keys), "KV of a session that is gone"
         states = list(self._states.values())
@@ -124,13 +117,6 @@ class ModelDrafter:
             assert state.growth is not None or not state.nodes, "nodes without a tree"
 
     # --- running ahead ---
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self._cache is not None
-
-    def expects(self, key: SessionKey) -> bool:
-        return self._cache is not None and self._cache.expects(key)
 
     def take(self, ask: Ask, pace: Pace | None) -> DraftResult | None:
         """Answer an ask by what was drafted for it in advance, or by nothing where nothing is worth its time.
@@ -147,13 +133,6 @@ class ModelDrafter:
         self._forget_beyond(state, state.num_committed + len(chain))
         return None if chain.frontier else self._complete(state)
 
-    def forget_outcomes(self, key: SessionKey) -> None:
-        if self._cache is not None:
-            self._cache.drop(key)
-
-    def has_spare_work(self) -> bool:
-        return self._cache is not None and self._cache.has_work()
-
     def run_ahead(self, *, max_num_tokens: int) -> int:
         assert self._cache is not None, "this drafter does not run ahead"
         step = self._cache.next_step(max_num_tokens)
@@ -161,13 +140,6 @@ class ModelDrafter:
             self._execute([chunk_of(*part) for part in zip(step.states, step.shares, strict=True)], step)
         self._cache.after_step()
         return step.num_tokens
-
-    def _adopt(self, ask: Ask, branch: DraftState) -> DraftState:
-        """Let a branch go on as its session's own state."""
-        self._pool.release(self._states.pop(ask.key).block_table)
-        self._states[ask.key] = branch
-        branch.ask = ask
-        return branch
 
     def _forget_beyond(self, state: DraftState, num_tokens: int) -> None:
         """Cut a draft that was asked for shorter than it is; its last token is always yet to be computed."""

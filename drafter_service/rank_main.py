@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
+from outrider.drafter_service.ahead_drafter import AheadDrafter
 from outrider.drafter_service.drafter_spec import DrafterSpec
 from outrider.drafter_service.drafters import build_drafter
-from outrider.drafter_service.eagle_drafter import EagleDrafter
 from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig, handle_payload
 from outrider.drafter_service.engine_messages import TO_DRAFT_ENGINE, DrafterReady, DrafterUpdate
-from outrider.drafter_service.model_drafter import ModelDrafter
 from outrider.drafter_service.state_transport import StateTransport
 from outrider.drafter_service.target_view import TargetView
 from outrider.verifier_service.drafting import DrafterMessage
@@ -40,7 +39,7 @@ def build_draft_engine(
         drafts_greedily=speculative.draft_sample_method == "greedy",
     )
     drafter = build_drafter(spec, runner=runner, view=view)
-    ahead = drafter if isinstance(drafter, (ModelDrafter, EagleDrafter)) and drafter.runs_ahead else None
+    ahead = drafter if isinstance(drafter, AheadDrafter) and drafter.runs_ahead else None
     return DraftEngine(drafter, clock=time.monotonic, config=config, ahead=ahead)
 
 

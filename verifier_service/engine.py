@@ -221,8 +221,10 @@ class VerifierEngine:
     def _worth_waiting_until(self, now_s: float) -> float | None:
         """Return until when a step that could run should wait for more drafts; None: it should not."""
         cost, running = self.pricing.cost, self.scheduler.running
+        if cost is None or self.scheduler.num_waiting > len(running):
+            return None
         held = [due for request in running if (due := self.drafting.due(request)) is not None]
-        if cost is None or not held or self.scheduler.num_waiting > len(running):
+        if not held:
             return None
         ready = [request for request in (*running, *self.scheduler.waiting) if request.hold_until_s is None]
         if not ready:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.verifier_service.cost_model import CostModel, ExpertShape, StepShape, StepTimeModel
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft
@@ -225,7 +225,15 @@ class DraftPricing:
         granted_s = PROBE_SHARE * step_s / math.sqrt(max(1, len(priced)))
         self._probe_s = min(self._probe_s + granted_s, MAX_SAVED_STEPS * granted_s)
         if base.num_tokens == len(priced) > 0:
-            self._observe_shortfall(level, priced, asking, base, num_held=len(held), elapsed_s=exposed_s + step_s)
+            self._observe_shortfall(
+                level,
+                priced,
+                asking,
+                base,
+                num_drafted=num_drafted,
+                num_held=len(held),
+                elapsed_s=exposed_s + step_s,
+            )
         self._observe_offers(level, base, [self._offer(item.request) for item in priced])
         for outcome in outcomes:
             self._observe_draft(outcome)
@@ -251,6 +259,7 @@ class DraftPricing:
         asking: Sequence[_Pricing],
         base: StepShape,
         *,
+        num_drafted: int,
         num_held: int,
         elapsed_s: float,
     ) -> None:
@@ -264,11 +273,10 @@ class DraftPricing:
             if asking:
                 self._probe_s -= max(0.0, elapsed_s - plain_s * num_tokens / num_all)
             return
-        num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
-        times = self.cost.seconds_with(base, num_drafted)
-        model_s = times[-1] + level.exposure.seconds(max(one.asked for one in asking))
+        verified = replace(base, num_tokens=base.num_tokens + num_drafted)
+        model_s = self.cost.seconds(verified) + level.exposure.seconds(max(one.asked for one in asking))
         level.shortfall.observe(
-            log_gain=math.log(num_tokens / model_s) - math.log(base.num_tokens / times[0]),
+            log_gain=math.log(num_tokens / model_s) - math.log(base.num_tokens / self.cost.seconds(base)),
             num_tokens=num_tokens,
             num_forgone=min(elapsed_s, STALL * (plain_s + model_s)) * num_all / plain_s,
         )

@@ -165,8 +165,10 @@ class DraftCoordinator:
 
     def due(self, request: Request) -> DueDraft | None:
         """Return when a held request's draft is expected; None where earlier rounds do not tell."""
+        if request.hold_until_s is None:
+            return None
         session = self._sessions.get(request.request_id)
-        if request.hold_until_s is None or session is None or session.round is None or not session.has_answered:
+        if session is None or session.round is None or not session.has_answered:
             return None
         expected_s = self._drafters[session.drafter_id].timer.smoothed_s
         if expected_s is None:
