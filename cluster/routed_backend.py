@@ -25,7 +25,7 @@ from outrider.cluster.reports import ask_router
 from outrider.cluster.routing import NoVerifierError, route, with_assignment
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.link_channel import LinkCredentials, open_channel
-from outrider.verifier_service.link_messages import ACCEPTED_METADATA
+from outrider.verifier_service.link_messages import ACCEPTED
 from outrider.verifier_service.request import GenerationRequest, RequestOutput
 from outrider.verifier_service.wire import WireError, decode, encode
 
@@ -265,10 +265,14 @@ class RoutedBackend:
         call = peer.stub.Generate(link_pb2.Frame(sender=self._gateway_id, payload=encode(message)))
         peer.num_streams += 1
         was_accepted = False
+        answers = aiter(call)
         try:
             async with asyncio.timeout(ACCEPT_TIMEOUT_S):
-                was_accepted = ACCEPTED_METADATA[0] in tuple(await call.initial_metadata())
-            async for answer in call:
+                first = await anext(answers, None)
+            was_accepted = first is not None and first.payload == ACCEPTED
+            if not was_accepted:
+                raise _VerifierLost("it did not say that it has the request", was_accepted=False)
+            async for answer in answers:
                 yield decode(answer.payload, (RequestOutput,))
             raise _VerifierLost("it ended the stream without a finish reason", was_accepted=was_accepted)
         except grpc.aio.AioRpcError as error:

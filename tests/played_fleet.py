@@ -23,7 +23,7 @@ from outrider.cluster.gateway import ModelInfo
 from outrider.cluster.routed_backend import RoutedBackend, RouterClient
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine_messages import Cancel
-from outrider.verifier_service.link_messages import ACCEPTED_METADATA, CHANNEL_OPTIONS
+from outrider.verifier_service.link_messages import ACCEPTED, CHANNEL_OPTIONS
 from outrider.verifier_service.request import (
     FinishReason,
     GenerationRequest,
@@ -127,7 +127,7 @@ class ScriptedVerifier(link_pb2_grpc.VerifierLinkServicer):
         self.senders.append(frame.sender)
         try:
             if self.accepts:
-                await context.send_initial_metadata(ACCEPTED_METADATA)
+                yield link_pb2.Frame(payload=ACCEPTED)
             for index, step in enumerate(self.script, start=1):
                 is_last = index == len(self.script) and isinstance(self.end, FinishReason)
                 yield link_pb2.Frame(payload=self._payload(request, step, self.end if is_last else None))

@@ -101,9 +101,9 @@ class DrafterIdentity:
 VERIFIER_MESSAGES = (Open, States, Commit, Close)  # verifier to drafter, for the drafting engine
 DRAFTER_MESSAGES = (Draft, Resync, Pong)  # drafter to verifier, after the handshake
 
-# What a verifier's answer to a gateway begins with, once its engine has the request: from then on the request may be
-# what the verifier dies of.
-ACCEPTED_METADATA = (("outrider-accepted", "1"),)
+# The first payload of a verifier's answer to a gateway, once its engine has the request: from then on the request may
+# be what the verifier dies of. Not metadata: gRPC's asyncio client loses that when the status comes close behind it.
+ACCEPTED = b""
 
 # What a link delivers goes on to an engine in an envelope of its own, with every default spelled out: that must still
 # be a frame, or a peer could kill the engine by a message just below the limit.

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import Any
 
 import grpc
 
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine_messages import Cancel
-from outrider.verifier_service.link_messages import ACCEPTED_METADATA
+from outrider.verifier_service.link_messages import ACCEPTED
 from outrider.verifier_service.request import FinishReason, GenerationRequest, RequestOutput
 from outrider.verifier_service.wire import WireError, decode, encode
 
@@ -33,12 +33,10 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._queues)
 
-    async def stream(
-        self, request: GenerationRequest, on_accepted: Callable[[], Awaitable[None]] | None = None
-    ) -> AsyncGenerator[RequestOutput]:
-        """Yield a request's outputs; leaving early cancels it in the engine.
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput | None]:
+        """Yield None once the engine has a request, then its outputs; leaving early cancels it in the engine.
 
-        `on_accepted` is awaited once the engine has the request. Raises `ConnectionError` when there is no engine.
+        Raises `ConnectionError` when there is no engine.
         """
         if request.request_id in self._queues:
             raise ValueError(f"request_id: {request.request_id!r} is already running")
@@ -46,8 +44,7 @@ class RequestTable:
         is_finished = False
         try:
             self._send(request)
-            if on_accepted is not None:
-                await on_accepted()
+            yield None
             while not is_finished:
                 output = await queue.get()
                 if isinstance(output, EngineLostError):
@@ -80,13 +77,13 @@ class VerifierLinkServicer(link_pb2_grpc.VerifierLinkServicer):
         self._table = table
 
     async def Generate(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> AsyncIterator[link_pb2.Frame]:
-        async def accept() -> None:
-            await context.send_initial_metadata(ACCEPTED_METADATA)
-
         try:
             request = decode(frame.payload, (GenerationRequest,))
-            async with contextlib.aclosing(self._table.stream(request, accept)) as outputs:
+            async with contextlib.aclosing(self._table.stream(request)) as outputs:
                 async for output in outputs:
+                    if output is None:
+                        yield link_pb2.Frame(payload=ACCEPTED)
+                        continue
                     if output.finish_reason is FinishReason.ERROR:
                         raise ValueError(output.error)
                     yield link_pb2.Frame(payload=encode(output))

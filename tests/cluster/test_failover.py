@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
@@ -13,6 +16,8 @@ from engine_bench import greedy_tokens, make_request
 from outrider.cluster import routed_backend
 from outrider.cluster.errors import InvalidRequest, OutriderError, RequestFailed, Unavailable
 from outrider.cluster.journal import MAX_ATTEMPTS, MAX_LOSSES
+from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.verifier_service.link_messages import ACCEPTED
 from outrider.verifier_service.request import (
     FinishReason,
     GenerationRequest,
@@ -261,6 +266,40 @@ async def test_a_request_that_every_verifier_dies_of_is_given_up():
     async with fleet_of(*verifiers) as fleet:
         assert type(await failure_of(fleet)) is RequestFailed
     assert sum(len(verifier.requests) for verifier in verifiers) == MAX_ATTEMPTS
+
+
+class ThreadedVerifier(link_pb2_grpc.VerifierLinkServicer):
+    """A verifier, not on the test's loop, that dies of every request as soon as it has it."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+
+    def Generate(self, frame: link_pb2.Frame, context: Any) -> Iterator[link_pb2.Frame]:
+        self.num_requests += 1
+        yield link_pb2.Frame(payload=ACCEPTED)
+        context.abort(UNAVAILABLE, "said so")
+
+
+async def test_a_busy_gateway_hears_that_a_request_was_accepted_though_the_death_follows_at_once():
+    """Its loop gets both in one turn: what stands in the initial metadata is lost then."""
+
+    async def keep_busy() -> None:
+        while True:
+            time.sleep(0.01)
+            await asyncio.sleep(0)
+
+    verifier = ThreadedVerifier()
+    server = grpc.server(ThreadPoolExecutor(1))
+    link_pb2_grpc.add_VerifierLinkServicer_to_server(verifier, server)
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    async with fleet_of() as fleet:
+        fleet.router.endpoints |= {f"v{index}": endpoint for index in range(MAX_ATTEMPTS + 2)}
+        busy = asyncio.ensure_future(keep_busy())
+        assert type(await failure_of(fleet)) is RequestFailed
+        busy.cancel()
+    server.stop(None)
+    assert verifier.num_requests == MAX_ATTEMPTS
 
 
 async def test_so_is_one_that_they_die_of_after_some_tokens():

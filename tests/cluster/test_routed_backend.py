@@ -19,6 +19,7 @@ from outrider.cluster.fleet import Assignment, FleetSnapshot, RouteAsk, RouterPo
 from outrider.cluster.journal import MAX_ATTEMPTS
 from outrider.cluster.routed_backend import RoutedBackend, RouterClient, affinity_key
 from outrider.proto import link_pb2
+from outrider.verifier_service.link_messages import ACCEPTED
 from outrider.verifier_service.request import (
     FinishReason,
     GenerationRequest,
@@ -222,6 +223,7 @@ async def test_a_late_loss_on_an_old_channel_leaves_the_new_one_in_use():
                 await go_on.wait()
             if num_before != MAX_ATTEMPTS + 1:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "not this one")
+            yield link_pb2.Frame(payload=ACCEPTED)
             last = RequestOutput(request_id="x", token_ids=(9,), finish_reason=FinishReason.STOP)
             yield link_pb2.Frame(payload=encode(last))
 
@@ -268,6 +270,7 @@ async def test_one_request_that_fails_leaves_the_others_on_its_channel_alone():
             self.requests.append(decode(frame.payload, (GenerationRequest,)))
             if len(self.requests) > 1:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "not this one")
+            yield link_pb2.Frame(payload=ACCEPTED)
             await go_on.wait()
             last = RequestOutput(request_id="x", token_ids=(9,), finish_reason=FinishReason.STOP)
             yield link_pb2.Frame(payload=encode(last))

@@ -25,7 +25,15 @@ from outrider.drafter_service.service import DrafterLinkServicer
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.drafting import Close, Commit, Draft, DraftSampling, Open, States
 from outrider.verifier_service.engine_messages import Cancel
-from outrider.verifier_service.link_messages import CHANNEL_OPTIONS, DrafterIdentity, Hello, Ping, Welcome, frame_of
+from outrider.verifier_service.link_messages import (
+    ACCEPTED,
+    CHANNEL_OPTIONS,
+    DrafterIdentity,
+    Hello,
+    Ping,
+    Welcome,
+    frame_of,
+)
 from outrider.verifier_service.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams
 from outrider.verifier_service.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.wire import decode, encode
@@ -211,7 +219,9 @@ async def generate(channel: grpc.aio.Channel, request: bytes) -> None:
     await status_of(channel.unary_stream(GENERATE)(request, timeout=CALL_TIMEOUT_S), "verifier link: requests")
     frame = link_pb2.Frame(payload=encode(make_request("good", max_tokens=4)))
     call = link_pb2_grpc.VerifierLinkStub(channel).Generate(frame, timeout=CALL_TIMEOUT_S)
-    outputs = [decode(answer.payload, (RequestOutput,)) async for answer in call]
+    accepted, *payloads = [answer.payload async for answer in call]
+    assert accepted == ACCEPTED
+    outputs = [decode(payload, (RequestOutput,)) for payload in payloads]
     assert tuple(token_id for output in outputs for token_id in output.token_ids) == greedy_tokens(4)
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 

@@ -65,24 +65,22 @@ async def tokens(address: str, tls: TlsConfig | None, server_name: str | None = 
         call = link_pb2_grpc.VerifierLinkStub(channel).Generate(
             link_pb2.Frame(payload=encode(request)), timeout=CALL_TIMEOUT_S
         )
-        frame = await call.read()
-        if frame is grpc.aio.EOF:
-            raise ConnectionError((await call.code()).name)
-        return decode(frame.payload, (RequestOutput,)).token_ids
+        answers = [answer.payload async for answer in call]
+        return decode(answers[-1], (RequestOutput,)).token_ids
 
 
 async def test_a_verifier_answers_its_own_gateways_only(certificates: Certificates):
     async with verifier(certificates.link()) as address:
         assert await tokens(address, certificates.link()) == (7,)
         for stranger in (None, certificates.link(certificates.strange), certificates.link(certificates.expired)):
-            with pytest.raises((grpc.aio.AioRpcError, ConnectionError)) as raised:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await tokens(address, stranger)
             assert "UNAVAILABLE" in str(raised.value)
 
 
 async def test_a_gateway_gives_no_prompt_to_a_stranger_in_a_verifiers_place(certificates: Certificates):
     async with verifier(certificates.link(certificates.strange)) as address:
-        with pytest.raises((grpc.aio.AioRpcError, ConnectionError), match="UNAVAILABLE"):
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
             await tokens(address, certificates.link())
 
 
@@ -91,7 +89,7 @@ async def test_one_certificate_serves_on_any_address_under_its_name(certificates
     async with verifier(shared) as address:
         assert await tokens(address, shared, "replica.outrider") == (7,)
         for server_name in (None, "another.name"):
-            with pytest.raises((grpc.aio.AioRpcError, ConnectionError), match="UNAVAILABLE"):
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
                 await tokens(address, shared, server_name)
 
 

@@ -13,7 +13,7 @@ import pytest
 from engine_bench import make_request
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine_messages import Cancel
-from outrider.verifier_service.link_messages import ACCEPTED_METADATA, CHANNEL_OPTIONS
+from outrider.verifier_service.link_messages import ACCEPTED, CHANNEL_OPTIONS
 from outrider.verifier_service.request import FinishReason, RequestOutput, SpeculationMetrics
 from outrider.verifier_service.service import EngineLostError, RequestTable, VerifierLinkServicer
 from outrider.verifier_service.wire import decode, encode
@@ -34,13 +34,6 @@ class ScriptedEngine:
 
     def say(self, request_id: str, *token_ids: int, end: FinishReason | None = None) -> None:
         self.table.deliver([RequestOutput(request_id=request_id, token_ids=token_ids, finish_reason=end)])
-
-
-class SilentContext:
-    """A call's context whose peer nobody hears."""
-
-    async def send_initial_metadata(self, metadata: Any) -> None:
-        """Send it nowhere."""
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -72,11 +65,25 @@ async def calling(engine: ScriptedEngine) -> AsyncIterator[Callable[[Any], Any]]
     await server.stop(grace=None)
 
 
+async def begin(engine: ScriptedEngine, request_id: str) -> Any:
+    """Start a request's stream at the table; return it once the engine has the request."""
+    stream = engine.table.stream(make_request(request_id))
+    assert await anext(stream) is None
+    return stream
+
+
 async def hear(call: Any) -> RequestOutput:
-    return decode((await call.read()).payload, (RequestOutput,))
+    """Return a call's next output."""
+    while (payload := (await call.read()).payload) == ACCEPTED:
+        pass
+    return decode(payload, (RequestOutput,))
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Read a call to its end; return how it ended."""
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        while await call.read() is not grpc.aio.EOF:
+            pass
     return await call.code(), await call.details()
 
 
@@ -85,7 +92,7 @@ async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
 
 async def test_outputs_reach_their_own_callers_in_order():
     engine = ScriptedEngine()
-    streams = {name: engine.table.stream(make_request(name)) for name in ("a", "b")}
+    streams = {name: await begin(engine, name) for name in "ab"}
     heard: dict[str, list[int]] = {"a": [], "b": []}
 
     async def listen(name: str) -> None:
@@ -95,7 +102,6 @@ async def test_outputs_reach_their_own_callers_in_order():
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         for name in streams:
             tasks.create_task(listen(name))
-        await until(lambda: len(engine.table) == 2)
         engine.say("a", 1, 2)
         engine.say("b", 3)
         engine.say("a", 4, end=FinishReason.STOP)
@@ -107,22 +113,18 @@ async def test_outputs_reach_their_own_callers_in_order():
 
 async def test_a_finished_request_is_not_cancelled_when_its_stream_is_closed_early():
     engine = ScriptedEngine()
-    stream = engine.table.stream(make_request("a"))
-    first = asyncio.ensure_future(anext(stream))
-    await until(lambda: len(engine.table))
+    stream = await begin(engine, "a")
     engine.say("a", 1, end=FinishReason.STOP)
-    assert (await first).token_ids == (1,)
+    assert (await anext(stream)).token_ids == (1,)
     await stream.aclose()
     assert engine.received == [make_request("a")]
 
 
 async def test_leaving_early_cancels_once():
     engine = ScriptedEngine()
-    stream = engine.table.stream(make_request("a"))
-    first = asyncio.ensure_future(anext(stream))
-    await until(lambda: len(engine.table))
+    stream = await begin(engine, "a")
     engine.say("a", 1)
-    await first
+    await anext(stream)
     await stream.aclose()
     assert engine.received == [make_request("a"), Cancel(request_id="a")]
     engine.say("a", 2)  # its caller has left
@@ -131,9 +133,9 @@ async def test_leaving_early_cancels_once():
 
 async def test_a_table_whose_engine_is_lost_tells_every_caller():
     engine = ScriptedEngine()
-    streams = [engine.table.stream(make_request(name)) for name in "ab"]
+    streams = [await begin(engine, name) for name in "ab"]
     waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
-    await until(lambda: len(engine.table) == 2)
+    await settle()
     engine.is_dead = True
     engine.table.fail("killed")
     for result in await asyncio.gather(*waiting, return_exceptions=True):
@@ -181,11 +183,12 @@ async def test_a_call_is_told_when_the_engine_has_its_request_and_only_then():
     engine = ScriptedEngine()
     async with calling(engine) as call:
         stream = call(make_request("a"))
-        assert tuple(await stream.initial_metadata()) == ACCEPTED_METADATA
+        assert (await stream.read()).payload == ACCEPTED
         assert engine.received == [make_request("a")]
         engine.is_dead = True
-        assert tuple(await call(make_request("b")).initial_metadata()) == ()
-        assert tuple(await call(b"no request").initial_metadata()) == ()
+        for refused in (make_request("b"), b"no request"):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call(refused).read()
 
 
 @pytest.mark.parametrize("num_heard", [0, 1])
@@ -215,11 +218,8 @@ async def test_closing_a_paused_generator_cancels_without_waiting_for_the_collec
     """As grpc leaves it when a call is cancelled while an output is being written."""
     engine = ScriptedEngine()
     frame = link_pb2.Frame(payload=encode(make_request("a")))
-    answers = VerifierLinkServicer(engine.table).Generate(frame, SilentContext())
-    first = asyncio.ensure_future(anext(answers))
-    await until(lambda: len(engine.table))
-    engine.say("a", 1)
-    await first
+    answers = VerifierLinkServicer(engine.table).Generate(frame, context=None)
+    assert (await anext(answers)).payload == ACCEPTED
     await answers.aclose()
     await settle()
     assert engine.received[-1] == Cancel(request_id="a")
