@@ -47,7 +47,7 @@ def _batch_sizes(_: click.Context, __: click.Parameter, value: str) -> tuple[int
     "--num-tokens",
     "min_tokens",
     type=click.IntRange(min=1),
-    default=8_000,
+    default=20_000,
     show_default=True,
     help="Committed in one replay, at least; large batches play more.",
 )

@@ -22,6 +22,7 @@ from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeM
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.step_price import StepPrice
 from outrider.verifier_service.survival import SurvivalEstimator
+from outrider.verifier_service.token_worth import TokenWorth
 
 PROFILED_TOKENS = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), 1024, 2048)  # as vLLM captures its graphs
 RATE_SHARE = 1 / 32  # of a step in the mean by which a set of drafters is chosen
@@ -30,7 +31,7 @@ PROBE_EVERY = 16  # steps of a request without a draft, after which it drafts al
 OTHER_EVERY = 64  # the same of a drafter that a request does not use while it uses another
 PROBE_LENGTH = 2
 MAX_PROBES = 16  # in a step
-PROBE_SHARE = 0.005  # of the time of all steps: probes, and waits that they alone are the reason of
+PROBE_SHARE = 0.01  # of the time of steps of one request, of n over the root of n, as in an engine
 
 
 @dataclass(slots=True)
@@ -52,6 +53,7 @@ class Adaptive:
         self._names = tuple(drafters)
         self._cost = CostModel(profile(machine))
         self._survival = SurvivalEstimator()
+        self._worth = TokenWorth()
         sets = [tuple(range(len(drafters)))]
         if EAGLE in drafters and NGRAM in drafters:
             sets.append((self._names.index(NGRAM),))
@@ -63,7 +65,7 @@ class Adaptive:
     def plan(self, batch: Batch) -> Drafts:
         survivals = [
             [
-                self._survival.survivals(request_id, name, offered) if offered else []
+                self._worth.worths(request_id, self._survival.survivals(request_id, name, offered)) if offered else []
                 for request_id, offered in zip(batch.request_ids, row, strict=True)
             ]
             for name, row in zip(self._names, batch.offered.tolist(), strict=True)
@@ -84,15 +86,16 @@ class Adaptive:
         base = StepShape(num_tokens=batch.size, num_context_tokens=batch.num_context_tokens)
         self._cost.observe(StepShape(batch.size + num_drafted, batch.num_context_tokens), outcome.step_s)
         most_s = 2.0 * (outcome.step_s + self._modes[0].exposed_s)  # what is left over does not pile up
-        self._probe_s = min(self._probe_s + PROBE_SHARE * outcome.step_s, most_s)
+        self._probe_s = min(self._probe_s + PROBE_SHARE * outcome.step_s / math.sqrt(batch.size), most_s)
         if num_drafted:
             self._observe_wait(drafts, outcome.draft_s)
         for mode in self._modes:
             slots = [survival for survivals in mode.slots for survival in survivals]
             mode.price.observe(base, batch.size, slots, exposed_s=mode.exposed_s)
-        rounds = zip(
-            batch.request_ids, drafts.drafters.tolist(), drafts.lengths.tolist(), outcome.accepted.tolist(), strict=True
-        )
+        lengths, accepted = drafts.lengths.tolist(), outcome.accepted.tolist()
+        committed = (1 + num_accepted for num_accepted in accepted)
+        self._worth.observe(zip(batch.request_ids, committed, lengths, strict=True), self._mode.price.price)
+        rounds = zip(batch.request_ids, drafts.drafters.tolist(), lengths, accepted, strict=True)
         is_offered = (batch.offered > 0).T.tolist()
         for lane, (request_id, drafter, length, num_accepted) in enumerate(rounds):
             idle = self._idle.setdefault(request_id, [0] * len(self._names))
@@ -103,8 +106,11 @@ class Adaptive:
                 self._survival.observe(
                     request_id, self._names[drafter], num_draft_tokens=length, num_accepted_tokens=num_accepted
                 )
+            else:
+                self._survival.observe_plain(request_id)
             if is_finished[lane]:
                 self._survival.forget(request_id)
+                self._worth.forget(request_id)
                 del self._idle[request_id]
 
     def _observe_wait(self, drafts: Drafts, draft_s: float) -> None:

@@ -33,8 +33,8 @@ from outrider.cluster.trace_replay import Trace
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DRAFTERS = {"n-gram": (NGRAM,), "EAGLE": (EAGLE,), "hybrid": (NGRAM, EAGLE)}
-MIN_TOKENS = 8_000  # committed in one replay, after a third as many that are not counted
-TOKENS_PER_LANE = 400
+MIN_TOKENS = 20_000  # committed in one replay, after a third as many that are not counted
+TOKENS_PER_LANE = 1_000
 
 MIN_OF_ORACLE = 0.95  # what adaptive has to reach
 MIN_OF_TABLE = 1.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from outrider.verifier_service.cost_model import CostModel, StepShape
 from outrider.verifier_service.step_price import FADE as STEP_FADE
-from outrider.verifier_service.step_price import TIE
+from outrider.verifier_service.step_price import MIN_GAIN
 
 FADE = 0.95  # per step that waited for drafts
 FIRST_LENGTH = 2  # of drafts that nobody knows the time of
@@ -110,5 +110,5 @@ class DraftDepth:
             return FIRST_LENGTH
         if self._exposure.level_s <= 0.0 or not self._gains:
             return None
-        good = max(self._gains) - TIE * self._num_steps
+        good = max(self._gains) - MIN_GAIN * self._num_steps
         return 1 + next(place for place, gain in enumerate(self._gains) if gain >= good)

@@ -24,10 +24,11 @@ from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.exposure import DraftExposure
 from outrider.verifier_service.load_levels import LoadLevel, LoadLevels
-from outrider.verifier_service.outcome import Outcome
+from outrider.verifier_service.outcome import Outcome, num_draft_tokens
 from outrider.verifier_service.request import Request
 from outrider.verifier_service.schedule import Schedule, ScheduledRequest, first_nodes, kept_nodes
 from outrider.verifier_service.survival import SurvivalEstimator
+from outrider.verifier_service.token_worth import TokenWorth
 from outrider.verifier_service.tree import depths
 
 PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rounds, at most
@@ -75,6 +76,7 @@ class DraftPricing:
     """The engine's side of the price: `length` when it asks, `admitted` when it schedules, `observe` after the step."""
 
     survival: SurvivalEstimator = field(default_factory=SurvivalEstimator)
+    worth: TokenWorth = field(default_factory=TokenWorth)
     cost: CostModel | None = None  # None: there is no profile, so nothing is priced
     _levels: LoadLevels | None = None
     _level: LoadLevel | None = None  # of the last step
@@ -105,7 +107,7 @@ class DraftPricing:
     @property
     def request_ids(self) -> set[str]:
         """The requests of which anything is kept here."""
-        return {*self._requests} | self.survival.request_ids
+        return {*self._requests} | self.survival.request_ids | self.worth.request_ids
 
     def length(self, request: Request, drafter_id: str, bound: int) -> int:
         """Return how many of `bound` tokens to ask for: those expected to be worth the price.
@@ -124,7 +126,8 @@ class DraftPricing:
         kept.is_pinned, kept.is_probe = request.plan.is_pinned, False
         if bound and not kept.is_pinned:
             survivals = self._survivals(request, kept)
-            kept.asked = self._level.price.admitted(survivals[: self._level.depth.bound])
+            weight = self.worth.weight(request.request_id)
+            kept.asked = self._level.price.admitted(survivals[: self._level.depth.bound], weight)
             if not kept.asked:
                 kept.asked = self._probe(kept)
                 request.metrics.disabled_reason = "low_acceptance" if survivals[0] < LOW_SURVIVAL else "load"
@@ -165,7 +168,7 @@ class DraftPricing:
         if self._level is None or kept is None:
             return draft
         if draft.parents is not None and draft.draft_probs is None:
-            return self._best_nodes(kept, draft)
+            return self._best_nodes(request.request_id, kept, draft)
         is_chain = draft.parents is None
         num_levels = len(draft.token_ids) if is_chain else kept.asked
         # a drafter that stopped of itself has nothing more on offer
@@ -175,10 +178,10 @@ class DraftPricing:
         kept.offered = _Offer(survivals, survivals)
         if kept.is_probe or kept.is_pinned:
             return draft
-        num_paying = self._level.price.admitted(survivals[:num_levels])
+        num_paying = self._level.price.admitted(survivals[:num_levels], self.worth.weight(request.request_id))
         return first_nodes(draft, max_nodes=num_paying if is_chain else len(draft.token_ids), max_depth=num_paying)
 
-    def _best_nodes(self, kept: _Pricing, draft: Draft) -> Draft:
+    def _best_nodes(self, request_id: str, kept: _Pricing, draft: Draft) -> Draft:
         """Return the nodes of a tree of point masses that are worth the price; a node survives less than its parent."""
         assert draft.parents is not None
         assert self._level is not None
@@ -192,8 +195,8 @@ class DraftPricing:
         kept.offered = _Offer(slots, levels)
         if kept.is_probe or kept.is_pinned:
             return draft
-        price = self._level.price.price
-        return kept_nodes(draft, [node for node, survival in enumerate(slots) if survival > price])
+        least = self._level.price.least(self.worth.weight(request_id))
+        return kept_nodes(draft, [node for node, survival in enumerate(slots) if survival > least])
 
     def observe(
         self,
@@ -234,9 +237,15 @@ class DraftPricing:
                 num_held=len(held),
                 elapsed_s=exposed_s + step_s,
             )
-        self._observe_offers(level, base, [self._offer(item.request) for item in priced])
+        self._observe_offers(level, base, [self._worth_of_offer(item.request) for item in priced])
         for outcome in outcomes:
             self._observe_draft(outcome)
+        rounds = [
+            (outcome.item.request.request_id, len(outcome.committed), num_draft_tokens(outcome.item))
+            for outcome in outcomes
+            if outcome.item.samples
+        ]
+        self.worth.observe(rounds, level.price.price)
 
     def _observe_offers(self, level: LoadLevel, base: StepShape, offers: Sequence[_Offer]) -> None:
         """Price what was on offer in the step, as far as drafts should go."""
@@ -302,6 +311,15 @@ class DraftPricing:
             survivals = self.survival.survivals(request.request_id, request.plan.drafter_id or "", bound)
         return _Offer(survivals, survivals)
 
+    def _worth_of_offer(self, request: Request) -> _Offer:
+        """Return it with what positions are worth for survivals."""
+        offer = self._offer(request)
+        slots = self.worth.worths(request.request_id, offer.slots)
+        if slots is offer.slots:
+            return offer
+        is_chain = offer.levels is offer.slots
+        return _Offer(slots, slots if is_chain else self.worth.worths(request.request_id, offer.levels))
+
     def _is_pinned(self, outcome: Outcome) -> bool:
         kept = self._requests.get(outcome.item.request.request_id)
         return kept is not None and kept.is_pinned
@@ -325,6 +343,7 @@ class DraftPricing:
             return
         kept.offered = None
         if draft is None:
+            self.survival.observe_plain(request_id)
             return
         kept.is_opening = False
         is_chain = draft.parents is None
@@ -342,6 +361,7 @@ class DraftPricing:
         """Drop what is kept of a request; its drafter's record stays."""
         self._requests.pop(request_id, None)
         self.survival.forget(request_id)
+        self.worth.forget(request_id)
 
 
 def _confidences(draft: Draft) -> Sequence[float] | None:

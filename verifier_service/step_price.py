@@ -24,7 +24,8 @@ NEVER = 1.0  # no survival exceeds it
 GRID = (*(0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08), *(0.1 + 0.03 * step for step in range(30)), NEVER)
 WINDOW_STEPS = 32.0  # how many steps count, in all: each one less than the next
 FADE = 1.0 - 1.0 / WINDOW_STEPS
-TIE = 1e-3  # prices whose tokens per second differ by less are equals: of those the middle one holds
+MIN_GAIN = 1e-3  # of tokens per second: drafts that gain less are not worth drafting
+TIE = 2e-4  # prices whose tokens per second differ by less are equals: of those the middle one holds
 
 
 class StepPrice:
@@ -53,9 +54,14 @@ class StepPrice:
         """Whether no step has said anything yet."""
         return self._num_steps == 0.0
 
-    def admitted(self, survivals: Sequence[float]) -> int:
+    def least(self, weight: float = 1.0) -> float:
+        """Return the survival that a position must exceed where a token is worth `weight`."""
+        return NEVER if self._price >= NEVER else self._price / weight
+
+    def admitted(self, survivals: Sequence[float], weight: float = 1.0) -> int:
         """Return how many leading positions are worth the price; survivals must not rise."""
-        return next((place for place, survival in enumerate(survivals) if survival <= self._price), len(survivals))
+        least = self.least(weight)
+        return next((place for place, survival in enumerate(survivals) if survival <= least), len(survivals))
 
     def observe(
         self,
@@ -94,6 +100,8 @@ class StepPrice:
     def _best(self, gains: Sequence[float]) -> float:
         """Return the best price; where a stretch of prices is as good, one in the middle of it, as noise is then."""
         best = max(gains)
+        if best <= gains[-1] + MIN_GAIN * self._num_steps:
+            return NEVER
         tie = TIE * self._num_steps
         top = gains.index(best)
         low = high = top
@@ -101,6 +109,4 @@ class StepPrice:
             low -= 1
         while high + 1 < len(GRID) and gains[high + 1] >= best - tie:
             high += 1
-        if high + 1 == len(GRID):
-            return NEVER  # drafts that gain nothing are not worth drafting
         return GRID[(low + high) // 2]

@@ -4,7 +4,8 @@ A position's *hazard* is the chance that it is rejected where all before it were
 what is left. A drafter's pool has a hazard per position and per confidence (what drafters claim is recalibrated by
 what came of it); a request multiplies the pool's hazards by a factor of its own, its frailty (Vaupel et al. 1979: a
 gamma prior makes it rejections seen over rejections expected). All counts fade, so that a request whose text turns from
-prose to copying is followed, and everything is bounded.
+prose to copying is followed, and everything is bounded. Acceptance comes in stretches, so a position's hazard is kept
+for each way that the round before may have gone; a request that does not draft returns to what its pool is.
 
 Estimates of a draft that is not verified yet look at its confidences alone, which are functions of the tokens before
 each position and of the row it is drawn from: see the design's fifth idea.
@@ -15,13 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 INITIAL_HAZARD = 0.4  # of a drafter that nothing is known about
 INITIAL_TOKENS = 16.0  # how many judged tokens that is worth
 POSITION_TOKENS = 16.0  # what the pool's mean is worth against one position's, or one confidence's, own counts
+AFTER_TOKENS = 16.0  # what a position's hazard is worth against its own counts after such a round
 POOL_FADE = 0.9995  # per judged token of a position or bin: a memory of 2000
-REQUEST_FADE = 0.98  # per judged token: a memory of about 50
-FRAILTY_REJECTIONS = 5.0  # how many rejections as expected a request starts with
+REQUEST_FADE = 0.98  # per judged token, or round without a draft: a memory of about 50
+FRAILTY_REJECTIONS = 10.0  # how many rejections as expected a request starts with
 MAX_POOLS = 64  # drafters remembered; the one unheard of for longest goes first
 NUM_BINS = 16  # of confidence: narrow near 1, where most of what is worth verifying is
 MIN_HAZARD, MAX_HAZARD = 0.002, 0.998
@@ -32,6 +35,21 @@ def _bin(confidence: float) -> int:
 
 
 _BIN_HAZARDS = tuple((1.0 - (index + 0.5) / NUM_BINS) ** 2 for index in range(NUM_BINS))  # as claimed in the middle
+
+
+class LastRound(IntEnum):
+    """What became of a request's draft in the round before, by the same drafter."""
+
+    UNDRAFTED = 0  # there was none
+    REJECTED = 1  # at its first token
+    CUT = 2  # later
+    ACCEPTED = 3  # all of it
+
+    @classmethod
+    def of(cls, num_draft_tokens: int, num_accepted_tokens: int) -> LastRound:
+        if num_accepted_tokens >= num_draft_tokens:
+            return cls.ACCEPTED
+        return cls.CUT if num_accepted_tokens else cls.REJECTED
 
 
 @dataclass(slots=True)
@@ -55,18 +73,24 @@ class _Pool:
 
     overall: _Counts = field(default_factory=_Counts)
     positions: list[_Counts] = field(default_factory=list)
+    after: list[list[_Counts]] = field(default_factory=lambda: [[] for _ in LastRound])  # positions, by the last round
     bins: list[_Counts] = field(default_factory=lambda: [_Counts() for _ in range(NUM_BINS)])  # by confidence
-    _by_position: list[float] = field(default_factory=list)  # hazards, as of the last refresh
+    _after: list[list[float]] = field(default_factory=lambda: [[] for _ in LastRound])  # hazards, as of a refresh
     _by_bin: list[float] = field(default_factory=list)
     _is_stale: bool = True
 
     def refresh(self, length: int, prior: float) -> None:
         """Bring the hazards up to date with the counts, for `length` positions at least."""
-        if not self._is_stale and len(self._by_position) >= length:
+        if not self._is_stale and self.has_hazards(length):
             return
         mean = self.overall.hazard(prior, INITIAL_TOKENS)
         found = [counts.hazard(mean, POSITION_TOKENS) for counts in self.positions]
-        self._by_position = found + [found[-1] if found else mean] * (length - len(found))
+        self._after = [
+            [counts.hazard(hazard, AFTER_TOKENS) for counts, hazard in zip(positions, found, strict=True)]
+            for positions in self.after
+        ]
+        for hazards in self._after:
+            hazards.extend((hazards[-1] if hazards else mean,) * (length - len(hazards)))
         self._by_bin = [
             counts.hazard(claimed, POSITION_TOKENS) for counts, claimed in zip(self.bins, _BIN_HAZARDS, strict=True)
         ]
@@ -74,21 +98,22 @@ class _Pool:
 
     def has_hazards(self, length: int) -> bool:
         """Return whether there are some for `length` positions, perhaps older than the last counts."""
-        return len(self._by_position) >= length
+        return len(self._after[0]) >= length
 
-    def hazards(self, length: int) -> list[float]:
-        """Return the hazard of each position; beyond what was ever judged, that of the last one judged."""
-        return self._by_position[:length]
+    def hazards(self, length: int, last: LastRound) -> list[float]:
+        """Return each position's hazard after such a round; beyond what was ever judged, the last one's."""
+        return self._after[last][:length]
 
     def claimed_hazards(self, confidences: Sequence[float]) -> list[float]:
         """Return what such confidences have meant so far."""
         return [self._by_bin[_bin(confidence)] for confidence in confidences]
 
-    def observe(self, accepted: Sequence[bool], confidences: Sequence[float] | None) -> None:
-        self.positions.extend(_Counts() for _ in range(len(accepted) - len(self.positions)))
+    def observe(self, accepted: Sequence[bool], last: LastRound, confidences: Sequence[float] | None) -> None:
+        for positions in (self.positions, *self.after):
+            positions.extend(_Counts() for _ in range(len(accepted) - len(positions)))
         for position, is_accepted in enumerate(accepted):
-            self.overall.add(not is_accepted, POOL_FADE)
-            self.positions[position].add(not is_accepted, POOL_FADE)
+            for counts in (self.overall, self.positions[position], self.after[last][position]):
+                counts.add(not is_accepted, POOL_FADE)
         self._is_stale = True
         if confidences is not None:
             self.observe_claims(zip(confidences, accepted, strict=True))
@@ -116,12 +141,24 @@ class _Frailty:
             self.num_expected = self.num_expected * REQUEST_FADE + hazard
 
 
+    def fade(self) -> None:
+        """Let a round without a draft pass."""
+        self.num_rejected *= REQUEST_FADE
+        self.num_expected *= REQUEST_FADE
+
+
 @dataclass(slots=True)
 class _RequestHistory:
-    """One request's frailty against its pool's positions and against what its drafts claim."""
+    """One request's frailty against its pool's positions and against what its drafts claim, and its last round."""
 
     by_position: _Frailty = field(default_factory=_Frailty)
     by_claim: _Frailty = field(default_factory=_Frailty)
+    last: LastRound = LastRound.UNDRAFTED
+    last_drafter_id: str = ""
+
+    def last_of(self, drafter_id: str) -> LastRound:
+        """Return the last round as one drafter knows it."""
+        return self.last if drafter_id == self.last_drafter_id else LastRound.UNDRAFTED
 
 
 _NO_HISTORY = _RequestHistory()
@@ -164,12 +201,21 @@ class SurvivalEstimator:
         if not pool.has_hazards(num_judged):
             pool.refresh(num_judged, self._prior_hazard(pool))
         history = self._requests.setdefault(request_id, _RequestHistory())
-        history.by_position.observe(accepted, pool.hazards(num_judged))
+        last = history.last_of(drafter_id)
+        history.by_position.observe(accepted, pool.hazards(num_judged, last))
         if claimed is not None:
             history.by_claim.observe(accepted, pool.claimed_hazards(claimed))
-        pool.observe(accepted, claimed)
+        pool.observe(accepted, last, claimed)
+        history.last, history.last_drafter_id = LastRound.of(num_draft_tokens, num_accepted_tokens), drafter_id
         for is_accepted in accepted:
             self._all.add(not is_accepted, POOL_FADE)
+
+    def observe_plain(self, request_id: str) -> None:
+        """Take in a round without a draft: what is known of the request counts less."""
+        if (history := self._requests.get(request_id)) is not None:
+            history.last = LastRound.UNDRAFTED
+            history.by_position.fade()
+            history.by_claim.fade()
 
     def survivals(
         self, request_id: str, drafter_id: str, length: int, confidences: Sequence[float] | None = None
@@ -188,7 +234,7 @@ class SurvivalEstimator:
             survival *= 1.0 - min(max(hazard * factor, MIN_HAZARD), MAX_HAZARD)
             survivals.append(survival)
         factor = history.by_position.factor
-        for hazard in pool.hazards(length)[len(claimed) :]:
+        for hazard in pool.hazards(length, history.last_of(drafter_id))[len(claimed) :]:
             survival *= 1.0 - min(max(hazard * factor, MIN_HAZARD), MAX_HAZARD)
             survivals.append(survival)
         return survivals

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from engine_bench import PROMPT, make_request
-from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Draft, SparseRow
+from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Commit, Draft, SparseRow
 from outrider.verifier_service.engine_loop import engine_load
 from outrider.verifier_service.pricing import PROBE_ROUNDS, DraftPricing
 from outrider.verifier_service.request import SpeculationPlan
 from outrider.verifier_service.step_stats import RecentRates
+from outrider.verifier_service.token_worth import TokenWorth
 from priced_bench import DEAR, FREE, KNEED, Bench, GuessingDrafts
 
 
@@ -31,6 +32,48 @@ def test_nothing_is_asked_for_where_every_token_costs_as_much():
     assert bench.pricing.knee == 1
     assert metrics.disabled_reason == "load"
     assert metrics.num_draft_tokens < 10
+
+
+class Worthless(TokenWorth):
+    """Whatever is gained is of no use."""
+
+    def weight(self, request_id: str) -> float:
+        return 1e-9
+
+
+def test_what_counts_is_what_a_token_is_worth_in_its_request():
+    bench = Bench(GuessingDrafts(), FREE)
+    bench.pricing.worth = Worthless()
+    (outputs,) = bench.run().values()
+    assert outputs[-1].speculation.num_draft_tokens < len(outputs) / 4
+
+
+class UnevenDrafts(GuessingDrafts):
+    """Always right for the first request, mostly wrong for all others."""
+
+    def _draft(self, ask: Commit) -> Draft:
+        self._share_wrong = 0.0 if ask.request_id == "0" else 0.7
+        return super()._draft(ask)
+
+
+class WatchedWorth(TokenWorth):
+    """Keeps what tokens were worth last, by request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: dict[str, float] = {}
+
+    def weight(self, request_id: str) -> float:
+        self.last[request_id] = super().weight(request_id)
+        return self.last[request_id]
+
+
+def test_a_token_is_worth_less_to_a_request_that_gets_many():
+    bench = Bench(UnevenDrafts(), FREE)
+    bench.pricing.worth = watched = WatchedWorth()
+    bench.run(num_requests=2, max_tokens=40)
+    assert watched.last["0"] < 0.8
+    assert bench.pricing.request_ids == set()
 
 
 def test_a_pinned_plan_is_asked_for_whatever_it_costs():
