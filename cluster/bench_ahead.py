@@ -54,6 +54,13 @@ HEADINGS = (
 
 @click.command(context_settings=CONTEXT_SETTINGS)
 @click.option("--outcomes", default="1,2,4,8", show_default=True, callback=numbers, help="Prepared for, by arm.")
+@click.option(
+    "--method",
+    type=click.Choice(["draft_model", "eagle3"]),
+    default="draft_model",
+    show_default=True,
+    help="Of the embedded drafters, which one.",
+)
 @click.option("--num-speculative-tokens", type=click.IntRange(min=1), default=4, show_default=True)
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of every prompt.")
@@ -70,6 +77,7 @@ HEADINGS = (
 @click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
 def ahead(
     outcomes: tuple[int, ...],
+    method: str,
     num_speculative_tokens: int,
     temperature: float,
     max_tokens: int,
@@ -83,7 +91,9 @@ def ahead(
     from outrider.cluster.bench_figures import Workload
     from outrider.cluster.config import ServiceConfig
 
-    config = ServiceConfig(num_speculative_tokens=num_speculative_tokens, seed=0)
+    config = ServiceConfig(
+        num_speculative_tokens=num_speculative_tokens, speculative_config={"method": method}, seed=0
+    )
     workload = Workload(
         prompts=read_prompts(config, None)[:num_prompts],
         max_tokens=max_tokens,
@@ -179,15 +189,20 @@ def _open_arms(
 
     from outrider.cluster.bench_arms import OutriderArm
 
-    num_cores = len(os.sched_getaffinity(0))
+    for name, way in arm_configs(config, outcomes, num_cores=len(os.sched_getaffinity(0))).items():
+        arm = OutriderArm.open(name, way, opening, time.perf_counter, drafter_process=name != SHARED)
+        yield name, CountedArm(arm)
+
+
+def arm_configs(config: ServiceConfig, outcomes: Sequence[int], *, num_cores: int) -> dict[str, ServiceConfig]:
+    """Return what each arm is: `OFF` and `SHARED` on all cores, the others with one for each model."""
     shared = dataclasses.replace(config, threads_per_rank=num_cores)
     ways = {OFF: dataclasses.replace(shared, num_drafters=0), SHARED: shared}
     for number in (0, *outcomes):
         name = ahead_arm(number) if number else APART
-        ways[name] = dataclasses.replace(config, threads_per_rank=1, speculative_config={"ahead_branches": number})
-    for name, way in ways.items():
-        arm = OutriderArm.open(name, way, opening, time.perf_counter, drafter_process=way is not shared)
-        yield name, CountedArm(arm)
+        speculative_config = {**config.speculative_config, "ahead_branches": number}
+        ways[name] = dataclasses.replace(config, threads_per_rank=1, speculative_config=speculative_config)
+    return ways
 
 
 # --- the report ---
@@ -275,7 +290,8 @@ def to_markdown(runs: Mapping[str, Sequence[AheadRun]], machine: Machine, option
     lines = [
         "# Running ahead",
         "",
-        f"`outrider bench ahead`: {machine}; {time.strftime('%Y-%m-%d')}. The embedded pair, target {target}; "
+        f"`outrider bench ahead`: {machine}; {time.strftime('%Y-%m-%d')}. The embedded target, {target}, "
+        f"drafter {options.config.speculative.method}; "
         f"{len(workload.prompts)} prompts of {workload.max_tokens} tokens one after another, temperature "
         f"{workload.temperature:g}, drafts of {workload.num_speculative_tokens} tokens; {options.repeats} repeats, "
         "arms in turn, medians.",

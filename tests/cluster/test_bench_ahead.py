@@ -7,7 +7,17 @@ from click.testing import CliRunner
 
 from outrider.cluster.ahead_figures import AheadModel, AheadRun, fit, median
 from outrider.cluster.bench import BenchOptions
-from outrider.cluster.bench_ahead import APART, OFF, SHARED, ahead_arm, best_ahead, rows, to_markdown, verdict
+from outrider.cluster.bench_ahead import (
+    APART,
+    OFF,
+    SHARED,
+    ahead_arm,
+    arm_configs,
+    best_ahead,
+    rows,
+    to_markdown,
+    verdict,
+)
 from outrider.cluster.bench_cli import bench
 from outrider.cluster.bench_figures import Machine, Workload
 from outrider.cluster.config import ServiceConfig
@@ -95,19 +105,38 @@ def test_the_report_has_a_row_per_arm_and_names_the_winner():
         torch="2.13",
         transformers="5.23",
     )
+    config = ServiceConfig(speculative_config={"method": "eagle3"})
     options = BenchOptions(
-        config=ServiceConfig(), workload=Workload(prompts=((1, 2),), max_tokens=8), concurrencies=(1,), repeats=1
+        config=config, workload=Workload(prompts=((1, 2),), max_tokens=8), concurrencies=(1,), repeats=1
     )
     page = to_markdown(RUNS, machine, options)
     assert "abacus, 2 cores" in page
+    assert "drafter eagle3" in page
     assert f"| {ahead_arm(4)} | 17.00 ms | 2.35 |" in page
     assert "hit rate           rounds whose draft" in page
+
+
+def test_arms_that_run_ahead_differ_in_that_alone():
+    configs = arm_configs(ServiceConfig(speculative_config={"method": "eagle3"}), (2,), num_cores=2)
+    assert list(configs) == [OFF, SHARED, APART, ahead_arm(2)]
+    assert not configs[OFF].has_drafters
+    assert {name: config.threads_per_rank for name, config in configs.items()} == {
+        OFF: 2,
+        SHARED: 2,
+        APART: 1,
+        ahead_arm(2): 1,
+    }
+    for name, number in ((APART, 0), (ahead_arm(2), 2)):
+        assert configs[name].speculative == dataclasses.replace(configs[SHARED].speculative, ahead_branches=number)
 
 
 def test_the_verb_refuses_what_it_cannot_run():
     result = CliRunner().invoke(bench, ["ahead", "--outcomes", "some"])
     assert result.exit_code == 2
     assert "numbers with commas" in result.output
+    result = CliRunner().invoke(bench, ["ahead", "--method", "medusa"])
+    assert result.exit_code == 2
+    assert "eagle3" in result.output
     result = CliRunner().invoke(bench, ["ahead", "--max-tokens", "100000"])
     assert result.exit_code == 2
     assert "max_tokens must be at most" in result.output
