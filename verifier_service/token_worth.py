@@ -16,6 +16,7 @@ and `worths` are survivals times (c / t) over its mean. Everything is of earlier
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 SHARE = 0.1  # of a round in its request's means
 POOL_SHARE = 0.001  # of a round in the means that a new request starts with
@@ -24,14 +25,12 @@ MIN_WEIGHT, MAX_WEIGHT = 0.2, 5.0
 EQUAL = 0.02  # weights that differ from 1 by less are taken for it
 
 
+@dataclass(slots=True)
 class _Means:
     """Tokens and draft tokens of a round, fading."""
 
-    __slots__ = ("num_draft_tokens", "num_tokens")
-
-    def __init__(self, num_tokens: float = 1.0, num_draft_tokens: float = 0.0) -> None:
-        self.num_tokens = num_tokens
-        self.num_draft_tokens = num_draft_tokens
+    num_tokens: float = 1.0
+    num_draft_tokens: float = 0.0
 
     def add(self, num_tokens: float, num_draft_tokens: float, share: float) -> None:
         self.num_tokens += share * (num_tokens - self.num_tokens)
@@ -45,7 +44,6 @@ class TokenWorth:
         self._pool = _Means()
         self._means: dict[str, _Means] = {}
         self._weights: dict[str, float] = {}
-        self._scale = 1.0  # of the last step: what its requests had to save by a token, in the mean
 
     @property
     def request_ids(self) -> set[str]:
@@ -68,24 +66,37 @@ class TokenWorth:
         means: list[tuple[str, _Means]] = []
         for request_id, num_tokens, num_draft_tokens in rounds:
             if (own := self._means.get(request_id)) is None:
-                own = self._means[request_id] = _Means(self._pool.num_tokens, self._pool.num_draft_tokens)
+                own = self._means[request_id] = replace(self._pool)
             own.add(num_tokens, num_draft_tokens, SHARE)
             self._pool.add(num_tokens, num_draft_tokens, POOL_SHARE)
             means.append((request_id, own))
         if not means:
             return
-        mean_drafted = sum(own.num_draft_tokens for _, own in means) / len(means)
-        slot_cost = price * self._scale  # of one draft token, in a request's mean share of a step
-        raw = [(1.0 + slot_cost * (own.num_draft_tokens - mean_drafted)) / own.num_tokens for _, own in means]
-        self._scale = sum(raw) / len(raw)
-        if max(raw) - min(raw) < EQUAL * self._scale:
+        saved = _saved_by_a_token([own for _, own in means], price)
+        mean = sum(saved) / len(saved)
+        if max(saved) - min(saved) < EQUAL * mean:
             self._weights.clear()
             return
-        for (request_id, _), value in zip(means, raw, strict=True):
-            weight = value / self._scale
+        for (request_id, _), value in zip(means, saved, strict=True):
+            weight = value / mean
             self._weights[request_id] = 1.0 if abs(weight - 1.0) < EQUAL else min(max(weight, MIN_WEIGHT), MAX_WEIGHT)
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a request."""
         self._means.pop(request_id, None)
         self._weights.pop(request_id, None)
+
+
+def _saved_by_a_token(means: Sequence[_Means], price: float) -> list[float]:
+    """Return c / t of each request, with the mean c of a step's requests as the unit.
+
+    A draft token costs `price` times the mean c / t, which it is a part of itself: a linear equation. It cannot cost
+    more than a request's mean share of a step divided by the tokens in it.
+    """
+    mean_drafted = sum(own.num_draft_tokens for own in means) / len(means)
+    mean_inverse = sum(1.0 / own.num_tokens for own in means) / len(means)
+    excess = sum((own.num_draft_tokens - mean_drafted) / own.num_tokens for own in means) / len(means)
+    most = 1.0 / (1.0 + mean_drafted)
+    left = 1.0 - price * excess
+    slot_cost = min(price * mean_inverse / left, most) if left > 0.0 else most
+    return [(1.0 + slot_cost * (own.num_draft_tokens - mean_drafted)) / own.num_tokens for own in means]

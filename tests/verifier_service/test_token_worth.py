@@ -80,6 +80,17 @@ def test_worths_keep_their_order_and_stay_below_the_price_that_nothing_exceeds()
     assert 0.0 < worth.worths("quick", [0.99])[0] < 0.5
 
 
+def test_pinned_requests_that_draft_at_any_price_leave_worths_sane():
+    for num_tokens in (9, 1):  # all that they draft is accepted, or nothing
+        worth = TokenWorth()
+        for _ in range(100):
+            worth.observe([("pinned", num_tokens, 8), ("other", num_tokens, 8), ("plain", 1, 0)], price=1.0)
+        if num_tokens == 9:
+            assert (worth.weight("pinned"), worth.weight("plain")) == (1.0, 1.0), "its tokens cost what any do"
+        else:
+            assert 0.0 < worth.weight("plain") < 1.0 < worth.weight("pinned") < 2.0, "each costs it eight drafts"
+
+
 def test_a_step_of_prompts_alone_and_requests_that_have_left_say_nothing():
     worth = TokenWorth()
     worth.observe([], price=0.5)
