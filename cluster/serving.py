@@ -55,10 +55,7 @@ def running_service(config: ServiceConfig) -> Iterator[None]:
         serve.run(build(config), name=APP_NAME, route_prefix="/")
         yield
     finally:
-        if is_shared:
-            serve.delete(APP_NAME)  # others may have applications there
-        else:
-            serve.shutdown()
+        stop_serve(is_shared=is_shared)
         ray.shutdown()
 
 
@@ -78,6 +75,22 @@ def start_ray(
             stop()
             if attempt == NUM_START_ATTEMPTS:
                 raise
+
+
+def stop_serve(
+    *,
+    is_shared: bool,
+    is_up: Callable[[], bool] = ray.is_initialized,
+    delete: Callable[[str], None] = serve.delete,
+    shutdown: Callable[[], None] = serve.shutdown,
+) -> None:
+    """Take the service down. Where Ray is gone so is the service, and Serve would start a Ray only to look for it."""
+    if not is_up():
+        return
+    if is_shared:
+        delete(APP_NAME)  # others may have applications there
+    else:
+        shutdown()
 
 
 def check_ports(config: ServiceConfig) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cluster.config import ServiceConfig
-from outrider.cluster.serving import NUM_START_ATTEMPTS, check_ports, start_ray
+from outrider.cluster.serving import NUM_START_ATTEMPTS, check_ports, start_ray, stop_serve
 from outrider.verifier_service.ranks import free_port
 
 pytestmark = pytest.mark.service
@@ -91,6 +91,21 @@ def test_a_ray_that_never_starts_is_an_error():
     with pytest.raises(Exception, match="timed out during startup"):
         start_ray(init=ray.init, stop=ray.stop, num_cpus=2)
     assert ray.calls == ["init", "stop"] * NUM_START_ATTEMPTS
+
+
+@pytest.mark.parametrize(
+    ("is_shared", "is_up", "calls"),
+    [(False, True, ["shutdown"]), (True, True, ["delete outrider"]), (False, False, []), (True, False, [])],
+)
+def test_the_service_is_taken_down_where_there_is_a_ray_to_ask(is_shared: bool, is_up: bool, calls: list[str]):
+    done: list[str] = []
+    stop_serve(
+        is_shared=is_shared,
+        is_up=lambda: is_up,
+        delete=lambda name: done.append(f"delete {name}"),
+        shutdown=lambda: done.append("shutdown"),
+    )
+    assert done == calls
 
 
 @pytest.mark.parametrize("name", ["port", "grpc_port"])
