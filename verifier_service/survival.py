@@ -47,6 +47,7 @@ class LastRound(IntEnum):
 
     @classmethod
     def of(cls, num_draft_tokens: int, num_accepted_tokens: int) -> LastRound:
+        """Return what a round was of whose draft so many tokens were judged."""
         if num_accepted_tokens >= num_draft_tokens:
             return cls.ACCEPTED
         return cls.CUT if num_accepted_tokens else cls.REJECTED
