@@ -20,6 +20,7 @@ import numpy as np
 from outrider.cluster.policy_replay import EAGLE, NGRAM, Batch, Drafts, MachineFit, StepOutcome
 from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.engine_messages import StepTime
+from outrider.verifier_service.pricing import PROBE_SHARE
 from outrider.verifier_service.step_price import StepPrice
 from outrider.verifier_service.survival import SurvivalEstimator
 from outrider.verifier_service.token_worth import TokenWorth
@@ -31,7 +32,6 @@ PROBE_EVERY = 16  # steps of a request without a draft, after which it drafts al
 OTHER_EVERY = 64  # the same of a drafter that a request does not use while it uses another
 PROBE_LENGTH = 2
 MAX_PROBES = 16  # in a step
-PROBE_SHARE = 0.01  # of the time of steps of one request, of n over the root of n, as in an engine
 
 
 @dataclass(slots=True)

@@ -240,12 +240,8 @@ class DraftPricing:
         self._observe_offers(level, base, [self._worth_of_offer(item.request) for item in priced])
         for outcome in outcomes:
             self._observe_draft(outcome)
-        rounds = [
-            (outcome.item.request.request_id, len(outcome.committed), num_draft_tokens(outcome.item))
-            for outcome in outcomes
-            if outcome.item.samples
-        ]
-        self.worth.observe(rounds, level.price.price)
+        sampled = [outcome for outcome in outcomes if outcome.item.samples]
+        self.worth.observe(map(_round, sampled), level.price.price)
 
     def _observe_offers(self, level: LoadLevel, base: StepShape, offers: Sequence[_Offer]) -> None:
         """Price what was on offer in the step, as far as drafts should go."""
@@ -362,6 +358,11 @@ class DraftPricing:
         self._requests.pop(request_id, None)
         self.survival.forget(request_id)
         self.worth.forget(request_id)
+
+
+def _round(outcome: Outcome) -> tuple[str, int, int]:
+    """Return whose a round was, and how many tokens it committed and drafted."""
+    return outcome.item.request.request_id, len(outcome.committed), num_draft_tokens(outcome.item)
 
 
 def _confidences(draft: Draft) -> Sequence[float] | None:

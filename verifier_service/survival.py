@@ -76,7 +76,7 @@ class _Pool:
     positions: list[_Counts] = field(default_factory=list)
     after: list[list[_Counts]] = field(default_factory=lambda: [[] for _ in LastRound])  # positions, by the last round
     bins: list[_Counts] = field(default_factory=lambda: [_Counts() for _ in range(NUM_BINS)])  # by confidence
-    _after: list[list[float]] = field(default_factory=lambda: [[] for _ in LastRound])  # hazards, as of a refresh
+    _hazards_after: list[list[float]] = field(default_factory=lambda: [[] for _ in LastRound])  # as of a refresh
     _by_bin: list[float] = field(default_factory=list)
     _is_stale: bool = True
 
@@ -86,11 +86,11 @@ class _Pool:
             return
         mean = self.overall.hazard(prior, INITIAL_TOKENS)
         found = [counts.hazard(mean, POSITION_TOKENS) for counts in self.positions]
-        self._after = [
+        self._hazards_after = [
             [counts.hazard(hazard, AFTER_TOKENS) for counts, hazard in zip(positions, found, strict=True)]
             for positions in self.after
         ]
-        for hazards in self._after:
+        for hazards in self._hazards_after:
             hazards.extend((hazards[-1] if hazards else mean,) * (length - len(hazards)))
         self._by_bin = [
             counts.hazard(claimed, POSITION_TOKENS) for counts, claimed in zip(self.bins, _BIN_HAZARDS, strict=True)
@@ -99,11 +99,11 @@ class _Pool:
 
     def has_hazards(self, length: int) -> bool:
         """Return whether there are some for `length` positions, perhaps older than the last counts."""
-        return len(self._after[0]) >= length
+        return len(self._hazards_after[0]) >= length
 
     def hazards(self, length: int, last: LastRound) -> list[float]:
         """Return each position's hazard after such a round; beyond what was ever judged, the last one's."""
-        return self._after[last][:length]
+        return self._hazards_after[last][:length]
 
     def claimed_hazards(self, confidences: Sequence[float]) -> list[float]:
         """Return what such confidences have meant so far."""
@@ -138,12 +138,12 @@ class _Frailty:
 
     def observe(self, accepted: Sequence[bool], hazards: Sequence[float]) -> None:
         for is_accepted, hazard in zip(accepted, hazards, strict=True):
-            self.num_rejected = self.num_rejected * REQUEST_FADE + (not is_accepted)
-            self.num_expected = self.num_expected * REQUEST_FADE + hazard
-
+            self.fade()
+            self.num_rejected += not is_accepted
+            self.num_expected += hazard
 
     def fade(self) -> None:
-        """Let a round without a draft pass."""
+        """Let a judged token pass, or a round without a draft."""
         self.num_rejected *= REQUEST_FADE
         self.num_expected *= REQUEST_FADE
 
