@@ -42,13 +42,13 @@ from outrider.cluster.bench_figures import (
 from outrider.cluster.config import ServiceConfig
 from outrider.cluster.inflate import inflate
 from outrider.cluster.prompts import PromptError, parse_request, read_prompt_lines
-from outrider.cluster.tokenizer import load_tokenizer
 from outrider.drafter_service import embedded
 from outrider.verifier_service.architectures import load_model_description, resolve_folder
 from outrider.verifier_service.empty_model import build_empty_model
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import resolve_device, resolve_dtype, resolve_max_model_len
 from outrider.verifier_service.request import SamplingParams, SpeculationPlan
+from outrider.verifier_service.tokenizer import load_tokenizer
 
 PROMPT_FIELDS = {"prompt", "prompt_token_ids"}
 WARM_UP_TOKENS = 8

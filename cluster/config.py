@@ -23,7 +23,6 @@ from outrider.cluster.speculative_options import parse_speculative_config, split
 from outrider.drafter_service import embedded
 from outrider.drafter_service.drafter_spec import ColocatedSpec, DrafterSpec, num_scratch_blocks, state_taps
 from outrider.drafter_service.speculative_config import Location, SpeculativeConfig
-from outrider.verifier_service.architectures import load_model_description, resolve_folder
 from outrider.verifier_service.link_channel import LinkCredentials
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.tensor_route import NCCL, offered_transports
@@ -265,12 +264,6 @@ class ServiceConfig:
     def internal_address(self) -> str:
         """Return where this node's replicas listen for each other."""
         return ray.util.get_node_ip_address() if self.internal_host == "auto" else self.internal_host
-
-    @property
-    def target_vocab_size(self) -> int:
-        """Read the target's vocabulary size from its files."""
-        model = self.verifier_spec.model
-        return int(load_model_description(resolve_folder(model), model).vocab_size)
 
     @property
     def num_ranks(self) -> int:

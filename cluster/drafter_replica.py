@@ -19,7 +19,6 @@ from outrider.cluster.logs import configure_logging
 from outrider.cluster.rank_actors import RankActors
 from outrider.cluster.reports import REPORT_INTERVAL_S, ask_router
 from outrider.cluster.scaling_figures import drafter_figures
-from outrider.cluster.tokenizer import draft_vocabulary_fingerprint
 from outrider.drafter_service.drafter_load import DrafterLoad
 from outrider.drafter_service.engine_messages import FROM_DRAFT_ENGINE, DrafterReady, DrafterUpdate
 from outrider.drafter_service.service import DrafterLinkServicer, EngineDeadError
@@ -105,7 +104,7 @@ class DrafterReplica:
         identity = DrafterIdentity(
             drafter_id=self._drafter_id,
             vocab_size=self._ready.vocab_size,
-            vocab_fingerprint=draft_vocabulary_fingerprint(config),
+            vocab_fingerprint=self._ready.vocab_fingerprint,
             max_draft_length=self._ready.max_draft_length,
             max_model_len=self._ready.max_model_len,
             needs=self._ready.needs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -91,6 +91,10 @@ class EngineHost:
         if self._ranks is None or self._ranks.ended():
             raise RuntimeError("a rank has ended")
         self.tasks.check()
+
+    def on_close(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Have something closed with the engine, before it."""
+        self._exit.push_async_callback(close)
 
     async def rank_pids(self) -> list[int]:
         """Return the processes of the ranks, rank 0 first."""

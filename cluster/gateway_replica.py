@@ -26,11 +26,11 @@ from outrider.cluster.metrics import GatewayMetrics
 from outrider.cluster.openai_api import build_api
 from outrider.cluster.request_ids import RequestIdInterceptor, RequestIdMiddleware
 from outrider.cluster.routed_backend import RoutedBackend, RouterClient
-from outrider.cluster.tokenizer import load_tokenizer
 from outrider.cluster.tracing import TraceContextInterceptor, TraceContextMiddleware, Tracing, otlp_provider
 from outrider.verifier_service.architectures import load_model_description, read_eos_token_ids, resolve_folder
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.request import AcceptanceRule
+from outrider.verifier_service.tokenizer import load_tokenizer
 
 # the gateways of a node share its port; `serving` refuses one that a stranger holds
 GRPC_OPTIONS = {**SERVER_OPTIONS, "grpc.so_reuseport": 1}

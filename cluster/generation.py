@@ -9,8 +9,8 @@ from typing import Any
 from outrider.cluster.config import ServiceConfig
 from outrider.cluster.offline import OfflineEngine
 from outrider.cluster.prompts import PromptError, collect, parse_request, read_prompt_lines, result_json
-from outrider.cluster.tokenizer import load_tokenizer
 from outrider.verifier_service.request import SamplingParams, SpeculationPlan
+from outrider.verifier_service.tokenizer import load_tokenizer
 
 
 def run(

@@ -20,7 +20,6 @@ from outrider.cluster.logs import configure_logging
 from outrider.cluster.rank_actors import RankActors
 from outrider.cluster.reports import REPORT_INTERVAL_S, ask_router
 from outrider.cluster.scaling_figures import VerifierFigures
-from outrider.cluster.tokenizer import target_vocabulary_fingerprint
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine_messages import FROM_ENGINE, EngineLoad, EngineReady, EngineUpdate, SetPlans
 from outrider.verifier_service.link_messages import Hello
@@ -52,17 +51,18 @@ class VerifierReplica:
         self._drain_timeout_s = config.drain_timeout_s
         self._is_known = self._is_draining = self._is_closed = False
         self._table = RequestTable(self._send)
+        ranks = RankActors(config.verifier_main, config.tensor_parallel_size, num_gpus=config.gpus_per_rank)
+        self._ready: EngineReady = await self._host.start(ranks, FROM_ENGINE)
         hello = Hello(
             verifier_id=self._verifier_id,
             epoch=self._epoch,
-            vocab_size=config.target_vocab_size,
-            vocab_fingerprint=target_vocabulary_fingerprint(config),
+            vocab_size=self._ready.vocab_size,
+            vocab_fingerprint=self._ready.vocab_fingerprint,
             state_taps=config.verifier_spec.model.state_taps,
             tensor_transports=offered_transports(config.speculative.tensor_transport),
         )
         self._links = LinkPool(hello, self._host.send, config.link_credentials)
-        ranks = RankActors(config.verifier_main, config.tensor_parallel_size, num_gpus=config.gpus_per_rank)
-        self._ready: EngineReady = await self._host.start(ranks, FROM_ENGINE)
+        self._host.on_close(self._links.close)
         self._endpoint = await self._host.serve(
             config.internal_address,
             lambda server: link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(self._table), server),
@@ -79,7 +79,8 @@ class VerifierReplica:
 
     def _on_update(self, update: EngineUpdate) -> None:
         self._table.deliver(update.outputs)
-        self._links.send(update.relays)
+        if update.relays:  # there are some once there are links
+            self._links.send(update.relays)
         self._load = update.load or self._load
 
     def _on_failure(self, reason: str) -> None:
@@ -165,5 +166,4 @@ class VerifierReplica:
             await self._drain()
         await self._host.tasks.stop()  # or a last report would bring back what is removed
         await ask_router(self._router.remove, self._verifier_id)
-        await self._links.close()
         await self._host.close()

@@ -39,6 +39,15 @@ class DrafterSpec:
         """Whether the ranks load a whole model, which may be tensor-parallel."""
         return any(method in WHOLE_MODELS for method in self.speculative.all_methods)
 
+    @property
+    def vocabulary(self) -> ModelConfig:
+        """The model in whose vocabulary drafts are made.
+
+        Whatever is no model of its own, or speaks another vocabulary and translates, drafts in the target's.
+        """
+        is_own = self.speculative.method in WHOLE_MODELS and self.speculative.vocabulary == "same"
+        return self.model if is_own and self.model is not None else self.target
+
     def num_target_layers(self) -> int:
         """Read how many layers the target has from its files."""
         return int(load_model_description(resolve_folder(self.target), self.target).num_hidden_layers)

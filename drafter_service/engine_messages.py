@@ -16,6 +16,7 @@ class DrafterReady:
     vocab_size: int
     max_model_len: int
     max_draft_length: int
+    vocab_fingerprint: str  # of the vocabulary that drafts are made in; empty: not known
     needs: DraftNeeds
     tensor_store: str = ""  # where channels for hidden states meet, "host:port"; "": it has none
 

@@ -21,6 +21,7 @@ from outrider.verifier_service.engine_messages import PeerState, Relay
 from outrider.verifier_service.model_runner import ParallelRunner, follow
 from outrider.verifier_service.ranks import RankSpec, arrived, connect
 from outrider.verifier_service.tensor_channel import TensorStore
+from outrider.verifier_service.tokenizer import fingerprint_of
 from outrider.verifier_service.wire import decode, encode
 
 LOAD_INTERVAL_S = 0.2
@@ -60,6 +61,7 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
         vocab_size=engine.vocab_size,
         max_model_len=engine.max_model_len,
         max_draft_length=engine.config.max_draft_length,
+        vocab_fingerprint=fingerprint_of(spec.vocabulary),
         needs=engine.needs,
         tensor_store="" if store is None else store.address,
     )

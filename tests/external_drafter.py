@@ -21,7 +21,6 @@ from ray import serve
 from live_service import LiveService
 from outrider.cluster.config import APP_NAME, ServiceConfig
 from outrider.cluster.fleet import DrafterReport
-from outrider.cluster.tokenizer import target_vocabulary_fingerprint
 from outrider.drafter_service.drafter_load import DrafterLoad
 from outrider.drafter_service.engine import DraftEngine
 from outrider.drafter_service.in_process_port import InProcessPort
@@ -32,6 +31,7 @@ from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft, Re
 from outrider.verifier_service.link_messages import CHANNEL_OPTIONS, DrafterIdentity
 from outrider.verifier_service.model_runner import ModelRunner
 from outrider.verifier_service.tensor_parallel import TensorParallelGroup
+from outrider.verifier_service.tokenizer import fingerprint_of
 from outrider.verifier_service.wire import decode, encode
 
 REPORT_INTERVAL_S = 0.2
@@ -181,7 +181,7 @@ class ExternalDrafter:
         self._identity = DrafterIdentity(
             drafter_id="",
             vocab_size=engine.vocab_size,
-            vocab_fingerprint=target_vocabulary_fingerprint(config),
+            vocab_fingerprint=fingerprint_of(config.verifier_spec.model),
             max_draft_length=4,
             max_model_len=512,
         )

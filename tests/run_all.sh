@@ -1,28 +1,21 @@
 #!/usr/bin/env bash
-# Run all tests but soaks; arguments go to pytest. Whole services are started one after another; beside them run, when
-# the machine is idle, the long tests that know no time-outs. Everything else follows in two workers. Last come the closing
-# lines of all three.
+# Run all tests but soaks; arguments go to pytest. Whole services are started one after another with nothing beside them:
+# a starved process breaks what has time-outs. Everything else follows in two workers. Last come the closing lines of both.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTEST=(.venv/bin/python -m pytest -rs)
-IDLE=(nice -n 19) # Ray's workers are nice as well: better is to run when nobody else would
-if chrt --idle 0 true 2>/dev/null; then IDLE=(chrt --idle 0); fi
 logs=$(mktemp -d)
 status=0
-trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$logs"' EXIT
+trap 'rm -rf "$logs"' EXIT
 
-note() { # STATUS of a run; 5: its arguments left it no tests
-	(($1 == 0 || $1 == 5)) || status=$1
+run() { # NAME of the log, then pytest's arguments; 5: they left it no tests
+	"${PYTEST[@]}" "${@:2}" 2>&1 | tee "$logs/$1"
+	local run_status=$?
+	((run_status == 0 || run_status == 5)) || status=$run_status
 }
 
-"${IDLE[@]}" "${PYTEST[@]}" -m "patient and not soak" "$@" &>"$logs/1" &
-"${PYTEST[@]}" -m "service and not soak" "$@" 2>&1 | tee "$logs/2"
-note $?
-wait %1
-note $?
-cat "$logs/1"
-"${PYTEST[@]}" -m "not (service or patient or soak)" --numprocesses 2 --dist loadfile "$@" 2>&1 | tee "$logs/3"
-note $?
+run 1 -m "service and not soak" "$@"
+run 2 -m "not (service or soak)" --numprocesses 2 --dist loadfile "$@"
 tail --quiet --lines 1 "$logs"/*
 exit "$status"

@@ -27,6 +27,7 @@ from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
 from outrider.verifier_service.seeds import derive_seed
 from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
 from outrider.verifier_service.step_profile import measure_step_times
+from outrider.verifier_service.tokenizer import fingerprint_of
 from outrider.verifier_service.verifier_spec import VerifierSpec
 from outrider.verifier_service.wire import encode
 
@@ -48,6 +49,7 @@ def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> Ver
         vocab_size=runner.vocab_size,
         max_model_len=runner.max_model_len,
         first_deadline_s=spec.max_draft_deadline_s,
+        min_deadline_s=spec.min_draft_deadline_s,
         max_deadline_s=spec.max_draft_deadline_s,
         max_tree_nodes=spec.max_tree_nodes,
     )
@@ -119,6 +121,7 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
         eos_token_ids=runner.eos_token_ids,
         num_kv_blocks=runner.num_blocks,
         step_times=profile_engine(engine, runner, spec),
+        vocab_fingerprint=fingerprint_of(spec.model),
     )
     shell.send_bytes(encode(ready))
     with contextlib.closing(links):

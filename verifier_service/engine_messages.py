@@ -59,6 +59,7 @@ class EngineReady:
     eos_token_ids: tuple[int, ...]
     num_kv_blocks: int
     step_times: tuple[StepTime, ...]
+    vocab_fingerprint: str = ""  # empty: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ class VerifierSpec:
     max_num_seqs: int = 256
     enable_prefix_caching: bool = True
     sampling_seed: int | None = None  # of unseeded requests; None: from the operating system
+    min_draft_deadline_s: float = 0.02
     max_draft_deadline_s: float = 1.0
     max_tree_nodes: int = 0  # of a draft; 0: chains alone
     prices_drafts: bool = True  # verify what pays, below the plans' lengths; needs a profile of step times

@@ -9,9 +9,9 @@ import pytest
 from outrider.cluster.config import ServiceConfig
 from outrider.cluster.offline import OfflineEngine
 from outrider.cluster.prompts import collect
-from outrider.cluster.tokenizer import load_tokenizer
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.verifier_service.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
+from outrider.verifier_service.tokenizer import load_tokenizer
 
 SAMPLINGS = {"greedy": {"temperature": 0.0}, "coupled": {"temperature": 0.8, "seed": 4}}
 

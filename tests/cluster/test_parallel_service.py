@@ -9,9 +9,9 @@ from outrider.cluster.config import ServiceConfig
 from outrider.cluster.fleet import DisabledReason
 from outrider.cluster.offline import OfflineEngine
 from outrider.cluster.prompts import collect
-from outrider.cluster.tokenizer import load_tokenizer
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.verifier_service.request import GenerationRequest, SamplingParams
+from outrider.verifier_service.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.service
 

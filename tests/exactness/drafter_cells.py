@@ -205,7 +205,7 @@ class Bench:
 
     def run(self, config: ServiceConfig, requests: Iterable[GenerationRequest], link: Link | None = None) -> Generated:
         """Run requests together; a drafter in a pool is reached through `link`."""
-        spec = replace(config.verifier_spec, max_draft_deadline_s=PATIENCE_S)
+        spec = replace(config.verifier_spec, min_draft_deadline_s=PATIENCE_S, max_draft_deadline_s=PATIENCE_S)
         runner, drafter = self._runner(spec.model), config.drafter_spec
         if drafter is None:
             return drive(build_engine(runner, spec, NoDrafters()), requests)

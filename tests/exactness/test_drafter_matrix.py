@@ -30,7 +30,7 @@ from exactness.markov_target import power
 from outrider.drafter_service.speculative_config import Method
 from outrider.verifier_service.request import VerificationMode
 
-pytestmark = [pytest.mark.patient, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.timeout(3600)
 EQUAL_MODES = (VerificationMode.GREEDY, VerificationMode.COUPLED)
 # with the embedded pair these guess right now and then; others may have random heads
 SKILLED = (

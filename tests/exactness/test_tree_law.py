@@ -27,7 +27,7 @@ from scripted import random_laws, sparse_row
 
 NUM_CHILDREN = {ROOT: 3, 0: 2, 1: 1, 2: 1}
 NUM_NODES = sum(NUM_CHILDREN.values())
-pytestmark = [pytest.mark.patient, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.timeout(3600)
 
 
 @dataclass(frozen=True, slots=True)
