@@ -9,13 +9,15 @@ Definitions
                  the true cost of the step
     clairvoyant  knows every outcome: a bound that no policy can reach
     mean draft   draft tokens per request and step, of adaptive and of the oracle
+    of table     adaptive over the table: the mean over queues of other orders and, of several, its standard error
     hybrid       n-gram or EAGLE for each draft: by the request's own past; oracle and clairvoyant by what they know
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.cluster.policy_adaptive import Adaptive
 from outrider.cluster.policy_arms import FixedLength, clairvoyant, oracle
@@ -36,6 +38,8 @@ DRAFTERS = {"n-gram": (NGRAM,), "EAGLE": (EAGLE,), "hybrid": (NGRAM, EAGLE)}
 MIN_TOKENS = 20_000  # committed in one replay, after a third as many that are not counted
 TOKENS_PER_LANE = 1_000
 
+ADAPTIVE = MAX_LENGTH + 1  # its place among the policies of a repeat: after off and every length
+
 MIN_OF_ORACLE = 0.95  # what adaptive has to reach
 MIN_OF_TABLE = 1.0
 
@@ -54,6 +58,7 @@ class Point:
     clairvoyant: float
     adaptive_length: float  # mean draft length
     oracle_length: float
+    of_table_error: float = 0.0  # the standard error of `of_table`; 0: of one queue nothing is known of it
 
     @property
     def table_length(self) -> int:
@@ -76,6 +81,11 @@ class Point:
     def is_met(self) -> bool:
         return self.of_oracle >= MIN_OF_ORACLE and self.of_table >= MIN_OF_TABLE
 
+    @property
+    def is_met_but_for_noise(self) -> bool:
+        """Whether it is met within two standard errors."""
+        return self.of_oracle >= MIN_OF_ORACLE and self.of_table + 2.0 * self.of_table_error >= MIN_OF_TABLE
+
 
 def run_table(
     datasets: Sequence[tuple[str, Sequence[Trace]]],
@@ -83,16 +93,20 @@ def run_table(
     *,
     machine: MachineFit | None = None,
     min_tokens: int = MIN_TOKENS,
+    num_repeats: int = 1,
     on_point: Callable[[Point], None] = lambda _: None,
 ) -> list[Point]:
-    """Replay everything; drafters that a dataset did not record are left out. `on_point` hears of each point."""
+    """Replay everything, `num_repeats` times with requests in other orders; `on_point` hears of each point.
+
+    Drafters that a dataset did not record are left out.
+    """
     machine = machine or MachineFit()
     points: list[Point] = []
     for dataset, traces in datasets:
         for drafter in _recorded(traces):
             bench = _Bench(dataset, drafter, Workload.from_traces(traces, DRAFTERS[drafter]), machine, min_tokens)
             for batch_size in batch_sizes:
-                points.append(bench.point(batch_size))
+                points.append(bench.point(batch_size, num_repeats))
                 on_point(points[-1])
     return points
 
@@ -115,15 +129,11 @@ class _Bench:
         self._workload, self._machine, self._min_tokens = workload, machine, min_tokens
         self._oracle, self._clairvoyant = oracle(workload, machine), clairvoyant(workload, machine)
 
-    def point(self, batch_size: int) -> Point:
-        """Play every policy at one batch size."""
-        num_drafters = len(self._workload.drafters)
-        off, *fixed = (
-            self._play(FixedLength(length, num_drafters, batch_size), batch_size) for length in range(MAX_LENGTH + 1)
-        )
-        adaptive = self._play(Adaptive(self._workload.drafters, self._machine), batch_size)
-        best, bound = self._play(self._oracle, batch_size), self._play(self._clairvoyant, batch_size)
-        return Point(
+    def point(self, batch_size: int, num_repeats: int) -> Point:
+        """Play every policy at one batch size: on each queue all of them."""
+        repeats = [self._repeat(batch_size, seed) for seed in range(num_repeats)]
+        off, *fixed, adaptive, best, bound = (_means(policy) for policy in zip(*repeats, strict=True))
+        point = Point(
             dataset=self._dataset,
             drafter=self._drafter,
             batch_size=batch_size,
@@ -132,17 +142,48 @@ class _Bench:
             adaptive=adaptive.throughput / off.throughput,
             oracle=best.throughput / off.throughput,
             clairvoyant=bound.throughput / off.throughput,
-            adaptive_length=adaptive.mean_draft_length,
-            oracle_length=best.mean_draft_length,
+            adaptive_length=adaptive.length,
+            oracle_length=best.length,
         )
+        ratios = [repeat[ADAPTIVE].throughput / repeat[point.table_length].throughput for repeat in repeats]
+        return replace(point, of_table_error=_standard_error(ratios))
 
-    def _play(self, policy: Policy, batch_size: int) -> ReplayFigures:
-        num_tokens = max(self._min_tokens, batch_size * TOKENS_PER_LANE)
-        return replay_policy(
-            self._workload,
-            policy,
-            self._machine,
-            batch_size=batch_size,
-            num_tokens=num_tokens,
-            num_warmup_tokens=num_tokens // 3,
+    def _repeat(self, batch_size: int, seed: int) -> list[ReplayFigures]:
+        """Play off, every length, adaptive, the oracle and the clairvoyant on one queue."""
+        drafters = self._workload.drafters
+        policies: tuple[Policy, ...] = (
+            *(FixedLength(length, len(drafters), batch_size) for length in range(MAX_LENGTH + 1)),
+            *(Adaptive(drafters, self._machine), self._oracle, self._clairvoyant),
         )
+        num_tokens = max(self._min_tokens, batch_size * TOKENS_PER_LANE)
+        return [
+            replay_policy(
+                self._workload,
+                policy,
+                self._machine,
+                batch_size=batch_size,
+                num_tokens=num_tokens,
+                num_warmup_tokens=num_tokens // 3,
+                seed=seed,
+            )
+            for policy in policies
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Means:
+    """One policy's figures over all queues."""
+
+    throughput: float
+    length: float
+
+
+def _means(repeats: Sequence[ReplayFigures]) -> _Means:
+    return _Means(
+        statistics.fmean(figures.throughput for figures in repeats),
+        statistics.fmean(figures.mean_draft_length for figures in repeats),
+    )
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return 0.0 if len(values) < 2 else statistics.stdev(values) / len(values) ** 0.5

@@ -20,7 +20,7 @@ PURE_MODULES = {
     "verifier_service": (
         *("scheduler", "kv_cache", "prefix_cache", "request", "drafting", "batch"),
         *("block_tables", "prompt_groups", "schedule", "tree", "waiting_queue", "cost_model"),
-        *("survival", "step_price", "exposure", "outcome", "pricing"),
+        *("survival", "step_price", "token_worth", "stretches", "exposure", "outcome", "pricing"),
     ),
     "cluster": ("routing", "planning", "goodput", "router", "fleet", "autoscaling", "scaling_figures", "judging"),
 }

@@ -126,8 +126,8 @@ class DraftPricing:
         kept.is_pinned, kept.is_probe = request.plan.is_pinned, False
         if bound and not kept.is_pinned:
             survivals = self._survivals(request, kept)
-            weight = self.worth.weight(request.request_id)
-            kept.asked = self._level.price.admitted(survivals[: self._level.depth.bound], weight)
+            worths = self.worth.worths(request.request_id, survivals[: self._level.depth.bound])
+            kept.asked = self._level.price.admitted(worths)
             if not kept.asked:
                 kept.asked = self._probe(kept)
                 request.metrics.disabled_reason = "low_acceptance" if survivals[0] < LOW_SURVIVAL else "load"
@@ -178,7 +178,7 @@ class DraftPricing:
         kept.offered = _Offer(survivals, survivals)
         if kept.is_probe or kept.is_pinned:
             return draft
-        num_paying = self._level.price.admitted(survivals[:num_levels], self.worth.weight(request.request_id))
+        num_paying = self._level.price.admitted(self.worth.worths(request.request_id, survivals[:num_levels]))
         return first_nodes(draft, max_nodes=num_paying if is_chain else len(draft.token_ids), max_depth=num_paying)
 
     def _best_nodes(self, request_id: str, kept: _Pricing, draft: Draft) -> Draft:
@@ -195,8 +195,8 @@ class DraftPricing:
         kept.offered = _Offer(slots, levels)
         if kept.is_probe or kept.is_pinned:
             return draft
-        least = self._level.price.least(self.worth.weight(request_id))
-        return kept_nodes(draft, [node for node, survival in enumerate(slots) if survival > least])
+        price, worths = self._level.price.price, self.worth.node_worths(request_id, slots)
+        return kept_nodes(draft, [node for node, worth in enumerate(worths) if worth > price])
 
     def observe(
         self,
@@ -309,12 +309,11 @@ class DraftPricing:
 
     def _worth_of_offer(self, request: Request) -> _Offer:
         """Return it with what positions are worth for survivals."""
-        offer = self._offer(request)
-        slots = self.worth.worths(request.request_id, offer.slots)
-        if slots is offer.slots:
-            return offer
-        is_chain = offer.levels is offer.slots
-        return _Offer(slots, slots if is_chain else self.worth.worths(request.request_id, offer.levels))
+        offer, request_id = self._offer(request), request.request_id
+        if offer.levels is offer.slots:  # a chain
+            worths = self.worth.worths(request_id, offer.slots)
+            return _Offer(worths, worths)
+        return _Offer(self.worth.node_worths(request_id, offer.slots), self.worth.node_worths(request_id, offer.levels))
 
     def _is_pinned(self, outcome: Outcome) -> bool:
         kept = self._requests.get(outcome.item.request.request_id)

@@ -54,14 +54,9 @@ class StepPrice:
         """Whether no step has said anything yet."""
         return self._num_steps == 0.0
 
-    def least(self, weight: float = 1.0) -> float:
-        """Return the survival that a position must exceed where a token is worth `weight`."""
-        return NEVER if self._price >= NEVER else self._price / weight
-
-    def admitted(self, survivals: Sequence[float], weight: float = 1.0) -> int:
+    def admitted(self, survivals: Sequence[float]) -> int:
         """Return how many leading positions are worth the price; survivals must not rise."""
-        least = self.least(weight)
-        return next((place for place, survival in enumerate(survivals) if survival <= least), len(survivals))
+        return next((place for place, survival in enumerate(survivals) if survival <= self._price), len(survivals))
 
     def observe(
         self,

@@ -10,13 +10,16 @@ a slot pays if
 
     survival · (c / t)  >  the seconds of one more token in the step
 
-and `worths` are survivals times (c / t) over its mean. Everything is of earlier steps, as the law requires.
+and `worths` are survivals times (c / t) over its mean, less with each position of a draft as far as acceptance comes in
+stretches (`stretches.py`). Everything is of earlier steps, as the law requires.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+
+from outrider.verifier_service.stretches import Stretches
 
 SHARE = 0.1  # of a round in its request's means
 POOL_SHARE = 0.001  # of a round in the means that a new request starts with
@@ -31,6 +34,7 @@ class _Means:
 
     num_tokens: float = 1.0
     num_draft_tokens: float = 0.0
+    num_whole: float = 0.0  # the last draft's tokens where all were accepted
 
     def add(self, num_tokens: float, num_draft_tokens: float, share: float) -> None:
         self.num_tokens += share * (num_tokens - self.num_tokens)
@@ -41,7 +45,9 @@ class TokenWorth:
     """The requests' means, and each one's weight as of the last step."""
 
     def __init__(self) -> None:
-        self._pool = _Means()
+        self._pool = _Means()  # of all rounds, while they are few; then fading
+        self._num_rounds = 0
+        self._stretches = Stretches()
         self._means: dict[str, _Means] = {}
         self._weights: dict[str, float] = {}
 
@@ -55,7 +61,15 @@ class TokenWorth:
         return self._weights.get(request_id, 1.0)
 
     def worths(self, request_id: str, survivals: Sequence[float]) -> Sequence[float]:
-        """Return what a request's draft positions are worth, to be compared with the price."""
+        """Return what the positions of a request's chain are worth, to be compared with the price."""
+        if not self._stretches.are_seen:
+            return self.node_worths(request_id, survivals)
+        weight = self.weight(request_id)
+        factors = self._stretches.factors()
+        return [min(weight * next(factors) * survival, MAX_WORTH) for survival in survivals]
+
+    def node_worths(self, request_id: str, survivals: Sequence[float]) -> Sequence[float]:
+        """Return what the nodes of a tree are worth, in any order: stretches are known of chains alone."""
         weight = self.weight(request_id)
         if weight == 1.0:
             return survivals
@@ -65,10 +79,16 @@ class TokenWorth:
         """Take in a step: each request's committed and drafted tokens, and the price of a draft position then."""
         means: list[tuple[str, _Means]] = []
         for request_id, num_tokens, num_draft_tokens in rounds:
+            self._num_rounds += 1
+            self._pool.add(num_tokens, num_draft_tokens, max(POOL_SHARE, 1.0 / self._num_rounds))
             if (own := self._means.get(request_id)) is None:
                 own = self._means[request_id] = replace(self._pool)
+            if own.num_whole:
+                self._stretches.observe_next(num_tokens, own.num_tokens, own.num_whole)
+            if num_tokens > 1:
+                self._stretches.observe_accepted(num_tokens - 1)
+            own.num_whole = num_draft_tokens if num_tokens == num_draft_tokens + 1 else 0.0
             own.add(num_tokens, num_draft_tokens, SHARE)
-            self._pool.add(num_tokens, num_draft_tokens, POOL_SHARE)
             means.append((request_id, own))
         if not means:
             return

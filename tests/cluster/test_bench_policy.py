@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,14 @@ def test_a_point_is_met_by_both_measures() -> None:
     assert point().is_met
     assert not point(oracle=1.62).is_met
     assert not point(adaptive=1.49, oracle=1.5).is_met
+
+
+def test_a_point_may_miss_by_no_more_than_noise() -> None:
+    near = point(adaptive=1.498, oracle=1.55, of_table_error=0.001)
+    assert (near.is_met, near.is_met_but_for_noise) == (False, True)
+    assert not point(adaptive=1.498, oracle=1.55, of_table_error=0.0005).is_met_but_for_noise
+    assert cells(near)[-1] == "0.999 ± 0.001"
+    assert "at 1 of 2 points, within two standard errors at 2" in verdict([point(), near])
 
 
 def test_a_row_has_a_cell_for_every_heading() -> None:
@@ -97,6 +107,15 @@ def test_drafters_that_were_not_recorded_are_left_out() -> None:
     assert count_points(datasets, (1, 2, 4)) == 12
     assert points[2].clairvoyant > points[2].oracle > 1.0
     assert points[1].oracle == 1.0  # prompt lookup finds nothing here
+
+
+def test_repeats_are_queues_of_other_orders_and_say_how_certain_the_mean_is() -> None:
+    other = replace(TRACE, recorded={EAGLE: [1 + position % 3 for position in range(30)]})
+    play = partial(run_table, [("two", [TRACE, other])], (1,), min_tokens=60)
+    (once,), (thrice,) = play(), play(num_repeats=3)
+    assert (once.of_table_error, thrice.of_table_error > 0.0) == (0.0, True)
+    assert thrice.off_throughput == pytest.approx(once.off_throughput, rel=0.05)
+    assert thrice.fixed != once.fixed
 
 
 @pytest.fixture
