@@ -41,18 +41,19 @@ LOW_SURVIVAL = 0.25  # of a first position: below, a request is off for what it 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """The survivals that a request had on offer in a step, of all positions or nodes, and the best of each depth."""
+    """What a request had on offer in a step: survivals and worths of positions or nodes, the best worth by depth."""
 
+    survivals: Sequence[float] = ()
     slots: Sequence[float] = ()
     levels: Sequence[float] = ()
 
     def down_to(self, depth: int) -> Sequence[float]:
-        """Return those of the first positions; of a tree, all that are as good as the worst of these."""
+        """Return the worths of the first positions; of a tree, all that are as good as the worst of these."""
         if len(self.slots) == len(self.levels):  # a chain: no depth has two
             return self.slots[:depth]
         if depth >= len(self.levels):
             return self.slots
-        return [survival for survival in self.slots if survival > self.levels[depth]]
+        return [worth for worth in self.slots if worth > self.levels[depth]]
 
 
 @dataclass(slots=True)
@@ -175,10 +176,10 @@ class DraftPricing:
         num_offered = max(num_levels, kept.bound) if is_chain and num_levels >= kept.asked else num_levels
         confidences = _confidences(draft) if is_chain else None
         survivals = self.survival.survivals(request.request_id, kept.drafter_id, num_offered, confidences)
-        kept.offered = _Offer(survivals, survivals)
+        kept.offered = self._offer_of_chain(request.request_id, survivals)
         if kept.is_probe or kept.is_pinned:
             return draft
-        num_paying = self._level.price.admitted(self.worth.worths(request.request_id, survivals[:num_levels]))
+        num_paying = self._level.price.admitted(kept.offered.levels[:num_levels])
         return first_nodes(draft, max_nodes=num_paying if is_chain else len(draft.token_ids), max_depth=num_paying)
 
     def _best_nodes(self, request_id: str, kept: _Pricing, draft: Draft) -> Draft:
@@ -186,17 +187,23 @@ class DraftPricing:
         assert draft.parents is not None
         assert self._level is not None
         rates = self.survival.claimed_rates(kept.drafter_id, draft.confidences or (0.5,) * len(draft.token_ids))
-        slots: list[float] = []
+        survivals: list[float] = []
+        for parent, rate in zip(draft.parents, rates, strict=True):
+            survivals.append(rate * (1.0 if parent == ROOT else survivals[parent]))
+        slots = self.worth.node_worths(request_id, survivals)
         levels: list[float] = []
-        for parent, rate, depth in zip(draft.parents, rates, depths(draft.parents), strict=True):
-            slots.append(rate * (1.0 if parent == ROOT else slots[parent]))
+        for depth, worth in zip(depths(draft.parents), slots, strict=True):
             levels.extend([0.0] * (depth + 1 - len(levels)))
-            levels[depth] = max(levels[depth], slots[-1])
-        kept.offered = _Offer(slots, levels)
+            levels[depth] = max(levels[depth], worth)
+        kept.offered = _Offer(survivals, slots, levels)
         if kept.is_probe or kept.is_pinned:
             return draft
-        price, worths = self._level.price.price, self.worth.node_worths(request_id, slots)
-        return kept_nodes(draft, [node for node, worth in enumerate(worths) if worth > price])
+        price = self._level.price.price
+        return kept_nodes(draft, [node for node, worth in enumerate(slots) if worth > price])
+
+    def _offer_of_chain(self, request_id: str, survivals: Sequence[float]) -> _Offer:
+        worths = self.worth.worths(request_id, survivals)
+        return _Offer(survivals, worths, worths)
 
     def observe(
         self,
@@ -237,7 +244,7 @@ class DraftPricing:
                 num_held=len(held),
                 elapsed_s=exposed_s + step_s,
             )
-        self._observe_offers(level, base, [self._worth_of_offer(item.request) for item in priced])
+        self._observe_offers(level, base, [self._offer(item.request) for item in priced])
         for outcome in outcomes:
             self._observe_draft(outcome)
         sampled = [outcome for outcome in outcomes if outcome.item.samples]
@@ -291,7 +298,7 @@ class DraftPricing:
         kept = self._requests.get(item.request.request_id)
         if item.draft is None or kept is None or kept.offered is None:
             return 0.0
-        return sum(sorted(kept.offered.slots, reverse=True)[: len(item.draft.token_ids)])
+        return sum(sorted(kept.offered.survivals, reverse=True)[: len(item.draft.token_ids)])
 
     def _offer(self, request: Request) -> _Offer:
         """Return what one request had on offer; by history where nothing was asked for."""
@@ -305,15 +312,7 @@ class DraftPricing:
         else:  # it has not asked yet
             bound = 0 if request.plan.is_pinned else request.plan.draft_length
             survivals = self.survival.survivals(request.request_id, request.plan.drafter_id or "", bound)
-        return _Offer(survivals, survivals)
-
-    def _worth_of_offer(self, request: Request) -> _Offer:
-        """Return it with what positions are worth for survivals."""
-        offer, request_id = self._offer(request), request.request_id
-        if offer.levels is offer.slots:  # a chain
-            worths = self.worth.worths(request_id, offer.slots)
-            return _Offer(worths, worths)
-        return _Offer(self.worth.node_worths(request_id, offer.slots), self.worth.node_worths(request_id, offer.levels))
+        return self._offer_of_chain(request.request_id, survivals)
 
     def _is_pinned(self, outcome: Outcome) -> bool:
         kept = self._requests.get(outcome.item.request.request_id)

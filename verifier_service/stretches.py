@@ -13,7 +13,7 @@ bring. Everything is of earlier steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 SHARE = 0.003  # of a round in the means
 PRIOR_ROUNDS = 20.0  # that there are no stretches is worth so many rounds at first
@@ -29,13 +29,13 @@ class Stretches:
         self._num_drafted = 1.0  # before such a round
         self._num_accepted = self._num_discounted = 1.0  # tokens of a draft; and in shares of the first one's worth
         self._decay = self._first = 1.0
+        self._factors: Sequence[float] = ()
 
-    def factors(self) -> Iterator[float]:
-        """Yield what a token at each position of a draft is worth, in the mean of accepted ones 1."""
-        factor = self._first
-        while True:
-            yield factor
-            factor *= self._decay
+    def factors(self, length: int) -> Sequence[float]:
+        """Return what a token at each of `length` positions, or more, is worth, in the mean of accepted ones 1."""
+        if len(self._factors) < length:
+            self._factors = [self._first * self._decay**position for position in range(length)]
+        return self._factors
 
     @property
     def are_seen(self) -> bool:
@@ -52,6 +52,7 @@ class Stretches:
         saved = self._num_usual / self._num_tokens / self._first
         decay = saved ** (1.0 / max(self._num_drafted, 1.0))
         self._decay = min(max(decay, MIN_DECAY), 1.0)
+        self._factors = ()
 
     def observe_accepted(self, num_accepted: float) -> None:
         """Take in how many of a draft's tokens were accepted."""
@@ -60,3 +61,4 @@ class Stretches:
         self._num_accepted += SHARE * (num_accepted - self._num_accepted)
         self._num_discounted += SHARE * (num_discounted - self._num_discounted)
         self._first = self._num_accepted / self._num_discounted
+        self._factors = ()

@@ -64,6 +64,12 @@ class _Counts:
         self.num_judged = self.num_judged * fade + 1.0
         self.num_rejected = self.num_rejected * fade + is_rejected
 
+    def add_draft(self, num_judged: int, is_rejected: bool, fade: float) -> None:
+        """Add a draft's judged tokens, of which none but the last can be rejected."""
+        faded = fade**num_judged
+        self.num_judged = self.num_judged * faded + (1.0 - faded) / (1.0 - fade)
+        self.num_rejected = self.num_rejected * faded + is_rejected
+
     def hazard(self, prior: float, prior_tokens: float) -> float:
         return (self.num_rejected + prior * prior_tokens) / (self.num_judged + prior_tokens)
 
@@ -80,10 +86,12 @@ class _Pool:
     _by_bin: list[float] = field(default_factory=list)
     _is_stale: bool = True
 
+    def needs_refresh(self, length: int) -> bool:
+        """Return whether counts have changed since the last, or `length` positions were never asked for."""
+        return self._is_stale or not self.has_hazards(length)
+
     def refresh(self, length: int, prior: float) -> None:
         """Bring the hazards up to date with the counts, for `length` positions at least."""
-        if not self._is_stale and self.has_hazards(length):
-            return
         mean = self.overall.hazard(prior, INITIAL_TOKENS)
         found = [counts.hazard(mean, POSITION_TOKENS) for counts in self.positions]
         self._hazards_after = [
@@ -110,11 +118,13 @@ class _Pool:
         return [self._by_bin[_bin(confidence)] for confidence in confidences]
 
     def observe(self, accepted: Sequence[bool], last: LastRound, confidences: Sequence[float] | None) -> None:
-        for positions in (self.positions, *self.after):
-            positions.extend(_Counts() for _ in range(len(accepted) - len(positions)))
-        for position, is_accepted in enumerate(accepted):
-            for counts in (self.overall, self.positions[position], self.after[last][position]):
-                counts.add(not is_accepted, POOL_FADE)
+        if len(self.positions) < len(accepted):
+            for positions in (self.positions, *self.after):
+                positions.extend(_Counts() for _ in range(len(accepted) - len(positions)))
+        for is_accepted, counts, counts_after in zip(accepted, self.positions, self.after[last], strict=False):
+            counts.add(not is_accepted, POOL_FADE)
+            counts_after.add(not is_accepted, POOL_FADE)
+        self.overall.add_draft(len(accepted), not accepted[-1], POOL_FADE)
         self._is_stale = True
         if confidences is not None:
             self.observe_claims(zip(confidences, accepted, strict=True))
@@ -137,10 +147,12 @@ class _Frailty:
         return (self.num_rejected + FRAILTY_REJECTIONS) / (self.num_expected + FRAILTY_REJECTIONS)
 
     def observe(self, accepted: Sequence[bool], hazards: Sequence[float]) -> None:
-        for is_accepted, hazard in zip(accepted, hazards, strict=True):
-            self.fade()
-            self.num_rejected += not is_accepted
-            self.num_expected += hazard
+        num_expected = 0.0
+        for hazard in hazards:
+            num_expected = num_expected * REQUEST_FADE + hazard
+        faded = REQUEST_FADE ** len(accepted)
+        self.num_rejected = self.num_rejected * faded + (not accepted[-1])
+        self.num_expected = self.num_expected * faded + num_expected
 
     def fade(self) -> None:
         """Let a judged token pass, or a round without a draft."""
@@ -201,15 +213,15 @@ class SurvivalEstimator:
         pool = self._pool(drafter_id)
         if not pool.has_hazards(num_judged):
             pool.refresh(num_judged, self._prior_hazard(pool))
-        history = self._requests.setdefault(request_id, _RequestHistory())
+        if (history := self._requests.get(request_id)) is None:
+            history = self._requests[request_id] = _RequestHistory()
         last = history.last_of(drafter_id)
         history.by_position.observe(accepted, pool.hazards(num_judged, last))
         if claimed is not None:
             history.by_claim.observe(accepted, pool.claimed_hazards(claimed))
         pool.observe(accepted, last, claimed)
         history.last, history.last_drafter_id = LastRound.of(num_draft_tokens, num_accepted_tokens), drafter_id
-        for is_accepted in accepted:
-            self._all.add(not is_accepted, POOL_FADE)
+        self._all.add_draft(num_judged, not accepted[-1], POOL_FADE)
 
     def observe_plain(self, request_id: str) -> None:
         """Take in a round without a draft: what is known of the request counts less."""
@@ -226,18 +238,15 @@ class SurvivalEstimator:
         A position with a confidence is judged by what that has meant, one without by history alone.
         """
         pool = self._pools.get(drafter_id) or _Pool()
-        pool.refresh(length, self._prior_hazard(pool))
+        if pool.needs_refresh(length):
+            pool.refresh(length, self._prior_hazard(pool))
         history = self._requests.get(request_id) or _NO_HISTORY
-        claimed = pool.claimed_hazards(confidences[:length]) if confidences else []
-        factor, survival = history.by_claim.factor, 1.0
         survivals: list[float] = []
-        for hazard in claimed:
-            survival *= 1.0 - min(max(hazard * factor, MIN_HAZARD), MAX_HAZARD)
-            survivals.append(survival)
-        factor = history.by_position.factor
-        for hazard in pool.hazards(length, history.last_of(drafter_id))[len(claimed) :]:
-            survival *= 1.0 - min(max(hazard * factor, MIN_HAZARD), MAX_HAZARD)
-            survivals.append(survival)
+        if confidences:
+            _extend(survivals, pool.claimed_hazards(confidences[:length]), history.by_claim.factor)
+        if len(survivals) < length:
+            hazards = pool.hazards(length, history.last_of(drafter_id))
+            _extend(survivals, hazards[len(survivals) :], history.by_position.factor)
         return survivals
 
     def observe_claims(self, drafter_id: str, claims: Iterable[tuple[float, bool]]) -> None:
@@ -248,7 +257,8 @@ class SurvivalEstimator:
     def claimed_rates(self, drafter_id: str, confidences: Sequence[float]) -> list[float]:
         """Return P(accepted, given that the token before it is) of single tokens by their confidences."""
         pool = self._pools.get(drafter_id) or _Pool()
-        pool.refresh(0, self._prior_hazard(pool))
+        if pool.needs_refresh(0):
+            pool.refresh(0, self._prior_hazard(pool))
         return [1.0 - hazard for hazard in pool.claimed_hazards(confidences)]
 
     def forget(self, request_id: str) -> None:
@@ -270,3 +280,12 @@ class SurvivalEstimator:
         if len(self._pools) > MAX_POOLS:
             del self._pools[next(iter(self._pools))]
         return pool
+
+
+def _extend(survivals: list[float], hazards: Sequence[float], factor: float) -> None:
+    """Append the survivals of positions with such hazards, times a request's factor, to those before them."""
+    survival = survivals[-1] if survivals else 1.0
+    for hazard in hazards:
+        hazard *= factor
+        survival *= 1.0 - (MIN_HAZARD if hazard < MIN_HAZARD else MAX_HAZARD if hazard > MAX_HAZARD else hazard)
+        survivals.append(survival)

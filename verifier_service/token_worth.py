@@ -65,8 +65,11 @@ class TokenWorth:
         if not self._stretches.are_seen:
             return self.node_worths(request_id, survivals)
         weight = self.weight(request_id)
-        factors = self._stretches.factors()
-        return [min(weight * next(factors) * survival, MAX_WORTH) for survival in survivals]
+        worths = [
+            weight * factor * survival
+            for factor, survival in zip(self._stretches.factors(len(survivals)), survivals, strict=False)
+        ]
+        return worths if not worths or worths[0] < MAX_WORTH else [min(worth, MAX_WORTH) for worth in worths]
 
     def node_worths(self, request_id: str, survivals: Sequence[float]) -> Sequence[float]:
         """Return what the nodes of a tree are worth, in any order: stretches are known of chains alone."""
