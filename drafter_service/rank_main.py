@@ -19,7 +19,7 @@ from outrider.verifier_service.engine import Runner
 from outrider.verifier_service.engine_factory import load_rank
 from outrider.verifier_service.engine_messages import PeerState, Relay
 from outrider.verifier_service.model_runner import ParallelRunner, follow
-from outrider.verifier_service.ranks import RankSpec, arrived, connect
+from outrider.verifier_service.ranks import RankSpec, arrived, connect, keep_loaded
 from outrider.verifier_service.tensor_channel import TensorStore
 from outrider.verifier_service.tokenizer import fingerprint_of
 from outrider.verifier_service.wire import decode, encode
@@ -51,11 +51,13 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
         assert spec.model is not None
         share, pipes = load_rank(spec.model, rank)
         if rank.rank > 0:
+            keep_loaded()
             follow(pipes[0], share)
             return
         runner = ParallelRunner(share, pipes)
     shell = connect(rank.shell_address)
     engine = build_draft_engine(spec, runner=runner)
+    keep_loaded()
     store = TensorStore(spec.tensor_host) if spec.tensor_host and engine.needs.taps else None
     ready = DrafterReady(
         vocab_size=engine.vocab_size,

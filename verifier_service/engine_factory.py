@@ -21,7 +21,7 @@ from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner, follow, resolve_device
 from outrider.verifier_service.packed_linear import bound_shape_caches
 from outrider.verifier_service.pricing import DraftPricing
-from outrider.verifier_service.ranks import RankSpec, connect, gather
+from outrider.verifier_service.ranks import RankSpec, connect, gather, keep_loaded
 from outrider.verifier_service.relay_client import RelayDraftClient
 from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
 from outrider.verifier_service.seeds import derive_seed
@@ -103,6 +103,7 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
     makes the engine's client, and a function that shows it the engine.
     """
     share, pipes = load_rank(spec.model, rank)
+    keep_loaded()
     if rank.rank > 0:
         follow(pipes[0], share)
         return

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -283,3 +286,34 @@ def test_drafts_stay_inside_the_targets_vocabulary(tmp_path: Path, target_vocab_
     offered = {token_id for message in drafts for row in message.draft_probs for token_id in row.token_ids}
     assert max(drawn | offered) < limit
     assert limit == 48 or max(offered) >= 48, "or the limit could not show"
+
+
+def test_ranks_leave_what_they_have_loaded_out_of_garbage_collections(tmp_path: Path):
+    make_checkpoint(tmp_path / "target")
+    source = """
+        import gc, os, sys, threading
+        from pathlib import Path
+        from outrider.drafter_service.drafter_spec import DrafterSpec
+        from outrider.drafter_service.speculative_config import SpeculativeConfig
+        from outrider.verifier_service.model_config import ModelConfig
+        from outrider.verifier_service.ranks import PipeListener, RankSpec
+        from outrider.verifier_service.verifier_spec import VerifierSpec
+
+        folder = Path(sys.argv[1])
+        model = ModelConfig(path=str(folder / "target"), device="cpu", num_kv_blocks=16)
+        drafter = DrafterSpec(model=None, target=model, speculative=SpeculativeConfig(method="ngram"))
+        for name, spec in (("verifier", VerifierSpec(model=model)), ("drafter", drafter)):
+            (folder / name).mkdir()
+            rank = RankSpec(rank=0, size=1, folder=folder / name)
+            with PipeListener(rank.shell_address) as listener:
+                threading.Thread(target=spec.run_rank, args=(rank,), daemon=True).start()
+                pipe = listener.accept()
+            pipe.recv_bytes()  # it is ready
+            print(gc.get_freeze_count() > 100_000)
+            gc.unfreeze()
+        sys.stdout.flush()
+        os._exit(0)  # the ranks go on
+    """
+    command = [sys.executable, "-c", textwrap.dedent(source), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["True", "True"], done.stderr
