@@ -129,6 +129,19 @@ async def test_ended_rank_and_ended_task_are_unhealthy():
     await bench.host.close()
 
 
+async def test_what_goes_with_the_engine_is_closed_before_its_ranks():
+    bench, were_stopped = Bench(), []
+
+    async def close_links() -> None:
+        were_stopped.append(bench.ranks.is_stopped)
+
+    await bench.start()
+    bench.host.on_close(close_links)
+    await bench.host.close()
+    assert were_stopped == [False]
+    assert bench.ranks.is_stopped
+
+
 async def test_closing_twice_or_before_the_start_is_no_error():
     bench = Bench()
     await bench.host.close()
