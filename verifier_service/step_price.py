@@ -54,9 +54,9 @@ class StepPrice:
         """Whether no step has said anything yet."""
         return self._num_steps == 0.0
 
-    def admitted(self, survivals: Sequence[float]) -> int:
-        """Return how many leading positions are worth the price; survivals must not rise."""
-        return next((place for place, survival in enumerate(survivals) if survival <= self._price), len(survivals))
+    def admitted(self, worths: Sequence[float]) -> int:
+        """Return how many leading positions are worth the price; their worths must not rise."""
+        return next((place for place, worth in enumerate(worths) if worth <= self._price), len(worths))
 
     def observe(
         self,

@@ -237,9 +237,7 @@ class SurvivalEstimator:
 
         A position with a confidence is judged by what that has meant, one without by history alone.
         """
-        pool = self._pools.get(drafter_id) or _Pool()
-        if pool.needs_refresh(length):
-            pool.refresh(length, self._prior_hazard(pool))
+        pool = self._fresh_pool(drafter_id, length)
         history = self._requests.get(request_id) or _NO_HISTORY
         survivals: list[float] = []
         if confidences:
@@ -256,14 +254,19 @@ class SurvivalEstimator:
 
     def claimed_rates(self, drafter_id: str, confidences: Sequence[float]) -> list[float]:
         """Return P(accepted, given that the token before it is) of single tokens by their confidences."""
-        pool = self._pools.get(drafter_id) or _Pool()
-        if pool.needs_refresh(0):
-            pool.refresh(0, self._prior_hazard(pool))
+        pool = self._fresh_pool(drafter_id)
         return [1.0 - hazard for hazard in pool.claimed_hazards(confidences)]
 
     def forget(self, request_id: str) -> None:
         """Drop a request's own history; its pool's stays."""
         self._requests.pop(request_id, None)
+
+    def _fresh_pool(self, drafter_id: str, length: int = 0) -> _Pool:
+        """Return a drafter's pool with its hazards up to date, for `length` positions at least."""
+        pool = self._pools.get(drafter_id) or _Pool()
+        if pool.needs_refresh(length):
+            pool.refresh(length, self._prior_hazard(pool))
+        return pool
 
     def _prior_hazard(self, pool: _Pool) -> float:
         """Return what the other pools say of this one: its own tokens must not count twice."""
