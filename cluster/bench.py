@@ -4,7 +4,7 @@
         open every arm once
         for each repeat:                 the machine's read speed is measured anew
             for each concurrency:
-                for each arm:            rotated by one in each repeat; warmed up first
+                for each arm:            in another order in each repeat; warmed up first
 
 so that whatever else the machine does hits all arms alike.
 """
@@ -197,13 +197,22 @@ def _check_lengths(options: BenchOptions) -> None:
 def plan_runs(names: Sequence[str], concurrencies: Sequence[int], repeats: int) -> Iterator[tuple[int, int, str]]:
     """Yield (repeat, concurrency, arm) so that all arms meet the same moments of the machine.
 
-    Arms are rotated: none always runs after the same other one, nor always in the same place.
+    After as many repeats as there are arms (twice as many of an odd number), each has run in each place equally often,
+    and right after each other one, whose traces a machine may still bear (Williams, "Experimental Designs Balanced for
+    the Estimation of Residual Effects of Treatments", 1949).
     """
     for repeat in range(repeats):
-        shift = repeat % len(names)
+        order = _williams_order(len(names), repeat)
         for concurrency in concurrencies:
-            for name in (*names[shift:], *names[:shift]):
-                yield repeat, concurrency, name
+            for place in order:
+                yield repeat, concurrency, names[place]
+
+
+def _williams_order(num_arms: int, repeat: int) -> list[int]:
+    zigzag = [((place + 1) // 2 if place % 2 else -place // 2) % num_arms for place in range(num_arms)]
+    arm_of = {step: arm for arm, step in enumerate(zigzag)}  # so that the first repeat has the arms in their own order
+    order = [arm_of[(step + repeat) % num_arms] for step in zigzag]
+    return order[::-1] if num_arms % 2 and repeat % 2 else order
 
 
 def measure(

@@ -2,7 +2,7 @@
 
     one engine and one drafter for all arms: nothing but the plans differ
     for each fixed arm, once:            its speed at each concurrency makes the per-batch-size table
-    for each repeat:                     arms rotated, as in `outrider bench throughput`
+    for each repeat:                     arms ordered as in `outrider bench throughput`
         for each concurrency:
             for each arm: a warm-up that does not count, then all prompts, `concurrency` at a time
 

@@ -4,8 +4,8 @@
     a core each                the drafter in a process of its own; the verifier waits for every draft
     a core each, N outcomes    the drafter drafts for the N likeliest outcomes while the verifier verifies
 
-All arms are open at once and take turns, rotated in every repeat; figures are medians over the repeats. The figures are
-defined in `ahead_figures`; nothing heavy is imported before the verb runs.
+All arms are open at once and take turns, in another order in every repeat; figures are medians over the repeats, and
+defined in `ahead_figures`. Nothing heavy is imported before the verb runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LINKS_S = (0.0, 0.001, 0.005, 0.02)
 HEADINGS = (
     "arm",
     "time per token",
-    "ratio",
+    "off / arm",
     "tokens per round",
     "accepted",
     "hit rate",
@@ -294,7 +294,7 @@ def to_markdown(runs: Mapping[str, Sequence[AheadRun]], machine: Machine, option
         f"drafter {options.config.speculative.method}; "
         f"{len(workload.prompts)} prompts of {workload.max_tokens} tokens one after another, temperature "
         f"{workload.temperature:g}, drafts of {workload.num_speculative_tokens} tokens; {options.repeats} repeats, "
-        "arms in turn, medians.",
+        "arms in turn, medians; off / arm is the median of each repeat's own ratio.",
         "",
         *markdown_table(HEADINGS, rows(runs), num_left=1),
         "",

@@ -13,6 +13,7 @@ from typing import Protocol
 from outrider.cluster.detokenizer import Detokenizer
 from outrider.cluster.errors import OutriderError, RequestFailed
 from outrider.cluster.metrics import GatewayMetrics
+from outrider.cluster.reports import is_being_cancelled
 from outrider.verifier_service.request import (
     FinishReason,
     GenerationRequest,
@@ -280,6 +281,11 @@ class Generation:
             raise RequestFailed("the backend ended the stream without a finish reason")
         except OutriderError as error:
             self._fail(error)
+        except asyncio.CancelledError:
+            if is_being_cancelled():
+                raise
+            logger.error("the backend cancelled request %s", choice.message.request_id)
+            self._fail(RequestFailed("internal error"))
         except Exception as error:  # a fault of ours: told to the log, not to the client
             logger.exception("request %s failed", choice.message.request_id)
             failure = RequestFailed("internal error")

@@ -120,6 +120,8 @@ class ServiceConfig:
         if self.speculation not in ("auto", "always", "off"):
             raise ValueError("speculation must be auto, always or off")
         self.router_policy  # noqa: B018  # refuses a table that is none
+        if any(length > self.num_speculative_tokens for _, _, length in self.draft_length_by_batch_size):
+            raise ValueError("draft_length_by_batch_size must have draft lengths of at most num_speculative_tokens")
         if self.log_format not in LOG_FORMATS:
             raise ValueError("log_format must be text or json")
         if not 0.0 <= self.trace_sample_ratio <= 1.0:

@@ -3,7 +3,8 @@
 OutriderError                      500  INTERNAL
 ├── InvalidRequest(field)          400  INVALID_ARGUMENT    the client must change something
 │   ├── ModelNotFound              404  NOT_FOUND
-│   └── BodyTooLarge               413  INVALID_ARGUMENT
+│   ├── BodyTooLarge               413  INVALID_ARGUMENT
+│   └── BodyTooSlow                408  INVALID_ARGUMENT
 ├── Unauthenticated                401  UNAUTHENTICATED     no API key, or not a known one
 ├── Overloaded(retry_after_s)      429  RESOURCE_EXHAUSTED  a queue or a rate is at its limit: try again later
 ├── Unavailable(retry_after_s)     503  UNAVAILABLE         no verifier can serve it now
@@ -41,6 +42,10 @@ class ModelNotFound(InvalidRequest):
 
 class BodyTooLarge(InvalidRequest):
     """The request's body is longer than the server reads."""
+
+
+class BodyTooSlow(InvalidRequest):
+    """The request's body did not come in time."""
 
 
 class Unauthenticated(OutriderError):
@@ -89,6 +94,12 @@ ERROR_MAPPINGS: dict[type[OutriderError], ErrorMapping] = {
         grpc_status=grpc.StatusCode.INVALID_ARGUMENT,
         openai_type="invalid_request_error",
         openai_code="body_too_large",
+    ),
+    BodyTooSlow: ErrorMapping(
+        http_status=408,
+        grpc_status=grpc.StatusCode.INVALID_ARGUMENT,
+        openai_type="invalid_request_error",
+        openai_code="body_too_slow",
     ),
     InvalidRequest: ErrorMapping(
         http_status=400, grpc_status=grpc.StatusCode.INVALID_ARGUMENT, openai_type="invalid_request_error"

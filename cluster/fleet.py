@@ -34,13 +34,16 @@ class DisabledReason(enum.StrEnum):
     REQUEST_OPT_OUT = "request_opt_out"
     LOAD = "load"  # the verifier is compute-bound: a draft token costs more than it brings
     LOW_ACCEPTANCE = "low_acceptance"
-    DRAFTER_UNAVAILABLE = "drafter_unavailable"
-    DRAFTER_TIMEOUT = "drafter_timeout"
+    DRAFTER_UNAVAILABLE = "drafter_unavailable"  # no drafter, or no link to one
+    DRAFTER_TIMEOUT = "drafter_timeout"  # no drafter has answered in time, or well, lately: its circuit is open
     DRAFT_QUEUE = "draft_queue"  # drafts arrive too late to pay for the wait
     MAX_MODEL_LEN = "max_model_len"
     UNSUPPORTED_PARAMS = "unsupported_params"
     WARMUP = "warmup"  # no step-time profile yet
     CONFIG = "config"  # the operator switched it off
+
+
+LACKS_DRAFTER = frozenset({DisabledReason.DRAFTER_UNAVAILABLE, DisabledReason.DRAFTER_TIMEOUT})
 
 
 @functools.cache  # one is as good as another, and a busy router says it often
@@ -226,6 +229,13 @@ class Assignment:
     verifier_id: str
     endpoint: str
     plan: SpeculationPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RouteAnswer:
+    """The router's word on a new request."""
+
+    assignment: Assignment | None  # None: no verifier takes it now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

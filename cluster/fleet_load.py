@@ -23,6 +23,7 @@ def fleet_load(snapshot: FleetSnapshot | None, now_s: float) -> dict[str, Any]:
     tokens_per_s            committed tokens over the last two seconds; per accelerator: ranks of both pools count
     price                   committed tokens that one more draft token costs; null: none is known
     knee                    tokens of a step from which it is compute-bound; null: never, or not known
+    num_extrapolated_steps  far beyond all that was profiled or had run before: what they cost was extrapolated
     draft_length            the longest draft that the router's plan allows; 0: off, for disabled_reason
     draft_length_mean       what is asked for per decoding request and step, lately
     verify_idle_share       of the last two seconds, waiting for drafts
@@ -59,6 +60,7 @@ def _verifier(state: VerifierState) -> dict[str, Any]:
         "mean_step_s": report.mean_step_s,
         "price": state.price,
         "knee": report.knee,
+        "num_extrapolated_steps": report.counters.num_extrapolated_steps,
         "draft_length": state.default_plan.draft_length,
         "disabled_reason": state.default_plan.disabled_reason,
         "draft_length_mean": report.draft_length_mean,

@@ -196,6 +196,12 @@ _STEPS = (
         lambda state: state.report.knee,
     ),
     _of_verifiers(
+        "verify_extrapolated_steps",
+        "counter",
+        "Steps a quarter larger than all that the cost model had profiled or seen: their cost was extrapolated",
+        lambda state: state.report.counters.num_extrapolated_steps,
+    ),
+    _of_verifiers(
         "verify_scheduled_tokens",
         "counter",
         "Tokens computed by the target model, drafts included",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cluster.config import ServiceConfig
+from outrider.cluster.fleet import PolicyMode
 from outrider.cluster.offline import OfflineEngine
 from outrider.cluster.prompts import PromptError, collect, parse_request, read_prompt_lines, result_json
 from outrider.verifier_service.request import SamplingParams, SpeculationPlan
@@ -28,11 +29,16 @@ def run(
     if not lines:
         raise PromptError("give --prompt or --prompts")
     tokenizer = load_tokenizer(config.verifier_spec.model)
-    plan = SpeculationPlan(draft_length=config.num_speculative_tokens)
+    mode = config.router_policy.mode
+    plan = SpeculationPlan(
+        draft_length=0 if mode is PolicyMode.OFF else config.num_speculative_tokens,
+        is_pinned=mode is PolicyMode.ALWAYS,
+    )
     requests = [
         parse_request(line, request_id=f"prompt-{index}", defaults=sampling, plan=plan, tokenizer=tokenizer)
         for index, line in enumerate(lines)
     ]
-    with OfflineEngine(config, drafter_process=drafter_process) as engine:
+    prices_drafts = mode is PolicyMode.AUTO and plan.draft_length > 0
+    with OfflineEngine(config, drafter_process=drafter_process, prices_drafts=prices_drafts) as engine:
         for result in collect(requests, engine.generate(requests)):
             yield result_json(result, str(tokenizer.decode(result.token_ids, skip_special_tokens=True)))

@@ -9,14 +9,50 @@ import socket
 import ssl
 from collections.abc import Iterator
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from outrider.cluster.security import TlsConfig
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_CONNECTIONS = 4096  # more are answered 503
+HEADERS_TIMEOUT_S = 20.0
 POLL_INTERVAL_S = 0.05
+
+
+class PunctualProtocol(H11Protocol):
+    """Close connections whose next request's headers do not come in time: each holds one of `MAX_CONNECTIONS`.
+
+    Between two requests uvicorn's own keep-alive time-out is shorter, until the first byte comes.
+    """
+
+    headers_timeout_s = HEADERS_TIMEOUT_S
+    _overdue: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_watching()
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_watching()
+        elif self._overdue is None:
+            self._overdue = self.loop.call_later(self.headers_timeout_s, self.transport.abort)
+
+    def _stop_watching(self) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
 
 
 class _Server(uvicorn.Server):
@@ -34,12 +70,19 @@ class HttpsServer:
     """
 
     def __init__(
-        self, app: ASGIApp, host: str, port: int, tls: TlsConfig, *, max_connections: int = MAX_CONNECTIONS
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        tls: TlsConfig,
+        *,
+        max_connections: int = MAX_CONNECTIONS,
+        protocol: type[asyncio.Protocol] = PunctualProtocol,
     ) -> None:
         tls.check()
         config = uvicorn.Config(
             app,
-            http="h11",  # the one parser whose headers are bounded
+            http=protocol,  # over h11, the one parser whose headers are bounded
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             limit_concurrency=max_connections,
             ssl_certfile=tls.certfile,

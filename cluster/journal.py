@@ -132,7 +132,8 @@ class Attempts:
         self.excluded_verifier_ids = (*self.excluded_verifier_ids, verifier_id)
         if not was_accepted:
             self._num_refused += 1
-            if self._deadline_s is None and self._num_refused == MAX_ATTEMPTS:
+            is_over = self._is_handover_over(now_s) and self._num_refused >= MAX_ATTEMPTS
+            if is_over and self._deadline_s is None:
                 raise Unavailable(f"no verifier takes the request: {reason}")
             return
         self._deadline_s = now_s + self.failover_timeout_s
@@ -145,13 +146,14 @@ class Attempts:
         """Return how long to wait before asking for a verifier again; raises `Unavailable` when it is no use."""
         excluded, self.excluded_verifier_ids = self.excluded_verifier_ids, ()
         if self._deadline_s is None:
-            if excluded:
-                return 0.0
-            if self._handover_deadline_s is None:
-                self._handover_deadline_s = now_s + HANDOVER_S
-            if now_s >= self._handover_deadline_s:
+            if self._is_handover_over(now_s) and not excluded:
                 raise Unavailable("no verifier is ready")
-            return RETRY_INTERVAL_S
-        if now_s >= self._deadline_s:
+        elif now_s >= self._deadline_s:
             raise Unavailable(f"the request lost its verifier; no other came within {self.failover_timeout_s:g} s")
         return RETRY_INTERVAL_S
+
+    def _is_handover_over(self, now_s: float) -> bool:
+        """Return whether a new request has waited long enough since it was first refused or found no verifier."""
+        if self._handover_deadline_s is None:
+            self._handover_deadline_s = now_s + HANDOVER_S
+        return now_s >= self._handover_deadline_s

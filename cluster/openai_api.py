@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -13,11 +14,12 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from outrider.cluster.errors import BodyTooLarge, OutriderError, RequestFailed
+from outrider.cluster.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, OutriderError, RequestFailed
 from outrider.cluster.gateway import Gateway
 from outrider.cluster.openai_answer import Answer, GenerationResponse, error_response
 from outrider.cluster.openai_format import ChatFormat, CompletionFormat
 from outrider.cluster.openai_protocol import (
+    MAX_TOKENIZED_CHARS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -30,13 +32,21 @@ from outrider.cluster.version import VERSION
 from outrider.cluster.web_page import add_web_page
 
 MAX_BODY_BYTES = 16 << 20
+BODY_TIMEOUT_S = 60.0  # a client that sends no more holds a connection and what it has sent
 
 HealthCheck = Callable[[], Awaitable[bool]]
 
 
-def build_api(gateway: Gateway, is_healthy: HealthCheck, *, wall_clock: Callable[[], float] = time.time) -> FastAPI:
+def build_api(
+    gateway: Gateway,
+    is_healthy: HealthCheck,
+    *,
+    wall_clock: Callable[[], float] = time.time,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+) -> FastAPI:
     """Return the FastAPI application of a gateway; `is_healthy` answers /health and, unless it drains, /ready."""
     app = FastAPI(title="Outrider", version=VERSION, docs_url=None, redoc_url=None)
+    app.state.body_timeout_s = body_timeout_s
     _add_generation_routes(app, gateway, wall_clock)
     _add_token_routes(app, gateway)
     _add_model_routes(app, gateway)
@@ -80,6 +90,8 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
             add_special_tokens = bool(add_special_tokens)
             messages = template_input(body.messages)
             text = await gateway.text.render_chat(messages, add_generation_prompt=body.add_generation_prompt)
+            if len(text) > MAX_TOKENIZED_CHARS:
+                raise InvalidRequest(f"messages must have at most {MAX_TOKENIZED_CHARS} characters", "messages")
         ids = await gateway.text.encode(text or "", add_special_tokens=add_special_tokens is not False)
         return {
             "count": len(ids),
@@ -153,11 +165,15 @@ def _body_schema(path: str, kind: type[BaseModel]) -> dict[str, Any]:
 
 async def read_json(request: Request) -> object:
     """Read a JSON body of at most `MAX_BODY_BYTES`, whatever its headers say; raises `InvalidRequest`."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"the body must have at most {MAX_BODY_BYTES} bytes")
+    body, timeout_s = bytearray(), request.app.state.body_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise BodyTooLarge(f"the body must have at most {MAX_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise BodyTooSlow(f"the body must come within {timeout_s:g} s") from None
     return parse_json(bytes(body))
 
 

@@ -16,7 +16,7 @@ from outrider.cluster.structured_format import OPENAI_FIELDS, openai_structure
 MAX_PROMPTS = 256  # of one completions body
 MAX_TOTAL_CHOICES = 1024  # of all prompts of one completions body
 MAX_MESSAGES = 4096  # of one chat
-MAX_TOKENIZED_CHARS = 1 << 20  # of /tokenize
+MAX_TOKENIZED_CHARS = 1 << 20  # of /tokenize, chats as their templates write them
 MAX_DETOKENIZED_TOKENS = 1 << 20
 
 # Accepted and without effect on the tokens.
@@ -180,15 +180,21 @@ class ChatMessage(BaseModel):
 
     role: str
     content: str | list[ContentPart] | None = None
+    name: str | None = None  # who speaks, where the template tells speakers apart
 
     def as_template_input(self) -> dict[str, Any]:
         """Return the message as chat templates expect it, its text parts joined."""
+        for name, value in (self.model_extra or {}).items():
+            if value:  # null and empty say nothing: answers are sent back with all their fields
+                hint = did_you_mean(name, ChatMessage.model_fields)
+                raise InvalidRequest(f"messages: {name!r} is not supported{hint}", "messages")
+        message = {"role": self.role} if self.name is None else {"role": self.role, "name": self.name}
         if isinstance(self.content, list):
             for part in self.content:
                 if part.type != "text" or part.text is None:
                     raise InvalidRequest(f"messages: content of type {part.type!r} is not supported", "messages")
-            return {"role": self.role, "content": "".join(part.text or "" for part in self.content)}
-        return {"role": self.role, "content": self.content or ""}
+            return message | {"content": "".join(part.text or "" for part in self.content)}
+        return message | {"content": self.content or ""}
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

@@ -22,7 +22,20 @@ async def ask_router(method: Any, *arguments: Any, timeout_s: float = REPORT_TIM
         return await asyncio.wait_for(_awaited(method, arguments), timeout_s)
     except ROUTER_ERRORS as error:
         logger.warning("the router did not answer: %s: %s", type(error).__name__, error)
-        return None
+    except asyncio.CancelledError:
+        if is_being_cancelled():
+            raise
+        logger.warning("the router did not answer: the call to it was cancelled")
+    return None
+
+
+def is_being_cancelled() -> bool:
+    """Return whether somebody cancels the running task: what it calls may raise `CancelledError` of its own accord.
+
+    Serve does so where a callee was cancelled (ray/serve/_private/replica_result.py); the caller was not.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _awaited(method: Any, arguments: tuple[Any, ...]) -> Any:

@@ -18,7 +18,7 @@ import grpc
 
 from outrider.cluster.admission import OwnQueue, Turnover, refusal
 from outrider.cluster.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
-from outrider.cluster.fleet import Assignment, FleetSnapshot, RouteAsk, RouterPolicy
+from outrider.cluster.fleet import Assignment, FleetSnapshot, RouteAnswer, RouteAsk, RouterPolicy
 from outrider.cluster.gateway import ModelInfo
 from outrider.cluster.journal import Attempts, Journal
 from outrider.cluster.reports import ask_router
@@ -49,9 +49,8 @@ class RouterClient:
 
     async def route(self, ask: RouteAsk) -> Assignment:
         """Assign a verifier; raises `Unavailable` when there is none."""
-        assignment = await ask_router(self._router.route, ask, timeout_s=ROUTE_TIMEOUT_S)
-        if assignment is None:
-            assignment = self._route_alone(ask)
+        answer: RouteAnswer | None = await ask_router(self._router.route, ask, timeout_s=ROUTE_TIMEOUT_S)
+        assignment = self._route_alone(ask) if answer is None else answer.assignment
         if assignment is None:
             raise Unavailable("no verifier is ready")
         return assignment
@@ -313,10 +312,9 @@ class RoutedBackend:
 
 
 def affinity_key(request: GenerationRequest) -> str:
-    """Return what requests have in common that are best served by one verifier: a group, a session, or a prefix."""
-    shared = request.group_id or request.session_id
-    if shared is not None:
-        return shared
+    """Return what requests have in common that are best served by one verifier: a session or a prefix."""
+    if request.session_id is not None:
+        return request.session_id
     prefix = request.prompt_token_ids[:AFFINITY_PREFIX_TOKENS]
     return hashlib.blake2b(f"{request.cache_salt}/{prefix}".encode(), digest_size=16).hexdigest()
 

@@ -56,11 +56,11 @@ class RouterCore:
         self._drafters: dict[str, DrafterState] = {}
         self._decisions: collections.Counter[tuple[str, str]] = collections.Counter()
         self._started_s: float | None = None  # when the first report came
-        self._heard_ids: set[str] = set()  # drafters that reported or left since then, while that matters
+        self._heard_ids: set[str] = set()  # replicas that reported or left since then, while that matters
 
     def report_verifier(self, report: VerifierReport, now_s: float) -> Directive:
         """Take in a verifier's report and answer with what changes; raise `StaleEpochError` for an old incarnation."""
-        self._expire(now_s)
+        self._begin(now_s)
         known = self._verifiers.get(report.verifier_id)
         if known is not None:
             _refuse_stale(report.verifier_id, report.epoch, known.state.report.epoch)
@@ -86,12 +86,12 @@ class RouterCore:
 
     def report_drafter(self, report: DrafterReport, now_s: float) -> None:
         """Take in a drafter's report; raise `StaleEpochError` for an old incarnation."""
-        self._expire(now_s)
+        self._begin(now_s)
         known = self._drafters.get(report.drafter_id)
         if known is not None:
             _refuse_stale(report.drafter_id, report.epoch, known.report.epoch)
         self._drafters[report.drafter_id] = DrafterState(report=report, reported_s=now_s)
-        self._hear(report.drafter_id, now_s)
+        self._heard_ids.add(report.drafter_id)
 
     def route(self, ask: RouteAsk, now_s: float) -> Assignment:
         """Choose for a new request and count it as load until the replicas' next reports."""
@@ -123,21 +123,18 @@ class RouterCore:
         self._drafters.pop(replica_id, None)
         self._heard_ids.add(replica_id)
 
-    def _hear(self, drafter_id: str, now_s: float) -> None:
-        if self._is_new(now_s):
-            self._heard_ids.add(drafter_id)
-        else:
-            self._heard_ids.clear()
+    def _begin(self, now_s: float) -> None:
+        self._started_s = now_s if self._started_s is None else self._started_s
+        self._expire(now_s)
 
-    def _is_new(self, now_s: float) -> bool:
+    def is_new(self, now_s: float) -> bool:
         """Return whether a replica may be up that has not had the time to report here."""
-        if self._started_s is None:
-            self._started_s = now_s
-        return now_s - self._started_s <= self.policy.expire_after_s
+        return self._started_s is None or now_s - self._started_s <= self.policy.expire_after_s
 
     def _unheard(self, report: VerifierReport, now_s: float) -> list[DrafterState]:
         """Return the drafters that only a verifier's links tell of, as far as one can know them."""
-        if not self._is_new(now_s):
+        if not self.is_new(now_s):
+            self._heard_ids.clear()
             return []
         return [
             _as_linked(drafter_id, self.policy.max_draft_length, now_s)

@@ -7,10 +7,10 @@ import time
 from typing import Any
 
 from outrider.cluster.fleet import (
-    Assignment,
     Directive,
     DrafterReport,
     FleetSnapshot,
+    RouteAnswer,
     RouteAsk,
     RouterPolicy,
     VerifierReport,
@@ -47,12 +47,13 @@ class RouterReplica:
     async def remove(self, replica_id: str) -> None:
         self._core.remove(replica_id)
 
-    async def route(self, ask: RouteAsk) -> Assignment | None:
-        """Return None when no verifier is ready."""
+    async def route(self, ask: RouteAsk) -> RouteAnswer | None:
+        """Return None where it cannot tell: it has just started, and a verifier may be up that has not reported."""
+        now_s = time.time()
         try:
-            return self._core.route(ask, time.time())
+            return RouteAnswer(self._core.route(ask, now_s))
         except NoVerifierError:
-            return None
+            return None if self._core.is_new(now_s) else RouteAnswer(None)
 
     async def snapshot(self) -> FleetSnapshot:
         return self._core.snapshot(time.time())

@@ -152,7 +152,7 @@ class DrafterDesk:
         up = set(verifier.drafters_up)
         usable = (state for state in live if state.report.drafter_id in up and not state.report.draining)
         self.linked = {state.report.drafter_id: state for state in (*usable, *_own_drafters(verifier))}
-        self.reason = DisabledReason.DRAFT_QUEUE if self.linked else DisabledReason.DRAFTER_UNAVAILABLE
+        self.reason = DisabledReason.DRAFT_QUEUE if self.linked else _why_nobody(verifier)
         self._round_trips_s = {trip.drafter_id: max(trip.seconds, MIN_ROUND_TRIP_S) for trip in verifier.round_trips}
         # of a link that was never used the best is hoped, or it never would be
         self._hoped_s = min((self._round_trips_s.get(id_, math.inf) for id_ in self.linked), default=math.inf)
@@ -185,6 +185,11 @@ class DrafterDesk:
         """Return how long a drafter with `load` requests lets one more wait, but for a constant."""
         hoped_s = MIN_ROUND_TRIP_S if self._hoped_s == math.inf else self._hoped_s
         return (load + 1) * self._round_trips_s.get(drafter_id, hoped_s)
+
+
+def _why_nobody(verifier: VerifierReport) -> DisabledReason:
+    is_failed = any(circuit.state == "open" for circuit in verifier.circuits)
+    return DisabledReason.DRAFTER_TIMEOUT if is_failed else DisabledReason.DRAFTER_UNAVAILABLE
 
 
 def _num_requests(state: DrafterState) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 from outrider.cluster.autoscaling import DraftersLoad, PoolsLoad, VerifiersLoad
-from outrider.cluster.fleet import DisabledReason
+from outrider.cluster.fleet import LACKS_DRAFTER
 from outrider.drafter_service.drafter_load import DrafterLoad
 from outrider.verifier_service.engine_messages import EngineCounters, EngineLoad
 from outrider.verifier_service.request import SpeculationPlan
@@ -26,9 +26,7 @@ class VerifierFigures:
     def of(self, load: EngineLoad, default_plan: SpeculationPlan | None) -> dict[str, float]:
         """Return the figures; `default_plan` is the router's last word on new requests, None before its first."""
         before, self._before = self._before, load.counters
-        lacks_drafter = (
-            default_plan is not None and default_plan.disabled_reason == DisabledReason.DRAFTER_UNAVAILABLE.value
-        )
+        lacks_drafter = default_plan is not None and default_plan.disabled_reason in LACKS_DRAFTER
         num_willing = sum(request.num_speculative_tokens != 0 for request in load.requests[: load.num_running])
         return {
             "num_requests": float(load.num_running + load.num_waiting),

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.cluster.accelerators import StepTiming
-from outrider.cluster.fleet import DisabledReason, VerifierReport
+from outrider.cluster.fleet import LACKS_DRAFTER, VerifierReport
 from outrider.cluster.simulate_drafting import DraftDemand, DraftSpeed, FakeDrafter, Round, RoundLoad, choose_round
 from outrider.cluster.simulate_ledger import Ledger
 from outrider.cluster.simulate_lengths import BatchSeen, LengthPolicy, Rounds, Row
@@ -109,7 +109,7 @@ class FakeVerifier:
     @property
     def num_undrafted(self) -> int:
         """How many requests lack nothing for speculation but a drafter."""
-        return sum(plan.disabled_reason == DisabledReason.DRAFTER_UNAVAILABLE for plan in self._plans.values())
+        return sum(plan.disabled_reason in LACKS_DRAFTER for plan in self._plans.values())
 
     def submit(self, number: int, plan: SpeculationPlan, now_s: float) -> None:
         """Take a request; it is admitted when the round that runs has ended."""

@@ -88,6 +88,8 @@ def structure_of(kind: StructuredKind, value: Any, field: str) -> NamedStructure
 def _of_response_format(value: Any) -> NamedStructure | None:
     field = "response_format"
     _require(isinstance(value, dict), field, "an object")
+    for name in value.keys() - {"type", "json_schema"}:
+        raise InvalidRequest(f"{field}: unknown field {name!r}{did_you_mean(name, ['json_schema'])}", field)
     match value.get("type"):
         case "text":
             return None

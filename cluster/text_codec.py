@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ class TextCodec:
 
     def __init__(self, tokenizer: Any) -> None:  # transformers.PreTrainedTokenizerBase, which has no types
         self._tokenizer = tokenizer
-        self._threads = asyncio.Semaphore(NUM_THREADS)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
         self._silent_ids = silent_token_ids(tokenizer)
         self._max_token_chars = max(len(piece) for piece in tokenizer.get_vocab())
         self.token_text = functools.cache(self._token_text)
@@ -117,8 +118,7 @@ class TextCodec:
         )
 
     async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
-        async with self._threads:
-            return await asyncio.to_thread(work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 def _byte_alphabet() -> dict[str, int]:

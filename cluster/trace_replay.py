@@ -1,7 +1,9 @@
 """Replay drafters over recorded requests: what would have been accepted, and how long drafting takes.
 
 A replay knows the tokens that the target generated, so a draft is right as far as it equals them: greedy acceptance
-without the target. Every arm meets the same requests in the same order, one after another.
+without the target. Every arm meets the same requests in the same order, one after another. The traces are those of
+"Speculative Decoding: Performance or Illusion?" (arXiv 2601.11580; SpecDecode-Bench/simulator), Llama-3.1-8B-Instruct
+on an H100; they are not part of this repository.
 
 Definitions
     verification            a draft, maybe an empty one, and the tokens that it commits: those accepted and one more

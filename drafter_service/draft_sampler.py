@@ -8,6 +8,7 @@ its likeliest tokens as point masses (EAGLE-2, Li et al. 2024).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, DraftSampling, 
 from outrider.verifier_service.request import GREEDY_TEMPERATURE
 from outrider.verifier_service.sampler import target_probs, top_candidates
 
+MAX_LOGIT = 1e30  # finite after any temperature, too
 _TICKET_BITS = 62  # a ticket modulo at most 2^16 is uniform to 2^-46, and exactly so for a sibling drawn first
 
 
@@ -59,7 +61,8 @@ def draft_children(
     assert logits.shape[0] == len(samplings) == len(positions), (logits.shape, len(samplings), len(positions))
     assert 1 <= top_n <= DRAFT_PROB_SCALE, top_n
     assert num_children >= 1, num_children
-    logits = logits[:, :vocab_size]
+    # a model that overflows makes a bad guess, and nothing worse; -inf alone means what it says: never
+    logits = logits[:, :vocab_size].nan_to_num(nan=0.0, neginf=-math.inf).clamp(max=MAX_LOGIT)
     greedy = [row for row, sampling in enumerate(samplings) if sampling.temperature <= GREEDY_TEMPERATURE]
     seeded = [row for row in _others(samplings, greedy) if samplings[row].seed is not None]
     unseeded = _others(samplings, [*greedy, *seeded])

@@ -222,8 +222,14 @@ class EagleDrafter(AheadDrafter[HeadState]):
             all_states=self._states.values(),
             asked=asked,
             younger=younger,
-            give_up=lambda victim: self._roll_back(victim, victim.first),
+            give_up=self._begin_again,
         )
+
+    def _begin_again(self, victim: HeadState) -> None:
+        """Take a session's KV; what it kept of states that its ask no longer has cannot be computed again."""
+        if victim.ask is not None and victim.ask.states is not None:
+            victim.first = max(victim.first, _num_missing(victim.ask.states))
+        self._roll_back(victim, victim.first)
 
     # --- the step ---
 

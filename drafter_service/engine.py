@@ -36,7 +36,7 @@ from outrider.verifier_service.drafting import (
     States,
     VerifierMessage,
 )
-from outrider.verifier_service.link_messages import VERIFIER_MESSAGES, peek_request_id
+from outrider.verifier_service.link_messages import MAX_REQUEST_ID_CHARS, VERIFIER_MESSAGES, peek_request_id
 from outrider.verifier_service.wire import WireError, decode, encode
 
 _GREEDY = DraftSampling(temperature=0.0)
@@ -404,17 +404,22 @@ def handle_payload(engine: DraftEngine, peer: str, payload: bytes, handle: Handl
     """Decode one message and hand it to the engine, or to what stands before it; return answers that need no step.
 
     A message that does not decode fails its own session only: where its request can be read, the verifier is asked
-    to say everything again.
+    to say everything again. Ids longer than any of ours are dropped: answers repeat them.
     """
+    handle = handle or engine.handle
+    message: VerifierMessage | None = None
     try:
         message = decode(payload, VERIFIER_MESSAGES)
+        request_id: str | None = message.request_id
     except WireError:
-        engine.counters.num_bad_messages += 1
         request_id = peek_request_id(payload)
-        if request_id is None:
-            return []
-        (handle or engine.handle)(peer, Close(request_id=request_id))
+    if request_id is None or len(request_id) > MAX_REQUEST_ID_CHARS:
+        engine.counters.num_bad_messages += 1
+        return []
+    if message is None:
+        engine.counters.num_bad_messages += 1
+        handle(peer, Close(request_id=request_id))
         engine.counters.num_resyncs += 1
         return [encode(Resync(request_id=request_id))]
-    (handle or engine.handle)(peer, message)
+    handle(peer, message)
     return []

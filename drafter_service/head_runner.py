@@ -89,7 +89,8 @@ class HeadRunner:
 
 def _paged(context: AttentionContext) -> Attend:
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return context.attend(LAYER_INDEX, query, key, value, AttentionOptions())
+        # what a peer's states make overflow must not get into the pool, where it would outlast its session
+        return context.attend(LAYER_INDEX, query, key.nan_to_num(), value.nan_to_num(), AttentionOptions())
 
     return attend
 

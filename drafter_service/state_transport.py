@@ -75,8 +75,12 @@ class StateTransport:
         if isinstance(message, Open | Close):
             self._held.pop(key, None)
         if isinstance(message, States) and message.tensor:
-            self._held.setdefault(key, collections.deque()).append(_Held(message, message.tensor))
             receiver = self._receivers.get(peer)
+            if receiver is not None and receiver.route.group != message.channel:
+                self._held.pop(key, None)  # said of a channel that is gone: its tensor will not come
+                self._engine.resync(key)
+                return
+            self._held.setdefault(key, collections.deque()).append(_Held(message, message.tensor))
             if receiver is None or not receiver.expect(message.tensor, message.num_bytes):
                 self._lose_channel(peer)
         elif key in self._held:
@@ -110,7 +114,7 @@ class StateTransport:
             for held in self._held[key]:
                 if held.tensor in arrived:
                     assert isinstance(held.message, States)
-                    whole = replace(held.message, data=arrived[held.tensor], tensor=0, num_bytes=0)
+                    whole = replace(held.message, data=arrived[held.tensor], tensor=0, num_bytes=0, channel="")
                     held.message, held.tensor = whole, 0
             self._let_go_on(key)
 

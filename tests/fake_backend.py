@@ -92,7 +92,7 @@ class FakeBackend:
 
     async def _output(self, request: GenerationRequest, step: Step, *, is_last: bool) -> RequestOutput:
         await asyncio.sleep(0)
-        if isinstance(step, Exception):
+        if isinstance(step, BaseException):
             raise step
         if step is None:
             self.num_waiting += 1

@@ -14,6 +14,7 @@ from engine_bench import EngineBench
 from outrider.cluster.fleet import (
     Assignment,
     FleetSnapshot,
+    RouteAnswer,
     RouteAsk,
     RouterPolicy,
     VerifierReport,
@@ -70,7 +71,10 @@ class Method:
 
 
 class Router:
-    """The router's deployment handle: it gives `answer`, or where that is None what `endpoints` has, in their order."""
+    """The router's deployment handle: it gives `answer`, or where that is None what `endpoints` has, in their order.
+
+    An assignment is wrapped as the router does it.
+    """
 
     def __init__(self, answer: Any = None, snapshot: Any = HANGS) -> None:
         self.answer, self.snapshot_answer = answer, snapshot
@@ -79,12 +83,14 @@ class Router:
         self.snapshot = Method(lambda: self.snapshot_answer)
 
     def _route(self, ask: RouteAsk) -> Any:
+        if isinstance(self.answer, Assignment):
+            return RouteAnswer(None if self.answer.verifier_id in ask.excluded_verifier_ids else self.answer)
         if self.answer is not None:
             return self.answer
         for verifier_id, endpoint in self.endpoints.items():
             if verifier_id not in ask.excluded_verifier_ids:
-                return Assignment(verifier_id=verifier_id, endpoint=endpoint, plan=PLAN)
-        return None
+                return RouteAnswer(Assignment(verifier_id=verifier_id, endpoint=endpoint, plan=PLAN))
+        return RouteAnswer(None)
 
     @property
     def asks(self) -> list[RouteAsk]:

@@ -22,6 +22,7 @@ NUM_SPREADS = 3.0  # residuals beyond so many times their usual size count linea
 MIN_SPREAD, FIRST_SPREAD = 0.02, 0.25  # relative residuals that are usual
 SPREAD_SMOOTHING = 0.1
 MIN_SCALE = 0.02
+BEYOND = 1.25  # times what is known: with every token a request's context is the longest ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +176,10 @@ class CostModel:
         return [fixed_s + seconds for seconds in times]
 
     def is_extrapolating(self, shape: StepShape) -> bool:
-        """Return whether a step is larger than all that was profiled or has run."""
-        return shape.num_tokens > self._max_tokens or shape.num_context_tokens > self._max_context_tokens
+        """Return whether a step is a quarter larger than all that was profiled or has run, or larger still."""
+        return (
+            shape.num_tokens > BEYOND * self._max_tokens or shape.num_context_tokens > BEYOND * self._max_context_tokens
+        )
 
     def knee(self) -> float:
         """Return the token count from which the machine is compute-bound at the last step's context; see the profile's.

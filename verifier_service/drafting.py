@@ -92,6 +92,7 @@ class States:
     data: bytes  # [num_tokens, width], little-endian; empty where they come over a channel beside the link
     tensor: int = 0  # the number of the channel's tensor that holds the data; 0: they are here
     num_bytes: int = 0  # of that tensor
+    channel: str = ""  # the group of that channel: after a reconnection there is another, which counts from 1 again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,7 +108,7 @@ class VerifierEngine:
             request = Request.of(message, self._clock())
             self.scheduler.add(request)
         except ValueError as error:
-            return _failure(message.request_id, str(error))
+            return failure(message.request_id, str(error))
         self._requests[request.request_id] = request
         if grammar_state is not None:
             self._grammar_states[request.request_id] = grammar_state
@@ -432,5 +432,6 @@ def _output_logprobs(outcomes: Sequence[Outcome], logits: torch.Tensor) -> list[
     return [None if num_top is None else tuple(next(found)) for num_top in wanted]
 
 
-def _failure(request_id: str, error: str) -> RequestOutput:
+def failure(request_id: str, error: str) -> RequestOutput:
+    """Return the only output of a request that cannot be taken."""
     return RequestOutput(request_id=request_id, token_ids=(), finish_reason=FinishReason.ERROR, error=error)

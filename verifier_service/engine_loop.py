@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from outrider.verifier_service.engine import VerifierEngine
+from outrider.verifier_service.engine import VerifierEngine, failure
 from outrider.verifier_service.engine_messages import (
     TO_ENGINE,
     Cancel,
@@ -92,12 +92,15 @@ class EngineLoop:
         for frame in arrived(self._pipe, patience_s):
             self._dispatch(decode(frame, TO_ENGINE))
         if self._compiling is not None:
-            for message in self._compiling.take_ready():
-                self._add(message)
+            for message, error in self._compiling.take_ready():
+                if error is None:
+                    self._add(message)
+                else:  # to compile it here again would hold up every step, to fail again
+                    self._failures.append(failure(message.request_id, error))
 
     def _add(self, message: GenerationRequest) -> None:
-        if (failure := self._engine.add(message)) is not None:
-            self._failures.append(failure)
+        if (refusal := self._engine.add(message)) is not None:
+            self._failures.append(refusal)
 
     def _dispatch(self, message: ToEngine) -> None:
         match message:
@@ -197,6 +200,7 @@ def _counters(engine: VerifierEngine, drafts: RelayDraftClient) -> EngineCounter
         num_state_bytes=dict(drafts.num_state_bytes),
         num_tensor_fallbacks=drafts.num_tensor_fallbacks,
         idle_s=stats.idle_s,
+        num_extrapolated_steps=engine.pricing.num_extrapolated_steps,
         step_s=stats.step_s.counts(),
         queue_s=stats.queue_s.counts(),
         round_trip_s=drafting.round_trip_s.counts(),

@@ -113,6 +113,7 @@ class EngineCounters:
     num_state_bytes: dict[str, int] = field(default_factory=dict)  # hidden states sent to drafters, by transport
     num_tensor_fallbacks: int = 0  # states that went as bytes for their channel was full or had failed
     idle_s: float = 0.0  # no step ran, for every request waited for its draft
+    num_extrapolated_steps: int = 0  # far beyond all that the cost model had profiled or seen
     step_s: HistogramCounts = NO_VALUES
     queue_s: HistogramCounts = NO_VALUES  # from a request's arrival to its first step
     round_trip_s: HistogramCounts = NO_VALUES  # from asking a drafter to its draft

@@ -11,6 +11,7 @@ Where a text is forced, it allows the tokenizer's own way to write it alone.
 from __future__ import annotations
 
 import enum
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,8 @@ from outrider.verifier_service.drafting import ROOT
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.request import GenerationRequest, StructuredOutput
 from outrider.verifier_service.structured_output import LIMITS, grammar_text, invalid
+
+logger = logging.getLogger(__name__)
 
 MAX_CACHED_GRAMMARS = 64
 MAX_FORCED_TOKENS = 32  # more than any draft is long
@@ -259,6 +262,13 @@ def _only_token(row: np.ndarray) -> int | None:
     return int(words[0]) * 32 + bits.bit_length() - 1 if bits.bit_count() == 1 else None
 
 
+def _text_of(error: BaseException | None) -> str | None:
+    if error is None or isinstance(error, ValueError):
+        return None if error is None else str(error)
+    logger.error("a grammar was not compiled", exc_info=error)
+    return "structured: the grammar was not compiled"
+
+
 class GrammarQueue:
     """Requests whose grammar is being compiled, on a thread of its own: the step loop does not wait for one."""
 
@@ -277,12 +287,12 @@ class GrammarQueue:
         """Forget a cancelled request; unknown ids are no error."""
         self._waiting = [waiting for waiting in self._waiting if waiting[0].request_id != request_id]
 
-    def take_ready(self) -> list[GenerationRequest]:
-        """Return the requests whose grammar is known by now, also to be none that can be followed."""
+    def take_ready(self) -> list[tuple[GenerationRequest, str | None]]:
+        """Return the requests whose grammar is known by now, each with why there is none that can be followed."""
         is_ready = [compiled.done() for _, compiled in self._waiting]
-        ready = [message for (message, _), is_done in zip(self._waiting, is_ready, strict=True) if is_done]
+        ready = [waiting for waiting, is_done in zip(self._waiting, is_ready, strict=True) if is_done]
         self._waiting = [waiting for waiting, is_done in zip(self._waiting, is_ready, strict=True) if not is_done]
-        return ready
+        return [(message, _text_of(compiled.exception())) for message, compiled in ready]
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -110,6 +110,7 @@ ACCEPTED = b""
 MAX_LINK_FRAME_BYTES = MAX_FRAME_BYTES - (64 << 10)
 # A draft is some kilobytes; decoding a frame of the full size would hold a step up for seconds.
 MAX_DRAFTER_FRAME_BYTES = 1 << 20
+MAX_REQUEST_ID_CHARS = 1024  # a gateway's own prefix, and a client's id of at most 128
 
 # Both ends set these: a frozen peer is seen by grpc only with ping_timeout_ms beside the keepalive options, and a
 # server calls frequent pings abuse unless told what to expect.

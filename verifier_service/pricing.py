@@ -79,6 +79,7 @@ class DraftPricing:
     survival: SurvivalEstimator = field(default_factory=SurvivalEstimator)
     worth: TokenWorth = field(default_factory=TokenWorth)
     cost: CostModel | None = None  # None: there is no profile, so nothing is priced
+    num_extrapolated_steps: int = 0  # far beyond all that `cost` had profiled or seen
     _levels: LoadLevels | None = None
     _level: LoadLevel | None = None  # of the last step
     _requests: dict[str, _Pricing] = field(default_factory=dict)
@@ -134,6 +135,16 @@ class DraftPricing:
                 request.metrics.disabled_reason = "low_acceptance" if survivals[0] < LOW_SURVIVAL else "load"
         kept.num_rounds_off = 0 if kept.asked else kept.num_rounds_off + 1
         return kept.asked
+
+    def choose(self, request_id: str, drafter_id: str | None) -> None:
+        """Hear of whom a draft was asked in the end: maybe of another drafter than was likely, or of nobody."""
+        kept = self._requests.get(request_id)
+        if kept is None:
+            return
+        if drafter_id is None:
+            kept.asked, kept.is_probe = 0, False
+        elif drafter_id != kept.drafter_id:
+            kept.drafter_id, kept.is_opening = drafter_id, True
 
     def _survivals(self, request: Request, kept: _Pricing) -> Sequence[float]:
         """Return those by history, estimated again only after something was learnt: without drafts nothing is."""
@@ -225,6 +236,7 @@ class DraftPricing:
         priced = [outcome.item for outcome in outcomes if outcome.item.samples and not self._is_pinned(outcome)]
         asking = self._asking([*(item.request for item in schedule.items), *held])
         shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=bool(held))
+        self.num_extrapolated_steps += self.cost.is_extrapolating(shape)
         self.cost.observe(shape, step_s)
         self._observe_exposure(level.exposure, outcomes, step_s, exposed_s)
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
@@ -280,17 +292,19 @@ class DraftPricing:
         num_all = len(priced) + num_held
         plain_s = self.cost.seconds(StepShape(num_all, base.num_context_tokens))
         num_tokens = len(priced) + sum(self._expected(item) for item in priced)
+        verified = replace(base, num_tokens=base.num_tokens + num_drafted)
+        longest = max((one.asked for one in asking), default=0)
+        model_s = self.cost.seconds(verified) + level.exposure.seconds(longest)
+        elapsed_s = min(elapsed_s, STALL * (plain_s + model_s))
         if all(one.is_probe for one in asking):  # what a few cost says nothing of what all would
             level.shortfall.observe_plain()
             if asking:
                 self._probe_s -= max(0.0, elapsed_s - plain_s * num_tokens / num_all)
             return
-        verified = replace(base, num_tokens=base.num_tokens + num_drafted)
-        model_s = self.cost.seconds(verified) + level.exposure.seconds(max(one.asked for one in asking))
         level.shortfall.observe(
             log_gain=math.log(num_tokens / model_s) - math.log(base.num_tokens / self.cost.seconds(base)),
             num_tokens=num_tokens,
-            num_forgone=min(elapsed_s, STALL * (plain_s + model_s)) * num_all / plain_s,
+            num_forgone=elapsed_s * num_all / plain_s,
         )
 
     def _expected(self, item: ScheduledRequest) -> float:

@@ -77,7 +77,7 @@ class RelayDraftClient:
             self.num_state_bytes[GRPC] += num_bytes
             return message
         self.num_state_bytes[sender.route.transport] += num_bytes
-        return replace(message, data=b"", tensor=number, num_bytes=num_bytes)
+        return replace(message, data=b"", tensor=number, num_bytes=num_bytes, channel=sender.route.group)
 
     def poll(self) -> list[DrafterEvent]:
         events, self._events = self._events, []

@@ -20,12 +20,13 @@ class RoundTimer:
     def deadline_s(self) -> float:
         """Return how long to wait for the next draft."""
         if self.smoothed_s is None:
-            return self._first_s / self._back_off  # it has never answered: be ever less patient with it
-        estimate_s = (self.smoothed_s + NUM_DEVIATIONS * self._deviation_s) * self._back_off
-        return min(max(estimate_s, self._min_s), self._max_s)
+            # it has never answered: be ever less patient with it, but so that it still can
+            return max(self._first_s / self._back_off, min(self._min_s, self._first_s))
+        estimate_s = max(self.smoothed_s + NUM_DEVIATIONS * self._deviation_s, self._min_s)
+        return min(estimate_s * self._back_off, self._max_s)
 
     def observe(self, seconds: float) -> None:
-        """Take in the time of a round that was answered."""
+        """Take in the time of a round that was answered, be it late."""
         self._back_off = 1
         if self.smoothed_s is None:
             self.smoothed_s, self._deviation_s = seconds, seconds / 2

@@ -212,7 +212,7 @@ class DraftCoordinator:
         outstanding = session.round if session is not None and session.drafter_id == drafter_id else None
         if request is None or session is None or outstanding is None or outstanding.round_id != draft.round_id:
             self.num_stale_drafts += 1
-            self._observe_lateness(session, draft, now_s)
+            self._observe_lateness(drafter_id, session, draft, now_s)
             return
         session.round = None
         if outstanding.position != request.num_tokens:  # preempted meanwhile, it went on without this draft
@@ -239,10 +239,16 @@ class DraftCoordinator:
             drafter_id=drafter_id, asked_s=outstanding.asked_s, received_s=now_s
         )
 
-    def _observe_lateness(self, session: _Session | None, draft: Draft, now_s: float) -> None:
-        if session is not None and session.missed is not None and session.missed.round_id == draft.round_id:
-            self.lateness_s.observe(max(0.0, now_s - session.missed_deadline_s))
-            session.missed = None
+    def _observe_lateness(self, drafter_id: str, session: _Session | None, draft: Draft, now_s: float) -> None:
+        """Learn from a draft that came too late how long its drafter takes: the next one gets as long."""
+        if session is None or session.drafter_id != drafter_id:
+            return
+        missed = session.missed
+        if missed is None or missed.round_id != draft.round_id:
+            return
+        self.lateness_s.observe(max(0.0, now_s - session.missed_deadline_s))
+        self._drafters[drafter_id].timer_of(session).observe(now_s - missed.asked_s)
+        session.missed, session.has_answered = None, True
 
     def _on_resync(self, drafter_id: str, request_id: str, requests: Mapping[str, Request], now_s: float) -> None:
         """Tell the drafter the whole prefix again; the round's deadline stays, so nothing waits longer for it."""
@@ -295,10 +301,12 @@ class DraftCoordinator:
             length = self._draft_length(request)
             lengths.append(length)
             drafter_id = self._choose_drafter(request, now_s) if length > 0 else None
+            if self._pricing is not None and length > 0:
+                self._pricing.choose(request.request_id, drafter_id)
             request.metrics.enabled = request.metrics.enabled or drafter_id is not None
             if drafter_id is None:
                 if length > 0:
-                    request.metrics.disabled_reason = "drafter_unavailable"
+                    request.metrics.disabled_reason = "drafter_timeout" if self._drafters else "drafter_unavailable"
                 self._end_round(request)
                 continue
             session = self._session_at(request, drafter_id, outbox)

@@ -295,7 +295,8 @@ class TensorSender(_End):
         """Send uint8 [num_bytes], which must not change any more; return its number, None where bytes must do."""
         num_bytes = data.numel()
         has_room = self._num_queued_bytes + num_bytes <= self.limits.max_queued_bytes
-        if not (self.is_connected and has_room and num_bytes >= max(1, self.limits.min_tensor_bytes)):
+        is_open = self.is_connected and not self._is_closed and self.failure is None
+        if not (is_open and has_room and num_bytes >= max(1, self.limits.min_tensor_bytes)):
             return None
         self._num_offered += 1
         self._put(self._num_offered, data)

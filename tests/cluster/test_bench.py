@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -90,11 +92,24 @@ def options(**changes: object) -> BenchOptions:
 # Order and bookkeeping.
 
 
-def test_arms_are_interleaved_and_rotated() -> None:
+def test_arms_are_interleaved() -> None:
     assert list(plan_runs(["a", "b", "c"], [1, 4], 2)) == [
         *[(0, 1, "a"), (0, 1, "b"), (0, 1, "c"), (0, 4, "a"), (0, 4, "b"), (0, 4, "c")],
-        *[(1, 1, "b"), (1, 1, "c"), (1, 1, "a"), (1, 4, "b"), (1, 4, "c"), (1, 4, "a")],
+        *[(1, 1, "a"), (1, 1, "c"), (1, 1, "b"), (1, 4, "a"), (1, 4, "c"), (1, 4, "b")],
     ]
+
+
+@pytest.mark.parametrize(("num_arms", "repeats"), [(1, 1), (2, 2), (3, 6), (4, 4), (5, 10), (6, 6)])
+def test_each_arm_runs_in_each_place_and_after_each_other_one_equally_often(num_arms: int, repeats: int) -> None:
+    names = "abcdef"[:num_arms]
+    runs = list(plan_runs(names, [1], repeats))
+    orders = [[name for at, _, name in runs if at == repeat] for repeat in range(repeats)]
+    places = Counter(pair for order in orders for pair in enumerate(order))
+    successions = Counter(pair for order in orders for pair in pairwise(order))
+    assert len(places) == num_arms * num_arms
+    assert len(successions) == num_arms * (num_arms - 1)
+    assert len({*places.values()}) == 1
+    assert len({*successions.values()}) <= 1
 
 
 def test_every_run_is_warmed_up_and_the_warm_up_does_not_count() -> None:
@@ -125,8 +140,8 @@ def test_the_read_speed_is_measured_anew_in_each_repeat_for_each_number_of_threa
     ]
     found = measure(arms, options(repeats=2), clock=clock, on_run=lambda _: None, read_speed=read_speed)
     seen = {(one.repeat, one.arm): one.read_bytes_per_s for one in found}
-    assert seen == {(0, "a"): 1, (0, "b"): 2, (0, "c"): 1, (1, "b"): 3, (1, "c"): 4, (1, "a"): 4}
-    assert threads == [2, 1, 1, 2]
+    assert seen == {(0, "a"): 1, (0, "b"): 2, (0, "c"): 1, (1, "a"): 3, (1, "c"): 3, (1, "b"): 4}
+    assert threads == [2, 1, 2, 1]
 
 
 def test_an_arm_whose_tokens_differ_is_reported() -> None:

@@ -65,6 +65,7 @@ def test_each_side_gets_its_own_degree_of_tensor_parallelism():
         ({"draft_length_by_batch_size": "[[2, 4, 1]]"}, "draft_length_by_batch_size must begin at batch size 1"),
         ({"draft_length_by_batch_size": "[[1, 4]]"}, "draft_length_by_batch_size: "),
         ({"draft_length_by_batch_size": "["}, "draft_length_by_batch_size: Invalid JSON"),
+        ({"draft_length_by_batch_size": [[1, 4, 5]]}, "at most num_speculative_tokens"),
         ({"enable_prefix_caching": "maybe"}, "enable_prefix_caching: Input should be a valid boolean"),
     ],
 )

@@ -23,6 +23,7 @@ def test_every_replica_is_described():
         "mean_step_s": 0.05,
         "price": 0.25,
         "knee": 96.0,
+        "num_extrapolated_steps": 4,
         "draft_length": 3,
         "disabled_reason": None,
         "draft_length_mean": 2.5,

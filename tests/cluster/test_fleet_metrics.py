@@ -71,6 +71,7 @@ def test_steps_and_drafts_are_counted():
         "draft_length_mean{engine=v0}": 2.5,
         "verify_idle_share{engine=v0}": 0.125,
         "verify_knee_tokens{engine=v0}": 96,
+        "verify_extrapolated_steps_total{engine=v0}": 4,
         "tokens_per_second_per_accelerator{}": 24,
         "speculation_cache_hits_total{engine=d0}": 30,
         "speculation_cache_misses_total{engine=d0}": 10,

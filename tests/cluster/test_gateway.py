@@ -355,6 +355,7 @@ async def test_every_request_leaves_one_record_without_its_text(tokenizer, caplo
         (errors.Unavailable("x"), 503, grpc.StatusCode.UNAVAILABLE),
         (errors.RequestFailed("x"), 500, grpc.StatusCode.INTERNAL),
         (errors.BodyTooLarge("x"), 413, grpc.StatusCode.INVALID_ARGUMENT),
+        (errors.BodyTooSlow("x"), 408, grpc.StatusCode.INVALID_ARGUMENT),
         (errors.Unauthenticated("x"), 401, grpc.StatusCode.UNAUTHENTICATED),
         (type("Own", (errors.Unavailable,), {})("x"), 503, grpc.StatusCode.UNAVAILABLE),
     ],

@@ -14,7 +14,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from certificates import Certificates
-from outrider.cluster.http_server import MAX_HEADER_BYTES, HttpsServer
+from outrider.cluster.http_server import MAX_HEADER_BYTES, HttpsServer, PunctualProtocol
 from outrider.cluster.security import TlsConfig
 
 
@@ -55,6 +55,39 @@ async def serving(app: ASGIApp, tls: TlsConfig, **limits: Any) -> AsyncIterator[
 async def get(url: str, context: ssl.SSLContext, **kwargs: Any) -> httpx.Response:
     async with httpx.AsyncClient(verify=context) as client:
         return await client.get(url, **kwargs)
+
+
+class Hasty(PunctualProtocol):
+    headers_timeout_s = 0.3
+
+
+@pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["at first", "after a request"])
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "half of the headers"])
+async def test_a_connection_whose_headers_do_not_come_gives_up_its_place(
+    certificates: Certificates, before: bytes, said: bytes
+):
+    context = certificates.client_context()
+    async with serving(hello, certificates.tls(mutual=False), max_connections=2, protocol=Hasty) as (server, url):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=context)
+        if before:
+            writer.write(before)
+            assert await reader.readuntil(b"https")
+        writer.write(said)
+        assert (await get(url, context)).status_code == 503
+        async with asyncio.timeout(10):  # without a time-out of its own the server waits for ever
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+        assert (await get(url, context)).status_code == 200
+        writer.close()
+
+
+async def test_a_request_may_take_longer_than_its_headers(certificates: Certificates):
+    app, context = SlowApp(), certificates.client_context()
+    async with serving(app, certificates.tls(mutual=False), protocol=Hasty) as (_, url):
+        answer = asyncio.create_task(get(url, context))
+        await asyncio.sleep(2 * Hasty.headers_timeout_s)
+        app.released.set()
+        assert (await answer).text == "firstlast"
 
 
 async def test_tls_serves_those_who_trust_it(certificates: Certificates):

@@ -169,7 +169,6 @@ REFUSED, FRUITLESS, FRUITFUL = (False, False), (True, False), (True, True)
 @pytest.mark.parametrize(
     ("before", "last", "kind"),
     [
-        ([REFUSED] * (MAX_ATTEMPTS - 1), REFUSED, Unavailable),
         ([FRUITLESS] * (MAX_ATTEMPTS - 1), FRUITLESS, RequestFailed),
         ([FRUITFUL] + [FRUITLESS] * (MAX_ATTEMPTS - 1), FRUITLESS, RequestFailed),
         ([FRUITLESS, REFUSED, REFUSED, REFUSED, FRUITLESS], FRUITLESS, RequestFailed),
@@ -193,13 +192,28 @@ def test_verifiers_that_failed_are_avoided_until_there_is_no_other():
     assert attempts.excluded_verifier_ids == ()
 
 
-def test_a_new_request_tries_again_what_failed_and_then_waits_for_a_handover_only():
-    attempts = attempts_after(REFUSED)
-    assert attempts.none_found(7.0) == 0.0
+def test_a_new_request_without_a_verifier_waits_for_a_handover_only():
+    attempts = attempts_after()
     assert attempts.none_found(7.0) == RETRY_INTERVAL_S
     assert attempts.none_found(7.0 + 0.9 * HANDOVER_S) == RETRY_INTERVAL_S
     with pytest.raises(Unavailable, match="no verifier is ready"):
         attempts.none_found(7.0 + HANDOVER_S)
+
+
+def test_a_new_request_that_is_refused_tries_again_after_a_moment_for_as_long_as_a_handover_takes():
+    attempts = attempts_after(*[REFUSED] * (2 * MAX_ATTEMPTS))
+    assert attempts.none_found(0.9 * HANDOVER_S) == RETRY_INTERVAL_S
+    with pytest.raises(Unavailable, match="no verifier takes the request: gone"):
+        attempts.lost("v", HANDOVER_S, was_accepted=False, has_published=False, reason="gone")
+
+
+def test_a_few_verifiers_are_tried_however_long_each_takes_to_refuse():
+    attempts = attempts_after(REFUSED)
+    for _ in range(MAX_ATTEMPTS - 2):
+        attempts.lost("v", 10 * HANDOVER_S, was_accepted=False, has_published=False, reason="gone")
+        assert attempts.none_found(10 * HANDOVER_S) == RETRY_INTERVAL_S
+    with pytest.raises(Unavailable, match="gone"):
+        attempts.lost("v", 10 * HANDOVER_S, was_accepted=False, has_published=False, reason="gone")
 
 
 def test_each_loss_gives_the_whole_time_out_again():

@@ -13,6 +13,8 @@ import uvicorn
 from fake_backend import EOS, FakeBackend, build_gateway, build_tokenizer, says
 from outrider.cluster.errors import Overloaded, RequestFailed, Unavailable
 from outrider.cluster.openai_api import MAX_BODY_BYTES, build_api
+from outrider.cluster.openai_protocol import MAX_TOKENIZED_CHARS
+from outrider.cluster.text_codec import TextCodec
 from outrider.verifier_service.request import (
     LogitBias,
     SamplingParams,
@@ -33,8 +35,8 @@ def client_of(backend, tokenizer, is_healthy=healthy):
     return client_to(build_gateway(backend, tokenizer), is_healthy)
 
 
-def client_to(gateway, is_healthy=healthy):
-    app = build_api(gateway, is_healthy, wall_clock=lambda: 1_700_000_000.0)
+def client_to(gateway, is_healthy=healthy, **options):
+    app = build_api(gateway, is_healthy, wall_clock=lambda: 1_700_000_000.0, **options)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
 
@@ -404,6 +406,13 @@ async def test_what_cannot_be_tokenized_is_refused(tokenizer, backend, path, bod
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+async def test_a_long_chat_is_not_tokenised_for_nothing(tokenizer, backend):
+    messages = [{"role": "user", "content": "a" * MAX_TOKENIZED_CHARS}]
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/tokenize", json={"messages": messages})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
 @pytest.mark.parametrize(
     ("body", "status", "text"),
     [
@@ -439,6 +448,18 @@ async def test_a_body_is_bounded_while_it_is_read(tokenizer, backend):
     assert num_read < 20
 
 
+async def test_a_body_that_stalls_is_given_up(tokenizer, backend):
+    async def stalling():
+        yield b'{"prompt": '
+        await asyncio.Event().wait()
+
+    async with client_to(build_gateway(backend, tokenizer), body_timeout_s=0.05) as client:
+        answer = await client.post("/v1/completions", content=stalling())
+    assert answer.status_code == 408
+    assert answer.json()["error"]["code"] == "body_too_slow"
+    assert "within 0.05 s" in answer.json()["error"]["message"]
+
+
 async def test_a_draining_gateway_is_not_ready_and_answers_what_still_reaches_it(tokenizer, backend):
     gateway = build_gateway(backend, tokenizer)
     gateway.drain()
@@ -466,6 +487,40 @@ async def test_tools_are_refused_by_name(tokenizer, backend):
         answer = await client.post("/v1/chat/completions", json={"messages": MESSAGES, "tools": [{"type": "x"}]})
     assert answer.json()["error"]["param"] == "tools"
     assert "comes with tool calls" in answer.json()["error"]["message"]
+
+
+async def test_a_generation_that_is_cancelled_from_within_is_answered(tokenizer):
+    """Nobody cancelled the request: it must not wait for ever."""
+    backend = FakeBackend(lambda _: [[5], asyncio.CancelledError()])
+    async with asyncio.timeout(10), client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "internal error")
+
+
+async def test_who_speaks_reaches_the_template(tokenizer, backend):
+    messages = [{"role": "user", "content": "a", "name": "Ann", "refusal": None, "annotations": []}]
+    asked = []
+
+    class Template(TextCodec):
+        async def render_chat(self, messages, **options):
+            asked.extend(messages)
+            return await super().render_chat(messages, **options)
+
+    gateway = build_gateway(backend, tokenizer)
+    gateway.text = Template(tokenizer)
+    async with client_to(gateway) as client:
+        assert (await client.post("/v1/chat/completions", json={"messages": messages})).status_code == 200
+    assert asked == [{"role": "user", "content": "a", "name": "Ann"}]
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "tool_call_id", "reasoning_content", "contents"])
+async def test_what_a_message_says_besides_is_refused_by_name(tokenizer, backend, field):
+    message = {"role": "assistant", "content": "a"}
+    async with client_of(backend, tokenizer) as client:
+        bodies = [{"messages": [message | {field: value}, *MESSAGES]} for value in (None, "x")]
+        kept, refused = [await client.post("/v1/chat/completions", json=body) for body in bodies]
+    assert (kept.status_code, refused.status_code) == (200, 400)
+    assert f"'{field}' is not supported" in refused.json()["error"]["message"]
 
 
 async def test_structured_output_reaches_the_engine(tokenizer, backend):

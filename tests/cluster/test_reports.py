@@ -52,6 +52,21 @@ async def test_a_router_that_is_away_is_no_failure(error: Exception, caplog: pyt
     assert type(error).__name__ in caplog.text
 
 
+async def test_a_call_that_serve_cancels_is_a_router_that_is_away():
+    assert await ask_router(Method(asyncio.CancelledError())) is None
+
+
+async def test_a_caller_that_is_cancelled_stops():
+    method = Method(delay_s=60.0)
+    call = asyncio.create_task(ask_router(method, timeout_s=60.0))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert method.was_cancelled
+
+
 async def test_a_handle_that_fails_before_it_gives_an_awaitable_is_away_too():
     class Broken:
         def remote(self) -> Any:

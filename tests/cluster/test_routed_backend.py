@@ -15,8 +15,8 @@ from ray.exceptions import RayActorError
 
 from outrider.cluster import routed_backend
 from outrider.cluster.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
-from outrider.cluster.fleet import Assignment, FleetSnapshot, RouteAsk, RouterPolicy
-from outrider.cluster.journal import MAX_ATTEMPTS
+from outrider.cluster.fleet import Assignment, FleetSnapshot, RouteAnswer, RouteAsk, RouterPolicy
+from outrider.cluster.journal import HANDOVER_S, MAX_ATTEMPTS, RETRY_INTERVAL_S
 from outrider.cluster.routed_backend import RoutedBackend, RouterClient, affinity_key
 from outrider.proto import link_pb2
 from outrider.verifier_service.link_messages import ACCEPTED
@@ -27,7 +27,7 @@ from outrider.verifier_service.request import (
     SpeculationPlan,
 )
 from outrider.verifier_service.wire import decode, encode
-from played_fleet import HANGS, PLAN, REQUEST, Router, ScriptedVerifier, fleet_of, snapshot_of, until
+from played_fleet import HANGS, PLAN, REQUEST, Router, ScriptedVerifier, fleet_of, snapshot_of, tokens_of, until
 
 ASK = RouteAsk(request_id="r", num_prompt_tokens=3)
 
@@ -46,6 +46,13 @@ async def test_the_router_decides_while_it_answers():
     assert await client.route(ASK) == assigned("v:1")
     assert router.route.asked == [(ASK,)]
     assert client.snapshot.verifiers[0].num_assigned == 0
+
+
+async def test_a_router_that_knows_of_no_verifier_knows_better_than_an_older_snapshot():
+    client = RouterClient(Router(RouteAnswer(None)), RouterPolicy())
+    client.snapshot = snapshot_of("v")
+    with pytest.raises(Unavailable, match="no verifier"):
+        await client.route(ASK)
 
 
 @pytest.mark.parametrize("answer", [HANGS, RayActorError(), TimeoutError()], ids=["hangs", "is dead", "times out"])
@@ -67,7 +74,11 @@ async def test_requests_routed_alone_count_and_so_spread():
 
 
 @pytest.mark.parametrize("snapshot", [None, snapshot_of()], ids=["no snapshot", "an empty one"])
-@pytest.mark.parametrize("answer", [None, RayActorError()], ids=["the router knows none", "the router is dead"])
+@pytest.mark.parametrize(
+    "answer",
+    [RouteAnswer(None), None, RayActorError()],
+    ids=["the router knows none", "the router is new", "the router is dead"],
+)
 async def test_no_verifier_is_unavailable(answer: Any, snapshot: FleetSnapshot | None):
     client = RouterClient(Router(answer), RouterPolicy())
     client.snapshot = snapshot
@@ -218,21 +229,22 @@ async def test_a_late_loss_on_an_old_channel_leaves_the_new_one_in_use():
     class Moody(ScriptedVerifier):
         async def Generate(self, frame: link_pb2.Frame, context: Any) -> AsyncIterator[link_pb2.Frame]:
             self.requests.append(decode(frame.payload, (GenerationRequest,)))
-            num_before = len(self.requests) - 1
-            if num_before == 0:
+            is_first = len(self.requests) == 1
+            if is_first:
                 await go_on.wait()
-            if num_before != MAX_ATTEMPTS + 1:
+            if is_first or not is_well.is_set():
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "not this one")
             yield link_pb2.Frame(payload=ACCEPTED)
             last = RequestOutput(request_id="x", token_ids=(9,), finish_reason=FinishReason.STOP)
             yield link_pb2.Frame(payload=encode(last))
 
-    verifier, go_on = Moody([]), asyncio.Event()
+    verifier, go_on, is_well = Moody([]), asyncio.Event(), asyncio.Event()
     async with backend_over(verifier) as (backend, router):
         old = asyncio.ensure_future(generate(backend))
         await until(lambda: verifier.requests)
         with pytest.raises(Unavailable):
             await generate(backend)
+        is_well.set()
         await generate(backend)
         (new,) = backend._peers.values()
         router.answer = assigned("127.0.0.1:1")
@@ -247,9 +259,9 @@ async def test_a_verifier_that_is_gone_is_passed_over_while_nothing_was_publishe
     async with backend_over(verifier) as (backend, router):
         good, asked = router.answer, []
 
-        async def route(ask: RouteAsk) -> Assignment:
+        async def route(ask: RouteAsk) -> RouteAnswer:
             asked.append(ask.excluded_verifier_ids)
-            return good if ask.excluded_verifier_ids else dataclasses.replace(good, endpoint="127.0.0.1:1")
+            return RouteAnswer(good if ask.excluded_verifier_ids else dataclasses.replace(good, endpoint="127.0.0.1:1"))
 
         router.route = type("Handle", (), {"remote": staticmethod(route)})
         assert [output.token_ids for output in await generate(backend)] == [(1,)]
@@ -259,9 +271,22 @@ async def test_a_verifier_that_is_gone_is_passed_over_while_nothing_was_publishe
 async def test_a_request_is_tried_a_few_times_only():
     async with backend_over(ScriptedVerifier([(1,)])) as (backend, router):
         router.answer = assigned("127.0.0.1:1")
-        with pytest.raises(Unavailable):
+        with pytest.raises(Unavailable, match="no verifier takes the request"):
             await generate(backend)
-        assert len(router.route.asked) == MAX_ATTEMPTS
+        tries = [ask for ask in router.asks if not ask.excluded_verifier_ids]
+        assert MAX_ATTEMPTS <= len(tries) <= HANDOVER_S / RETRY_INTERVAL_S + 1
+
+
+async def test_a_new_request_outlasts_a_verifier_that_stops_before_the_router_knows():
+    """The gateway's own snapshot, older still, has no say while the router answers."""
+    async with fleet_of(ScriptedVerifier([], end=grpc.StatusCode.UNAVAILABLE, accepts=False)) as fleet:
+        fleet.client.snapshot = snapshot_of("v0")
+        call = asyncio.create_task(fleet.generate())
+        await until(lambda: len(fleet.router.asks) > MAX_ATTEMPTS)
+        del fleet.router.endpoints["v0"]
+        await asyncio.sleep(2 * RETRY_INTERVAL_S)
+        await fleet.add(ScriptedVerifier([(1,)]))
+        assert tokens_of(await call) == (1,)
 
 
 async def test_one_request_that_fails_leaves_the_others_on_its_channel_alone():
@@ -307,7 +332,7 @@ async def test_the_choices_of_a_group_run_on_one_verifier_whatever_the_router_sa
     verifiers = [ScriptedVerifier([(1,)], end=HANGS), ScriptedVerifier([(1,)], end=HANGS)]
     async with fleet_of(*verifiers) as fleet:
         endpoints = iter([*fleet.router.endpoints.values()] * 4)
-        fleet.router.route._answer = lambda ask: assigned(next(endpoints))
+        fleet.router.route._answer = lambda ask: RouteAnswer(assigned(next(endpoints)))
         grouped = [dataclasses.replace(REQUEST, request_id=f"r-{index}", group_id="r") for index in range(4)]
         streams = [fleet.backend.generate(request) for request in grouped]
         await asyncio.gather(*(anext(stream) for stream in streams))
@@ -320,7 +345,7 @@ async def test_the_choices_of_a_group_run_on_one_verifier_whatever_the_router_sa
         assert fleet.backend._groups == {}
 
 
-def test_requests_with_a_common_prefix_group_or_session_have_an_affinity_key_in_common():
+def test_requests_with_a_common_prefix_or_session_have_an_affinity_key_in_common():
     prompt = tuple(range(256))
     request = dataclasses.replace(REQUEST, prompt_token_ids=(*prompt, 1))
     key = affinity_key(request)
@@ -328,7 +353,8 @@ def test_requests_with_a_common_prefix_group_or_session_have_an_affinity_key_in_
     assert affinity_key(dataclasses.replace(request, prompt_token_ids=(7, *prompt))) != key
     assert affinity_key(dataclasses.replace(request, cache_salt="s")) != key
     assert affinity_key(dataclasses.replace(request, session_id="s")) == "s"
-    assert affinity_key(dataclasses.replace(request, group_id="g", session_id="s")) == "g"
+    assert affinity_key(dataclasses.replace(request, group_id="g", session_id="s")) == "s"
+    assert affinity_key(dataclasses.replace(request, group_id="g")) == key, "of several choices, too"
 
 
 async def test_the_router_is_told_the_affinity_key():

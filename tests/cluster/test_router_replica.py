@@ -5,7 +5,15 @@ import time
 
 import pytest
 
-from outrider.cluster.fleet import DrafterEndpoint, DrafterReport, PolicyMode, RouteAsk, RouterPolicy, VerifierReport
+from outrider.cluster.fleet import (
+    DrafterEndpoint,
+    DrafterReport,
+    PolicyMode,
+    RouteAnswer,
+    RouteAsk,
+    RouterPolicy,
+    VerifierReport,
+)
 from outrider.cluster.router import StaleEpochError
 from outrider.cluster.router_replica import RouterReplica
 
@@ -23,9 +31,13 @@ def drafter_report(epoch: int = 1) -> DrafterReport:
     )
 
 
-async def test_no_verifier_is_none_and_not_an_error():
-    replica = RouterReplica(RouterPolicy())
+async def test_a_router_that_is_new_cannot_tell_that_there_is_no_verifier():
+    replica = RouterReplica(RouterPolicy(expire_after_s=0.05))
     assert await replica.route(ASK) is None
+    await replica.report_drafter(drafter_report())
+    assert await replica.route(ASK) is None
+    time.sleep(0.06)
+    assert await replica.route(ASK) == RouteAnswer(None)
 
 
 async def test_what_reports_brings_routes_and_directives():
@@ -34,7 +46,7 @@ async def test_what_reports_brings_routes_and_directives():
     directive = await replica.report_verifier(verifier_report())
     assert directive.drafters == (DrafterEndpoint(drafter_id="d", endpoint="d:1", epoch=1),)
     assert directive.default_plan.draft_length == 5
-    assignment = await replica.route(ASK)
+    assignment = (await replica.route(ASK)).assignment
     assert (assignment.verifier_id, assignment.endpoint) == ("v", "v:1")
     assert (assignment.plan.drafter_id, assignment.plan.draft_length) == ("d", 5)
 
@@ -43,7 +55,7 @@ async def test_the_policy_is_the_operators():
     replica = RouterReplica(RouterPolicy(mode=PolicyMode.OFF))
     await replica.report_drafter(drafter_report())
     await replica.report_verifier(verifier_report())
-    assert (await replica.route(ASK)).plan.draft_length == 0
+    assert (await replica.route(ASK)).assignment.plan.draft_length == 0
 
 
 async def test_a_user_config_changes_the_plans_of_the_next_report():
@@ -81,7 +93,7 @@ async def test_replicas_that_say_nothing_expire():
     replica = RouterReplica(RouterPolicy(expire_after_s=1e-6))
     await replica.report_verifier(verifier_report())
     time.sleep(0.01)
-    assert await replica.route(ASK) is None
+    assert await replica.route(ASK) == RouteAnswer(None)
     assert (await replica.snapshot()).verifiers == ()
 
 

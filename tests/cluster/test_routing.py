@@ -12,7 +12,7 @@ from outrider.cluster.fleet import (
     VerifierState,
 )
 from outrider.cluster.routing import DrafterDesk, NoVerifierError, route, with_assignment
-from outrider.verifier_service.engine_messages import DrafterTime
+from outrider.verifier_service.engine_messages import DrafterCircuit, DrafterTime
 from outrider.verifier_service.request import SpeculationPlan
 from outrider.verifier_service.wire import decode, encode
 
@@ -226,6 +226,13 @@ class TestPlan:
         """It reports to the router and looks idle, but this verifier cannot reach it."""
         assert self.plan([drafter("d0"), drafter("d1", num_sessions=9)], drafters_up=("d1",)).drafter_id == "d1"
         assert self.plan([drafter("d0")], drafters_up=()).disabled_reason == "drafter_unavailable"
+
+    def test_a_drafter_that_failed_too_often_gets_nothing_for_a_reason_of_its_own(self):
+        open_circuit = DrafterCircuit(drafter_id="d0", state="open")
+        plan = self.plan([drafter("d0")], drafters_up=(), circuits=(open_circuit,))
+        assert plan.disabled_reason == "drafter_timeout"
+        both = [drafter("d0"), drafter("d1", queue_depth=9)]
+        assert self.plan(both, drafters_up=("d1",), circuits=(open_circuit,)).disabled_reason == "draft_queue"
 
     def test_a_queue_at_every_drafter(self):
         assert self.plan([drafter("d0", queue_depth=9)]).disabled_reason == "draft_queue"

@@ -82,6 +82,7 @@ def test_without_a_knee_nothing_fills_it():
     ("plan", "num_undrafted"),
     [
         (NO_DRAFTER, 2.0),  # one opted out, one waits
+        (off(DisabledReason.DRAFTER_TIMEOUT), 2.0),
         (off(DisabledReason.CONFIG), 0.0),
         (off(DisabledReason.LOAD), 0.0),
         (SpeculationPlan(drafter_id="d", draft_length=4), 0.0),

@@ -12,6 +12,7 @@ import pytest
 
 from external_drafter import FAULTS
 from failures import (
+    ENGINE_TIMEOUT_S,
     FLEET_CASES,
     LINK_CASES,
     MAX_TOKENS,
@@ -73,7 +74,8 @@ def table(rows: dict[str, list[Outcome]]) -> str:
         "process or link; each stream's tokens are compared with plain decoding's. *Lost* and *doubled* count tokens, "
         "*hung* and *failed* streams (a killed gateway's clients get an error: that is all it can do). The pause is "
         "the longest gap between two chunks of a stream; whole again means that every replica is back, holds nothing, "
-        "and drafts come.\n\n"
+        f"and drafts come. Where there are two verifiers a silent engine is given up after {ENGINE_TIMEOUT_S:g} s "
+        "(`--engine-timeout-s`, 10 s by default).\n\n"
         "| failure | runs | hung | lost | doubled | failed | longest pause (s) | whole again after, longest (s) |\n"
         "|---|---|---|---|---|---|---|---|\n"
         f"{lines}\n"

@@ -69,6 +69,7 @@ def test_nothing_may_be_asked_for(fields):
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {}}, "response_format"),
         ({"response_format": "json_object"}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": {"type": "object"}}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": json_schema("{}")}, "response_format"),
         ({"structured_outputs": []}, "structured_outputs"),

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from fake_backend import EOS
-from outrider.cluster.text_codec import TextCodec
+from outrider.cluster.text_codec import NUM_THREADS, TextCodec
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,35 @@ async def test_few_texts_are_tokenised_at_a_time(tokenizer):
     codec = TextCodec(counting)
     await asyncio.gather(*(codec.encode("the quick ", add_special_tokens=False) for _ in range(8)))
     assert 1 <= counting.most <= 2
+
+
+async def test_calls_that_nobody_waits_for_leave_the_threads_to_others(tokenizer):
+    class Stuck:
+        def __init__(self) -> None:
+            self.num_begun, self.go_on = 0, threading.Event()
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def encode(self, text, **_):
+            self.num_begun += 1
+            self.go_on.wait(10)
+            return [7]
+
+    stuck = Stuck()
+    codec = TextCodec(stuck)
+    calls = [asyncio.create_task(codec.encode("x", add_special_tokens=False)) for _ in range(10)]
+    while stuck.num_begun < NUM_THREADS:
+        await asyncio.sleep(0.001)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    last = asyncio.create_task(codec.encode("x", add_special_tokens=False))
+    await asyncio.sleep(0.01)
+    assert stuck.num_begun == NUM_THREADS, "what runs still counts"
+    stuck.go_on.set()
+    assert await last == (7,)
+    assert stuck.num_begun == NUM_THREADS + 1, "what was cancelled does not begin"
 
 
 def test_a_text_that_is_surely_too_long(tokenizer):

@@ -189,3 +189,21 @@ def test_what_is_said_of_drawn_siblings_does_not_depend_on_the_draw() -> None:
     assert len({found.probs for found in drawn}) == 1
     assert len(drawn[0].token_ids) == len(drawn[0].row.token_ids) == 3, "the fourth rounds to nothing"
     assert drawn[0].probs == tuple(weight / DRAFT_PROB_SCALE for weight in drawn[0].row.weights)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "sampling",
+    [DraftSampling(temperature=0.0), DraftSampling(temperature=0.8), DraftSampling(temperature=0.8, seed=3)],
+    ids=["greedy", "drawn", "seeded"],
+)
+def test_a_model_that_overflows_makes_a_bad_guess_and_nothing_worse(sampling: DraftSampling, value: float) -> None:
+    logits = random_logits(2, 8)
+    logits[0] = value
+    logits[1, 3] = value
+    logits[1, 5] = float("-inf")
+    for children in draft_children(logits, [sampling] * 2, [4, 4], generator(), vocab_size=8, num_children=3):
+        assert all(0 <= token_id < 8 for token_id in children.token_ids)
+        assert all(0.0 <= prob <= 1.0 for prob in children.probs)
+    (_, spoilt) = draft_children(logits, [sampling] * 2, [4, 4], generator(), vocab_size=8, num_children=8)
+    assert 5 not in spoilt.token_ids[:7], "what a model says is impossible comes last, if at all"

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -486,3 +486,36 @@ def test_released_sessions_give_everything_back() -> None:
     for name in "ab":
         drafter.release(SessionKey("v", name))
     drafter.check_integrity([])
+
+
+@pytest.mark.parametrize("make", [eagle_head, eagle3_head])
+def test_a_session_that_loses_its_kv_does_not_begin_in_states_that_are_gone(make: Callable[[], DraftHead]):
+    """Said again without its first states it keeps what it had of them, until an older ask takes its KV."""
+    head = make()
+    drafter = drafter_of(head, num_blocks=10)
+    sessions = Sessions(drafter, head)
+    short, long = [*PROMPT, 8, 30], [(7 * index) % 50 + 2 for index in range(36)]
+    (expected,) = sessions.run(sessions.ask(short, 3, "clean"))
+    drafter.release(SessionKey("v", "clean"))
+    sessions.run(sessions.ask(short, 3, "gap"))
+    older = sessions.ask(long, 3, "older")
+    sessions.run(older, sessions.ask(short, 3, "gap", states=states_of(short, head, 6)))
+    for name in ("gap", "older"):
+        drafter.release(SessionKey("v", name))
+    assert sessions.run(sessions.ask(short, 3, "clean"))[0].token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("make", [eagle_head, eagle3_head])
+@pytest.mark.parametrize("scale", [1e5, 3e8])
+def test_states_that_overflow_spoil_no_other_session(make: Callable[[], DraftHead], scale: float):
+    """Freed blocks go to the next session; half precision ends at 65504."""
+    head = make().to(torch.float16)
+    drafter = drafter_of(head, num_blocks=8)
+    sessions = Sessions(drafter, head)
+    (expected,) = sessions.run(sessions.ask(PROMPT, 4, "clean"))
+    drafter.release(SessionKey("v", "clean"))
+    sessions.run(sessions.ask(PROMPT, 4, "bad", states=scale * states_of(PROMPT, head).float()))
+    drafter.release(SessionKey("v", "bad"))
+    (after,) = sessions.run(sessions.ask(PROMPT, 4, "clean"))
+    assert problem_of(after, 4, 0) is None
+    assert after.token_ids == expected.token_ids

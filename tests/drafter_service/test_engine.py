@@ -5,6 +5,7 @@ import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from outrider.verifier_service.drafting import (
     Resync,
     States,
 )
+from outrider.verifier_service.link_messages import MAX_REQUEST_ID_CHARS
 from outrider.verifier_service.wire import decode, encode
 
 GREEDY = DraftSampling(temperature=0.0)
@@ -287,6 +289,15 @@ def test_a_malformed_message_fails_its_own_session_only():
     assert handle_payload(engine, "v", b"\xc1") == []
     assert engine.counters.num_bad_messages == 2
     assert say(engine, commit(2, 3, request_id="b", length=1)) == [("v", draft(2, 3, 4, request_id="b"))]
+
+
+@pytest.mark.parametrize("spoil", [lambda frame: frame, lambda frame: frame.replace(b"round_id", b"round_xx")])
+def test_an_id_that_no_gateway_gives_is_not_repeated(spoil):
+    engine = make_engine()
+    frame = spoil(encode(commit(1, 3, request_id="a" * (MAX_REQUEST_ID_CHARS + 1))))
+    assert handle_payload(engine, "v", frame) == []
+    assert not engine.has_work()
+    assert engine.counters.num_bad_messages == 1
 
 
 @given(st.binary(max_size=64))

@@ -138,7 +138,9 @@ def open_(request_id: str = "r") -> Open:
     return Open(request_id=request_id, sampling=DraftSampling(temperature=0.0), token_ids=PROMPT)
 
 
-def states(request_id: str = "r", *, tensor: int = 1, position: int = 0, num_bytes: int = 16) -> States:
+def states(
+    request_id: str = "r", *, tensor: int = 1, position: int = 0, num_bytes: int = 16, channel: str = ROUTE.group
+) -> States:
     return States(
         request_id=request_id,
         position=position,
@@ -147,6 +149,7 @@ def states(request_id: str = "r", *, tensor: int = 1, position: int = 0, num_byt
         data=b"",
         tensor=tensor,
         num_bytes=num_bytes,
+        channel=channel,
     )
 
 
@@ -206,6 +209,15 @@ def test_a_channel_that_fails_resyncs_the_sessions_that_wait_and_no_other():
     assert scene.transport.num_held == 0
     scene.say(open_("a"), states("a", tensor=3))
     assert scene.hear() == [("a", True)], "named in a frame that was sent before the verifier heard of it"
+
+
+def test_a_tensor_of_a_channel_that_is_gone_is_not_waited_for_at_the_next_one():
+    """Both count from 1, and another size than was announced ends a gloo process."""
+    scene = Scene()
+    scene.say(open_("a"), states("a", channel="v/1/0", num_bytes=8), open_("b"), states("b"), commit("b"))
+    assert scene.hear() == [("a", False)]
+    scene.pair.put(1, floats(1, 2, 3, 4))
+    assert scene.hear_some() == [("b", (10,))]
 
 
 def test_a_tensor_that_is_too_late_is_given_up():
@@ -324,7 +336,8 @@ def test_states_go_through_gloo_and_as_bytes_once_that_has_failed_and_through_gl
 
     sender.close()  # the verifier's end goes: what is named after that does not come
     assert sender.join(PATIENCE_S)
-    loop.pipe.send_bytes(encode(Relay(peer="d", payload=encode(states(tensor=2, position=2, num_bytes=8)))))
+    lost = states(tensor=2, position=2, num_bytes=8, channel=sender.route.group)
+    loop.pipe.send_bytes(encode(Relay(peer="d", payload=encode(lost))))
     assert loop.hear() == Resync(request_id="r", lost_tensors=True)
     said = loop.say(open_(), with_data(0, 1, 2, 3, 4, 5, 6), commit(tokens=(7,)))
     assert [message.tensor for message in said if isinstance(message, States)] == [0]

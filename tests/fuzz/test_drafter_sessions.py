@@ -226,7 +226,7 @@ class Table:
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
         config = DraftEngineConfig(
-            max_sessions=4,
+            max_sessions=64,  # beyond it the honest one would be forgotten and asked to begin again, as it should be
             max_draft_length=MAX_LENGTH,
             max_tree_nodes=MAX_NODES,
             max_num_batched_tokens=16,

@@ -180,12 +180,12 @@ def test_a_mixture_of_experts_reads_more_of_them_with_more_tokens():
 
 def test_says_when_it_extrapolates():
     cost = CostModel(KNEED)
-    assert not cost.is_extrapolating(StepShape(64, 64))
-    assert cost.is_extrapolating(StepShape(65, 64))
-    assert cost.is_extrapolating(StepShape(64, 65))
+    assert not cost.is_extrapolating(StepShape(80, 80))
+    assert cost.is_extrapolating(StepShape(81, 80))
+    assert cost.is_extrapolating(StepShape(80, 81))
     cost.observe(StepShape(200, 5000), 0.3)
-    assert not cost.is_extrapolating(StepShape(200, 5000))
-    assert cost.is_extrapolating(StepShape(10, 5001))
+    assert not cost.is_extrapolating(StepShape(250, 6250))
+    assert cost.is_extrapolating(StepShape(10, 6251))
 
 
 def test_context_moves_the_knee_up():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from engine_bench import PROMPT, make_request
-from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Commit, Draft, SparseRow
+from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Commit, Draft, DrafterEvent, SparseRow
 from outrider.verifier_service.engine_loop import engine_load
+from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.pricing import PROBE_ROUNDS, DraftPricing
 from outrider.verifier_service.request import SpeculationPlan
 from outrider.verifier_service.step_stats import RecentRates
+from outrider.verifier_service.survival import SurvivalEstimator
 from outrider.verifier_service.token_worth import TokenWorth
 from priced_bench import DEAR, FREE, KNEED, Bench, GuessingDrafts
 
@@ -32,6 +34,15 @@ def test_nothing_is_asked_for_where_every_token_costs_as_much():
     assert bench.pricing.knee == 1
     assert metrics.disabled_reason == "load"
     assert metrics.num_draft_tokens < 10
+
+
+@pytest.mark.parametrize(("profiled", "is_beyond"), [(20, False), (2, True)])
+def test_steps_far_beyond_the_profile_are_counted(profiled: int, is_beyond: bool):
+    """Contexts grow past 20 tokens little by little, which does not count."""
+    bench = Bench(GuessingDrafts(), [StepTime(num_tokens=n, seconds=0.02) for n in (1, profiled)])
+    bench.run()
+    num_steps = engine_load(bench.engine, RecentRates(), now_s=0.0).counters.num_extrapolated_steps
+    assert (num_steps > 0) == is_beyond
 
 
 class Worthless(TokenWorth):
@@ -124,6 +135,54 @@ def test_probes_keep_coming_and_are_few():
         sum(length > 1 for length in batch.query_lengths) for batch in bench.runner.batches[20:] if batch.num_tokens
     ]
     assert max(drafts_in_step) <= 3, "never on all at once"
+
+
+class PausingBench(Bench):
+    """The machine stands still for a minute in the first step after the hundredth that verifies a draft."""
+
+    paused_s = 0.0
+
+    def _timed_execute(self, batch):
+        is_verifying = batch.num_tokens > len(batch.query_lengths)
+        if len(self.runner.batches) > 100 and is_verifying and not self.paused_s:
+            self.paused_s = 60.0
+            self.now_s += self.paused_s
+        return super()._timed_execute(batch)
+
+
+def test_a_pause_of_the_machine_does_not_end_probing():
+    bench = PausingBench(GuessingDrafts(share_wrong=0.35), DEAR)
+    bench.run(max_tokens=480)
+    num_before = len(bench.drafts.asked)
+    assert bench.paused_s, "a probe met it"
+    bench.run(max_tokens=480)
+    assert len(bench.drafts.asked) > num_before
+
+
+def test_a_round_that_nobody_could_be_asked_for_says_nothing_of_drafts():
+    bench = Bench(GuessingDrafts(draft_s=0.005), FREE)
+    bench.run()
+    wait_s = bench.pricing._level.exposure.seconds(4)
+    bench.drafts.events.append(DrafterEvent(drafter_id="d", is_up=False))
+    bench.run()
+    assert bench.pricing._level.exposure.seconds(4) == wait_s > 0.0
+
+
+class RecordingSurvival(SurvivalEstimator):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drafter_ids: set[str] = set()
+
+    def observe(self, request_id: str, drafter_id: str, **counts) -> None:
+        self.drafter_ids.add(drafter_id)
+        super().observe(request_id, drafter_id, **counts)
+
+
+def test_a_round_counts_for_the_drafter_that_drafted_whoever_was_planned():
+    bench = Bench(GuessingDrafts(), FREE)
+    bench.pricing.survival = survival = RecordingSurvival()
+    bench.run(drafter_id="gone")
+    assert survival.drafter_ids == {"d"}
 
 
 def test_drafts_come_back_when_the_load_is_gone():

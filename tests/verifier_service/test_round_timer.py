@@ -38,6 +38,29 @@ def test_missed_rounds_double_the_deadline_up_to_its_bound_until_one_is_answered
     assert timer.deadline_s < 2 * usual_s
 
 
+def test_one_that_has_never_answered_still_gets_the_least_time():
+    timer = make_timer()
+    for _ in range(3):
+        timer.back_off()
+    assert timer.deadline_s == 1.0 / 8
+    for _ in range(100):
+        timer.back_off()
+    assert timer.deadline_s == 1.0 / 64
+    patient = RoundTimer(first_s=1.0, min_s=0.25, max_s=1.0)
+    for _ in range(100):
+        patient.back_off()
+    assert patient.deadline_s == 0.25
+
+
+def test_one_that_was_ever_so_fast_may_get_slow():
+    timer = RoundTimer(first_s=1.0, min_s=0.02, max_s=1.0)
+    for _ in range(200):
+        timer.observe(1e-3)
+    for _ in range(100):
+        timer.back_off()
+    assert timer.deadline_s == 1.0
+
+
 def test_deadline_has_a_floor():
     timer = make_timer()
     for _ in range(200):

@@ -304,6 +304,52 @@ def test_finished_request_is_closed_at_its_drafter(bench: Bench):
     assert bench.client.take() == []
 
 
+def test_a_draft_that_is_late_says_how_long_the_next_one_may_take():
+    bench = Bench(first_deadline_s=0.1, max_deadline_s=2.0)
+    bench.receive(up())
+    request = bench.request()
+    *_, (_, commit) = bench.ask()
+    bench.now_s = 0.2
+    bench.receive()
+    assert request.hold_until_s is None
+    bench.now_s = 0.7
+    bench.receive(said(answer(commit, 7)))
+    assert request.draft is None, "its round is over"
+    bench.ask()
+    assert bench.coordinator.round_trips_s() == {}, "a round with a prefill says nothing of the others"
+    (_, commit), *_ = bench.ask()
+    bench.now_s = request.hold_until_s + 1.5
+    bench.receive()
+    bench.receive(said(answer(commit, 7)))
+    assert bench.coordinator.round_trips_s()["d"] > 1.5
+    bench.ask()
+    assert request.hold_until_s - bench.now_s > 1.5
+
+
+@pytest.mark.parametrize("slow_s", [0.0, 10.0])
+def test_a_drafter_that_is_slow_when_it_joins_is_heard_once_it_is_fast(slow_s: float):
+    """It says nothing for so long, then answers within 30 ms: its breaker has long been open."""
+    bench = Bench(first_deadline_s=1.0, max_deadline_s=1.0, min_deadline_s=0.02)
+    bench.receive(up())
+    request = bench.request()
+    num_drafts, coming = 0, []
+    while bench.now_s < slow_s + 10.0:
+        coming += [(max(bench.now_s, slow_s) + 0.03, said(answer(ask, 7))) for _, ask in bench.ask() if is_commit(ask)]
+        waits = True
+        while waits:
+            bench.now_s += 0.005
+            bench.receive(*(event for at_s, event in coming if at_s <= bench.now_s))
+            coming = [(at_s, event) for at_s, event in coming if at_s > bench.now_s]
+            waits = request.hold_until_s is not None
+        num_drafts += request.draft is not None
+        request.draft = None
+    assert num_drafts > 50
+
+
+def is_commit(message: VerifierMessage) -> bool:
+    return isinstance(message, Commit)
+
+
 def test_failing_drafter_is_left_alone_until_a_probe_succeeds(bench: Bench):
     """Rounds that miss their deadlines open the breaker; then one probe at a time is asked."""
     config = BreakerConfig()
@@ -313,7 +359,7 @@ def test_failing_drafter_is_left_alone_until_a_probe_succeeds(bench: Bench):
         bench.now_s = requests[0].hold_until_s + 1e-6
         bench.receive()
     assert bench.ask() == []
-    assert requests[0].metrics.disabled_reason == "drafter_unavailable"
+    assert requests[0].metrics.disabled_reason == "drafter_timeout"
     assert bench.coordinator.circuits(bench.now_s) == {"d": BreakerState.OPEN}
     bench.now_s += config.open_s
     assert bench.coordinator.circuits(bench.now_s) == {"d": BreakerState.HALF_OPEN}, "the router may send it a probe"

@@ -113,6 +113,19 @@ def test_tensors_are_numbered_and_all_started_before_any_is_waited_for():
     assert sender.failure is None
 
 
+def test_a_sender_that_was_closed_takes_nothing_more_though_its_thread_still_waits():
+    pair = ScriptedPair()
+    sender = TensorSender(ROUTE, open_=pair.open)
+    until(lambda: sender.is_connected)
+    assert sender.offer(data(5)) == 1
+    until(lambda: pair.started == [1])
+    sender.close()
+    assert sender.is_connected
+    assert sender.offer(data(5)) is None
+    pair.verdicts.put(True)
+    assert sender.join(PATIENCE_S)
+
+
 def test_a_full_queue_refuses_until_there_is_room():
     pair = ScriptedPair()
     sender = TensorSender(ROUTE, ChannelLimits(max_queued_bytes=10), open_=pair.open)
