@@ -71,6 +71,14 @@ _MODEL_OPTIONS = (
     click.option("--seed", type=int, help="Seed of unseeded requests' sampling. Default: from the system."),
 )
 
+speculation_option = click.option(
+    "--speculation",
+    type=click.Choice(["auto", "always", "off"]),
+    default="auto",
+    show_default=True,
+    help="Who decides: load and prices (auto), or a pin: off, or always --num-speculative-tokens.",
+)
+
 
 def model_options(command: Command) -> Command:
     """Add the options that say what to load and how."""
@@ -149,13 +157,7 @@ def main(log_level: str) -> None:
     show_default=True,
     help="How long a replica that shall stop waits for its streams.",
 )
-@click.option(
-    "--speculation",
-    type=click.Choice(["auto", "always", "off"]),
-    default="auto",
-    show_default=True,
-    help="Who decides: the router by load (auto), or a pin: off, or always --num-speculative-tokens.",
-)
+@speculation_option
 @click.option(
     "--draft-length-by-batch-size",
     metavar="JSON",
@@ -190,14 +192,17 @@ def serve(**options: Any) -> None:
     """Serve MODEL (the embedded pair if none is given) over HTTP and gRPC until interrupted."""
     from outrider.cluster.api_keys import with_api_key_hashes
     from outrider.cluster.logs import configure_logging
-    from outrider.cluster.serving import serve_until_interrupted
+    from outrider.cluster.serving import DeployError, serve_until_interrupted
 
     with usage_errors():
         options = with_api_key_hashes(options, os.environ)
     config = configure(**options)
     configure_logging(config.log_format, level=logging.getLogger().level)
-    with usage_errors():
-        serve_until_interrupted(config)
+    try:
+        with usage_errors():
+            serve_until_interrupted(config)
+    except DeployError as error:
+        raise click.ClickException(str(error)) from error
 
 
 @main.command()
@@ -211,6 +216,7 @@ def demo() -> None:
 
 @main.command()
 @model_options
+@speculation_option
 @click.option("--prompt", "prompt_texts", multiple=True, help="A prompt; may be repeated.")
 @click.option(
     "--prompts",

@@ -15,6 +15,7 @@ import click
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
+from ray.serve.schema import DeploymentStatus, ServeStatus
 
 from outrider.cluster.app import build
 from outrider.cluster.config import APP_NAME, ServiceConfig
@@ -24,6 +25,11 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 200_000_000  # nothing large goes through Ray's object store
 NUM_START_ATTEMPTS = 3
+_FAILED = (DeploymentStatus.DEPLOY_FAILED, DeploymentStatus.UNHEALTHY)
+
+
+class DeployError(RuntimeError):
+    """The service did not come up."""
 
 
 @contextlib.contextmanager
@@ -52,7 +58,7 @@ def running_service(config: ServiceConfig) -> Iterator[None]:
     try:
         proxy_location = "HeadOnly" if config.tls is None else "Disabled"  # TLS: gateways listen themselves
         serve.start(proxy_location=proxy_location, http_options=HTTPOptions(host=config.host, port=config.port))
-        serve.run(build(config), name=APP_NAME, route_prefix="/")
+        deploy(build(config))
         yield
     finally:
         stop_serve(is_shared=is_shared)
@@ -75,6 +81,21 @@ def start_ray(
             stop()
             if attempt == NUM_START_ATTEMPTS:
                 raise
+
+
+def deploy(
+    application: serve.Application,
+    *,
+    run: Callable[..., object] = serve.run,
+    status: Callable[[], ServeStatus] = serve.status,
+) -> None:
+    """Deploy the service and wait until it runs; raises `DeployError` with what each failed deployment says."""
+    try:
+        run(application, name=APP_NAME, route_prefix="/")
+    except RuntimeError as error:  # it names the deployments, not what ails them
+        deployments = status().applications[APP_NAME].deployments
+        reasons = [f"{name}: {info.message}" for name, info in deployments.items() if info.status in _FAILED]
+        raise DeployError("\n".join([str(error), *reasons])) from error
 
 
 def stop_serve(

@@ -7,7 +7,9 @@ Ranks of a group live on one node. They meet in a private folder of Unix sockets
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from outrider.verifier_service.tensor_parallel import TensorParallelGroup
 
 CONNECT_TIMEOUT_S = 120.0  # a rank may still be importing torch
+# below what a system hands out to who asks for any port (Linux: from 32768), above what Ray gives its workers
+ASSIGNED_PORTS = range(20_000, 32_768)
+NUM_PORT_ATTEMPTS = 100
 _POLL_S = 0.1
 _PIPE_BUFFER_BYTES = 4 << 20  # an engine's step must not wait for its shell to read
 
@@ -128,6 +133,11 @@ def keep_loaded() -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback address that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """Return a TCP port of the loopback address that nobody listens at.
+
+    It is none that the system hands out by itself: a process of Ray that asks for any port could get it first.
+    """
+    for port in random.SystemRandom().sample(ASSIGNED_PORTS, NUM_PORT_ATTEMPTS):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError(f"none of {NUM_PORT_ATTEMPTS} ports tried in {ASSIGNED_PORTS} is free")

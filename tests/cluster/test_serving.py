@@ -12,9 +12,19 @@ import time
 from pathlib import Path
 
 import pytest
+from ray.serve import Application
+from ray.serve._private.common import DeploymentStatusTrigger
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    ServeStatus,
+)
 
-from outrider.cluster.config import ServiceConfig
-from outrider.cluster.serving import NUM_START_ATTEMPTS, check_ports, start_ray, stop_serve
+from outrider.cluster.app import build
+from outrider.cluster.config import APP_NAME, ServiceConfig
+from outrider.cluster.serving import NUM_START_ATTEMPTS, DeployError, check_ports, deploy, start_ray, stop_serve
 from outrider.verifier_service.ranks import free_port
 
 pytestmark = pytest.mark.service
@@ -106,6 +116,26 @@ def test_the_service_is_taken_down_where_there_is_a_ray_to_ask(is_shared: bool, 
         shutdown=lambda: done.append("shutdown"),
     )
     assert done == calls
+
+
+def test_a_service_that_does_not_come_up_says_what_ails_which_deployment():
+    def fail(application: Application, **options: object) -> None:
+        raise RuntimeError("Deploying application outrider failed")
+
+    def overview(status: DeploymentStatus, message: str) -> DeploymentStatusOverview:
+        return DeploymentStatusOverview(status, DeploymentStatusTrigger.UNSPECIFIED, {}, message)
+
+    deployments = {
+        "Gateway": overview(DeploymentStatus.DEPLOY_FAILED, "No address added out of total 1 resolved"),
+        "Router": overview(DeploymentStatus.HEALTHY, "up"),
+    }
+    application = ApplicationStatusOverview(ApplicationStatus.DEPLOY_FAILED, "", 0.0, deployments)
+    with pytest.raises(DeployError, match=r"^Deploying application outrider failed\nGateway: No address added[^\n]*$"):
+        deploy(
+            build(ServiceConfig()),
+            run=fail,
+            status=lambda: ServeStatus(applications={APP_NAME: application}),
+        )
 
 
 @pytest.mark.parametrize("name", ["port", "grpc_port"])

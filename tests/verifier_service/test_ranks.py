@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.verifier_service.ranks import PipeListener, RankSpec, connect, gather
+from outrider.verifier_service.ranks import PipeListener, RankSpec, connect, free_port, gather
 
 PATIENCE_S = 60.0
 
@@ -156,3 +156,9 @@ def test_a_follower_learns_that_rank_zero_is_gone(folder: Path):
         listener.accept().close()  # before it said where the group meets
     thread.join(PATIENCE_S)
     assert len(failures) == 1
+
+
+def test_a_free_port_is_none_that_the_system_hands_out():
+    first_handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    with socket.create_server(("127.0.0.1", free_port())) as server:
+        assert server.getsockname()[1] < first_handed_out

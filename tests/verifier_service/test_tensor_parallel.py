@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 from multiprocessing.connection import Connection
 
 import pytest
@@ -13,6 +12,7 @@ from outrider.verifier_service.architectures import ARCHITECTURES, UnsupportedMo
 from outrider.verifier_service.empty_model import build_empty_model
 from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner, follow
+from outrider.verifier_service.ranks import free_port
 from outrider.verifier_service.start_check import make_tiny_model, relative_difference
 from outrider.verifier_service.tensor_parallel import TensorParallelGroup, plan_shards, shrink, vocabulary_range
 from tiny_models import (
@@ -49,12 +49,6 @@ def run_follower(connection: Connection, store_address: str) -> None:
         runner = ModelRunner(config_of(folder), group)
         connection.send_bytes(str(runner.weight_bytes_read).encode())
         follow(connection, runner)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
