@@ -4,6 +4,9 @@ The fixed arm to beat is the best one *at each load*, which nobody knows beforeh
 figures and compare with that very figure would favour it, so it is picked on one half of the repeats and compared on
 the other, with the halves drawn again and again and the second one resampled (bootstrap): the ratio's median and its
 95 % interval are over these draws.
+
+No speculation runs twice in every repeat. How far the second one, the placebo, lies from the first is what the machine
+does to a ratio of equals.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from rich.table import Table
 
 from outrider.cluster.bench_verbs import markdown_table
 
-OFF, ADAPTIVE, TABLE = "off", "adaptive", "table"
+OFF, PLACEBO, ADAPTIVE, TABLE = "off", "off again", "adaptive", "table"
 NUM_RESAMPLES = 4000
 INTERVAL = (2.5, 97.5)  # percentiles
 LEAST_OF_BEST, LEAST_OF_OFF = 0.97, 1.0
@@ -49,6 +52,7 @@ class Point:
     best: str  # the fixed arm that was picked most often
     over_best: Ratio
     over_off: Ratio
+    placebo: Ratio  # no speculation over itself
 
     @property
     def is_never_worse(self) -> bool:
@@ -63,15 +67,19 @@ def compare(
     *,
     seed: int = 0,
 ) -> Point:
-    """Compare adaptive with the best of all other arms and with none; raises `ValueError` for less than two repeats."""
+    """Compare adaptive with the best fixed arm and with none, and none with itself.
+
+    Raises `ValueError` for less than two repeats.
+    """
     figures = {name: np.asarray(values) for name, values in tokens_per_s.items()}
     num_repeats = len(figures[ADAPTIVE])
     if num_repeats < 2:
         raise ValueError("repeats must be at least 2: the best fixed arm is picked on one half of them")
-    fixed = [name for name in figures if name != ADAPTIVE]
+    fixed = [name for name in figures if name not in (ADAPTIVE, PLACEBO)]
     rng = np.random.default_rng(seed)
     over_best: list[float] = []
     over_off: list[float] = []
+    placebo: list[float] = []
     picked: list[str] = []
     for _ in range(NUM_RESAMPLES):
         order = rng.permutation(num_repeats)
@@ -79,9 +87,11 @@ def compare(
         best = max(fixed, key=lambda name: float(figures[name][picking].mean()))
         drawn = rng.choice(judging, len(judging))
         every = rng.choice(num_repeats, num_repeats)
+        off = figures[OFF][every].mean()
         picked.append(best)
         over_best.append(float(figures[ADAPTIVE][drawn].mean() / figures[best][drawn].mean()))
-        over_off.append(float(figures[ADAPTIVE][every].mean() / figures[OFF][every].mean()))
+        over_off.append(float(figures[ADAPTIVE][every].mean() / off))
+        placebo.append(float(figures[PLACEBO][every].mean() / off))
     return Point(
         concurrency=concurrency,
         tokens_per_s={name: tuple(map(float, values)) for name, values in tokens_per_s.items()},
@@ -89,6 +99,7 @@ def compare(
         best=statistics.mode(picked),
         over_best=_ratio(over_best),
         over_off=_ratio(over_off),
+        placebo=_ratio(placebo),
     )
 
 
@@ -102,7 +113,8 @@ def _ratio(values: Sequence[float]) -> Ratio:
 
 def _headings(points: Sequence[Point]) -> list[str]:
     arms = [f"{name} tokens/s" for name in points[0].tokens_per_s]
-    return ["concurrency", *arms, "adaptive drafts", "best fixed", "adaptive / best fixed", "adaptive / off", "held"]
+    ratios = ["adaptive / best fixed", "adaptive / off", "off again / off"]
+    return ["concurrency", *arms, "adaptive drafts", "best fixed", *ratios, "held"]
 
 
 def _cells(point: Point) -> list[str]:
@@ -114,6 +126,7 @@ def _cells(point: Point) -> list[str]:
         point.best,
         str(point.over_best),
         str(point.over_off),
+        str(point.placebo),
         "yes" if point.is_never_worse else "NO",
     ]
 
@@ -134,7 +147,7 @@ def to_markdown(title: str, points: Sequence[Point]) -> str:
         "Speeds are medians over the repeats, ratios medians with 95 % bootstrap intervals: the best fixed arm is "
         "picked on one half of the repeats and compared on the other. *adaptive drafts* are draft tokens verified per "
         f"request and step. *held*: the interval allows {LEAST_OF_BEST} of the best fixed arm and {LEAST_OF_OFF} of "
-        "none.\n"
+        "none. *off again*: a second arm of plain decoding, a placebo that says how far apart equals lie.\n"
     )
 
 

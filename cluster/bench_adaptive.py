@@ -1,10 +1,13 @@
 """`outrider bench adaptive`: draft lengths decided step by step, beside every fixed one, at every load.
 
     one engine and one drafter for all arms: nothing but the plans differ
-    for each fixed arm, once:            its speed at each concurrency makes the per-batch-size table
+    for a quarter as many repeats:       the fixed arms; their speeds by concurrency make the per-batch-size table
     for each repeat:                     arms ordered as in `outrider bench throughput`
         for each concurrency:
-            for each arm: a warm-up that does not count, then all prompts, `concurrency` at a time
+            for each arm: a warm-up that does not count, then `concurrency` prompts at once
+
+Runs are short and many rather than long and few: on a shared machine the ratio of two runs side by side is as noisy
+over seconds as over milliseconds.
 
 Nothing heavy is imported before the verb runs.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from outrider.cluster.fleet import BatchSizeTable
 
 WARM_UP_TOKENS = 16  # per request: the price of a step follows the last few dozen
-PLAIN_WIDTH = 200
+PLAIN_WIDTH = 230
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +50,20 @@ class AdaptiveBench:
 
     @property
     def num_runs(self) -> int:
-        num_arms = len(self.fixed_lengths) + 3
-        return len(self.concurrencies) * (len(self.fixed_lengths) + 1 + self.repeats * num_arms)
+        num_arms = len(self.fixed_lengths) + 4
+        num_tuning_runs = self.tuning_repeats * (len(self.fixed_lengths) + 1)
+        return len(self.concurrencies) * (num_tuning_runs + self.repeats * num_arms)
 
-    def prompts_for(self, concurrency: int) -> Workload:
-        """Return the workload with one prompt per request at least, the first ones again where there are too few."""
-        prompts = self.workload.prompts
-        times = -(-concurrency // len(prompts))
-        return replace(self.workload, prompts=(prompts * times)[: max(concurrency, len(prompts))])
+    @property
+    def tuning_repeats(self) -> int:
+        """Return how often each fixed length runs beforehand, for the table."""
+        return max(1, self.repeats // 4)
+
+    def prompts_for(self, concurrency: int, repeat: int) -> Workload:
+        """Return the workload of a run: a prompt per request, every repeat going on where the last one ended."""
+        prompts, start = self.workload.prompts, repeat * concurrency
+        taken = (prompts[(start + place) % len(prompts)] for place in range(concurrency))
+        return replace(self.workload, prompts=tuple(taken))
 
 
 def pinned(length: int) -> PlanOf:
@@ -78,38 +87,36 @@ def priced(max_length: int) -> PlanOf:
     return lambda _: SpeculationPlan(draft_length=max_length)
 
 
-def tuned_table(speeds: Mapping[int, Mapping[int, float]]) -> BatchSizeTable:
-    """Return, from each batch size measured to the next, the length with the most tokens/s: {size: {length: speed}}."""
+def tuned_table(speeds: Mapping[int, Mapping[int, Sequence[float]]]) -> BatchSizeTable:
+    """Return, from each batch size measured to the next, the fastest length by {size: {length: tokens/s}}."""
     sizes = sorted(speeds)
     ends = [*(after - 1 for after in sizes[1:]), sizes[-1]]
-    best = [max(speeds[size], key=lambda length: speeds[size][length]) for size in sizes]
+    best = [max(speeds[size], key=lambda length: statistics.median(speeds[size][length])) for size in sizes]
     rows = zip([1, *sizes[1:]], ends, best, strict=True)
     return tuple(rows)
 
 
 def measure(arm: OutriderArm, bench: AdaptiveBench, on_run: Callable[[str], None]) -> list[Point]:
     """Run all arms on one engine; return what each concurrency shows."""
-    from outrider.cluster.adaptive_figures import ADAPTIVE, OFF, TABLE, compare
+    from outrider.cluster.adaptive_figures import ADAPTIVE, OFF, PLACEBO, TABLE, compare
     from outrider.cluster.bench import plan_runs
 
-    def run(name: str, plan_of: PlanOf, concurrency: int) -> RunTrace:
+    def run(name: str, plan_of: PlanOf, concurrency: int, repeat: int) -> RunTrace:
         on_run(f"{name}, concurrency {concurrency}")
-        workload = bench.prompts_for(concurrency)
-        short = replace(
-            workload,
-            prompts=workload.prompts[:concurrency],
-            max_tokens=min(WARM_UP_TOKENS, workload.max_tokens),
-        )
-        arm.run(short, concurrency, plan_of)
+        workload = bench.prompts_for(concurrency, repeat)
+        arm.run(replace(workload, max_tokens=min(WARM_UP_TOKENS, workload.max_tokens)), concurrency, plan_of)
         return arm.run(workload, concurrency, plan_of)
 
-    lengths = (0, *bench.fixed_lengths)
-    found = {c: {k: speed(run(f"K = {k}, tuning", pinned(k), c)) for k in lengths} for c in bench.concurrencies}
+    lengths = {f"K = {length}, tuning": length for length in (0, *bench.fixed_lengths)}
+    found: dict[int, dict[int, list[float]]] = {}
+    for repeat, concurrency, name in plan_runs(list(lengths), bench.concurrencies, bench.tuning_repeats):
+        trace = run(name, pinned(lengths[name]), concurrency, repeat)
+        found.setdefault(concurrency, {}).setdefault(lengths[name], []).append(speed(trace))
     plans = {OFF: pinned(0)} | {f"K = {length}": pinned(length) for length in bench.fixed_lengths}
-    plans |= {TABLE: by_table(tuned_table(found)), ADAPTIVE: priced(bench.max_length)}
+    plans |= {TABLE: by_table(tuned_table(found)), ADAPTIVE: priced(bench.max_length), PLACEBO: pinned(0)}
     traces: dict[tuple[int, str], list[RunTrace]] = {}
-    for _, concurrency, name in plan_runs(list(plans), bench.concurrencies, bench.repeats):
-        traces.setdefault((concurrency, name), []).append(run(name, plans[name], concurrency))
+    for repeat, concurrency, name in plan_runs(list(plans), bench.concurrencies, bench.repeats):
+        traces.setdefault((concurrency, name), []).append(run(name, plans[name], concurrency, repeat))
     return [
         compare(
             concurrency,
@@ -140,7 +147,7 @@ def drafted(trace: RunTrace) -> float:
 @click.option("--num-prompts", type=click.IntRange(min=1), default=8, show_default=True, help="Different ones.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True)
-@click.option("--repeats", type=click.IntRange(min=2), default=6, show_default=True)
+@click.option("--repeats", type=click.IntRange(min=2), default=14, show_default=True, help="14 balance 7 arms.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
 @click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
 @click.option("--plot", "plot_file", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="As PNG.")

@@ -26,6 +26,7 @@ from outrider.cluster.metrics import GatewayMetrics
 from outrider.cluster.openai_api import build_api
 from outrider.cluster.request_ids import RequestIdInterceptor, RequestIdMiddleware
 from outrider.cluster.routed_backend import RoutedBackend, RouterClient
+from outrider.cluster.shared_metrics import SharedMetrics
 from outrider.cluster.tracing import TraceContextInterceptor, TraceContextMiddleware, Tracing, otlp_provider
 from outrider.verifier_service.architectures import load_model_description, read_eos_token_ids, resolve_folder
 from outrider.verifier_service.model_config import ModelConfig
@@ -63,15 +64,19 @@ class GatewayReplica:
             max_queued_requests=config.max_queued_requests,
             failover_timeout_s=config.failover_timeout_s,
         )
+        registry = CollectorRegistry()
         self._gateway = Gateway(
             info,
             load_tokenizer(model),
             self._backend,
-            GatewayMetrics(self._registry(config.model_name), model_name=config.model_name, engine=gateway_id),
+            GatewayMetrics(registry, model_name=config.model_name, engine=gateway_id),
             time.monotonic,
             fleet_load=lambda: fleet_load(self._router.snapshot, time.time()),
             tracing=self._tracing,
         )
+        fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model_name, wall_clock=time.time)
+        metrics = SharedMetrics(registry, fleet)
+        self._tasks.start(metrics.exchange(router, gateway_id), "exchange metrics")
         keys = ApiKeys(config.api_key_hashes)
         self._grpc_server = await start_grpc_server(
             self._gateway,
@@ -84,7 +89,7 @@ class GatewayReplica:
                 *([TraceContextInterceptor()] if self._tracing is not None else []),
             ],
         )
-        self._api: ASGIApp = build_api(self._gateway, self._has_verifier)
+        self._api: ASGIApp = build_api(self._gateway, self._has_verifier, metrics=metrics)
         if self._tracing is not None:
             self._api = TraceContextMiddleware(self._api)
         if keys:
@@ -94,11 +99,6 @@ class GatewayReplica:
         if config.tls is not None:
             self._https_server = HttpsServer(self._api, config.host, config.port, config.tls)
             self._tasks.start(self._https_server.run(), "serve HTTPS")
-
-    def _registry(self, model_name: str) -> CollectorRegistry:
-        registry = CollectorRegistry()
-        registry.register(FleetMetrics(lambda: self._router.snapshot, model_name=model_name, wall_clock=time.time))
-        return registry
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         # with TLS nothing may be reached through Serve's proxies, which verify no client

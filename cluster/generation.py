@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def run(
         parse_request(line, request_id=f"prompt-{index}", defaults=sampling, plan=plan, tokenizer=tokenizer)
         for index, line in enumerate(lines)
     ]
+    if plan.draft_length == 0:
+        config = replace(config, num_drafters=0)  # nothing is loaded that nobody asks
     prices_drafts = mode is PolicyMode.AUTO and plan.draft_length > 0
     with OfflineEngine(config, drafter_process=drafter_process, prices_drafts=prices_drafts) as engine:
         for result in collect(requests, engine.generate(requests)):

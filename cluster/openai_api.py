@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -41,16 +42,20 @@ def build_api(
     gateway: Gateway,
     is_healthy: HealthCheck,
     *,
+    metrics: Collector | None = None,
     wall_clock: Callable[[], float] = time.time,
     body_timeout_s: float = BODY_TIMEOUT_S,
 ) -> FastAPI:
-    """Return the FastAPI application of a gateway; `is_healthy` answers /health and, unless it drains, /ready."""
+    """Return the FastAPI application of a gateway.
+
+    `is_healthy` answers /health and, unless it drains, /ready. /metrics shows `metrics`; None: the gateway's own.
+    """
     app = FastAPI(title="Outrider", version=VERSION, docs_url=None, redoc_url=None)
     app.state.body_timeout_s = body_timeout_s
     _add_generation_routes(app, gateway, wall_clock)
     _add_token_routes(app, gateway)
     _add_model_routes(app, gateway)
-    _add_status_routes(app, gateway, is_healthy)
+    _add_status_routes(app, gateway, is_healthy, gateway.metrics.registry if metrics is None else metrics)
     add_web_page(app)
     app.add_exception_handler(OutriderError, _on_outrider_error)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -119,7 +124,7 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
         return _model_object(gateway)
 
 
-def _add_status_routes(app: FastAPI, gateway: Gateway, is_healthy: HealthCheck) -> None:
+def _add_status_routes(app: FastAPI, gateway: Gateway, is_healthy: HealthCheck, collector: Collector) -> None:
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if await is_healthy() else 503)
@@ -142,7 +147,7 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, is_healthy: HealthCheck) 
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(collector), media_type=CONTENT_TYPE_LATEST)
 
 
 def _model_object(gateway: Gateway) -> dict[str, Any]:

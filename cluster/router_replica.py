@@ -6,6 +6,8 @@ import os
 import time
 from typing import Any
 
+from prometheus_client.metrics_core import Metric
+
 from outrider.cluster.fleet import (
     Directive,
     DrafterReport,
@@ -18,6 +20,7 @@ from outrider.cluster.fleet import (
 )
 from outrider.cluster.router import RouterCore
 from outrider.cluster.routing import NoVerifierError
+from outrider.cluster.shared_metrics import MetricsBoard
 
 
 class RouterReplica:
@@ -26,6 +29,7 @@ class RouterReplica:
     def __init__(self, policy: RouterPolicy) -> None:
         self._configured = policy
         self._core = RouterCore(policy)
+        self._metrics = MetricsBoard()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Change the policy from now on: what `user_config` does not name is as configured at start.
@@ -40,6 +44,10 @@ class RouterReplica:
 
     async def report_drafter(self, report: DrafterReport) -> None:
         self._core.report_drafter(report, time.time())
+
+    async def exchange_metrics(self, gateway_id: str, families: list[Metric]) -> list[Metric]:
+        """Take in what a gateway published; return what the others did."""
+        return self._metrics.exchange(gateway_id, families, time.time())
 
     async def pid(self) -> int:
         return os.getpid()

@@ -218,18 +218,8 @@ class SuffixElseNgram:
 
     def __init__(self, vocab_size: int) -> None:
         self._drafters = (SuffixDrafter(vocab_size=vocab_size), NgramDrafter(vocab_size=vocab_size))
-
-    @property
-    def vocab_size(self) -> int:
-        return self._drafters[0].vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._drafters[0].max_model_len
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return DraftNeeds()
+        self.vocab_size, self.max_model_len = vocab_size, self._drafters[0].max_model_len
+        self.needs = DraftNeeds()
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         answers = [drafter.draft(asks, max_num_tokens=max_num_tokens) for drafter in self._drafters]

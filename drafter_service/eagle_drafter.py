@@ -60,22 +60,12 @@ class EagleDrafter(AheadDrafter[HeadState]):
             max_model_len=runner.max_model_len,
             num_ahead_branches=num_ahead_branches,
         )
+        self.vocab_size, self.max_model_len = runner.vocab_size, runner.max_model_len
+        self.needs = DraftNeeds(taps=runner.heads.first.taps)
         self._runner = runner
         self._rng = rng
         self._draft_vocab_size = runner.vocab_size if vocab_size is None else vocab_size
         self._top_n, self._trees = top_n, trees
-
-    @property
-    def vocab_size(self) -> int:
-        return self._runner.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._runner.max_model_len
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return DraftNeeds(taps=self._runner.heads.first.taps)
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         """Run one forward (one for each parameter set in use) and take every draft one token or level further.

@@ -83,28 +83,16 @@ class HybridDrafter:
         taps = [drafter.needs for drafter in drafters if drafter.needs.taps]
         if len(taps) > 1:
             raise ValueError("methods: at most one of a hybrid's drafters may read hidden states")
-        self._needs = DraftNeeds(
+        self.needs = DraftNeeds(
             taps=taps[0].taps if taps else (),
             last_state_only=taps[0].last_state_only if taps else False,
             predictions=any(drafter.needs.predictions for drafter in drafters),
         )
-        self._vocab_size = min(drafter.vocab_size for drafter in drafters)
-        self._max_model_len = min(drafter.max_model_len for drafter in drafters)
+        self.vocab_size = min(drafter.vocab_size for drafter in drafters)
+        self.max_model_len = min(drafter.max_model_len for drafter in drafters)
         self._sessions: dict[SessionKey, _Session] = {}
         self._prior = {name: _Mean(PRIOR_TOKENS) for name in self._models}
         self.counts = _Counts()
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return self._needs
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         """Answer what the lookups answer best at once; give the others' models one step."""

@@ -96,25 +96,14 @@ class LookaheadDrafter:
         max_model_len: int = UNBOUNDED_MODEL_LEN,
     ) -> None:
         """Fill windows with tokens of the text that `rng` picks: any guess is exact."""
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.needs = DraftNeeds(predictions=True)
         self._rng = rng
         self._config = config or LookaheadConfig()
         self._num_rows = self._config.ngram - 1
         self._estimate = AcceptanceEstimate()
         self._sessions: dict[SessionKey, _Session] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return DraftNeeds(predictions=True)
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         """Answer every ask at once; nothing is computed that `max_num_tokens` would bound."""

@@ -27,7 +27,7 @@ from outrider.drafter_service.last_state import (
 )
 from outrider.drafter_service.sessions import SessionKey
 from outrider.drafter_service.tree_growth import answer_of, result_of
-from outrider.verifier_service.drafting import ROOT, DraftNeeds
+from outrider.verifier_service.drafting import ROOT
 
 
 class MedusaDrafter:
@@ -53,20 +53,8 @@ class MedusaDrafter:
             raise ValueError(f"vocab_size: no id of the heads' token_map is below {vocab_size}")
         self._heads = heads
         self._rng = rng
-        self._vocab_size, self._max_model_len = vocab_size, max_model_len
+        self.vocab_size, self.max_model_len, self.needs = vocab_size, max_model_len, LAST_STATE_NEEDS
         self._top_n, self._branching = top_n, branching
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return LAST_STATE_NEEDS
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         """Answer as many asks as fit, oldest first, by one forward of the heads over all of them.
@@ -109,7 +97,7 @@ class MedusaDrafter:
                 [asks[index].sampling for _, index in places],
                 [len(asks[index].token_ids) + depth for depth, index in places],
                 self._rng,
-                vocab_size=self._vocab_size,
+                vocab_size=self.vocab_size,
                 num_children=self._branching if is_tree else 1,
                 top_n=self._top_n,
                 sampled=not is_tree,

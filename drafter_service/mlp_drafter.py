@@ -29,7 +29,7 @@ from outrider.drafter_service.last_state import (
 )
 from outrider.drafter_service.sessions import SessionKey
 from outrider.drafter_service.tree_growth import BestFirstGrowth, Growth, answer_of
-from outrider.verifier_service.drafting import ROOT, DraftNeeds
+from outrider.verifier_service.drafting import ROOT
 
 
 @dataclass(slots=True)
@@ -80,20 +80,8 @@ class MlpDrafter:
             raise ValueError("vocab_size, top_n and branching must be positive")
         self._speculator = speculator
         self._rng = rng
-        self._vocab_size, self._max_model_len = vocab_size, max_model_len
+        self.vocab_size, self.max_model_len, self.needs = vocab_size, max_model_len, LAST_STATE_NEEDS
         self._top_n, self._branching = top_n, branching
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return LAST_STATE_NEEDS
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         """Answer as many asks as fit, oldest first, level by level, each level of all of them in one forward.
@@ -156,7 +144,7 @@ class MlpDrafter:
                 [draft.ask.sampling for draft, _ in reads],
                 [len(draft.ask.token_ids) + level for draft, _ in reads],
                 self._rng,
-                vocab_size=self._vocab_size,
+                vocab_size=self.vocab_size,
                 num_children=max(draft.growth.num_children for draft in growing),
                 top_n=self._top_n,
                 sampled=is_drawn,

@@ -64,24 +64,14 @@ class ModelDrafter(AheadDrafter[DraftState]):
             max_model_len=runner.max_model_len,
             num_ahead_branches=num_ahead_branches,
         )
+        self.vocab_size, self.max_model_len = runner.vocab_size, runner.max_model_len
+        self.needs = DraftNeeds()
         self._runner = runner
         self._rng = rng
         self._draft_vocab_size = runner.vocab_size if vocab_size is None else vocab_size
         self._top_n = top_n
         self._trees = trees
         self._first_position = first_position or (lambda ask: len(ask.token_ids))
-
-    @property
-    def vocab_size(self) -> int:
-        return self._runner.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._runner.max_model_len
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return DraftNeeds()
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         """Run one packed forward over the asks and grow the draft of each that has caught up by one level.

@@ -50,23 +50,12 @@ class NgramDrafter:
         """Match the last `prompt_lookup_max` tokens, or fewer down to `prompt_lookup_min`."""
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:
             raise ValueError("prompt_lookup_min must be at least 1 and at most prompt_lookup_max")
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.needs = DraftNeeds()
         self._sizes = range(prompt_lookup_min, prompt_lookup_max + 1)
         self._estimate = AcceptanceEstimate()
         self._sessions: dict[SessionKey, _Session] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return DraftNeeds()
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         """Answer every ask at once; nothing is computed that `max_num_tokens` would bound."""

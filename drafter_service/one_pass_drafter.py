@@ -112,23 +112,12 @@ class OnePassDrafter:
         trees: TreeConfig = DEFAULT_TREES,
     ) -> None:
         """Propose the first `vocab_size` ids (the target's vocabulary); None: all that the model has."""
+        self.vocab_size, self.max_model_len, self.needs = model.vocab_size, model.max_model_len, model.needs
         self._model = model
         self._draft_vocab_size = model.vocab_size if vocab_size is None else vocab_size
         self._drafts = RowDrafts(rng=rng, vocab_size=self._draft_vocab_size, top_n=top_n, trees=trees)
         self._pool = BlockPool(model.num_blocks, model.block_size, enable_prefix_caching=False)
         self._states: dict[SessionKey, _State] = {}  # least recently asked first
-
-    @property
-    def vocab_size(self) -> int:
-        return self._model.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._model.max_model_len
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return self._model.needs
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         """Run one forward and answer the asks whose canvas was in it; contexts come in chunks, a canvas never does.

@@ -73,23 +73,13 @@ class SelfDrafter:
         top_n: int = 32,
     ) -> None:
         """Leave after `num_layers` (None: run all) and attend to the blocks of `choose_blocks` (None: to all)."""
+        self.vocab_size, self.max_model_len = view.vocab_size, view.max_model_len
+        self.needs = DraftNeeds()
         self._view = view
         self._rng = rng
         self._num_layers = num_layers
         self._choose_blocks = choose_blocks or _all_blocks
         self._trees, self._top_n = trees, top_n
-
-    @property
-    def vocab_size(self) -> int:
-        return self._view.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._view.max_model_len
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return DraftNeeds()
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         """Draft for as many asks, oldest first, as there is scratch for, from the first token to the last.

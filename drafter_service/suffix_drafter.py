@@ -124,24 +124,13 @@ class SuffixDrafter:
     def __init__(
         self, *, vocab_size: int, config: SuffixConfig | None = None, max_model_len: int = UNBOUNDED_MODEL_LEN
     ) -> None:
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.needs = DraftNeeds()
         self._config = config or SuffixConfig()
         self._past = PastResponses(self._config)
         self._estimate = AcceptanceEstimate()
         self._sessions: dict[SessionKey, _Session] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return DraftNeeds()
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         """Answer every ask at once; nothing is computed that `max_num_tokens` would bound."""

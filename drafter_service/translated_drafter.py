@@ -71,25 +71,14 @@ class TextDrafter:
         """Begin every inner sequence with `first_ids` (the draft model's begin-of-sequence token, if it has one)."""
         if inner.needs != DraftNeeds():
             raise ValueError("a drafter that reads the target's states or predictions cannot have another tokenizer")
+        self.vocab_size = target_vocab_size
+        self.max_model_len = inner.max_model_len  # a text that is longer in the inner one's tokens gets empty drafts
+        self.needs = DraftNeeds()
         self._inner = inner
         self._target, self._draft = target_tokenizer, draft_tokenizer
-        self._target_vocab_size = target_vocab_size
         self._first_ids = list(first_ids)
         self._texts: dict[SessionKey, _Text] = {}
         self._asked: dict[SessionKey, _Translated] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        return self._target_vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """The inner drafter's own limit; a text that is longer in its tokens gets empty drafts."""
-        return self._inner.max_model_len
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return DraftNeeds()
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         translated = [self._translated(ask) for ask in asks]
@@ -178,7 +167,7 @@ class TextDrafter:
     def _answer(self, translated: _Translated, token_ids: Sequence[int]) -> DraftResult:
         ask = translated.ask
         del self._asked[ask.key]
-        known = itertools.takewhile(lambda token_id: token_id < self._target_vocab_size, token_ids)
+        known = itertools.takewhile(lambda token_id: token_id < self.vocab_size, token_ids)
         return DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=tuple(known)[: ask.length])
 
 
@@ -213,32 +202,21 @@ class IntersectionDrafter:
     ) -> None:
         """Begin every sequence with `first_ids` of the draft model (its begin-of-sequence token, if it has one)."""
         mapped = MappedRunner(runner, vocabulary)
+        self.vocab_size = mapped.target_vocab_size
+        self.max_model_len = mapped.max_model_len  # a sequence that is longer in its tokens gets empty drafts
+        self.needs = DraftNeeds()
         self._vocabulary = vocabulary
-        self._vocab_size = mapped.target_vocab_size
         self._target, self._draft = target_tokenizer, draft_tokenizer
-        self._first_ids = [self._vocab_size + token_id for token_id in first_ids]
+        self._first_ids = [self.vocab_size + token_id for token_id in first_ids]
         self._sessions: dict[SessionKey, _Mapped] = {}
         self._inner = ModelDrafter(
             mapped,
             rng,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             top_n=top_n,
             trees=trees,
             first_position=lambda ask: len(self._sessions[ask.key].target_ids),
         )
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """The draft model's own limit; a sequence that is longer in its tokens gets empty drafts."""
-        return self._inner.max_model_len
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return DraftNeeds()
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         mapped = [self._mapped(ask) for ask in asks]
@@ -284,4 +262,4 @@ class IntersectionDrafter:
     def _as_text(self, run: Sequence[int]) -> list[int]:
         """Write tokens that the draft model does not know as those of its own that spell the same."""
         text = self._target.decode(run).rstrip(CUT_CHARACTER) if run else ""
-        return [self._vocab_size + token_id for token_id in self._draft.encode(text)] if text else []
+        return [self.vocab_size + token_id for token_id in self._draft.encode(text)] if text else []

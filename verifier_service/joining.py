@@ -17,7 +17,8 @@ from dataclasses import dataclass
 class DueDraft:
     """A request that is held for its draft."""
 
-    due_s: float  # when its draft is expected
+    due_s: float  # when its draft usually comes
+    latest_s: float  # when it has nearly always come
     num_tokens: int  # of its part of a step, draft included
 
 
@@ -29,17 +30,19 @@ def worth_waiting_until(
     num_ready_tokens: int,
     step_s: Callable[[int], float],
 ) -> float:
-    """Return until when a step of `num_ready` requests should wait for held ones; `now_s` where it should not.
+    """Return until when, at most, a step of `num_ready` requests should wait for held ones; `now_s`: not at all.
 
-    `step_s` is the time of a step by its tokens. Drafts that are overdue are not waited for: when they come is unknown.
+    `step_s` is the time of a step by its tokens. What nearly always has come by now is not waited for: nobody knows when
+    it will.
     """
     until_s, best = now_s, num_ready / step_s(num_ready_tokens)
     num_requests, num_tokens = num_ready, num_ready_tokens
     for draft in sorted(held, key=lambda draft: draft.due_s):
-        if draft.due_s <= now_s:
+        if draft.latest_s <= now_s:
             continue
         num_requests, num_tokens = num_requests + 1, num_tokens + draft.num_tokens
-        rate = num_requests / (draft.due_s - now_s + step_s(num_tokens))
+        expected_s = max(draft.due_s, (now_s + draft.latest_s) / 2)  # the latter once it is late
+        rate = num_requests / (expected_s - now_s + step_s(num_tokens))
         if rate > best:
-            until_s, best = draft.due_s, rate
+            until_s, best = max(until_s, draft.latest_s), rate
     return until_s

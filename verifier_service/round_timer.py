@@ -5,6 +5,7 @@ from __future__ import annotations
 SMOOTHING = 1 / 8  # gains of the mean and of its deviation, as TCP's retransmission timer uses them (RFC 6298)
 DEVIATION_SMOOTHING = 1 / 4
 NUM_DEVIATIONS = 4
+NUM_LATE_DEVIATIONS = 2  # mean ones: nine of ten rounds take no longer
 
 
 class RoundTimer:
@@ -24,6 +25,11 @@ class RoundTimer:
             return max(self._first_s / self._back_off, min(self._min_s, self._first_s))
         estimate_s = max(self.smoothed_s + NUM_DEVIATIONS * self._deviation_s, self._min_s)
         return min(estimate_s * self._back_off, self._max_s)
+
+    @property
+    def latest_s(self) -> float:
+        """Return the time that nearly all rounds are answered in, once one has been."""
+        return (self.smoothed_s or 0.0) + NUM_LATE_DEVIATIONS * self._deviation_s
 
     def observe(self, seconds: float) -> None:
         """Take in the time of a round that was answered, be it late."""

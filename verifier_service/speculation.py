@@ -35,7 +35,6 @@ from outrider.verifier_service.round_timer import RoundTimer
 
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-EXPECTED_SLACK = 1.1  # times the usual time of a round: a draft is expected by then
 LENGTH_SMOOTHING = 1 / 4  # per step
 
 
@@ -170,10 +169,10 @@ class DraftCoordinator:
         session = self._sessions.get(request.request_id)
         if session is None or session.round is None or not session.has_answered:
             return None
-        expected_s = self._drafters[session.drafter_id].timer.smoothed_s
-        if expected_s is None:
+        timer, asked_s = self._drafters[session.drafter_id].timer, session.round.asked_s
+        if timer.smoothed_s is None:
             return None
-        return DueDraft(session.round.asked_s + EXPECTED_SLACK * expected_s, num_tokens=1 + session.round.max_length)
+        return DueDraft(asked_s + timer.smoothed_s, asked_s + timer.latest_s, num_tokens=1 + session.round.max_length)
 
     # --- before scheduling ---
 
@@ -300,22 +299,28 @@ class DraftCoordinator:
         for request in requests:
             length = self._draft_length(request)
             lengths.append(length)
-            drafter_id = self._choose_drafter(request, now_s) if length > 0 else None
-            if self._pricing is not None and length > 0:
-                self._pricing.choose(request.request_id, drafter_id)
-            request.metrics.enabled = request.metrics.enabled or drafter_id is not None
-            if drafter_id is None:
-                if length > 0:
-                    request.metrics.disabled_reason = "drafter_timeout" if self._drafters else "drafter_unavailable"
+            if length == 0 or not self._ask_one(request, length, now_s, outbox):
                 self._end_round(request)
-                continue
-            session = self._session_at(request, drafter_id, outbox)
-            outbox.setdefault(drafter_id, []).extend(self._messages(request, session, length, now_s))
-            request.hold_until_s = now_s + self._drafters[drafter_id].timer_of(session).deadline_s
         for drafter_id, messages in outbox.items():
             self._client.send(drafter_id, messages)
         if lengths:
             self.draft_length_mean += LENGTH_SMOOTHING * (sum(lengths) / len(lengths) - self.draft_length_mean)
+
+    def _ask_one(
+        self, request: Request, length: int, now_s: float, outbox: dict[str, list[VerifierMessage]]
+    ) -> bool:
+        """Ask the best drafter for `length` tokens; return False where none can be asked now."""
+        drafter_id = self._choose_drafter(request, now_s)
+        if self._pricing is not None:
+            self._pricing.choose(request.request_id, drafter_id)
+        if drafter_id is None:
+            request.metrics.disabled_reason = "drafter_timeout" if self._drafters else "drafter_unavailable"
+            return False
+        request.metrics.enabled = True
+        session = self._session_at(request, drafter_id, outbox)
+        outbox.setdefault(drafter_id, []).extend(self._messages(request, session, length, now_s))
+        request.hold_until_s = now_s + self._drafters[drafter_id].timer_of(session).deadline_s
+        return True
 
     def _end_round(self, request: Request) -> None:
         """Expect nothing any more: whatever still comes is stale."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.cluster.adaptive_figures import ADAPTIVE, OFF, TABLE, compare, plot, to_json, to_markdown
+from outrider.cluster.adaptive_figures import ADAPTIVE, OFF, PLACEBO, TABLE, compare, plot, to_json, to_markdown
 from outrider.cluster.bench_adaptive import (
     AdaptiveBench,
     by_table,
@@ -31,39 +31,48 @@ def noisy(mean: float, num: int = 40, spread: float = 0.02, seed: int = 0) -> li
 
 
 def test_one_that_is_as_good_is_never_worse_and_one_that_is_not_is_found_out():
-    arms = {OFF: noisy(100, seed=1), "K = 2": noisy(120, seed=2)}
+    arms = {OFF: noisy(100, seed=1), PLACEBO: noisy(100, seed=4), "K = 2": noisy(120, seed=2)}
     good = compare(1, arms | {ADAPTIVE: noisy(120, seed=3)}, NO_LENGTHS)
     assert (good.best, good.is_never_worse) == ("K = 2", True)
     assert 0.97 < good.over_best.low < 1.0 < good.over_best.high
     bad = compare(1, arms | {ADAPTIVE: noisy(110, seed=3)}, NO_LENGTHS)
     assert not bad.is_never_worse
     assert bad.over_off.low > 1.05
+    assert bad.placebo.low < 1.0 < bad.placebo.high
 
 
 def test_slower_than_none_is_worse_even_where_none_is_the_best():
-    point = compare(1, {OFF: noisy(100, spread=0.001), ADAPTIVE: noisy(98, spread=0.001, seed=5)}, NO_LENGTHS)
+    off = noisy(100, spread=0.001)
+    point = compare(1, {OFF: off, PLACEBO: off, ADAPTIVE: noisy(98, spread=0.001, seed=5)}, NO_LENGTHS)
     assert point.best == OFF
+    assert point.placebo.median == 1.0
     assert point.over_best.low > 0.97
     assert not point.is_never_worse
 
 
 def test_the_best_of_many_equals_has_no_advantage_from_being_picked():
     """With ten arms that differ in noise alone the best figure is high; judged on the other half it is not."""
-    arms = {f"K = {k}": noisy(100, num=8, spread=0.1, seed=k) for k in range(10)} | {OFF: noisy(100, 8, 0.1, 77)}
+    arms = {f"K = {k}": noisy(100, num=8, spread=0.1, seed=k) for k in range(10)}
+    arms |= {OFF: noisy(100, 8, 0.1, 77), PLACEBO: noisy(200, 8, 0.1, 78)}
     adaptive = noisy(100, num=8, spread=0.001, seed=99)
     point = compare(1, arms | {ADAPTIVE: adaptive}, NO_LENGTHS)
-    naive = np.mean(adaptive) / max(np.mean(values) for values in arms.values())
+    assert point.best != PLACEBO, "it is no fixed arm to beat"
+    naive = np.mean(adaptive) / max(np.mean(values) for name, values in arms.items() if name != PLACEBO)
     assert point.over_best.median > naive
     assert point.over_best.low < 1.0 < point.over_best.high
 
 
 def test_a_single_repeat_cannot_be_split():
     with pytest.raises(ValueError, match="repeats"):
-        compare(1, {OFF: [1.0], ADAPTIVE: [1.0]}, NO_LENGTHS)
+        compare(1, {OFF: [1.0], PLACEBO: [1.0], ADAPTIVE: [1.0]}, NO_LENGTHS)
 
 
 def test_a_table_has_the_best_length_of_every_size_until_the_next():
-    speeds = {1: {0: 1.0, 2: 2.0, 4: 3.0}, 4: {0: 1.0, 2: 1.5, 4: 1.2}, 16: {0: 9.0, 2: 1.0, 4: 1.0}}
+    speeds = {
+        1: {0: [1.0], 2: [2.0], 4: [3.0]},
+        4: {0: [1.0, 1.0, 9.0], 2: [1.5, 1.4, 0.1], 4: [1.2, 1.3, 1.1]},  # the medians count
+        16: {0: [9.0], 2: [1.0], 4: [1.0]},
+    }
     table = tuned_table(speeds)
     assert table == ((1, 3, 4), (4, 15, 2), (16, 16, 0))
     lengths = [by_table(table)(size).draft_length for size in (1, 3, 4, 15, 16, 500)]
@@ -76,9 +85,10 @@ def test_fixed_lengths_are_pinned_and_the_adaptive_one_is_a_bound():
     assert (priced(8)(9).draft_length, priced(8)(9).is_pinned) == (8, False)
 
 
-def test_there_is_a_prompt_for_every_request():
-    assert len(BENCH.prompts_for(1).prompts) == 2
-    assert BENCH.prompts_for(5).prompts == ((1, 2), (3,), (1, 2), (3,), (1, 2))
+def test_there_is_a_prompt_for_every_request_and_repeats_go_round():
+    assert [BENCH.prompts_for(1, repeat).prompts for repeat in range(3)] == [((1, 2),), ((3,),), ((1, 2),)]
+    assert BENCH.prompts_for(5, 0).prompts == ((1, 2), (3,), (1, 2), (3,), (1, 2))
+    assert BENCH.prompts_for(5, 1).prompts == ((3,), (1, 2), (3,), (1, 2), (3,))
 
 
 def trace_of(num_tokens: int, elapsed_s: float, num_draft_tokens: int = 0) -> RunTrace:
@@ -117,9 +127,10 @@ def test_a_run_tunes_the_table_and_compares_all_arms(tmp_path):
     alone, four = measure(arm, BENCH, heard.append)
     assert len(heard) == BENCH.num_runs
     assert len(arm.calls) == 2 * len(heard), "each after a warm-up"
-    assert list(alone.tokens_per_s) == [OFF, "K = 2", "K = 4", TABLE, ADAPTIVE]
+    assert list(alone.tokens_per_s) == [OFF, "K = 2", "K = 4", TABLE, ADAPTIVE, PLACEBO]
     assert alone.tokens_per_s[TABLE] == alone.tokens_per_s["K = 2"] == alone.tokens_per_s[ADAPTIVE] == (20.0, 20.0)
     assert four.tokens_per_s[TABLE] == four.tokens_per_s[OFF] == (20.0, 20.0)
+    assert alone.placebo.median == 1.0
     assert alone.is_never_worse
     assert four.is_never_worse
     page = to_markdown("title", [alone, four])

@@ -180,6 +180,17 @@ def test_generated_text_is_the_same_with_and_without_a_drafter(pair: list[str], 
     assert text.stdout == plain["text"] + "\n"
 
 
+def test_a_drafter_that_nobody_asks_is_not_loaded(pair: list[str], tmp_path: Path):
+    target, *rest = pair
+    sizes = rest[2:]  # without --draft-model and its folder
+    models = (target, "--draft-model", str(tmp_path))
+    common = ("generate", *models, *sizes, "--prompt", PROMPT, "--max-tokens", "4", "--json")
+    for off in (["--speculation", "off"], ["--num-speculative-tokens", "0"]):
+        (plain,) = records(invoke(*common, *off))
+        assert len(plain["token_ids"]) == 4
+    assert invoke(*common).exit_code != 0, "there is no model in that folder"
+
+
 def test_a_seed_makes_sampled_text_repeat(pair: list[str]):
     common = ("generate", *pair, "--prompt", PROMPT, "--max-tokens", "10", "--temperature", "1", "--json")
     (first,) = records(invoke(*common, "--seed", "7"))

@@ -1,4 +1,4 @@
-"""A service of several ranks and several drafters, and its router left to decide."""
+"""A service of several ranks and several drafters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from live_service import live_service, wait_for
 from outrider.cluster.config import ServiceConfig
-from outrider.cluster.fleet import DisabledReason
 from outrider.cluster.offline import OfflineEngine
 from outrider.cluster.prompts import collect
 from outrider.drafter_service.embedded import held_out_prompts
@@ -45,11 +44,3 @@ def test_two_rank_verifier_goes_on_drafting_when_one_of_two_drafters_dies():
         streamed = service.stream(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, on_chunk=kill)
         assert streamed.text == expected
         assert streamed.speculation["disabled_reason"] is None, "the other drafter took over"
-
-
-def test_router_left_to_decide_says_why_not_where_it_does_not_speculate():
-    with live_service(speculation="auto", wait_for_drafts=False) as service:
-        streamed = service.stream(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True)
-        assert streamed.finish_reason == "length"
-        reason = streamed.speculation["disabled_reason"]
-        assert (reason is None) == (streamed.speculation["num_drafts"] > 0) or reason in set(DisabledReason)

@@ -18,6 +18,7 @@ from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from live_service import LiveService, Streamed, wait_for
 from outrider.cluster.config import APP_NAME, ServiceConfig
+from outrider.cluster.fleet import DisabledReason
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.verifier_service.ranks import free_port
 
@@ -224,3 +225,13 @@ def test_without_requests_there_is_no_drafter_and_with_them_one_comes_back(deplo
             load.num_wanted = 0
         stream.result()
     assert load.streamed[0].speculation["num_drafts"] == 0, "it was served without waiting for a drafter"
+
+
+def test_a_router_left_to_decide_says_why_not_where_it_does_not_speculate(deployed: Deployed):
+    manifest = copy.deepcopy(deployed.manifest)
+    manifest["applications"][0]["deployments"][0]["user_config"]["mode"] = "auto"
+    deployed.deploy(manifest)
+    streamed = deployed.stream(held_out_prompts()[1])
+    assert streamed.finish_reason == "length"
+    reason = streamed.speculation["disabled_reason"]
+    assert (reason is None) == (streamed.speculation["num_drafts"] > 0) or reason in set(DisabledReason)

@@ -1,3 +1,5 @@
+import random
+
 import pytest
 
 from outrider.verifier_service.joining import DueDraft, worth_waiting_until
@@ -6,9 +8,9 @@ from priced_bench import FREE, FarBench, FarDrafts
 NOW_S = 100.0
 
 
-def until(*due_in_s: float, num_ready: int = 2, step_s=lambda _: 0.020, num_tokens: int = 3) -> float:
+def until(*due_in_s: float, late_s: float = 0.0, num_ready: int = 2, step_s=lambda _: 0.020) -> float:
     """Return how long two requests that are ready should wait for others, whose drafts are due in so many seconds."""
-    held = [DueDraft(NOW_S + seconds, num_tokens) for seconds in due_in_s]
+    held = [DueDraft(NOW_S + seconds, NOW_S + seconds + late_s, num_tokens=3) for seconds in due_in_s]
     found = worth_waiting_until(NOW_S, held, num_ready=num_ready, num_ready_tokens=num_ready * 3, step_s=step_s)
     return found - NOW_S
 
@@ -27,19 +29,25 @@ def test_one_straggler_is_left_behind():
     assert until(0.015, num_ready=7) == 0.0
 
 
-def test_overdue_drafts_are_not_waited_for():
+def test_drafts_that_should_have_come_long_ago_are_not_waited_for():
     assert until(-0.001, 0.0) == 0.0
+    assert until(-0.010, late_s=0.009) == 0.0
     assert until() == 0.0
 
 
-@pytest.mark.parametrize(("level_s", "is_together"), [(0.003, True), (0.030, False)])
-def test_requests_that_fell_apart_find_together_again(level_s: float, is_together: bool):
-    bench = FarBench(FarDrafts(level_s=level_s), FREE)
+def test_one_that_is_late_gets_as_long_as_late_ones_take_if_that_is_not_too_long():
+    assert until(-0.001, late_s=0.006) == pytest.approx(0.005)
+    assert until(0.005, late_s=0.006) == pytest.approx(0.011)
+    assert until(-0.001, late_s=0.100) == 0.0
+
+
+def sizes_of_steps(drafts: FarDrafts) -> list[int]:
+    """Return how many requests each step had, of two whose fifth asks the drafter gets one by one."""
+    bench = FarBench(drafts, FREE)
     send, execute = bench.drafts.send, bench.runner.execute
     num_asks, sizes = 0, list[int]()
 
     def parting(drafter_id, messages) -> None:
-        """Deliver the fifth batch of asks one by one."""
         nonlocal num_asks
         num_asks += 1
         for batch in [[message] for message in messages] if num_asks == 5 else [messages]:
@@ -50,7 +58,31 @@ def test_requests_that_fell_apart_find_together_again(level_s: float, is_togethe
         return execute(batch)
 
     bench.drafts.send, bench.runner.execute = parting, counted
-    bench.speed(2, num_requests=2, max_tokens=60, draft_length=2, is_pinned=True)
-    later = sizes[12:-4]
-    assert len(later) > 4
-    assert (min(later) == 2) == is_together
+    bench.speed(2, num_requests=2, max_tokens=200, draft_length=2, is_pinned=True)
+    return sizes[12:-4]
+
+
+@pytest.mark.parametrize(("level_s", "is_together"), [(0.003, True), (0.030, False)])
+def test_requests_that_fell_apart_find_together_again(level_s: float, is_together: bool):
+    sizes = sizes_of_steps(FarDrafts(level_s=level_s))
+    assert len(sizes) > 4
+    assert (min(sizes) == 2) == is_together
+
+
+class UnevenDrafts(FarDrafts):
+    """A drafter that answers each ask by itself, now sooner and now later than usual."""
+
+    def __init__(self) -> None:
+        super().__init__(level_s=0.003)
+        self._rng = random.Random(0)
+
+    def send(self, drafter_id, messages) -> None:
+        for message in messages:
+            self._free_s, self.level_s = 0.0, self._rng.choice([0.002, 0.003, 0.004])
+            super().send(drafter_id, [message])
+        self._coming.sort(key=lambda batch: batch[0])
+
+
+def test_drafts_that_take_somewhat_longer_than_usual_are_waited_for():
+    sizes = sizes_of_steps(UnevenDrafts())
+    assert sizes.count(2) / len(sizes) > 0.9

@@ -1,3 +1,5 @@
+import random
+
 from outrider.verifier_service.round_timer import RoundTimer
 
 
@@ -22,6 +24,17 @@ def test_varying_rounds_get_more_patience_than_steady_ones():
         steady.observe(0.010)
         varying.observe(0.005 if index % 2 else 0.015)
     assert varying.deadline_s > 0.015 > steady.deadline_s
+
+
+def test_nearly_all_rounds_are_answered_by_the_latest_time():
+    timer, rng = make_timer(), random.Random(0)
+    rounds_s = [rng.gauss(0.010, 0.002) for _ in range(400)]
+    num_within = 0
+    for seconds in rounds_s:
+        num_within += seconds <= timer.latest_s
+        timer.observe(seconds)
+        assert timer.latest_s <= timer.deadline_s
+    assert 0.85 < num_within / len(rounds_s) < 0.99
 
 
 def test_missed_rounds_double_the_deadline_up_to_its_bound_until_one_is_answered():
