@@ -32,8 +32,8 @@ def worth_waiting_until(
 ) -> float:
     """Return until when, at most, a step of `num_ready` requests should wait for held ones; `now_s`: not at all.
 
-    `step_s` is the time of a step by its tokens. What nearly always has come by now is not waited for: nobody knows when
-    it will.
+    `step_s` is the time of a step by its tokens. What should have come long ago is not waited for: nobody knows when it
+    will.
     """
     until_s, best = now_s, num_ready / step_s(num_ready_tokens)
     num_requests, num_tokens = num_ready, num_ready_tokens
