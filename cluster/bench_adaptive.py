@@ -101,22 +101,25 @@ def measure(arm: OutriderArm, bench: AdaptiveBench, on_run: Callable[[str], None
     from outrider.cluster.adaptive_figures import ADAPTIVE, OFF, PLACEBO, TABLE, compare
     from outrider.cluster.bench import plan_runs
 
-    def run(name: str, plan_of: PlanOf, concurrency: int, repeat: int) -> RunTrace:
-        on_run(f"{name}, concurrency {concurrency}")
-        workload = bench.prompts_for(concurrency, repeat)
-        arm.run(replace(workload, max_tokens=min(WARM_UP_TOKENS, workload.max_tokens)), concurrency, plan_of)
-        return arm.run(workload, concurrency, plan_of)
+    def run_all(plans: Mapping[str, PlanOf], repeats: int, label: str = "") -> dict[tuple[int, str], list[RunTrace]]:
+        traces: dict[tuple[int, str], list[RunTrace]] = {}
+        for repeat, concurrency, name in plan_runs(list(plans), bench.concurrencies, repeats):
+            on_run(f"{name}{label}, concurrency {concurrency}")
+            workload = bench.prompts_for(concurrency, repeat)
+            short = replace(workload, max_tokens=min(WARM_UP_TOKENS, workload.max_tokens))
+            arm.run(short, concurrency, plans[name])
+            traces.setdefault((concurrency, name), []).append(arm.run(workload, concurrency, plans[name]))
+        return traces
 
-    lengths = {f"K = {length}, tuning": length for length in (0, *bench.fixed_lengths)}
-    found: dict[int, dict[int, list[float]]] = {}
-    for repeat, concurrency, name in plan_runs(list(lengths), bench.concurrencies, bench.tuning_repeats):
-        trace = run(name, pinned(lengths[name]), concurrency, repeat)
-        found.setdefault(concurrency, {}).setdefault(lengths[name], []).append(speed(trace))
-    plans = {OFF: pinned(0)} | {f"K = {length}": pinned(length) for length in bench.fixed_lengths}
-    plans |= {TABLE: by_table(tuned_table(found)), ADAPTIVE: priced(bench.max_length), PLACEBO: pinned(0)}
-    traces: dict[tuple[int, str], list[RunTrace]] = {}
-    for repeat, concurrency, name in plan_runs(list(plans), bench.concurrencies, bench.repeats):
-        traces.setdefault((concurrency, name), []).append(run(name, plans[name], concurrency, repeat))
+    lengths = {OFF: 0} | {f"K = {length}": length for length in bench.fixed_lengths}
+    fixed = {name: pinned(length) for name, length in lengths.items()}
+    tuning = run_all(fixed, bench.tuning_repeats, ", tuning")
+    found = {
+        concurrency: {length: list(map(speed, tuning[concurrency, name])) for name, length in lengths.items()}
+        for concurrency in bench.concurrencies
+    }
+    plans = fixed | {TABLE: by_table(tuned_table(found)), ADAPTIVE: priced(bench.max_length), PLACEBO: pinned(0)}
+    traces = run_all(plans, bench.repeats)
     return [
         compare(
             concurrency,

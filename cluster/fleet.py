@@ -104,7 +104,7 @@ class VerifierReport:
         num_ranks: int = 1,
     ) -> VerifierReport:
         """Make a report of what an engine says of itself; `drafters_up` are those it has a link to."""
-        failing = {circuit.drafter_id for circuit in load.circuits if circuit.state == "open"}
+        failing = {circuit.drafter_id for circuit in load.circuits if circuit.is_open}
         return cls(
             verifier_id=verifier_id,
             endpoint=endpoint,

@@ -188,7 +188,7 @@ class DrafterDesk:
 
 
 def _why_nobody(verifier: VerifierReport) -> DisabledReason:
-    is_failed = any(circuit.state == "open" for circuit in verifier.circuits)
+    is_failed = any(circuit.is_open for circuit in verifier.circuits)
     return DisabledReason.DRAFTER_TIMEOUT if is_failed else DisabledReason.DRAFTER_UNAVAILABLE
 
 

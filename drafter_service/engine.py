@@ -127,6 +127,7 @@ class DraftEngine:
         ahead: RunsAhead | None = None,
     ) -> None:
         """`ahead` is the drafter itself where it runs ahead: whoever drives the engine gives it its spare time."""
+        self.vocab_size, self.max_model_len, self.needs = drafter.vocab_size, drafter.max_model_len, drafter.needs
         self.counters = DrafterCounters()
         self._drafter = drafter
         self._spare_time = SpareTime(ahead, clock=clock, counters=self.counters)
@@ -137,18 +138,6 @@ class DraftEngine:
         self._outbox: list[tuple[str, DrafterMessage]] = []
         self._num_asks = 0
         self._mean_draft_s: float | None = None
-
-    @property
-    def vocab_size(self) -> int:
-        return self._drafter.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self._drafter.max_model_len
-
-    @property
-    def needs(self) -> DraftNeeds:
-        return self._drafter.needs
 
     @property
     def config(self) -> DraftEngineConfig:

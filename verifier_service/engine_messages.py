@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.verifier_service.circuit_breaker import BreakerState
 from outrider.verifier_service.drafting import DraftNeeds
 from outrider.verifier_service.histogram import NO_VALUES, HistogramCounts
 from outrider.verifier_service.request import GenerationRequest, RequestOutput, SpeculationPlan
@@ -92,6 +93,11 @@ class DrafterCircuit:
 
     drafter_id: str
     state: str
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the drafter is failing, and asked nothing."""
+        return self.state == BreakerState.OPEN.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 120.0  # a rank may still be importing torch
 # below what a system hands out to who asks for any port (Linux: from 32768), above what Ray gives its workers
-ASSIGNED_PORTS = range(20_000, 32_768)
+PORTS_TO_TRY = range(20_000, 32_768)
 NUM_PORT_ATTEMPTS = 100
 _POLL_S = 0.1
 _PIPE_BUFFER_BYTES = 4 << 20  # an engine's step must not wait for its shell to read
@@ -137,7 +137,7 @@ def free_port() -> int:
 
     It is none that the system hands out by itself: a process of Ray that asks for any port could get it first.
     """
-    for port in random.SystemRandom().sample(ASSIGNED_PORTS, NUM_PORT_ATTEMPTS):
+    for port in random.SystemRandom().sample(PORTS_TO_TRY, NUM_PORT_ATTEMPTS):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-    raise OSError(f"none of {NUM_PORT_ATTEMPTS} ports tried in {ASSIGNED_PORTS} is free")
+    raise OSError(f"none of {NUM_PORT_ATTEMPTS} ports tried in {PORTS_TO_TRY} is free")
