@@ -4,6 +4,9 @@ What they are told is what an engine would tell them after a step: its shape and
 request's draft, what was on offer. The cost model starts from a profile of short contexts, as an engine's does, at the
 token counts at which vLLM captures graphs: powers of two alone would smear the knee, which costs 2 % where it matters.
 
+Prompt lookup's tokens come with confidences, as from our own drafter: how often such copies were right lately, by the
+length of the match and by how their context went on before. EAGLE's were not recorded: history alone judges its drafts.
+
 Where drafting takes the step's time, which drafters are used at all is a choice for the whole batch: EAGLE for one
 request costs as much as for all. So each set of drafters has a price of its own, kept from step to step, and the set
 is used that expects more tokens per second from what the past says.
@@ -18,6 +21,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from outrider.cluster.policy_replay import EAGLE, NGRAM, Batch, Drafts, MachineFit, StepOutcome
+from outrider.drafter_service.ngram_drafter import PRIOR
+from outrider.drafter_service.token_history import AcceptanceEstimate
 from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.pricing import PROBE_SHARE
@@ -43,7 +48,7 @@ class _Mode:
     exposed_s: float = 0.0  # how long drafting held a step up lately, whatever the lengths
     log_rate: float = 0.0  # of the tokens per second expected with it, over the last steps
     chosen: list[int] = field(default_factory=list)  # each request's drafter, in this step
-    slots: list[Sequence[float]] = field(default_factory=list)  # each request's survivals with it
+    slots: list[Sequence[float]] = field(default_factory=list)  # what each request's positions are worth with it
 
 
 class Adaptive:
@@ -53,6 +58,8 @@ class Adaptive:
         self._names = tuple(drafters)
         self._cost = CostModel(profile(machine))
         self._survival = SurvivalEstimator()
+        self._copies = AcceptanceEstimate()  # prompt lookup's, by kind
+        self._claims: list[list[float]] = []  # each request's confidences in them, in this step
         self._worth = TokenWorth()
         sets = [tuple(range(len(drafters)))]
         if EAGLE in drafters and NGRAM in drafters:
@@ -63,15 +70,10 @@ class Adaptive:
         self._probe_s = math.inf  # what probes may take now; after the first step no more than is saved at most
 
     def plan(self, batch: Batch) -> Drafts:
-        survivals = [
-            [
-                self._worth.worths(request_id, self._survival.survivals(request_id, name, offered)) if offered else []
-                for request_id, offered in zip(batch.request_ids, row, strict=True)
-            ]
-            for name, row in zip(self._names, batch.offered.tolist(), strict=True)
-        ]
+        self._claims = [[self._copies.rate(kind, PRIOR) for kind in kinds] for kinds in batch.ngram_kinds.tolist()]
+        worths = [self._worths(batch, drafter) for drafter in range(len(self._names))]
         for mode in self._modes:
-            _choose(mode, survivals)
+            _choose(mode, worths)
         plans = [[mode.price.admitted(slots) for slots in mode.slots] for mode in self._modes]
         for mode, planned in zip(self._modes, plans, strict=True):
             mode.log_rate += RATE_SHARE * (math.log(self._rate(batch, mode, planned)) - mode.log_rate)
@@ -80,6 +82,17 @@ class Adaptive:
         drafters = list(self._mode.chosen)
         self._probe(batch, drafters, lengths)
         return Drafts(drafters=np.array(drafters), lengths=np.array(lengths))
+
+    def _worths(self, batch: Batch, drafter: int) -> list[Sequence[float]]:
+        """Return what each request's positions are worth with one drafter."""
+        name, worths = self._names[drafter], list[Sequence[float]]()
+        for request_id, offered, claims in zip(
+            batch.request_ids, batch.offered[drafter].tolist(), self._claims, strict=True
+        ):
+            confidences = claims if name == NGRAM else None
+            survivals = self._survival.survivals(request_id, name, offered, confidences) if offered else []
+            worths.append(self._worth.worths(request_id, survivals))
+        return worths
 
     def observe(self, batch: Batch, drafts: Drafts, outcome: StepOutcome) -> None:
         num_drafted, is_finished = int(drafts.lengths.sum()), outcome.is_finished.tolist()
@@ -90,7 +103,7 @@ class Adaptive:
         if num_drafted:
             self._observe_wait(drafts, outcome.draft_s)
         for mode in self._modes:
-            slots = [survival for survivals in mode.slots for survival in survivals]
+            slots = [worth for worths in mode.slots for worth in worths]
             mode.price.observe(base, batch.size, slots, exposed_s=mode.exposed_s)
         lengths, accepted = drafts.lengths.tolist(), outcome.accepted.tolist()
         committed = (1 + num_accepted for num_accepted in accepted)
@@ -103,15 +116,28 @@ class Adaptive:
                 idle[other] += was_offered
             if length:
                 idle[drafter] = 0
-                self._survival.observe(
-                    request_id, self._names[drafter], num_draft_tokens=length, num_accepted_tokens=num_accepted
-                )
+                self._observe_draft(batch, lane, self._names[drafter], length, num_accepted)
             else:
                 self._survival.observe_plain(request_id)
             if is_finished[lane]:
                 self._survival.forget(request_id)
                 self._worth.forget(request_id)
                 del self._idle[request_id]
+
+    def _observe_draft(self, batch: Batch, lane: int, name: str, length: int, num_accepted: int) -> None:
+        """Take in what became of one request's draft."""
+        confidences = None
+        if name == NGRAM:
+            confidences = self._claims[lane][:length]
+            for depth, kind in enumerate(batch.ngram_kinds[lane, : min(length, num_accepted + 1)].tolist()):
+                self._copies.observe(kind, is_accepted=depth < num_accepted)
+        self._survival.observe(
+            batch.request_ids[lane],
+            name,
+            num_draft_tokens=length,
+            num_accepted_tokens=num_accepted,
+            confidences=confidences,
+        )
 
     def _observe_wait(self, drafts: Drafts, draft_s: float) -> None:
         """Take in how long drafting held the step up: with EAGLE, or with prompt lookup alone."""
@@ -164,14 +190,14 @@ def profile(machine: MachineFit) -> StepTimeModel:
     )
 
 
-def _choose(mode: _Mode, survivals: Sequence[Sequence[Sequence[float]]]) -> None:
+def _choose(mode: _Mode, worths: Sequence[Sequence[Sequence[float]]]) -> None:
     """Give each request the drafter whose positions are worth most above the price; of equals the likelier one."""
     price = mode.price.price
 
-    def worth(slots: Sequence[float]) -> tuple[float, float]:
-        return sum(max(0.0, survival - price) for survival in slots), sum(slots)
+    def gain(slots: Sequence[float]) -> tuple[float, float]:
+        return sum(max(0.0, worth - price) for worth in slots), sum(slots)
 
     mode.chosen = [
-        max(mode.drafters, key=lambda drafter: worth(survivals[drafter][lane])) for lane in range(len(survivals[0]))
+        max(mode.drafters, key=lambda drafter: gain(worths[drafter][lane])) for lane in range(len(worths[0]))
     ]
-    mode.slots = [survivals[drafter][lane] for lane, drafter in enumerate(mode.chosen)]
+    mode.slots = [worths[drafter][lane] for lane, drafter in enumerate(mode.chosen)]

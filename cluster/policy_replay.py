@@ -12,6 +12,8 @@ Time is the published fit of Llama-3.1-8B on an H100 (Liu et al., "Speculative D
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,11 +21,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from outrider.cluster.recorded_lookup import recorded_kinds
 from outrider.cluster.trace_replay import Trace
+from outrider.drafter_service.ngram_index import Kind
 
 MAX_LENGTH = 8  # of a draft
 EAGLE, NGRAM = "eagle", "ngram"  # as recorded
-NGRAM_SIZE = 3  # vLLM's prompt lookup of 3 to 7 tokens: what was recorded equals it token for token
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -86,6 +89,7 @@ class Workload:
     prompt_lengths: IntArray  # [num_requests]
     accepted: IntArray  # [num_drafters, num_cells] of a draft of MAX_LENGTH
     offered: IntArray  # [num_drafters, num_cells] tokens that the drafter can propose: MAX_LENGTH or none
+    ngram_kinds: IntArray  # [num_cells, MAX_LENGTH] of prompt lookup's tokens, numbered from 1; 0: no draft
 
     @classmethod
     def from_traces(cls, traces: Sequence[Trace], drafters: Sequence[str]) -> Workload:
@@ -96,14 +100,15 @@ class Workload:
         lengths = [min(len(trace.recorded[name]) for name in drafters) for trace in kept]
         pairs = list(zip(kept, lengths, strict=True))
         accepted = [[a - 1 for trace, n in pairs for a in trace.recorded[name][:n]] for name in drafters]
-        offered = [np.concatenate([_offered(trace, name, n) for trace, n in pairs]) for name in drafters]
+        kinds = _ngram_kinds(pairs) if NGRAM in drafters else np.zeros((sum(lengths), MAX_LENGTH), dtype=np.int64)
         return cls(
             drafters=tuple(drafters),
             begins=np.cumsum([0, *lengths[:-1]]),
             lengths=np.array(lengths),
             prompt_lengths=np.array([len(trace.prompt_ids) for trace in kept]),
             accepted=np.minimum(np.array(accepted), MAX_LENGTH),
-            offered=np.array(offered) * MAX_LENGTH,
+            offered=np.array([(kinds[:, 0] > 0) | (name != NGRAM) for name in drafters]) * MAX_LENGTH,
+            ngram_kinds=kinds,
         )
 
     @property
@@ -111,24 +116,20 @@ class Workload:
         return len(self.lengths)
 
 
-def _offered(trace: Trace, drafter: str, length: int) -> npt.NDArray[np.bool_]:
-    """Return at which positions a drafter has a draft: prompt lookup where the last tokens stood before."""
-    if drafter != NGRAM:
-        return np.ones(length, dtype=np.bool_)
-    offered = np.fromiter(_matches([*trace.prompt_ids, *trace.generated_ids], len(trace.prompt_ids)), dtype=np.bool_)
-    found = np.zeros(length, dtype=np.bool_)
-    found[: len(offered)] = offered[:length]
-    return found
+def _ngram_kinds(pairs: Sequence[tuple[Trace, int]]) -> IntArray:
+    """Return [num_cells, MAX_LENGTH]: the kinds of prompt lookup's tokens at the first positions of each trace."""
+    numbers: dict[Kind, int] = defaultdict(itertools.count(1).__next__)
+    rows = [
+        [numbers[kind] for kind in kinds] or [0] * MAX_LENGTH
+        for trace, length in pairs
+        for kinds in _first(recorded_kinds(trace.prompt_ids, trace.generated_ids, MAX_LENGTH), length)
+    ]
+    return np.array(rows, dtype=np.int64)
 
 
-def _matches(token_ids: Sequence[int], begin: int) -> Iterator[bool]:
-    """Yield for each position from `begin` whether the tokens before it stood earlier in the text."""
-    seen: set[tuple[int, ...]] = set()
-    for position in range(NGRAM_SIZE, len(token_ids)):
-        gram = tuple(token_ids[position - NGRAM_SIZE : position])
-        if position >= begin:
-            yield gram in seen
-        seen.add(gram)
+def _first(kinds: Iterator[list[Kind]], length: int) -> Iterator[list[Kind]]:
+    """Yield so many positions; beyond the text nothing is drafted."""
+    return itertools.islice(itertools.chain(kinds, itertools.repeat([])), length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +140,7 @@ class Batch:
     requests: IntArray  # [batch_size] index in the workload
     cells: IntArray  # [batch_size] position in the workload; what is recorded there is the future
     offered: IntArray  # [num_drafters, batch_size] tokens that each drafter can propose
+    ngram_kinds: IntArray  # [batch_size, MAX_LENGTH] of what prompt lookup can propose; 0: nothing
     num_context_tokens: int
 
     @property
@@ -224,6 +226,7 @@ class _Lanes:
             requests=self.requests.copy(),
             cells=cells,
             offered=self._workload.offered[:, cells],
+            ngram_kinds=self._workload.ngram_kinds[cells],
             num_context_tokens=int((self._workload.prompt_lengths[self.requests] + self.positions).sum()),
         )
 

@@ -1,15 +1,17 @@
 """Prompt lookup: what followed the last few tokens when they stood here before (Saxena 2023; vLLM's `ngram`).
 
 The longest n-gram that occurred before wins, its most recent occurrence is copied. Where the copy reaches the end of
-the text it goes on with itself, as LZ77 does, so that a loop is drafted to any length.
+the text it goes on with itself, as LZ77 does, so that a loop is drafted to any length. A token is trusted by the length
+of its match and by how the tokens before it went on elsewhere in the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from outrider.drafter_service.engine import Ask, DraftResult
+from outrider.drafter_service.ngram_index import VOTE_SIZES, Kind, NgramIndex, match_length
 from outrider.drafter_service.sessions import SessionKey
 from outrider.drafter_service.token_history import (
     UNBOUNDED_MODEL_LEN,
@@ -20,17 +22,21 @@ from outrider.drafter_service.token_history import (
 )
 from outrider.verifier_service.drafting import ROOT, DraftNeeds
 
-MAX_KIND = 16  # guesses after a longer match are of this kind
 PRIOR = 0.5  # acceptance of a kind that was never judged
 
 
 @dataclass(slots=True)
 class _Session:
-    """One request's text and where its n-grams were last continued: `grams[i]` has those of the i-th size."""
+    """One request's text, its n-grams, and what was guessed last."""
 
-    grams: list[dict[tuple[int, ...], int]]  # n-gram -> position of the token after its last occurrence
-    history: TokenHistory = field(default_factory=TokenHistory)
+    history: TokenHistory
+    index: NgramIndex
     guesses: Guesses = field(default_factory=Guesses)
+
+    @classmethod
+    def empty(cls, sizes: Iterable[int]) -> _Session:
+        history = TokenHistory()
+        return cls(history, NgramIndex(history.token_ids, sizes))
 
 
 class NgramDrafter:
@@ -67,11 +73,7 @@ class NgramDrafter:
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         assert self._sessions.keys() <= set(keys), "n-grams of a session that is gone"
         for session in self._sessions.values():
-            tokens = session.history.token_ids
-            for size, grams in zip(self._sizes, session.grams, strict=True):
-                for gram, end in grams.items():
-                    assert size <= end < len(tokens), "an n-gram that nothing follows"
-                    assert tuple(tokens[end - size : end]) == gram, "an n-gram is not where the index says"
+            session.index.check_integrity()
 
     # --- one ask ---
 
@@ -87,37 +89,34 @@ class NgramDrafter:
         """Bring a session up to its ask's tokens; one whose earlier tokens changed begins anew."""
         session = self._sessions.get(ask.key)
         if session is None or not session.history.is_continued_by(ask.token_ids):
-            session = self._sessions[ask.key] = _Session([{} for _ in self._sizes])
-        history = session.history
-        begin = max(1, len(history.token_ids))
-        new_ids = history.extend_to(ask.token_ids)
+            session = self._sessions[ask.key] = _Session.empty(self._sizes)
+        new_ids = session.history.extend_to(ask.token_ids)
         session.guesses.teach(self._estimate, new_ids)
         session.guesses = Guesses()
-        tokens = history.token_ids
-        for size, grams in zip(self._sizes, session.grams, strict=True):
-            for end in range(max(begin, size), len(tokens)):
-                grams[tuple(tokens[end - size : end])] = end
+        session.index.catch_up()
         return session
 
     def _places(self, session: _Session, forced: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield (length of the match, position of what followed), longest match first."""
-        text = [*session.history.token_ids[-self._sizes[-1] :], *forced]
-        for size, grams in zip(reversed(self._sizes), reversed(session.grams), strict=True):
-            end = grams.get(tuple(text[-size:]))
-            if end is not None:  # a text of fewer tokens than `size` is no key
+        text = self._context(session, forced)
+        for size in reversed(self._sizes):
+            end = session.index.last_end(text, size)
+            if end is not None:
                 yield size, end
 
-    def _chain(
-        self, ask: Ask, session: _Session, forced: Sequence[int], place: tuple[int, int] | None
-    ) -> DraftResult:
+    def _context(self, session: _Session, forced: Sequence[int]) -> list[int]:
+        """Return the last tokens that a draft would follow, as many as any n-gram has."""
+        return [*session.history.token_ids[-max(self._sizes[-1], VOTE_SIZES[-1]) :], *forced]
+
+    def _chain(self, ask: Ask, session: _Session, forced: Sequence[int], place: tuple[int, int] | None) -> DraftResult:
         copied: Sequence[int] = ()
-        kinds: list[int] = []
+        kinds: list[Kind] = []
         if place is not None and len(forced) < ask.length:
             size, begin = place
             tokens = session.history.token_ids
             copied = copy_on(tokens, forced, begin, ask.length - len(forced))
-            longest = size if forced else _match_length(tokens, begin, size)
-            kinds = [min(longest + depth, MAX_KIND) for depth in range(len(copied))]
+            longest = size if forced else match_length(tokens, begin, size)
+            kinds = session.index.kinds(self._context(session, forced), copied, longest)
         if not forced:
             session.guesses = Guesses(copied, None, kinds)
         rates = {kind: self._estimate.rate(kind, PRIOR) for kind in set(kinds)}
@@ -139,8 +138,9 @@ class NgramDrafter:
             root = guesses.add(root, token_id, 1.0, None)
         for size, begin in places:
             node = root
-            for depth, token_id in enumerate(copy_on(tokens, forced, begin, ask.length - len(forced))):
-                kind = min(size + depth, MAX_KIND)
+            copied = copy_on(tokens, forced, begin, ask.length - len(forced))
+            kinds = session.index.kinds(self._context(session, forced), copied, size)
+            for token_id, kind in zip(copied, kinds, strict=True):
                 node = guesses.add(node, token_id, self._estimate.rate(kind, PRIOR) * guesses.free(node), kind)
         if not forced:
             session.guesses = guesses.guesses()
@@ -161,11 +161,3 @@ def copy_on(tokens: list[int], forced: Sequence[int], begin: int, length: int) -
         copied = tokens[begin:] + list(forced)
         copied *= -(-length // len(copied))
     return copied[:length]
-
-
-def _match_length(tokens: Sequence[int], begin: int, size: int) -> int:
-    """Return how many tokens before `begin` equal the last ones: at least `size`, at most MAX_KIND."""
-    length = size
-    while length < min(MAX_KIND, begin) and tokens[begin - 1 - length] == tokens[-1 - length]:
-        length += 1
-    return length

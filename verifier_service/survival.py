@@ -25,6 +25,7 @@ AFTER_TOKENS = 16.0  # what a position's hazard is worth against its own counts 
 POOL_FADE = 0.9995  # per judged token of a position or bin: a memory of 2000
 REQUEST_FADE = 0.98  # per judged token, or round without a draft: a memory of about 50
 FRAILTY_REJECTIONS = 10.0  # how many rejections as expected a request starts with
+CLAIMED_REJECTIONS = 20.0  # the same against claims, which know a part of what sets a request apart
 MAX_POOLS = 64  # drafters remembered; the one unheard of for longest goes first
 NUM_BINS = 16  # of confidence: narrow near 1, where most of what is worth verifying is
 MIN_HAZARD, MAX_HAZARD = 0.002, 0.998
@@ -139,12 +140,13 @@ class _Pool:
 class _Frailty:
     """How much more often than its pool a request is rejected."""
 
+    prior_rejections: float
     num_rejected: float = 0.0
     num_expected: float = 0.0
 
     @property
     def factor(self) -> float:
-        return (self.num_rejected + FRAILTY_REJECTIONS) / (self.num_expected + FRAILTY_REJECTIONS)
+        return (self.num_rejected + self.prior_rejections) / (self.num_expected + self.prior_rejections)
 
     def observe(self, accepted: Sequence[bool], hazards: Sequence[float]) -> None:
         num_expected = 0.0
@@ -164,8 +166,8 @@ class _Frailty:
 class _RequestHistory:
     """One request's frailty against its pool's positions and against what its drafts claim, and its last round."""
 
-    by_position: _Frailty = field(default_factory=_Frailty)
-    by_claim: _Frailty = field(default_factory=_Frailty)
+    by_position: _Frailty = field(default_factory=lambda: _Frailty(FRAILTY_REJECTIONS))
+    by_claim: _Frailty = field(default_factory=lambda: _Frailty(CLAIMED_REJECTIONS))
     last: LastRound = LastRound.UNDRAFTED
     last_drafter_id: str = ""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.cluster.policy_adaptive import PROBE_EVERY, PROFILED_TOKENS, Adaptive, profile
+from outrider.cluster.policy_adaptive import MAX_PROBES, PROBE_EVERY, PROFILED_TOKENS, Adaptive, profile
 from outrider.cluster.policy_arms import FixedLength, oracle
 from outrider.cluster.policy_replay import (
     EAGLE,
@@ -15,6 +15,7 @@ from outrider.cluster.policy_replay import (
     NGRAM,
     Batch,
     Drafts,
+    IntArray,
     MachineFit,
     Policy,
     StepOutcome,
@@ -30,14 +31,21 @@ def batch(size: int, drafters: int = 1) -> Batch:
         requests=np.zeros(size, int),
         cells=np.zeros(size, int),
         offered=np.full((drafters, size), MAX_LENGTH),
+        ngram_kinds=np.ones((size, MAX_LENGTH), int),
         num_context_tokens=200 * size,
     )
 
 
 def step(policy: Adaptive, running: Batch, accepts: list[int], machine: MachineFit, eagle: int = 0) -> Drafts:
     """Play a step in which each drafter's drafts are right as far as `accepts` says."""
+    return step_of_each(policy, running, np.array(accepts)[:, np.newaxis], machine, eagle)
+
+
+def step_of_each(policy: Adaptive, running: Batch, accepts: IntArray, machine: MachineFit, eagle: int = -1) -> Drafts:
+    """The same with what each drafter, or any, gets right of each request: [num_drafters or 1, batch_size or 1]."""
     drafts = policy.plan(running)
-    accepted = np.minimum(drafts.lengths, np.array(accepts)[drafts.drafters])
+    rights = np.broadcast_to(accepts, (len(running.offered), running.size))
+    accepted = np.minimum(drafts.lengths, rights[drafts.drafters, np.arange(running.size)])
     forward_s = machine.forward_s(np.array([running.size + drafts.lengths.sum()]), running.num_context_tokens)
     num_eagle = drafts.lengths[drafts.drafters == eagle].sum(keepdims=True)
     draft_s = machine.draft_s(forward_s, num_eagle, drafts.lengths.sum(keepdims=True) - num_eagle, 0)
@@ -81,6 +89,19 @@ def test_a_batch_without_drafts_finds_out_that_they_have_become_good() -> None:
     for _ in range(6 * PROBE_EVERY):
         drafts = step(policy, running, [8], machine, eagle=-1)
     assert drafts.lengths.min() == MAX_LENGTH
+
+
+def test_copies_are_judged_by_what_became_of_their_kind() -> None:
+    """Half of the requests have copies of a kind that is always right, by turns; their history says one in two."""
+    machine, accepts = MachineFit(eagle_fixed_s=0.0), [0, 8]
+    policy, running = Adaptive((NGRAM,), machine), batch(200)
+    lanes = np.arange(running.size)
+    for number in range(60):
+        is_right = (lanes + number) % 2
+        kinds = np.repeat(1 + is_right, MAX_LENGTH).reshape(running.size, MAX_LENGTH)
+        drafts = step_of_each(policy, replace(running, ngram_kinds=kinds), np.array(accepts)[is_right], machine)
+    assert drafts.lengths[is_right == 1].min() == MAX_LENGTH
+    assert np.count_nonzero(drafts.lengths[is_right == 0]) <= MAX_PROBES
 
 
 def test_where_a_draft_holds_everybody_up_probes_come_together_and_seldom() -> None:

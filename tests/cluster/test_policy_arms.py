@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -47,6 +49,7 @@ def batch(offered: list[list[int]]) -> Batch:
         requests=np.arange(size),
         cells=np.arange(size),
         offered=np.array(offered),
+        ngram_kinds=np.zeros((size, MAX_LENGTH), int),
         num_context_tokens=0,
     )
 
@@ -160,13 +163,7 @@ def test_where_nothing_is_offered_nothing_is_counted() -> None:
 
 def test_the_clairvoyant_drafts_what_will_be_accepted() -> None:
     policy = clairvoyant(work([4, 1, 3, 2, 1, 1]), PLAIN)
-    running = Batch(
-        request_ids=["a", "b"],
-        requests=np.zeros(2, int),
-        cells=np.array([0, 4]),
-        offered=np.full((1, 2), MAX_LENGTH),
-        num_context_tokens=0,
-    )
+    running = replace(batch([[MAX_LENGTH] * 2]), requests=np.zeros(2, int), cells=np.array([0, 4]))
     assert policy.plan(running).lengths.tolist() == [3, 0]
 
 

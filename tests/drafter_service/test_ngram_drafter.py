@@ -103,7 +103,24 @@ def test_confidences_follow_what_was_accepted():
     low = [draft.confidences[0] for draft in wrong.drafts[-20:] if draft.confidences]
     assert high is not None
     assert min(high) > 0.8
-    assert max(low) < 0.6
+    assert max(low) < 0.7
+    assert sum(low) / len(low) < 0.45
+
+
+def test_a_copy_that_shorter_contexts_speak_against_is_trusted_less_than_one_that_they_confirm():
+    """After 1 comes 2 or 3 by turns, so the last time says nothing; after 7, 8 comes 9 every time."""
+    drafter, tokens = make(1, 2), [0]
+    for number in range(80):
+        tokens += [1, 2 if number % 2 else 3, 7, 8, 9, 10 + number]
+        for end in range(len(tokens) - 5, len(tokens) + 1):
+            draft_after(drafter, tokens[:end], length=1)
+    doubtful = draft_after(drafter, [*tokens, 1], length=1)
+    sure = draft_after(drafter, [*tokens, 1, 3, 7, 8], length=1)
+    assert (doubtful.token_ids, sure.token_ids) == ((2,), (9,))
+    assert doubtful.confidences is not None
+    assert sure.confidences is not None
+    assert doubtful.confidences[0] < 0.2
+    assert sure.confidences[0] > 0.9
 
 
 @pytest.mark.parametrize("sampling", [DraftSampling(temperature=1.0), DraftSampling(temperature=1.0, seed=3)])
@@ -119,14 +136,6 @@ def test_what_is_released_is_forgotten():
     drafter.release(KEY)
     drafter.release(KEY)
     drafter.check_integrity([])
-
-
-def test_a_wrong_index_is_noticed():
-    drafter = make()
-    draft_after(drafter, [1, 2, 3])
-    drafter._sessions[KEY].grams[0][(2,)] = 1
-    with pytest.raises(AssertionError, match="index"):
-        drafter.check_integrity([KEY])
 
 
 @pytest.mark.parametrize("sizes", [(0, 3), (4, 3)])
