@@ -193,8 +193,9 @@ def verdict(points: Sequence[Point]) -> str:
         f"{min(point.of_table for point in points):.3f}, least of off {min(point.adaptive for point in points):.3f}."
     ]
     lines += [
-        f"- not at {point.dataset}, {point.drafter}, batch {point.batch_size}: {point.of_oracle:.4f} of the oracle, "
-        f"{_of_table(point, digits=4)} of the table (K = {point.table_length})"
+        f"- {'within two standard errors' if point.is_met_but_for_noise else 'not'} "
+        f"at {point.dataset}, {point.drafter}, batch {point.batch_size}: {point.of_oracle:.4f} of the oracle, "
+        f"{_of_table(point, digits=5)} of the table (K = {point.table_length})"
         for point in missed
     ]
     return "\n".join(lines)

@@ -51,7 +51,9 @@ def test_a_point_may_miss_by_no_more_than_noise() -> None:
     assert (near.is_met, near.is_met_but_for_noise) == (False, True)
     assert not point(adaptive=1.498, oracle=1.55, of_table_error=0.0005).is_met_but_for_noise
     assert cells(near)[-1] == "0.999 ± 0.001"
-    assert "at 1 of 2 points, within two standard errors at 2" in verdict([point(), near])
+    said = verdict([point(), near])
+    assert "at 1 of 2 points, within two standard errors at 2" in said
+    assert "- within two standard errors at prose, EAGLE, batch 8: 0.9665 of the oracle, 0.99867 ± 0.00100" in said
 
 
 def test_a_row_has_a_cell_for_every_heading() -> None:
@@ -64,7 +66,7 @@ def test_a_row_has_a_cell_for_every_heading() -> None:
 def test_the_verdict_counts_the_points_and_names_those_that_miss() -> None:
     said = verdict([point(), point(batch_size=256, adaptive=1.47)])
     assert "at 1 of 2 points" in said
-    assert "- not at prose, EAGLE, batch 256: 0.9187 of the oracle, 0.9800 of the table (K = 3)" in said
+    assert "- not at prose, EAGLE, batch 256: 0.9187 of the oracle, 0.98000 of the table (K = 3)" in said
     assert "batch 8" not in said
 
 
