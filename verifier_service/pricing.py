@@ -235,11 +235,13 @@ class DraftPricing:
         num_context_tokens = sum(schedule.batch.context_lengths)
         priced = [outcome.item for outcome in outcomes if outcome.item.samples and not self._is_pinned(outcome)]
         asking = self._asking([*(item.request for item in schedule.items), *held])
-        shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=bool(held))
+        num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
+        # of steps with drafts the plain ones' time says nothing: drafters' work may have made them slower
+        is_drafting = bool(held) or any(item.draft is not None for item in schedule.items)
+        shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=is_drafting)
         self.num_extrapolated_steps += self.cost.is_extrapolating(shape)
         self.cost.observe(shape, step_s)
         self._observe_exposure(level.exposure, outcomes, step_s, exposed_s)
-        num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
         if level.price.is_new:  # before the first drafts: as if the prompts had been read already
             base = StepShape(max(1, len(priced)), num_context_tokens)
