@@ -64,8 +64,9 @@ class GuessingDrafts(MemoryDrafts):
 class Bench:
     """An engine that prices by `profile`; its steps take what that says, and a poll takes the drafter's time."""
 
-    def __init__(self, drafts: GuessingDrafts, profile: Sequence[StepTime]) -> None:
-        self.now_s, self.drafts = 0.0, drafts
+    def __init__(self, drafts: GuessingDrafts, profile: Sequence[StepTime], *, slowdown: float = 0.0) -> None:
+        """Steps that verify drafts take longer by the share `slowdown`: drafting left the caches to somebody else."""
+        self.now_s, self.drafts, self._slowdown = 0.0, drafts, slowdown
         self.runner = make_runner(num_blocks=1024, max_model_len=512)
         self.pricing = DraftPricing()
         self.pricing.use_profile(profile)
@@ -84,7 +85,8 @@ class Bench:
         drafts.poll = self._timed_poll
 
     def _timed_execute(self, batch) -> torch.Tensor:
-        self.now_s += self._true.t(batch.num_tokens)
+        is_drafted = any(request.draft is not None for request in self.engine.requests.values())
+        self.now_s += self._true.t(batch.num_tokens) * (1.0 + self._slowdown * is_drafted)
         return self._execute(batch)
 
     def _timed_poll(self) -> list[DrafterEvent]:

@@ -111,7 +111,7 @@ class StepShape:
 
     num_tokens: int  # computed
     num_context_tokens: int  # KV positions read, by all of its sequences together
-    is_drafting: bool = False  # drafters work at the same time: they may share memory or cores with it
+    is_drafting: bool = False  # drafters work for it, before or meanwhile: they may share memory or cores with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

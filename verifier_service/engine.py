@@ -237,7 +237,7 @@ class VerifierEngine:
             held,
             num_ready=len(ready),
             num_ready_tokens=num_tokens,
-            step_s=lambda count: cost.seconds(StepShape(count, num_context_tokens)),
+            step_s=lambda count: cost.seconds(StepShape(count, num_context_tokens, is_drafting=True)),
         )
         return until_s if until_s > now_s else None
 

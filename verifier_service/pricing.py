@@ -236,7 +236,7 @@ class DraftPricing:
         priced = [outcome.item for outcome in outcomes if outcome.item.samples and not self._is_pinned(outcome)]
         asking = self._asking([*(item.request for item in schedule.items), *held])
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
-        # of steps with drafts the plain ones' time says nothing: drafters' work may have made them slower
+        # a step with drafts says nothing of how long plain ones take: drafters' work may have slowed it down
         is_drafting = bool(held) or any(item.draft is not None for item in schedule.items)
         shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=is_drafting)
         self.num_extrapolated_steps += self.cost.is_extrapolating(shape)
