@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 
@@ -29,21 +30,14 @@ MAX_DRAFTER_PAUSE_S = 3.0  # a round's deadline is at most 1 s
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Drill]:
-    with fleet_drill() as drill:
-        yield drill
+def drill(request: pytest.FixtureRequest) -> Iterator[Drill | DrafterDrill]:
+    """What a test's `drills` names; the one before is closed first: two services in a process would share its Ray."""
+    with request.param() as opened:
+        yield opened
 
 
-@pytest.fixture(scope="module")
-def parallel() -> Iterator[Drill]:
-    with parallel_drill() as drill:
-        yield drill
-
-
-@pytest.fixture(scope="module")
-def drafter() -> Iterator[DrafterDrill]:
-    with drafter_drill() as drill:
-        yield drill
+def drills(opener: Callable[[], AbstractContextManager[Drill | DrafterDrill]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("drill", [opener], indirect=True, ids=[opener.__name__])
 
 
 def require_short_pause(outcome: Outcome, max_pause_s: float, *, num_failed: int = 0) -> None:
@@ -51,21 +45,25 @@ def require_short_pause(outcome: Outcome, max_pause_s: float, *, num_failed: int
     assert outcome.longest_pause_s < max_pause_s, outcome
 
 
+@drills(fleet_drill)
 @pytest.mark.parametrize("case", FLEET_CASES, ids=lambda case: case.name)
-def test_a_fleet_loses_nothing(fleet: Drill, case: Case):
-    require_short_pause(fleet.run(case, index=0), MAX_PAUSE_S, num_failed=case.num_failing_streams)
+def test_a_fleet_loses_nothing(drill: Drill, case: Case):
+    require_short_pause(drill.run(case, index=0), MAX_PAUSE_S, num_failed=case.num_failing_streams)
 
 
+@drills(parallel_drill)
 @pytest.mark.parametrize("case", PARALLEL_CASES, ids=lambda case: case.name)
-def test_a_lost_rank_loses_nothing(parallel: Drill, case: Case):
-    require_short_pause(parallel.run(case, index=0), MAX_PAUSE_S)
+def test_a_lost_rank_loses_nothing(drill: Drill, case: Case):
+    require_short_pause(drill.run(case, index=0), MAX_PAUSE_S)
 
 
+@drills(drafter_drill)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_bad_drafter_changes_nothing(drafter: DrafterDrill, fault: Fault):
-    require_short_pause(drafter.run_fault(fault, index=0), MAX_DRAFTER_PAUSE_S)
+def test_a_bad_drafter_changes_nothing(drill: DrafterDrill, fault: Fault):
+    require_short_pause(drill.run_fault(fault, index=0), MAX_DRAFTER_PAUSE_S)
 
 
+@drills(drafter_drill)
 @pytest.mark.parametrize("name", LINK_CASES)
-def test_a_broken_link_changes_nothing(drafter: DrafterDrill, name: str):
-    require_short_pause(drafter.run_link(name, index=0), MAX_DRAFTER_PAUSE_S)
+def test_a_broken_link_changes_nothing(drill: DrafterDrill, name: str):
+    require_short_pause(drill.run_link(name, index=0), MAX_DRAFTER_PAUSE_S)
