@@ -122,12 +122,12 @@ def _ngram_kinds(pairs: Sequence[tuple[Trace, int]]) -> IntArray:
     rows = [
         [numbers[kind] for kind in kinds] or [0] * MAX_LENGTH
         for trace, length in pairs
-        for kinds in _first(recorded_kinds(trace.prompt_ids, trace.generated_ids, MAX_LENGTH), length)
+        for kinds in _padded(recorded_kinds(trace.prompt_ids, trace.generated_ids, MAX_LENGTH), length)
     ]
     return np.array(rows, dtype=np.int64)
 
 
-def _first(kinds: Iterator[list[Kind]], length: int) -> Iterator[list[Kind]]:
+def _padded(kinds: Iterator[list[Kind]], length: int) -> Iterator[list[Kind]]:
     """Yield so many positions; beyond the text nothing is drafted."""
     return itertools.islice(itertools.chain(kinds, itertools.repeat([])), length)
 

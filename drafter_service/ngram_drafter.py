@@ -42,7 +42,8 @@ class _Session:
 class NgramDrafter:
     """A `Drafter` that looks the last tokens up in the request's own text, for chains and trees.
 
-    A session costs one dict entry per token and size; a draft costs one look-up per size and the copy.
+    A session costs one dict entry per token and size of n-gram, those that vote included; a draft costs one look-up per
+    size, and one per vote on each token.
     """
 
     def __init__(
