@@ -21,7 +21,7 @@ def recorded_kinds(prompt_ids: Sequence[int], generated_ids: Sequence[int], leng
     Kinds are those by which our drafter judges what it copies.
     """
     tokens: list[int] = []
-    index = NgramIndex(tokens, SIZES)
+    index = NgramIndex(tokens, ())  # for its votes: where to copy from is looked up here
     first_ends: dict[tuple[int, ...], int] = {}  # n-gram -> position of the token after its first occurrence
     for position, token_id in enumerate([*prompt_ids, *generated_ids]):
         if position >= len(prompt_ids):

@@ -137,10 +137,11 @@ class NgramDrafter:
         root = ROOT
         for token_id in forced:
             root = guesses.add(root, token_id, 1.0, None)
+        context = self._context(session, forced)
         for size, begin in places:
             node = root
             copied = copy_on(tokens, forced, begin, ask.length - len(forced))
-            kinds = session.index.kinds(self._context(session, forced), copied, size)
+            kinds = session.index.kinds(context, copied, size)
             for token_id, kind in zip(copied, kinds, strict=True):
                 node = guesses.add(node, token_id, self._estimate.rate(kind, PRIOR) * guesses.free(node), kind)
         if not forced:

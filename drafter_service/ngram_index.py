@@ -47,7 +47,7 @@ class NgramIndex:
         place = self._place(context, size)
         return None if place is None else place >> 2
 
-    def votes(self, context: Sequence[int], token_id: int) -> Kind:
+    def votes(self, context: Sequence[int], token_id: int) -> tuple[int, ...]:
         """Return what the last tokens of a context say of the token after it, by `VOTE_SIZES`."""
         return tuple(self._vote(self._place(context, size), token_id) for size in VOTE_SIZES)
 

@@ -138,6 +138,14 @@ def test_what_is_released_is_forgotten():
     drafter.check_integrity([])
 
 
+def test_a_wrong_index_is_noticed():
+    drafter = make()
+    draft_after(drafter, [1, 2, 3])
+    drafter._sessions[KEY].history.token_ids[0] = 7
+    with pytest.raises(AssertionError, match="index"):
+        drafter.check_integrity([KEY])
+
+
 @pytest.mark.parametrize("sizes", [(0, 3), (4, 3)])
 def test_sizes_that_make_no_sense_are_refused(sizes: tuple[int, int]):
     with pytest.raises(ValueError, match="prompt_lookup_min"):
