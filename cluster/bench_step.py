@@ -47,8 +47,8 @@ class StepOptions:
 class Sample:
     """What `/load` said: the verifiers' means, and how often each decision was taken since the sample before."""
 
-    time_s: float  # since the begin
-    phase: str
+    time_s: float  # since the begin, when the router said it: a gateway passes on what may be half a second old
+    phase: str  # when it was read
     num_running: int
     price: float | None
     draft_length: float  # asked per decoding request and step
@@ -85,7 +85,7 @@ class StepTrace:
     def recovery_s(self) -> float | None:
         """Return how long after the load's end drafts were as long as before; None: they never were."""
         wanted = RECOVERED_SHARE * self.draft_length(BEFORE)
-        times_s = (s.time_s for s in self.samples if s.phase == AFTER and s.draft_length >= wanted)
+        times_s = (s.time_s for s in self.samples if s.time_s >= self.load_ended_s and s.draft_length >= wanted)
         first_s = next(times_s, None)
         return None if first_s is None else first_s - self.load_ended_s
 
@@ -142,7 +142,7 @@ async def _sample(trace: StepTrace, read_load: ReadLoad, phase: Sequence[str], c
         lengths = [verifier["draft_length_mean"] for verifier in verifiers]
         trace.samples.append(
             Sample(
-                time_s=clock() - begin_s,
+                time_s=clock() - begin_s - (load["age_s"] or 0.0),
                 phase=phase[0],
                 num_running=load["totals"]["num_running"],
                 price=statistics.fmean(prices) if prices else None,

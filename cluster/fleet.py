@@ -244,7 +244,7 @@ class SwitchPolicy:
 
     on_gain: float = 1.10
     off_gain: float = 1.00
-    on_dwell_s: float = 0.25  # short: the verifier's own price decides below the bound, so it risks little
+    on_dwell_s: float = 0.15  # two reports: the verifier's own price decides below the bound, so it risks little
     off_dwell_s: float = 2.0
 
     def __post_init__(self) -> None:

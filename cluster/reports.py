@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -27,6 +28,13 @@ async def ask_router(method: Any, *arguments: Any, timeout_s: float = REPORT_TIM
             raise
         logger.warning("the router did not answer: the call to it was cancelled")
     return None
+
+
+async def news_or_interval(news: asyncio.Event) -> None:
+    """Wait until there is something new to report, but no longer than `REPORT_INTERVAL_S`; `news` is taken note of."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(news.wait(), REPORT_INTERVAL_S)
+    news.clear()
 
 
 def is_being_cancelled() -> bool:

@@ -18,7 +18,7 @@ from outrider.cluster.fleet import Directive, VerifierReport
 from outrider.cluster.link_pool import LinkPool
 from outrider.cluster.logs import configure_logging
 from outrider.cluster.rank_actors import RankActors
-from outrider.cluster.reports import REPORT_INTERVAL_S, ask_router
+from outrider.cluster.reports import ask_router, news_or_interval
 from outrider.cluster.scaling_figures import VerifierFigures
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine_messages import FROM_ENGINE, EngineLoad, EngineReady, EngineUpdate, SetPlans
@@ -43,6 +43,7 @@ class VerifierReplica:
         configure_logging(config.log_format, replica=f"verifier/{self._verifier_id}")
         self._epoch = time.time_ns()
         self._load: EngineLoad | None = None
+        self._load_changed = asyncio.Event()
         self._default_plan: SpeculationPlan | None = None  # the router's last word on new requests
         self._figures = VerifierFigures()
         is_colocated = config.drafter_spec is not None and not config.has_drafters
@@ -81,7 +82,9 @@ class VerifierReplica:
         self._table.deliver(update.outputs)
         if update.relays:  # there are some once there are links
             self._links.send(update.relays)
-        self._load = update.load or self._load
+        if update.load is not None:
+            self._load = update.load
+            self._load_changed.set()
 
     def _on_failure(self, reason: str) -> None:
         self._table.fail(reason)
@@ -91,7 +94,7 @@ class VerifierReplica:
         with contextlib.suppress(ConnectionError):  # the engine may end while the router answers
             while self._host.failure is None:
                 await self._tell_router()
-                await asyncio.sleep(REPORT_INTERVAL_S)
+                await news_or_interval(self._load_changed)
         await ask_router(self._router.remove, self._verifier_id)
 
     async def _tell_router(self) -> None:

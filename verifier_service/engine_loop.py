@@ -58,6 +58,7 @@ class EngineLoop:
         self._failures: list[RequestOutput] = []
         self._compiling = None if engine.grammars is None else GrammarQueue(engine.grammars)
         self._next_load_s = 0.0
+        self._num_reported = 0  # requests that ran in the last load told
         self._rates = RecentRates()
 
     def run(self) -> None:
@@ -126,9 +127,11 @@ class EngineLoop:
                 self._pipe.send_bytes(frame)
 
     def _due_load(self) -> EngineLoad | None:
-        now_s = self._clock()
-        if now_s < self._next_load_s:
+        """Return the load now and then, and at once where it has halved: what it kept from drafting may draft again."""
+        now_s, num_running = self._clock(), len(self._engine.scheduler.running)
+        if now_s < self._next_load_s and 2 * num_running >= self._num_reported:
             return None
+        self._num_reported = num_running
         self._next_load_s = now_s + LOAD_INTERVAL_S
         self._rates.sample(self._engine.stats, now_s)
         return engine_load(self._engine, self._rates, now_s, self._drafts)

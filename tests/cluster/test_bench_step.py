@@ -23,6 +23,7 @@ from outrider.cluster.bench_step import (
 )
 
 OPTIONS = StepOptions(concurrency=5, alone_s=0.6, load_s=0.6)
+AGE_S = 100.0  # of what the played server says of its load
 
 
 class PlayedServer:
@@ -52,7 +53,8 @@ class PlayedServer:
         verifier = {"price": 1.0 if is_busy else None, "draft_length_mean": 0.0 if is_busy else 4.0}
         decisions = [{"decision": "on", "reason": "none", "count": 2}]
         decisions.append({"decision": "off", "reason": "load", "count": self.num_loads})
-        return {"verifiers": [verifier], "totals": {"num_running": self.num_running}, "decisions": decisions}
+        totals = {"num_running": self.num_running}
+        return {"age_s": AGE_S, "verifiers": [verifier], "totals": totals, "decisions": decisions}
 
 
 async def test_one_many_one():
@@ -69,6 +71,7 @@ async def test_one_many_one():
     assert all(sample.decisions == {"load": 1} for sample in trace.samples[1:])
     assert trace.drafts(BEFORE).num_accepted_tokens == len(trace.replies[BEFORE])
     assert trace.errors == []
+    assert all(sample.time_s < trace.load_ended_s - AGE_S + 10.0 for sample in trace.samples), "when it was so"
 
 
 async def test_a_server_that_does_not_tell_its_load_ends_the_run():
@@ -96,6 +99,8 @@ def test_recovery_counts_from_the_loads_end_to_drafts_as_long_as_before():
     trace = trace_of(*BEFORE_LOAD, sample(10.0, LOAD, 4.0), sample(20.5, AFTER, 1.0), sample(21.25, AFTER, 3.7))
     assert trace.draft_length(BEFORE) == 4.0, "the first second does not count"
     assert trace.recovery_s == 1.25
+    stale = trace_of(*BEFORE_LOAD, sample(19.75, AFTER, 4.0), sample(20.5, AFTER, 1.0), sample(21.25, AFTER, 3.7))
+    assert stale.recovery_s == 1.25, "read after the load's end, but of before it"
     assert trace_of(*BEFORE_LOAD, sample(25.0, AFTER, 3.5)).recovery_s is None
 
 

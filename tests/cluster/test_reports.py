@@ -7,7 +7,7 @@ import pytest
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
-from outrider.cluster.reports import ask_router
+from outrider.cluster.reports import REPORT_INTERVAL_S, ask_router, news_or_interval
 
 
 class Method:
@@ -78,3 +78,13 @@ async def test_a_handle_that_fails_before_it_gives_an_awaitable_is_away_too():
 async def test_mistakes_of_our_own_are_not_hidden():
     with pytest.raises(ZeroDivisionError):
         await ask_router(Method(ZeroDivisionError()))
+
+
+async def test_news_are_reported_at_once_and_the_lack_of_them_after_the_interval():
+    loop, news = asyncio.get_running_loop(), asyncio.Event()
+    begin_s = loop.time()
+    loop.call_soon(news.set)
+    await news_or_interval(news)
+    assert loop.time() - begin_s < REPORT_INTERVAL_S / 2
+    await news_or_interval(news)
+    assert loop.time() - begin_s >= REPORT_INTERVAL_S, "news are told once"

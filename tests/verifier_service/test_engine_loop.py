@@ -45,7 +45,8 @@ def wait_for_drafts(num_tokens: int) -> dict[str, Any]:
 class Loop:
     """The shell's end of the pipe to a loop on a thread."""
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self.pipe, far = Pipe()
         self.runner = make_runner()
         self.drafts = RelayDraftClient()
@@ -68,7 +69,7 @@ class Loop:
 
     def _run(self, far: Any) -> None:
         try:
-            EngineLoop(self.engine, self.drafts, far, clock=time.monotonic, check_integrity=True).run()
+            EngineLoop(self.engine, self.drafts, far, clock=self.clock, check_integrity=True).run()
         except BaseException as error:
             self.error = error
         finally:
@@ -111,8 +112,8 @@ class Loop:
 
 
 @contextlib.contextmanager
-def looping(deadline_s: float = NEVER_S) -> Iterator[Loop]:
-    loop = Loop(deadline_s)
+def looping(deadline_s: float = NEVER_S, clock: Callable[[], float] = time.monotonic) -> Iterator[Loop]:
+    loop = Loop(deadline_s, clock)
     try:
         yield loop
     finally:
@@ -232,6 +233,21 @@ def test_loads_are_reported_while_nothing_happens():
         for load in loop.loads:
             assert (load.num_running, load.num_waiting, load.counters.num_steps, load.requests) == (0, 0, 0, ())
             assert load.counters.idle_s == 0.0, "without requests nothing is lost"
+
+
+def test_a_load_that_halves_is_reported_at_once():
+    now_s = 0.0
+    with looping(clock=lambda: now_s) as loop:
+        loop.hear_until(lambda: loop.loads)
+        requests = [make_request(name, num_speculative_tokens=2, **wait_for_drafts(3)) for name in "abc"]
+        loop.say(PeerState(peer="d", is_up=True), *requests)
+        loop.hear_until(lambda: len(loop.asks()) == 3)
+        assert len(loop.loads) == 1, "a load that grows can wait"
+        now_s = 1.0
+        loop.hear_until(lambda: len(loop.loads) == 2)
+        loop.say(Cancel(request_id="a"), Cancel(request_id="b"))
+        loop.hear_until(lambda: len(loop.loads) == 3)
+        assert [load.num_running for load in loop.loads] == [0, 3, 1]
 
 
 def test_loads_are_reported_while_every_request_waits_for_its_draft():
