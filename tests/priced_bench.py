@@ -28,13 +28,26 @@ VOCAB_SIZE = 97
 class GuessingDrafts(MemoryDrafts):
     """A drafter that knows the target's tokens, and gets some of them wrong, here and there."""
 
-    def __init__(self, *, share_wrong: float = 0.0, confidences: Sequence[float] = (), draft_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        share_wrong: float = 0.0,
+        share_empty: float = 0.0,
+        confidences: Sequence[float] = (),
+        draft_s: float = 0.0,
+        empty_s: float = 0.0,
+    ) -> None:
+        """A draft takes `draft_s` per token, and `empty_s` if it has none, as the share `share_empty` of them."""
         super().__init__()
         self.events = [DrafterEvent(drafter_id="d", vocab_size=VOCAB_SIZE)]
-        self._share_wrong, self._confidences = share_wrong, confidences
+        self._share_wrong, self._share_empty, self._confidences = share_wrong, share_empty, confidences
         self._prefixes: dict[str, list[int]] = {}
-        self.draft_s, self.num_drafts = draft_s, 0
+        self.draft_s, self.empty_s, self.num_drafts = draft_s, empty_s, 0
         self.asked: list[int] = []
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return how long a draft of so many tokens is waited for."""
+        return self.draft_s * num_tokens if num_tokens else self.empty_s
 
     def send(self, drafter_id, messages) -> None:
         super().send(drafter_id, messages)
@@ -48,7 +61,8 @@ class GuessingDrafts(MemoryDrafts):
     def _draft(self, ask: Commit) -> Draft:
         prefix = self._prefixes[ask.request_id]
         prefix += ask.token_ids
-        token_ids = list(greedy_tokens(ask.max_length, prefix))
+        is_empty = random.Random(f"{ask.request_id} {len(prefix)} empty").random() < self._share_empty
+        token_ids = [] if is_empty else list(greedy_tokens(ask.max_length, prefix))
         for place in range(len(token_ids)):
             if random.Random(f"{ask.request_id} {len(prefix) + place}").random() < self._share_wrong:
                 token_ids[place] = (token_ids[place] + 1) % VOCAB_SIZE
@@ -92,7 +106,7 @@ class Bench:
     def _timed_poll(self) -> list[DrafterEvent]:
         events = self._poll()
         drafted = [event.message for event in events if isinstance(event.message, Draft)]
-        self.now_s += self.drafts.draft_s * max((len(draft.token_ids) for draft in drafted), default=0)
+        self.now_s += max((self.drafts.seconds(len(draft.token_ids)) for draft in drafted), default=0.0)
         return events
 
     def run(self, *, num_requests: int = 1, max_tokens: int = 100, **options) -> dict[str, list[RequestOutput]]:

@@ -291,12 +291,15 @@ class DraftPricing:
     ) -> None:
         """Compare a step of decoding with what the model expects of it."""
         assert self.cost is not None
+        if any(one.is_pinned for one in asking):  # they are waited for whatever it costs
+            return
         num_all = len(priced) + num_held
         plain_s = self.cost.seconds(StepShape(num_all, base.num_context_tokens))
         num_tokens = len(priced) + sum(self._expected(item) for item in priced)
         verified = replace(base, num_tokens=base.num_tokens + num_drafted)
         longest = max((one.asked for one in asking), default=0)
         model_s = self.cost.seconds(verified) + level.exposure.seconds(longest)
+        log_gain = math.log(num_tokens / model_s) - math.log(base.num_tokens / self.cost.seconds(base))
         elapsed_s = min(elapsed_s, STALL * (plain_s + model_s))
         if all(one.is_probe for one in asking):  # what a few cost says nothing of what all would
             level.shortfall.observe_plain()
@@ -304,7 +307,7 @@ class DraftPricing:
                 self._probe_s -= max(0.0, elapsed_s - plain_s * num_tokens / num_all)
             return
         level.shortfall.observe(
-            log_gain=math.log(num_tokens / model_s) - math.log(base.num_tokens / self.cost.seconds(base)),
+            log_gain=log_gain if num_drafted or num_held else None,
             num_tokens=num_tokens,
             num_forgone=elapsed_s * num_all / plain_s,
         )

@@ -70,10 +70,17 @@ class StepPrice:
 
         As soon as there is one slot, drafts hold the step up by `exposed_s`; `log_loss` is what they take off the
         logarithm of tokens per second besides, as far as is known now: it counts for all past steps alike. A step in
-        which no request was decoding, or nothing was on offer, says nothing of drafts.
+        which no request was decoding says nothing of drafts, and one in which nothing was on offer only what they lose.
         """
-        if num_decoding < 1 or not slots:
+        if num_decoding < 1:
             return
+        if slots:
+            self._try_prices(base, slots, exposed_s)
+        if not self.is_new:
+            lossy = [gain - log_loss * weight for gain, weight in zip(self._gains, self._drafted, strict=True)]
+            self._price, self._price_if_free = self._best(lossy), self._best(self._free_gains)
+
+    def _try_prices(self, base: StepShape, slots: Sequence[float], exposed_s: float) -> None:
         falling = sorted(slots, reverse=True)
         negated = [-survival for survival in falling]
         tokens = list(accumulate(falling, initial=float(base.num_tokens)))
@@ -89,8 +96,6 @@ class StepPrice:
             self._free_gains[index] = FADE * self._free_gains[index] + free_gain
             self._drafted[index] = FADE * self._drafted[index] + (count > 0)
         self._num_steps = FADE * self._num_steps + 1.0
-        lossy = [gain - log_loss * weight for gain, weight in zip(self._gains, self._drafted, strict=True)]
-        self._price, self._price_if_free = self._best(lossy), self._best(self._free_gains)
 
     def _best(self, gains: Sequence[float]) -> float:
         """Return the best price; where a stretch of prices is as good, one in the middle of it, as noise is then."""

@@ -136,6 +136,29 @@ def test_what_drafting_slows_down_is_not_held_for_the_time_of_plain_steps():
     assert seconds() < 1.15 * seconds(draft_length=0)
 
 
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_drafts_that_come_empty_are_not_waited_for_on_and_on(num_requests: int):
+    """Five of six asks bring nothing, and each holds its step up as long as it takes: plain decoding is faster."""
+
+    def seconds(**plan: object) -> float:
+        bench = Bench(GuessingDrafts(share_wrong=0.2, share_empty=5 / 6, empty_s=0.02), FREE)
+        bench.run(num_requests=num_requests, max_tokens=400, **plan)
+        return bench.now_s
+
+    assert seconds() < 1.1 * seconds(draft_length=0)
+
+
+def test_drafts_that_come_empty_at_no_cost_are_asked_for_all_the_same():
+    """As prompt lookup's do: where one of six is there, it gains."""
+
+    def seconds(**plan: object) -> float:
+        bench = Bench(GuessingDrafts(share_wrong=0.2, share_empty=5 / 6), FREE)
+        bench.run(max_tokens=400, **plan)
+        return bench.now_s
+
+    assert seconds() < 1.05 * seconds(is_pinned=True) < 0.9 * seconds(draft_length=0)
+
+
 def test_probes_keep_coming_and_are_few():
     bench = Bench(GuessingDrafts(share_wrong=0.35), DEAR)
     outputs = bench.run(num_requests=8, max_tokens=480)

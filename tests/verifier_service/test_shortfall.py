@@ -30,6 +30,17 @@ def test_a_few_steps_say_little():
     assert observed(gain=1.5, seen=0.9, num_steps=1).log_loss == pytest.approx(math.log(1.5 / 0.9) / 5)
 
 
+def test_what_steps_without_drafts_lose_those_with_drafts_must_bring():
+    shortfall = Shortfall()
+    for step in range(400):
+        has_drafts = step % 4 == 0
+        seen = 15 if has_drafts else 8  # of 10 that plain decoding makes
+        shortfall.observe(log_gain=math.log(1.5) if has_drafts else None, num_tokens=seen, num_forgone=10)
+    asked, brought = 4 * math.log((15 + 3 * 8) / 40), math.log(1.5)
+    assert shortfall.log_loss == pytest.approx(brought - asked, rel=0.4), "more than drafts gain"
+    assert shortfall.log_loss < brought - asked
+
+
 def test_more_than_was_expected_is_no_loss():
     assert observed(gain=1.2, seen=1.4).log_loss == 0.0
 
