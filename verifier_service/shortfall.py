@@ -1,9 +1,9 @@
 """What drafts cost beyond what a step's model knows of, measured: real steps beside those that it expects.
 
 A request that waits for its draft misses steps, so that drafting makes small batches of a large one; drafters may share
-cores, memory or a link with the verifier; messages take time; a draft that was waited for may come empty. Rather than
-being modelled one by one, all of it is seen in how many tokens plain decoding would have made in the same time. Tokens
-count as expected, by their survivals, so that luck is no speed.
+cores, memory or a link with the verifier; messages take time; a draft that was waited for may be empty, or not worth
+verifying. Rather than being modelled one by one, all of it is seen in how many tokens plain decoding would have made in
+the same time. Tokens count as expected, by their survivals, so that luck is no speed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Shortfall:
     def observe(self, *, log_gain: float | None, num_tokens: float, num_forgone: float) -> None:
         """Take in a step for which drafts were asked, those that missed it for theirs among its requests.
 
-        `log_gain` is that of tokens per second by the model; None where all drafts came empty or not at all, of which
-        the model knows nothing. `num_tokens` is what the step was expected to bring, and `num_forgone` what plain
-        decoding of all requests would have made in the time that it took.
+        `log_gain` is that of tokens per second by the model; None where none was verified, of which the model knows
+        nothing: they came empty, too late, or were not worth the price. `num_tokens` is what the step was expected to
+        bring, and `num_forgone` what plain decoding of all requests would have made in the time that it took.
         """
         self._fade(FADE)
         self._num_steps += 1.0
