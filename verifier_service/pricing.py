@@ -299,15 +299,17 @@ class DraftPricing:
         verified = replace(base, num_tokens=base.num_tokens + num_drafted)
         longest = max((one.asked for one in asking), default=0)
         model_s = self.cost.seconds(verified) + level.exposure.seconds(longest)
-        log_gain = math.log(num_tokens / model_s) - math.log(base.num_tokens / self.cost.seconds(base))
         elapsed_s = min(elapsed_s, STALL * (plain_s + model_s))
         if all(one.is_probe for one in asking):  # what a few cost says nothing of what all would
             level.shortfall.observe_plain()
             if asking:
                 self._probe_s -= max(0.0, elapsed_s - plain_s * num_tokens / num_all)
             return
+        log_gain = None
+        if num_drafted or num_held:
+            log_gain = math.log(num_tokens / model_s) - math.log(base.num_tokens / self.cost.seconds(base))
         level.shortfall.observe(
-            log_gain=log_gain if num_drafted or num_held else None,
+            log_gain=log_gain,
             num_tokens=num_tokens,
             num_forgone=elapsed_s * num_all / plain_s,
         )

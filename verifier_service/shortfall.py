@@ -21,7 +21,7 @@ class Shortfall:
     """What drafting takes off the logarithm of tokens per second; sums over steps, that fade."""
 
     _num_steps: float = 0.0
-    _num_drafted: float = 0.0  # of these, with drafts
+    _num_drafted: float = 0.0  # of these, with drafts, or while some were still waited for
     _log_gain: float = 0.0
     _num_tokens: float = 0.0
     _num_forgone: float = 0.0
@@ -29,9 +29,10 @@ class Shortfall:
     def observe(self, *, log_gain: float | None, num_tokens: float, num_forgone: float) -> None:
         """Take in a step for which drafts were asked, those that missed it for theirs among its requests.
 
-        `log_gain` is that of tokens per second by the model; None where none was verified, of which the model knows
-        nothing: they came empty, too late, or were not worth the price. `num_tokens` is what the step was expected to
-        bring, and `num_forgone` what plain decoding of all requests would have made in the time that it took.
+        `log_gain` is that of tokens per second by the model; None where none was verified and none is waited
+        for, of which the model knows nothing: they were empty, too late, or not worth the price. `num_tokens` is what
+        the step was expected to bring, and `num_forgone` what plain decoding of all requests would have made in the
+        time that it took.
         """
         self._fade(FADE)
         self._num_steps += 1.0

@@ -78,9 +78,10 @@ class StepPrice:
             self._try_prices(base, slots, exposed_s)
         if not self.is_new:
             lossy = [gain - log_loss * weight for gain, weight in zip(self._gains, self._drafted, strict=True)]
-            self._price, self._price_if_free = self._best(lossy), self._best(self._free_gains)
+            self._price = self._best(lossy)
 
     def _try_prices(self, base: StepShape, slots: Sequence[float], exposed_s: float) -> None:
+        """Add what each price would have made of a step's slots."""
         falling = sorted(slots, reverse=True)
         negated = [-survival for survival in falling]
         tokens = list(accumulate(falling, initial=float(base.num_tokens)))
@@ -96,6 +97,7 @@ class StepPrice:
             self._free_gains[index] = FADE * self._free_gains[index] + free_gain
             self._drafted[index] = FADE * self._drafted[index] + (count > 0)
         self._num_steps = FADE * self._num_steps + 1.0
+        self._price_if_free = self._best(self._free_gains)
 
     def _best(self, gains: Sequence[float]) -> float:
         """Return the best price; where a stretch of prices is as good, one in the middle of it, as noise is then."""
