@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -346,8 +345,8 @@ def test_a_frozen_peer_is_given_up_and_never_holds_the_step_loop(peer: Peer):
         time.sleep(0.005)  # the step
         assert time.monotonic() - begin_s < 5 * timeout_s
     assert time.monotonic() - begin_s > 0.5 * timeout_s
-    assert statistics.median(offers_s) < 0.005
-    assert sorted(offers_s)[-2] < 0.05, "one stall is the machine's, two are ours"
+    assert len(offers_s) > 10, "an offer that waits for the peer is the only one until it is given up"
+    assert sorted(offers_s)[-2] < 0.1 * timeout_s, "one stall is the machine's, two are ours"
     peer.signal(signal.SIGCONT)
     again = sender_to(peer, "b", transfer_timeout_s=PATIENCE_S)  # the next connection of the link
     peer.say("expect", "b", 1, 7)
