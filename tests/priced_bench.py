@@ -128,10 +128,23 @@ class Bench:
 class FarDrafts(GuessingDrafts):
     """A drafter with a clock of its own: what was sent together is one batch, and batches wait for each other."""
 
-    def __init__(self, *, level_s: float, fixed_s: float = 0.0, share_wrong: float = 0.0) -> None:
-        """A batch takes `fixed_s` and, for each position of its longest draft, `level_s`."""
+    def __init__(
+        self,
+        *,
+        level_s: float,
+        fixed_s: float = 0.0,
+        opening_s: float = 0.0,
+        cold_s: Sequence[float] = (),
+        share_wrong: float = 0.0,
+    ) -> None:
+        """A batch takes `fixed_s`, `level_s` per position of its longest draft and `opening_s` per new request.
+
+        The first batches take `cold_s` each besides.
+        """
         super().__init__(share_wrong=share_wrong)
-        self.level_s, self.fixed_s = level_s, fixed_s
+        self.level_s, self.fixed_s, self._opening_s = level_s, fixed_s, opening_s
+        self._cold_s = list(cold_s)
+        self._opened: set[str] = set()
         self.clock: Callable[[], float] = lambda: 0.0
         self._free_s = 0.0
         self._coming: list[tuple[float, list[DrafterEvent]]] = []
@@ -141,8 +154,12 @@ class FarDrafts(GuessingDrafts):
         super().send(drafter_id, messages)
         batch, self.events = self.events[num_before:], self.events[:num_before]
         if batch:
-            longest = max(len(event.message.token_ids) for event in batch)
+            drafts = [event.message for event in batch]
+            longest = max(len(draft.token_ids) for draft in drafts)
+            opened = {draft.request_id for draft in drafts} - self._opened
+            self._opened |= opened
             self._free_s = max(self._free_s, self.clock()) + self.fixed_s + self.level_s * longest
+            self._free_s += self._opening_s * len(opened) + (self._cold_s.pop(0) if self._cold_s else 0.0)
             self._coming.append((self._free_s, batch))
 
     def poll(self) -> list[DrafterEvent]:

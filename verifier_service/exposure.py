@@ -14,6 +14,8 @@ from outrider.verifier_service.step_price import FADE as STEP_FADE
 from outrider.verifier_service.step_price import MIN_GAIN
 
 FADE = 0.95  # per step that waited for drafts
+FORGET = 1.0 - 1.0 / 512.0  # per step that did not: what is not seen again is tried again
+STALE = 0.01  # less is not left of anything
 FIRST_LENGTH = 2  # of drafts that nobody knows the time of
 PROPORTIONAL_WEIGHT = 0.01  # how firmly waiting is taken to be proportional to it, until lengths have varied
 
@@ -31,18 +33,46 @@ class DraftExposure:
     _squares: float = 0.0
     _seconds: float = 0.0
     _products: float = 0.0
+    _is_guess: bool = True  # no step yet but of drafters that had to read a prompt first
+    _freshness: float = 1.0  # what is left of it all since a step was taken in
 
-    def observe(self, length: int, seconds: float) -> None:
-        """Take in one step: how long a draft had been asked for at most, and how long it was held up."""
-        self._weight = self._weight * FADE + 1.0
-        self._lengths = self._lengths * FADE + length
-        self._squares = self._squares * FADE + length * length
-        self._seconds = self._seconds * FADE + seconds
-        self._products = self._products * FADE + length * seconds
+    def observe(self, length: int, seconds: float, *, is_opening: bool = False) -> None:
+        """Take in one step: how long a draft had been asked for at most, and how long it was held up.
+
+        `is_opening`: a drafter had to read a prompt first. That counts only while nothing else is known.
+        """
+        if is_opening and not self._is_guess:
+            return
+        if not is_opening and self._is_guess:
+            self._fade(0.0)
+            self._is_guess = False
+        self._fade(FADE)
+        self._freshness = 1.0
+        self._weight += 1.0
+        self._lengths += length
+        self._squares += length * length
+        self._seconds += seconds
+        self._products += length * seconds
+
+    def observe_plain(self) -> None:
+        """Take in a step for which no drafts were asked."""
+        if self._freshness > STALE:
+            self._fade(FORGET)
+            self._freshness *= FORGET
+
+    def _fade(self, factor: float) -> None:
+        self._weight *= factor
+        self._lengths *= factor
+        self._squares *= factor
+        self._seconds *= factor
+        self._products *= factor
 
     def seconds(self, length: int) -> float:
-        """Return how long drafting `length` tokens one after another is expected to hold a step up."""
-        return self.fixed_s + length * self.level_s
+        """Return how long drafting `length` tokens one after another is expected to hold a step up.
+
+        The longer ago anything was seen, the less: what is feared is tried again at last.
+        """
+        return self._freshness * (self.fixed_s + length * self.level_s)
 
     @property
     def is_known(self) -> bool:
@@ -58,7 +88,7 @@ class DraftExposure:
         variance = self._squares / self._weight - length * length
         covariance = self._products / self._weight - length * seconds
         pull = PROPORTIONAL_WEIGHT * length * length
-        slope = (covariance + pull * seconds / length) / (variance + pull)
+        slope = (covariance + pull * seconds / (length + 1.0)) / (variance + pull)
         return min(max(slope, 0.0), seconds / length)
 
     @property

@@ -24,6 +24,11 @@ class LoadLevel:
     exposure: DraftExposure
     shortfall: Shortfall = field(default_factory=Shortfall)
 
+    def observe_plain(self) -> None:
+        """Take in a step for which no drafts were asked."""
+        self.exposure.observe_plain()
+        self.shortfall.observe_plain()
+
 
 class LoadLevels:
     """All levels that there were; a new one takes its waits from the nearest."""

@@ -301,7 +301,7 @@ class DraftPricing:
         model_s = self.cost.seconds(verified) + level.exposure.seconds(longest)
         elapsed_s = min(elapsed_s, STALL * (plain_s + model_s))
         if all(one.is_probe for one in asking):  # what a few cost says nothing of what all would
-            level.shortfall.observe_plain()
+            level.observe_plain()
             if asking:
                 self._probe_s -= max(0.0, elapsed_s - plain_s * num_tokens / num_all)
             return
@@ -342,14 +342,13 @@ class DraftPricing:
     def _observe_exposure(
         self, exposure: DraftExposure, outcomes: Sequence[Outcome], step_s: float, exposed_s: float
     ) -> None:
-        """Take in a wait for drafts; of one for a drafter that read a prompt first, no more than is known or a step."""
+        """Take in a wait for drafts; of one for a drafter that read a prompt first, no more than a step."""
         asking = self._asking(outcome.item.request for outcome in outcomes)
         if not asking:
             return
-        length = max(kept.asked for kept in asking)
-        if any(kept.is_opening for kept in asking):
-            exposed_s = min(exposed_s, max(step_s, exposure.seconds(length)))
-        exposure.observe(length, exposed_s)
+        is_opening = any(kept.is_opening for kept in asking)
+        longest = max(kept.asked for kept in asking)
+        exposure.observe(longest, min(exposed_s, step_s) if is_opening else exposed_s, is_opening=is_opening)
 
     def _observe_draft(self, outcome: Outcome) -> None:
         draft, request_id = outcome.item.draft, outcome.item.request.request_id

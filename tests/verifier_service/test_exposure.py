@@ -17,10 +17,32 @@ def test_nothing_is_known_at_first():
     assert exposed().seconds(8) == 0.0
 
 
-def test_rounds_of_one_length_are_taken_to_be_proportional():
+def test_rounds_of_one_length_are_taken_for_a_round_trip_of_one_token_more():
     exposure = exposed(*[(4, 0.020)] * 50)
-    assert exposure.level_s == pytest.approx(0.005)
-    assert exposure.fixed_s == pytest.approx(0.0, abs=1e-9)
+    assert exposure.level_s == pytest.approx(0.004)
+    assert exposure.fixed_s == pytest.approx(0.004)
+
+
+def test_a_prompt_that_had_to_be_read_counts_only_while_nothing_else_is_known():
+    exposure = DraftExposure()
+    exposure.observe(2, 0.100, is_opening=True)
+    assert exposure.seconds(2) == pytest.approx(0.100)
+    exposure.observe(2, 0.010)
+    assert exposure.seconds(2) == pytest.approx(0.010)
+    exposure.observe(2, 0.100, is_opening=True)
+    assert exposure.seconds(2) == pytest.approx(0.010)
+
+
+def test_a_wait_that_is_not_seen_again_is_feared_less_and_less():
+    exposure = exposed(*[(2, 0.100)] * 20)
+    for _ in range(1000):
+        exposure.observe_plain()
+    assert 0.010 < exposure.seconds(2) < 0.020
+    for _ in range(100_000):
+        exposure.observe_plain()
+    assert exposure.seconds(2) < 0.002
+    exposure.observe(2, 0.010)
+    assert exposure.seconds(2) < 0.025, "what is seen now counts for more than what was"
 
 
 def test_lengths_that_vary_tell_the_round_trip_from_the_drafting():
