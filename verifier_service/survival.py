@@ -26,6 +26,7 @@ POOL_FADE = 0.9995  # per judged token of a position or bin: a memory of 2000
 REQUEST_FADE = 0.98  # per judged token, or round without a draft: a memory of about 50
 FRAILTY_REJECTIONS = 10.0  # how many rejections as expected a request starts with
 CLAIMED_REJECTIONS = 20.0  # the same against claims, which know a part of what sets a request apart
+POOL_REJECTIONS = 4.0  # the same of a drafter, whose confidences may be too low or too high throughout
 MAX_POOLS = 64  # drafters remembered; the one unheard of for longest goes first
 NUM_BINS = 16  # of confidence: narrow near 1, where most of what is worth verifying is
 MIN_HAZARD, MAX_HAZARD = 0.002, 0.998
@@ -101,8 +102,12 @@ class _Pool:
         ]
         for hazards in self._hazards_after:
             hazards.extend((hazards[-1] if hazards else mean,) * (length - len(hazards)))
+        num_claimed = sum(counts.num_judged * claimed for counts, claimed in zip(self.bins, _BIN_HAZARDS, strict=True))
+        num_rejected = sum(counts.num_rejected for counts in self.bins)
+        factor = (num_rejected + POOL_REJECTIONS) / (num_claimed + POOL_REJECTIONS)
         self._by_bin = [
-            counts.hazard(claimed, POSITION_TOKENS) for counts, claimed in zip(self.bins, _BIN_HAZARDS, strict=True)
+            counts.hazard(min(MAX_HAZARD, claimed * factor), POSITION_TOKENS)
+            for counts, claimed in zip(self.bins, _BIN_HAZARDS, strict=True)
         ]
         self._is_stale = False
 

@@ -87,6 +87,21 @@ def test_an_unheard_of_confidence_is_believed_at_first():
     assert estimator.survivals("r", "d", 1, (0.0,))[0] < 0.07
 
 
+def test_a_drafter_that_is_too_modest_throughout_is_soon_known_for_it():
+    """What it claimed at 0.1 and 0.3 came true two times in three: then its 0.2 is worth more than it says."""
+    estimator = SurvivalEstimator()
+    for index in range(30):
+        estimator.observe(
+            str(index),
+            "d",
+            num_draft_tokens=1,
+            num_accepted_tokens=int(index % 3 > 0),
+            confidences=((0.1, 0.3)[index % 2],),
+        )
+    assert 0.4 < estimator.survivals("r", "d", 1, (0.2,))[0] < 0.7
+    assert estimator.survivals("r", "other", 1, (0.2,))[0] < 0.25
+
+
 def test_confidences_hold_as_far_as_they_reach_and_history_beyond():
     estimator = SurvivalEstimator()
     survivals = estimator.survivals("r", "d", 3, (0.5, 0.25))
