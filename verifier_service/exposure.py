@@ -33,19 +33,10 @@ class DraftExposure:
     _squares: float = 0.0
     _seconds: float = 0.0
     _products: float = 0.0
-    _is_guess: bool = True  # no step yet but of drafters that had to read a prompt first
     _freshness: float = 1.0  # what is left of it all since a step was taken in
 
-    def observe(self, length: int, seconds: float, *, is_opening: bool = False) -> None:
-        """Take in one step: how long a draft had been asked for at most, and how long it was held up.
-
-        `is_opening`: a drafter had to read a prompt first. That counts only while nothing else is known.
-        """
-        if is_opening and not self._is_guess:
-            return
-        if not is_opening and self._is_guess:
-            self._fade(0.0)
-            self._is_guess = False
+    def observe(self, length: int, seconds: float) -> None:
+        """Take in one step: how long a draft had been asked for at most, and how long it was held up."""
         self._fade(FADE)
         self._freshness = 1.0
         self._weight += 1.0

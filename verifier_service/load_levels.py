@@ -13,6 +13,7 @@ from outrider.verifier_service.cost_model import CostModel
 from outrider.verifier_service.exposure import DraftDepth, DraftExposure
 from outrider.verifier_service.shortfall import Shortfall
 from outrider.verifier_service.step_price import StepPrice
+from outrider.verifier_service.trial import Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,14 @@ class LoadLevel:
     price: StepPrice
     depth: DraftDepth
     exposure: DraftExposure
+    trial: Trial
     shortfall: Shortfall = field(default_factory=Shortfall)
 
     def observe_plain(self) -> None:
         """Take in a step for which no drafts were asked."""
         self.exposure.observe_plain()
         self.shortfall.observe_plain()
+        self.trial.observe_plain()
 
 
 class LoadLevels:
@@ -43,5 +46,7 @@ class LoadLevels:
         if index not in self._levels:
             nearest = min(self._levels, key=lambda known: abs(known - index), default=None)
             exposure = DraftExposure() if nearest is None else replace(self._levels[nearest].exposure)
-            self._levels[index] = LoadLevel(StepPrice(self._cost), DraftDepth(self._cost, exposure), exposure)
+            trial = Trial()
+            price = StepPrice(self._cost, trial.settle)
+            self._levels[index] = LoadLevel(price, DraftDepth(self._cost, exposure), exposure, trial)
         return self._levels[index]

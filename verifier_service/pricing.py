@@ -241,14 +241,14 @@ class DraftPricing:
         shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=is_drafting)
         self.num_extrapolated_steps += self.cost.is_extrapolating(shape)
         self.cost.observe(shape, step_s)
-        self._observe_exposure(level.exposure, outcomes, step_s, exposed_s)
+        self._observe_exposure(level.exposure, outcomes, exposed_s)
         base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
         if level.price.is_new:  # before the first drafts: as if the prompts had been read already
             base = StepShape(max(1, len(priced)), num_context_tokens)
         self._base = base
         granted_s = PROBE_SHARE * step_s / math.sqrt(max(1, len(priced)))
         self._probe_s = min(self._probe_s + granted_s, MAX_SAVED_STEPS * granted_s)
-        if base.num_tokens == len(priced) > 0:
+        if priced:
             self._observe_shortfall(
                 level,
                 priced,
@@ -289,30 +289,32 @@ class DraftPricing:
         num_held: int,
         elapsed_s: float,
     ) -> None:
-        """Compare a step of decoding with what the model expects of it."""
+        """Compare a step with what the model expects of it; one with prompts in it counts for trials alone."""
         assert self.cost is not None
         if any(one.is_pinned for one in asking):  # they are waited for whatever it costs
             return
         num_all = len(priced) + num_held
-        plain_s = self.cost.seconds(StepShape(num_all, base.num_context_tokens))
+        plain_s = self.cost.seconds(StepShape(base.num_tokens + num_held, base.num_context_tokens))
         num_tokens = len(priced) + sum(self._expected(item) for item in priced)
         verified = replace(base, num_tokens=base.num_tokens + num_drafted)
         longest = max((one.asked for one in asking), default=0)
         model_s = self.cost.seconds(verified) + level.exposure.seconds(longest)
         elapsed_s = min(elapsed_s, STALL * (plain_s + model_s))
-        if all(one.is_probe for one in asking):  # what a few cost says nothing of what all would
+        made, forgone = num_tokens / num_all, elapsed_s / plain_s
+        is_trying = not all(one.is_probe for one in asking)
+        if is_trying:
+            level.trial.observe(len(asking), forgone - made)
+        if base.num_tokens > len(priced):
+            return
+        if not is_trying:  # what a few cost says nothing of what all would
             level.observe_plain()
             if asking:
-                self._probe_s -= max(0.0, elapsed_s - plain_s * num_tokens / num_all)
+                self._probe_s -= max(0.0, elapsed_s - plain_s * made)
             return
         log_gain = None
         if num_drafted or num_held:
             log_gain = math.log(num_tokens / model_s) - math.log(base.num_tokens / self.cost.seconds(base))
-        level.shortfall.observe(
-            log_gain=log_gain,
-            num_tokens=num_tokens,
-            num_forgone=elapsed_s * num_all / plain_s,
-        )
+        level.shortfall.observe(log_gain=log_gain, num_made=made, num_forgone=forgone)
 
     def _expected(self, item: ScheduledRequest) -> float:
         """Return how many tokens of an item's draft were expected to be accepted."""
@@ -339,16 +341,11 @@ class DraftPricing:
         kept = self._requests.get(outcome.item.request.request_id)
         return kept is not None and kept.is_pinned
 
-    def _observe_exposure(
-        self, exposure: DraftExposure, outcomes: Sequence[Outcome], step_s: float, exposed_s: float
-    ) -> None:
-        """Take in a wait for drafts; of one for a drafter that read a prompt first, no more than a step."""
+    def _observe_exposure(self, exposure: DraftExposure, outcomes: Sequence[Outcome], exposed_s: float) -> None:
+        """Take in a wait for drafts, unless a drafter had to read a prompt first: that says nothing of later ones."""
         asking = self._asking(outcome.item.request for outcome in outcomes)
-        if not asking:
-            return
-        is_opening = any(kept.is_opening for kept in asking)
-        longest = max(kept.asked for kept in asking)
-        exposure.observe(longest, min(exposed_s, step_s) if is_opening else exposed_s, is_opening=is_opening)
+        if asking and not any(kept.is_opening for kept in asking):
+            exposure.observe(max(kept.asked for kept in asking), exposed_s)
 
     def _observe_draft(self, outcome: Outcome) -> None:
         draft, request_id = outcome.item.draft, outcome.item.request.request_id

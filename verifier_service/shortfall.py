@@ -23,23 +23,22 @@ class Shortfall:
     _num_steps: float = 0.0
     _num_drafted: float = 0.0  # of these, with drafts, or while some were still waited for
     _log_gain: float = 0.0
-    _num_tokens: float = 0.0
-    _num_forgone: float = 0.0
+    _num_made: float = 0.0  # plain steps that would have brought as many tokens
+    _num_forgone: float = 0.0  # plain steps that would have taken as long
 
-    def observe(self, *, log_gain: float | None, num_tokens: float, num_forgone: float) -> None:
+    def observe(self, *, log_gain: float | None, num_made: float, num_forgone: float) -> None:
         """Take in a step for which drafts were asked, those that missed it for theirs among its requests.
 
         `log_gain` is that of tokens per second by the model; None where none was verified and none is waited
-        for, of which the model knows nothing: they were empty, too late, or not worth the price. `num_tokens` is what
-        the step was expected to bring, and `num_forgone` what plain decoding of all requests would have made in the
-        time that it took.
+        for, of which the model knows nothing: they were empty, too late, or not worth the price. In plain steps of all
+        requests, `num_made` is what the step was expected to bring, and `num_forgone` the time that it took.
         """
         self._fade(FADE)
         self._num_steps += 1.0
         if log_gain is not None:
             self._num_drafted += 1.0
             self._log_gain += log_gain
-        self._num_tokens += num_tokens
+        self._num_made += num_made
         self._num_forgone += num_forgone
 
     def observe_plain(self) -> None:
@@ -50,7 +49,7 @@ class Shortfall:
         self._num_steps *= factor
         self._num_drafted *= factor
         self._log_gain *= factor
-        self._num_tokens *= factor
+        self._num_made *= factor
         self._num_forgone *= factor
 
     @property
@@ -59,7 +58,7 @@ class Shortfall:
 
         At least 0.
         """
-        if self._num_tokens <= 0.0:
+        if self._num_made <= 0.0:
             return 0.0
-        seen = self._num_steps * math.log(self._num_tokens / self._num_forgone)
+        seen = self._num_steps * math.log(self._num_made / self._num_forgone)
         return max(0.0, self._log_gain - seen) / (self._num_drafted + PRIOR_STEPS)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from outrider.verifier_service.cost_model import CostModel, StepShape
@@ -26,13 +26,16 @@ WINDOW_STEPS = 32.0  # how many steps count, in all: each one less than the next
 FADE = 1.0 - 1.0 / WINDOW_STEPS
 MIN_GAIN = 1e-3  # of tokens per second: drafts that gain less are not worth drafting
 TIE = 2e-4  # prices whose tokens per second differ by less are equals: of those the middle one holds
+Settle = Callable[[float, float, float], float]
 
 
 class StepPrice:
     """Find the price that would have been best over recent steps; 0, all is admitted, before the first."""
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, settle: Settle | None = None) -> None:
+        """`settle` says which price holds after the one there was, the best one and `price_if_free`; None: the best."""
         self._cost = cost
+        self._settle = settle
         self._gains = [0.0] * len(GRID)  # sums of log (tokens per second at this price / without drafts)
         self._free_gains = [0.0] * len(GRID)  # the same without any wait for drafts
         self._drafted = [0.0] * len(GRID)  # what those steps weigh in which something was worth this price
@@ -78,7 +81,8 @@ class StepPrice:
             self._try_prices(base, slots, exposed_s)
         if not self.is_new:
             lossy = [gain - log_loss * weight for gain, weight in zip(self._gains, self._drafted, strict=True)]
-            self._price = self._best(lossy)
+            best = self._best(lossy)
+            self._price = best if self._settle is None else self._settle(self._price, best, self._price_if_free)
 
     def _try_prices(self, base: StepShape, slots: Sequence[float], exposed_s: float) -> None:
         """Add what each price would have made of a step's slots."""

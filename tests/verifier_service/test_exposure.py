@@ -23,16 +23,6 @@ def test_rounds_of_one_length_are_taken_for_a_round_trip_of_one_token_more():
     assert exposure.fixed_s == pytest.approx(0.004)
 
 
-def test_a_prompt_that_had_to_be_read_counts_only_while_nothing_else_is_known():
-    exposure = DraftExposure()
-    exposure.observe(2, 0.100, is_opening=True)
-    assert exposure.seconds(2) == pytest.approx(0.100)
-    exposure.observe(2, 0.010)
-    assert exposure.seconds(2) == pytest.approx(0.010)
-    exposure.observe(2, 0.100, is_opening=True)
-    assert exposure.seconds(2) == pytest.approx(0.010)
-
-
 def test_a_wait_that_is_not_seen_again_is_feared_less_and_less():
     exposure = exposed(*[(2, 0.100)] * 20)
     for _ in range(1000):

@@ -1,0 +1,114 @@
+from collections.abc import Sequence
+
+import pytest
+
+from engine_bench import make_request
+from outrider.verifier_service.engine_messages import StepTime
+from outrider.verifier_service.step_price import NEVER
+from outrider.verifier_service.trial import FIRST_CREDIT, MAX_LOSS, PAYBACK, TRIAL_DRAFTS, Trial
+from priced_bench import FREE, Bench, FarBench, FarDrafts, GuessingDrafts
+
+OPEN = 0.3  # a price that lets drafts through
+ONE_CORE = tuple(
+    StepTime(num_tokens=n, seconds=seconds)
+    for n, seconds in ((1, 0.017), (2, 0.018), (4, 0.020), (8, 0.028), (16, 0.038), (32, 0.072), (64, 0.130))
+)
+
+
+def opened(*losses: float) -> Trial:
+    """Return a trial with so many drafts behind it, each of which lost so many steps."""
+    trial = Trial()
+    assert trial.settle(0.0, OPEN, OPEN) == OPEN
+    for lost in losses:
+        trial.observe(1, lost)
+    return trial
+
+
+def closed() -> Trial:
+    """Return one that has lost all it may."""
+    trial = opened(FIRST_CREDIT + MAX_LOSS)
+    assert trial.settle(OPEN, NEVER, OPEN) == NEVER
+    return trial
+
+
+def test_dear_first_drafts_do_not_close_it():
+    trial = opened(*[0.3] * (TRIAL_DRAFTS - 1))
+    assert trial.settle(OPEN, NEVER, OPEN) == OPEN
+    assert trial.settle(OPEN, 0.5, OPEN) == 0.5, "a price that lets some through is followed"
+
+
+def test_after_enough_drafts_what_they_say_counts():
+    trial = opened(*[0.0] * TRIAL_DRAFTS)
+    assert trial.settle(OPEN, NEVER, OPEN) == NEVER
+
+
+def test_the_drafts_of_one_step_count_each():
+    trial = opened()
+    trial.observe(TRIAL_DRAFTS, 0.1)
+    assert trial.settle(OPEN, NEVER, OPEN) == NEVER
+
+
+def test_too_much_lost_closes_it():
+    assert opened(FIRST_CREDIT + MAX_LOSS - 0.1).settle(OPEN, NEVER, OPEN) == OPEN
+    assert opened(FIRST_CREDIT + MAX_LOSS).settle(OPEN, NEVER, OPEN) == NEVER
+
+
+def test_drafts_that_would_not_pay_if_they_came_at_once_are_not_tried():
+    assert opened().settle(OPEN, NEVER, NEVER) == NEVER
+
+
+def test_it_opens_again_when_the_loss_is_paid_back():
+    trial = closed()
+    for _ in range(round(MAX_LOSS / PAYBACK) - 1):
+        trial.observe_plain()
+    assert trial.settle(NEVER, OPEN, OPEN) == NEVER
+    trial.observe_plain()
+    trial.observe_plain()
+    assert trial.settle(NEVER, OPEN, OPEN) == OPEN
+
+
+def test_later_trials_may_lose_less_than_the_first():
+    trial = closed()
+    for _ in range(10_000):
+        trial.observe_plain()
+    assert trial.settle(NEVER, OPEN, OPEN) == OPEN
+    trial.observe(1, MAX_LOSS)
+    assert trial.settle(OPEN, NEVER, OPEN) == NEVER
+
+
+def test_nothing_is_paid_back_while_drafts_go_on():
+    trial = opened(FIRST_CREDIT + MAX_LOSS)
+    for _ in range(10_000):
+        trial.observe_plain()
+    assert trial.settle(OPEN, NEVER, OPEN) == NEVER
+    assert trial.settle(NEVER, OPEN, OPEN) == NEVER
+
+
+def speeds(share_wrong: float, cold_s: Sequence[float]) -> list[float]:
+    """Return tokens per second by those of plain decoding, four requests of one stream each."""
+    drafts = FarDrafts(level_s=0.003, fixed_s=0.003, opening_s=0.02, cold_s=cold_s, share_wrong=share_wrong)
+    bench = FarBench(drafts, ONE_CORE, contention=0.3)
+    off = bench.speed(1, num_requests=4, draft_length=0, is_pinned=True)
+    return [bench.speed(1, num_requests=4) / off for _ in range(16)]
+
+
+@pytest.mark.parametrize("share_wrong", [0.15, 0.3])
+def test_a_cold_start_does_not_keep_drafts_off(share_wrong: float):
+    """After a drafter's first ten answers, which take more than a step of the verifier's each, drafts pay."""
+    found = speeds(share_wrong, [0.02] * 10)
+    assert sum(found[8:]) / 8 > 1.15
+    assert min(found) > 0.93
+
+
+def test_trying_again_and_again_costs_little():
+    found = speeds(0.6, [])  # the best fixed length loses a tenth
+    assert sum(found) / len(found) > 0.975
+
+
+def test_steps_that_read_prompts_use_a_trial_up_too():
+    bench = Bench(GuessingDrafts(draft_s=0.001), FREE)
+    for index in range(60):  # there is no step without a prompt in it
+        assert bench.engine.add(make_request(str(index), draft_length=4, max_tokens=12, drafter_id="d")) is None
+        bench.engine.step()
+    assert len(bench.drafts.asked) > TRIAL_DRAFTS
+    assert bench.pricing._level.trial._num_left < TRIAL_DRAFTS
