@@ -17,15 +17,16 @@ FADE = 0.95  # per step that waited for drafts
 FORGET = 1.0 - 1.0 / 512.0  # per step that did not: what is not seen again is tried again
 STALE = 0.01  # less is not left of anything
 FIRST_LENGTH = 2  # of drafts that nobody knows the time of
-PROPORTIONAL_WEIGHT = 0.01  # how firmly waiting is taken to be proportional to it, until lengths have varied
+ROUND_TRIP_WEIGHT = 0.01  # how firmly a round trip is taken to last as long as a token, until lengths have varied
 
 
 @dataclass(slots=True)
 class DraftExposure:
-    """Least squares of seconds over draft lengths, drawn towards a line through the origin; both parts at least 0.
+    """Least squares of seconds over draft lengths, drawn to a round trip as long as a token; both parts at least 0.
 
     A drafter in the verifier's own process is all exposure and nearly proportional, one behind a link is a round trip,
-    and one that drafts while another group is verified costs nothing.
+    and one that drafts while another group is verified costs nothing. To take its time for proportional before lengths
+    have varied would keep drafts at one token, and no length would ever vary.
     """
 
     _weight: float = 0.0
@@ -78,7 +79,7 @@ class DraftExposure:
         length, seconds = self._lengths / self._weight, self._seconds / self._weight
         variance = self._squares / self._weight - length * length
         covariance = self._products / self._weight - length * seconds
-        pull = PROPORTIONAL_WEIGHT * length * length
+        pull = ROUND_TRIP_WEIGHT * length * length
         slope = (covariance + pull * seconds / (length + 1.0)) / (variance + pull)
         return min(max(slope, 0.0), seconds / length)
 

@@ -249,7 +249,7 @@ class DraftPricing:
         granted_s = PROBE_SHARE * step_s / math.sqrt(max(1, len(priced)))
         self._probe_s = min(self._probe_s + granted_s, MAX_SAVED_STEPS * granted_s)
         if priced:
-            self._observe_shortfall(
+            self._observe_loss(
                 level,
                 priced,
                 asking,
@@ -278,7 +278,7 @@ class DraftPricing:
         kept = (self._requests.get(request.request_id) for request in requests)
         return [one for one in kept if one is not None and one.asked]
 
-    def _observe_shortfall(
+    def _observe_loss(
         self,
         level: LoadLevel,
         priced: Sequence[ScheduledRequest],
