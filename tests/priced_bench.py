@@ -22,6 +22,11 @@ from outrider.verifier_service.speculation import DraftCoordinator, SpeculationC
 FREE = (StepTime(num_tokens=1, seconds=0.020), StepTime(num_tokens=64, seconds=0.020))
 DEAR = (StepTime(num_tokens=1, seconds=0.010), StepTime(num_tokens=64, seconds=0.640))
 KNEED = tuple(StepTime(num_tokens=n, seconds=0.02 * max(1, n // 16)) for n in (1, 16, 32, 64, 128))
+# as a model of 100 M parameters takes on one core
+ONE_CORE = tuple(
+    StepTime(num_tokens=n, seconds=seconds)
+    for n, seconds in ((1, 0.017), (2, 0.018), (4, 0.020), (8, 0.028), (16, 0.038), (32, 0.072), (64, 0.130))
+)
 VOCAB_SIZE = 97
 
 

@@ -2,15 +2,8 @@ import math
 
 import pytest
 
-from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.shortfall import Shortfall
-from priced_bench import FarBench, FarDrafts
-
-# as a model of 100 M parameters takes on one core
-ONE_CORE = tuple(
-    StepTime(num_tokens=n, seconds=seconds)
-    for n, seconds in ((1, 0.017), (2, 0.018), (4, 0.020), (8, 0.028), (16, 0.038), (32, 0.072), (64, 0.130))
-)
+from priced_bench import ONE_CORE, FarBench, FarDrafts
 
 
 def observed(*, gain: float, seen: float, num_steps: int = 200) -> Shortfall:

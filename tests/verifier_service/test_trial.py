@@ -3,16 +3,11 @@ from collections.abc import Sequence
 import pytest
 
 from engine_bench import make_request
-from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.step_price import NEVER
 from outrider.verifier_service.trial import FIRST_CREDIT, MAX_LOSS, PAYBACK, TRIAL_DRAFTS, Trial
-from priced_bench import FREE, Bench, FarBench, FarDrafts, GuessingDrafts
+from priced_bench import FREE, ONE_CORE, Bench, FarBench, FarDrafts, GuessingDrafts
 
 OPEN = 0.3  # a price that lets drafts through
-ONE_CORE = tuple(
-    StepTime(num_tokens=n, seconds=seconds)
-    for n, seconds in ((1, 0.017), (2, 0.018), (4, 0.020), (8, 0.028), (16, 0.038), (32, 0.072), (64, 0.130))
-)
 
 
 def opened(*losses: float) -> Trial:
