@@ -186,9 +186,21 @@ class FarDrafts(GuessingDrafts):
 class FarBench(Bench):
     """The same with a drafter elsewhere: verifier and drafter work at the same time."""
 
-    def __init__(self, drafts: FarDrafts, profile: Sequence[StepTime], *, contention: float = 0.0) -> None:
-        """Steps take longer by the share `contention` while the drafter works: they share a machine's memory."""
+    def __init__(
+        self,
+        drafts: FarDrafts,
+        profile: Sequence[StepTime],
+        *,
+        contention: float = 0.0,
+        true: Sequence[StepTime] = (),
+    ) -> None:
+        """Steps take longer by the share `contention` while the drafter works: they share a machine's memory.
+
+        They take what `true` says, or the profile where that is empty.
+        """
         super().__init__(drafts, profile)
+        if true:
+            self._true = StepTimeModel.from_points(true)
         self._contention = contention
         drafts.clock = lambda: self.now_s
         self.drafts: FarDrafts = drafts

@@ -1,12 +1,13 @@
 """What is learnt of drafting, load by load.
 
-Prices, waits and losses differ between one request and many. Each level of load, requests by powers of two, has its
-own; so when a load comes or goes, what was known of the other is still there, and nothing of this one is held against
-it.
+Step times, prices, waits and losses differ between one request and many: a machine that is a quarter faster than its
+profile says with many tokens is not so with one. Each level of load, requests by powers of two, has its own; so when a
+load comes or goes, what was known of the other is still there, and nothing of this one is held against it.
 """
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 from outrider.verifier_service.cost_model import CostModel
@@ -20,6 +21,7 @@ from outrider.verifier_service.trial import Trial
 class LoadLevel:
     """One level of load."""
 
+    cost: CostModel
     price: StepPrice
     depth: DraftDepth
     exposure: DraftExposure
@@ -34,19 +36,21 @@ class LoadLevel:
 
 
 class LoadLevels:
-    """All levels that there were; a new one takes its waits from the nearest."""
+    """All levels that there were; a new one takes its step times and waits from the nearest."""
 
     def __init__(self, cost: CostModel) -> None:
-        self._cost = cost
-        self._levels: dict[int, LoadLevel] = {}
+        """`cost`: by the profile alone."""
+        self._levels = {(1).bit_length(): _new_level(cost, DraftExposure())}
 
     def at(self, num_requests: int) -> LoadLevel:
         """Return the level of so many decoding requests."""
         index = num_requests.bit_length()
         if index not in self._levels:
-            nearest = min(self._levels, key=lambda known: abs(known - index), default=None)
-            exposure = DraftExposure() if nearest is None else replace(self._levels[nearest].exposure)
-            trial = Trial()
-            price = StepPrice(self._cost, trial.settle)
-            self._levels[index] = LoadLevel(price, DraftDepth(self._cost, exposure), exposure, trial)
+            nearest = self._levels[min(self._levels, key=lambda known: abs(known - index))]
+            self._levels[index] = _new_level(deepcopy(nearest.cost), replace(nearest.exposure))
         return self._levels[index]
+
+
+def _new_level(cost: CostModel, exposure: DraftExposure) -> LoadLevel:
+    trial = Trial()
+    return LoadLevel(cost, StepPrice(cost, trial.settle), DraftDepth(cost, exposure), exposure, trial)

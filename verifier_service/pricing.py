@@ -18,6 +18,7 @@ import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from outrider.verifier_service.cost_model import CostModel, ExpertShape, StepShape, StepTimeModel
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft
@@ -46,14 +47,19 @@ class _Offer:
     survivals: Sequence[float] = ()
     slots: Sequence[float] = ()
     levels: Sequence[float] = ()
+    by_history: Sequence[float] = ()  # what each slot was worth before its draft was there
 
-    def down_to(self, depth: int) -> Sequence[float]:
-        """Return the worths of the first positions; of a tree, all that are as good as the worst of these."""
+    def down_to(self, depth: int | None) -> Iterable[tuple[float, float]]:
+        """Return what the first positions are worth now and were before; of a tree, all as good as the worst of them.
+
+        None: all positions.
+        """
+        pairs = zip(self.slots, self.by_history, strict=True)
+        if depth is None or depth >= len(self.levels):
+            return pairs
         if len(self.slots) == len(self.levels):  # a chain: no depth has two
-            return self.slots[:depth]
-        if depth >= len(self.levels):
-            return self.slots
-        return [worth for worth in self.slots if worth > self.levels[depth]]
+            return islice(pairs, depth)
+        return (pair for pair in pairs if pair[0] > self.levels[depth])
 
 
 @dataclass(slots=True)
@@ -69,6 +75,7 @@ class _Pricing:
     is_opening: bool = True  # its drafter has not answered yet: its first round contains a prefill
     offered: _Offer | None = None  # by its draft in this step; None: it has none
     survivals: Sequence[float] = ()  # by history, of `bound` positions
+    worths: Sequence[float] = ()  # of these, when a draft was asked for
     survivals_at: tuple[int, str, int] | None = None  # what they were estimated from
 
 
@@ -78,9 +85,8 @@ class DraftPricing:
 
     survival: SurvivalEstimator = field(default_factory=SurvivalEstimator)
     worth: TokenWorth = field(default_factory=TokenWorth)
-    cost: CostModel | None = None  # None: there is no profile, so nothing is priced
-    num_extrapolated_steps: int = 0  # far beyond all that `cost` had profiled or seen
-    _levels: LoadLevels | None = None
+    num_extrapolated_steps: int = 0  # far beyond all that was profiled, or seen at this load
+    _levels: LoadLevels | None = None  # None: there is no profile, so nothing is priced
     _level: LoadLevel | None = None  # of the last step
     _requests: dict[str, _Pricing] = field(default_factory=dict)
     _usual: tuple[str, int] = ("", 0)  # drafter and plan of the last request that was allowed to draft
@@ -91,9 +97,13 @@ class DraftPricing:
         """Start pricing by the measured step times; too few of them leave it off. `experts`: see `CostModel`."""
         if len({point.num_tokens for point in step_times}) < 2:
             return
-        self.cost = CostModel(StepTimeModel.from_points(step_times), experts)
-        self._levels = LoadLevels(self.cost)
+        self._levels = LoadLevels(CostModel(StepTimeModel.from_points(step_times), experts))
         self._level = self._levels.at(1)
+
+    @property
+    def cost(self) -> CostModel | None:
+        """What steps take at the present load; None: there is no profile."""
+        return None if self._level is None else self._level.cost
 
     @property
     def price(self) -> float | None:
@@ -103,7 +113,7 @@ class DraftPricing:
     @property
     def knee(self) -> float | None:
         """The number of tokens from which a step is compute-bound; None: never, or not known."""
-        knee = math.inf if self.cost is None else self.cost.knee()
+        knee = math.inf if self._level is None else self._level.cost.knee()
         return None if math.isinf(knee) else knee
 
     @property
@@ -128,8 +138,8 @@ class DraftPricing:
         kept.is_pinned, kept.is_probe = request.plan.is_pinned, False
         if bound and not kept.is_pinned:
             survivals = self._survivals(request, kept)
-            worths = self.worth.worths(request.request_id, survivals[: self._level.depth.bound])
-            kept.asked = self._level.price.admitted(worths)
+            kept.worths = self.worth.worths(request.request_id, survivals)
+            kept.asked = self._level.price.admitted(kept.worths[: self._level.depth.bound])
             if not kept.asked:
                 kept.asked = self._probe(kept)
                 request.metrics.disabled_reason = "low_acceptance" if survivals[0] < LOW_SURVIVAL else "load"
@@ -163,13 +173,13 @@ class DraftPricing:
 
     def _probe(self, kept: _Pricing) -> int:
         """Return how many tokens a request drafts although they do not pay: mostly none."""
-        assert self.cost is not None
+        assert self._level is not None
         length = min(PROBE_LENGTH, kept.bound)
         if kept.num_rounds_off + 1 < PROBE_ROUNDS:
             return 0
         if self._probe_s <= 0.0:  # the last probes are not paid for yet
             return 0
-        times = self.cost.seconds_with(self._base, length)
+        times = self._level.cost.seconds_with(self._base, length)
         self._probe_s -= times[-1] - times[0] + times[0] / self._base.num_tokens  # it misses a step at least
         kept.is_probe = True
         return length
@@ -187,7 +197,7 @@ class DraftPricing:
         num_offered = max(num_levels, kept.bound) if is_chain and num_levels >= kept.asked else num_levels
         confidences = _confidences(draft) if is_chain else None
         survivals = self.survival.survivals(request.request_id, kept.drafter_id, num_offered, confidences)
-        kept.offered = self._offer_of_chain(request.request_id, survivals)
+        kept.offered = self._offer_of_chain(request.request_id, survivals, kept.worths)
         if kept.is_probe or kept.is_pinned:
             return draft
         num_paying = self._level.price.admitted(kept.offered.levels[:num_levels])
@@ -203,18 +213,22 @@ class DraftPricing:
             survivals.append(rate * (1.0 if parent == ROOT else survivals[parent]))
         slots = self.worth.node_worths(request_id, survivals)
         levels: list[float] = []
-        for depth, worth in zip(depths(draft.parents), slots, strict=True):
+        node_depths = depths(draft.parents)
+        for depth, worth in zip(node_depths, slots, strict=True):
             levels.extend([0.0] * (depth + 1 - len(levels)))
             levels[depth] = max(levels[depth], worth)
-        kept.offered = _Offer(survivals, slots, levels)
+        hoped = _hoped(kept.worths, levels)
+        kept.offered = _Offer(survivals, slots, levels, [hoped[depth] for depth in node_depths])
         if kept.is_probe or kept.is_pinned:
             return draft
         price = self._level.price.price
         return kept_nodes(draft, [node for node, worth in enumerate(slots) if worth > price])
 
-    def _offer_of_chain(self, request_id: str, survivals: Sequence[float]) -> _Offer:
+    def _offer_of_chain(
+        self, request_id: str, survivals: Sequence[float], by_history: Sequence[float] = ()
+    ) -> _Offer:
         worths = self.worth.worths(request_id, survivals)
-        return _Offer(survivals, worths, worths)
+        return _Offer(survivals, worths, worths, _hoped(by_history, worths))
 
     def observe(
         self,
@@ -229,7 +243,7 @@ class DraftPricing:
 
         `held` could have been in it, but still waited for their drafts.
         """
-        if self.cost is None or self._levels is None:
+        if self._levels is None:
             return
         self._level = level = self._levels.at(len(schedule.items) + len(held))
         num_context_tokens = sum(schedule.batch.context_lengths)
@@ -239,8 +253,8 @@ class DraftPricing:
         # a step with drafts says nothing of how long plain ones take: drafters' work may have slowed it down
         is_drafting = bool(held) or any(item.draft is not None for item in schedule.items)
         shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=is_drafting)
-        self.num_extrapolated_steps += self.cost.is_extrapolating(shape)
-        self.cost.observe(shape, step_s)
+        self.num_extrapolated_steps += level.cost.is_extrapolating(shape)
+        level.cost.observe(shape, step_s)
         self._observe_exposure(level.exposure, outcomes, exposed_s)
         base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
         if level.price.is_new:  # before the first drafts: as if the prompts had been read already
@@ -268,10 +282,17 @@ class DraftPricing:
         """Price what was on offer in the step, as far as drafts should go."""
         level.depth.observe(base, [offer.levels for offer in offers], level.price.price_if_free)
         bound = level.depth.bound
-        slots = [survival for offer in offers for survival in (offer.slots if bound is None else offer.down_to(bound))]
+        pairs = [pair for offer in offers for pair in offer.down_to(bound)]
         longest = max((len(offer.levels) for offer in offers), default=0)
         exposed_s = level.exposure.seconds(longest if bound is None else min(bound, longest))
-        level.price.observe(base, len(offers), slots, exposed_s=exposed_s, log_loss=level.shortfall.log_loss)
+        level.price.observe(
+            base,
+            len(offers),
+            [worth for worth, _ in pairs],
+            exposed_s=exposed_s,
+            log_loss=level.shortfall.log_loss,
+            by_history=[hoped for _, hoped in pairs],
+        )
 
     def _asking(self, requests: Iterable[Request]) -> list[_Pricing]:
         """Return what is kept of those requests that asked for a draft before this step."""
@@ -290,15 +311,14 @@ class DraftPricing:
         elapsed_s: float,
     ) -> None:
         """Compare a step with what the model expects of it; one with prompts in it counts for trials alone."""
-        assert self.cost is not None
         if any(one.is_pinned for one in asking):  # they are waited for whatever it costs
             return
         num_all = len(priced) + num_held
-        plain_s = self.cost.seconds(StepShape(base.num_tokens + num_held, base.num_context_tokens))
+        plain_s = level.cost.seconds(StepShape(base.num_tokens + num_held, base.num_context_tokens))
         num_tokens = len(priced) + sum(self._expected(item) for item in priced)
         verified = replace(base, num_tokens=base.num_tokens + num_drafted)
         longest = max((one.asked for one in asking), default=0)
-        model_s = self.cost.seconds(verified) + level.exposure.seconds(longest)
+        model_s = level.cost.seconds(verified) + level.exposure.seconds(longest)
         elapsed_s = min(elapsed_s, STALL * (plain_s + model_s))
         made, forgone = num_tokens / num_all, elapsed_s / plain_s
         is_trying = not all(one.is_probe for one in asking)
@@ -312,8 +332,8 @@ class DraftPricing:
                 self._probe_s -= max(0.0, elapsed_s - plain_s * made)
             return
         log_gain = None
-        if num_drafted or num_held:
-            log_gain = math.log(num_tokens / model_s) - math.log(base.num_tokens / self.cost.seconds(base))
+        if num_held or any(one.offered is not None and one.offered.slots for one in asking):
+            log_gain = math.log(num_tokens / model_s) - math.log(base.num_tokens / level.cost.seconds(base))
         level.shortfall.observe(log_gain=log_gain, num_made=made, num_forgone=forgone)
 
     def _expected(self, item: ScheduledRequest) -> float:
@@ -373,6 +393,11 @@ class DraftPricing:
         self._requests.pop(request_id, None)
         self.survival.forget(request_id)
         self.worth.forget(request_id)
+
+
+def _hoped(by_history: Sequence[float], worths: Sequence[float]) -> Sequence[float]:
+    """Return what positions were worth before their draft was there; where that is not known, what they are now."""
+    return [*by_history[: len(worths)], *worths[len(by_history) :]]
 
 
 def _round(outcome: Outcome) -> tuple[str, int, int]:

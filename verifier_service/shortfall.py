@@ -1,9 +1,9 @@
 """What drafts cost beyond what a step's model knows of, measured: real steps beside those that it expects.
 
 A request that waits for its draft misses steps, so that drafting makes small batches of a large one; drafters may share
-cores, memory or a link with the verifier; messages take time; a draft that was waited for may be empty, or not worth
-verifying. Rather than being modelled one by one, all of it is seen in how many tokens plain decoding would have made in
-the same time. Tokens count as expected, by their survivals, so that luck is no speed.
+cores, memory or a link with the verifier; messages take time; a draft that was waited for may be empty. Rather than
+being modelled one by one, all of it is seen in how many tokens plain decoding would have made in the same time. Tokens
+count as expected, by their survivals, so that luck is no speed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Shortfall:
     """What drafting takes off the logarithm of tokens per second; sums over steps, that fade."""
 
     _num_steps: float = 0.0
-    _num_drafted: float = 0.0  # of these, with drafts, or while some were still waited for
+    _num_drafted: float = 0.0  # of these, with drafts on offer, or while some were still waited for
     _log_gain: float = 0.0
     _num_made: float = 0.0  # plain steps that would have brought as many tokens
     _num_forgone: float = 0.0  # plain steps that would have taken as long
@@ -29,9 +29,9 @@ class Shortfall:
     def observe(self, *, log_gain: float | None, num_made: float, num_forgone: float) -> None:
         """Take in a step for which drafts were asked, those that missed it for theirs among its requests.
 
-        `log_gain` is that of tokens per second by the model; None where none was verified and none is waited
-        for, of which the model knows nothing: they were empty, too late, or not worth the price. In plain steps of all
-        requests, `num_made` is what the step was expected to bring, and `num_forgone` the time that it took.
+        `log_gain` is that of tokens per second by the model; None where nothing came and nothing is waited for, of
+        which the model knows nothing: drafts were empty or too late. In plain steps of all requests, `num_made` is what
+        the step was expected to bring, and `num_forgone` the time that it took.
         """
         self._fade(FADE)
         self._num_steps += 1.0

@@ -7,6 +7,11 @@ knees and a wait that starts with the first slot are all seen. Slots are draft p
 survivals; a step's own tokens, prefill among them, count as one token each, so that a step which is busy with prompts
 makes drafts dear and they do not starve time to first token.
 
+A slot is asked for before its draft is seen, by what its request's history says of it, and verified by what the draft
+says of it: it takes part at prices that both exceed, and from the first slot that is asked for on drafts are waited
+for, whatever they turn out to be worth. (Charged to those alone that are verified, waiting would seem to cost nothing
+at a price that only good drafts exceed, which is one at which nothing is asked for.)
+
 The price of a step comes from earlier steps alone: an optimum over its own survivals would depend on what its drafts
 drew (design.md, the fifth idea).
 """
@@ -38,7 +43,7 @@ class StepPrice:
         self._settle = settle
         self._gains = [0.0] * len(GRID)  # sums of log (tokens per second at this price / without drafts)
         self._free_gains = [0.0] * len(GRID)  # the same without any wait for drafts
-        self._drafted = [0.0] * len(GRID)  # what those steps weigh in which something was worth this price
+        self._asked = [0.0] * len(GRID)  # what those steps weigh in which something is asked for at this price
         self._num_steps = 0.0  # what the sums weigh
         self._price = self._price_if_free = 0.0
 
@@ -68,38 +73,43 @@ class StepPrice:
         slots: Sequence[float],
         exposed_s: float = 0.0,
         log_loss: float = 0.0,
+        by_history: Sequence[float] | None = None,
     ) -> None:
         """Take in a past step: its shape without drafts and the survivals that were on offer.
 
-        As soon as there is one slot, drafts hold the step up by `exposed_s`; `log_loss` is what they take off the
-        logarithm of tokens per second besides, as far as is known now: it counts for all past steps alike. A step in
-        which no request was decoding says nothing of drafts, and one in which nothing was on offer only what they lose.
+        `by_history` is what each of these had been expected to be before its draft was there; None: the same. As soon
+        as one slot is asked for, drafts hold the step up by `exposed_s`; `log_loss` is what they take off the logarithm
+        of tokens per second besides, as far as is known now: it counts for all past steps alike. A step in which no
+        request was decoding says nothing of drafts, and one in which nothing was on offer only what they lose.
         """
         if num_decoding < 1:
             return
         if slots:
-            self._try_prices(base, slots, exposed_s)
+            self._try_prices(base, slots, slots if by_history is None else by_history, exposed_s)
         if not self.is_new:
-            lossy = [gain - log_loss * weight for gain, weight in zip(self._gains, self._drafted, strict=True)]
+            lossy = [gain - log_loss * weight for gain, weight in zip(self._gains, self._asked, strict=True)]
             best = self._best(lossy)
             self._price = best if self._settle is None else self._settle(self._price, best, self._price_if_free)
 
-    def _try_prices(self, base: StepShape, slots: Sequence[float], exposed_s: float) -> None:
+    def _try_prices(
+        self, base: StepShape, slots: Sequence[float], by_history: Sequence[float], exposed_s: float
+    ) -> None:
         """Add what each price would have made of a step's slots."""
-        falling = sorted(slots, reverse=True)
-        negated = [-survival for survival in falling]
-        tokens = list(accumulate(falling, initial=float(base.num_tokens)))
+        falling = sorted(zip(map(min, slots, by_history), slots, strict=True), reverse=True)
+        negated = [-least for least, _ in falling]
+        tokens = list(accumulate((survival for _, survival in falling), initial=float(base.num_tokens)))
         seconds = self._cost.seconds_with(base, len(slots))
         plain = math.log(tokens[0] / seconds[0])
+        hoped = max(by_history)
         for index, price in enumerate(GRID):
-            count = bisect_left(negated, -price)  # slots above the price: equals are not
             gain = free_gain = 0.0
-            if count:
+            if price < hoped:
+                count = bisect_left(negated, -price)  # slots above the price: equals are not
                 free_gain = math.log(tokens[count] / seconds[count]) - plain
                 gain = free_gain - math.log1p(exposed_s / seconds[count])
             self._gains[index] = FADE * self._gains[index] + gain
             self._free_gains[index] = FADE * self._free_gains[index] + free_gain
-            self._drafted[index] = FADE * self._drafted[index] + (count > 0)
+            self._asked[index] = FADE * self._asked[index] + (price < hoped)
         self._num_steps = FADE * self._num_steps + 1.0
         self._price_if_free = self._best(self._free_gains)
 

@@ -1,8 +1,12 @@
+from copy import deepcopy
+from dataclasses import replace
+
 import pytest
 
 from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.load_levels import LoadLevels
 from outrider.verifier_service.step_price import NEVER
+from priced_bench import ONE_CORE, FarBench, FarDrafts
 
 COST = CostModel(StepTimeModel((1, 16, 64), (0.020, 0.020, 0.080), 0.00125))
 
@@ -35,3 +39,39 @@ def test_waits_of_a_new_level_are_at_first_those_of_the_nearest():
     for _ in range(200):
         levels.at(40).exposure.observe(2, 0.100)
     assert levels.at(64).exposure.seconds(2) == pytest.approx(0.300, rel=1e-3), "from then on it is its own"
+
+
+def test_steps_of_a_new_level_take_at_first_what_those_of_the_nearest_do():
+    """A machine that is twice as fast as its profile with many requests, and half as fast with one."""
+    levels = LoadLevels(deepcopy(COST))
+
+    def seconds() -> tuple[float, float]:
+        return levels.at(1).cost.seconds(StepShape(1, 0)), levels.at(64).cost.seconds(StepShape(64, 0))
+
+    for count, took_s in ((1, 0.040), (64, 0.040), (1, 0.040)):
+        for _ in range(300):
+            levels.at(count).cost.observe(StepShape(count, 0), took_s)
+        if count == 64:
+            assert seconds() == pytest.approx((0.040, 0.040), rel=0.05), "one request is what it was"
+    assert levels.at(32).cost.seconds(StepShape(32, 0)) == pytest.approx(0.020, rel=0.05), "half of 0.040 by profile"
+    assert seconds() == pytest.approx((0.040, 0.040), rel=0.05)
+
+
+def test_how_fast_a_load_ran_is_nothing_to_the_request_after_it():
+    """The machine is slower with one request than its profile says, and may be faster with many."""
+
+    def num_drafted_after(speed_under_load: float) -> int:
+        share = {1: 1.3, 2: 1.3, 4: 1.3, 8: 1.0}
+        true = [
+            replace(point, seconds=point.seconds * share.get(point.num_tokens, 1.0 / speed_under_load))
+            for point in ONE_CORE
+        ]
+        drafts = FarDrafts(level_s=0.002, fixed_s=0.003, opening_s=0.01, share_wrong=0.45)
+        bench = FarBench(drafts, ONE_CORE, contention=0.2, true=true)
+        bench.speed(1, num_requests=24)
+        bench.speed(32, num_requests=64)
+        num_before = len(drafts.asked)
+        bench.speed(1, num_requests=2)
+        return sum(drafts.asked[num_before:])
+
+    assert num_drafted_after(1.4) == pytest.approx(num_drafted_after(1.0), rel=0.1)

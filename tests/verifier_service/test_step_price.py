@@ -81,6 +81,30 @@ def test_waiting_for_drafts_is_a_cost():
     assert priced(cost, 1, chain(0.5), exposed_s=0.040).price == NEVER
 
 
+def half_of_them_good(exposed_s: float) -> StepPrice:
+    """Return the price where drafts are worth 0.9 or 0.1 once they are there, and 0.5 as long as they are not."""
+    price = StepPrice(cost_of(*MEMORY_BOUND))
+    for _ in range(40):
+        for survival in (0.9, 0.1):
+            price.observe(StepShape(1, 0), 1, [survival], exposed_s=exposed_s, by_history=[0.5])
+    return price
+
+
+def test_drafts_are_waited_for_before_anybody_knows_how_good_they_are():
+    """log 1.9 and log 1.1 are 0.37 in the mean; waiting a third of a step costs 0.29, two thirds 0.51."""
+    assert half_of_them_good(0.010).price < 0.1, "a price that only the good ones exceed is one that none is asked for"
+    assert half_of_them_good(0.020).price == NEVER, "waiting for the good ones alone would pay"
+
+
+def test_what_was_asked_for_is_verified_only_where_it_pays():
+    """Of eight requests' drafts half are right; a verified token costs a sixteenth of a step."""
+    cost = cost_of((1, 0.010), (8, 0.010), (16, 0.015), (24, 0.020))
+    price = StepPrice(cost)
+    for _ in range(40):
+        price.observe(StepShape(8, 0), 8, [0.9, 0.1] * 4, by_history=[0.5] * 8)
+    assert 0.1 <= price.price < 0.5
+
+
 def test_what_would_be_best_if_drafts_paid_is_known_while_they_do_not():
     price = priced(cost_of(*KNEE_AT_32), 4, chain(0.9) * 4, exposed_s=10.0)
     assert price.price == NEVER
