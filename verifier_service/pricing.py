@@ -36,6 +36,7 @@ PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rou
 PROBE_LENGTH = 2
 PROBE_SHARE = 0.01  # of the time of steps of one request; of n, over the root of n: there are more to probe
 STALL = 4.0  # times what a step should have taken: beyond that the machine stood still
+SLOW = 1.5  # times what a step with drafts usually takes: beyond that they are not what slows it down
 MAX_SAVED_STEPS = 50.0  # of that share: what is left over does not pile up
 LOW_SURVIVAL = 0.25  # of a first position: below, a request is off for what it drafts and not for the load
 
@@ -270,7 +271,8 @@ class DraftPricing:
                 base,
                 num_drafted=num_drafted,
                 num_held=len(held),
-                elapsed_s=exposed_s + step_s,
+                exposed_s=exposed_s,
+                step_s=step_s,
             )
         self._observe_offers(level, base, [self._offer(item.request) for item in priced])
         for outcome in outcomes:
@@ -308,7 +310,8 @@ class DraftPricing:
         *,
         num_drafted: int,
         num_held: int,
-        elapsed_s: float,
+        exposed_s: float,
+        step_s: float,
     ) -> None:
         """Compare a step with what the model expects of it; one with prompts in it counts for trials alone."""
         if any(one.is_pinned for one in asking):  # they are waited for whatever it costs
@@ -319,7 +322,8 @@ class DraftPricing:
         verified = replace(base, num_tokens=base.num_tokens + num_drafted)
         longest = max((one.asked for one in asking), default=0)
         model_s = level.cost.seconds(verified) + level.exposure.seconds(longest)
-        elapsed_s = min(elapsed_s, STALL * (plain_s + model_s))
+        usual_s = level.cost.seconds(replace(verified, is_drafting=True))
+        elapsed_s = min(exposed_s + min(step_s, SLOW * usual_s), STALL * (plain_s + model_s))
         made, forgone = num_tokens / num_all, elapsed_s / plain_s
         is_trying = not all(one.is_probe for one in asking)
         if is_trying:

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+import torch
 
 from outrider.verifier_service.shortfall import Shortfall
 from priced_bench import ONE_CORE, FarBench, FarDrafts
@@ -64,3 +65,24 @@ def test_a_far_drafter_never_makes_it_slower(concurrency: int, share_wrong: floa
     priced = speed(4 * max(8, concurrency))
     assert priced > 0.96 * off
     assert priced > 0.92 * max(fixed)
+
+
+class StallingBench(FarBench):
+    """A machine on which now and then four steps in a row take two and a half times as long, with drafts or without."""
+
+    num_steps = 0
+
+    def _timed_execute(self, batch) -> torch.Tensor:
+        begin_s, logits = self.now_s, super()._timed_execute(batch)
+        self.num_steps += 1
+        if self.num_steps % 60 >= 56:
+            self.now_s += 1.5 * (self.now_s - begin_s)
+        return logits
+
+
+def test_what_slows_all_steps_down_is_not_held_against_drafts():
+    drafts = FarDrafts(level_s=0.003, fixed_s=0.003, opening_s=0.01, share_wrong=0.45)
+    bench = StallingBench(drafts, ONE_CORE, contention=0.2)
+    off = bench.speed(1, num_requests=8, draft_length=0, is_pinned=True)
+    found = [bench.speed(1, num_requests=8) / off for _ in range(6)]
+    assert sum(found) / len(found) > 1.04, "two drafts pinned come to 1.10; held against them, to 1.01"
