@@ -83,13 +83,23 @@ class GuessingDrafts(MemoryDrafts):
 class Bench:
     """An engine that prices by `profile`; its steps take what that says, and a poll takes the drafter's time."""
 
-    def __init__(self, drafts: GuessingDrafts, profile: Sequence[StepTime], *, slowdown: float = 0.0) -> None:
-        """Steps that verify drafts take longer by the share `slowdown`: drafting left the caches to somebody else."""
+    def __init__(
+        self,
+        drafts: GuessingDrafts,
+        profile: Sequence[StepTime],
+        *,
+        slowdown: float = 0.0,
+        true: Sequence[StepTime] = (),
+    ) -> None:
+        """Steps that verify drafts take longer by the share `slowdown`: drafting left the caches to somebody else.
+
+        Where `true` is given, steps take what it says and not what the profile does.
+        """
         self.now_s, self.drafts, self._slowdown = 0.0, drafts, slowdown
         self.runner = make_runner(num_blocks=1024, max_model_len=512)
         self.pricing = DraftPricing()
         self.pricing.use_profile(profile)
-        self._true = StepTimeModel.from_points(profile or FREE)
+        self._true = StepTimeModel.from_points(true or profile or FREE)
         limits = {"max_model_len": 512, "vocab_size": VOCAB_SIZE}
         self.engine = VerifierEngine(
             self.runner,
@@ -194,13 +204,8 @@ class FarBench(Bench):
         contention: float = 0.0,
         true: Sequence[StepTime] = (),
     ) -> None:
-        """Steps take longer by the share `contention` while the drafter works: they share a machine's memory.
-
-        They take what `true` says, or the profile where that is empty.
-        """
-        super().__init__(drafts, profile)
-        if true:
-            self._true = StepTimeModel.from_points(true)
+        """Steps take longer by the share `contention` while the drafter works: they share a machine's memory."""
+        super().__init__(drafts, profile, true=true)
         self._contention = contention
         drafts.clock = lambda: self.now_s
         self.drafts: FarDrafts = drafts
