@@ -5,7 +5,9 @@ request's draft, what was on offer. The cost model starts from a profile of shor
 token counts at which vLLM captures graphs: powers of two alone would smear the knee, which costs 2 % where it matters.
 
 Prompt lookup's tokens come with confidences, as from our own drafter: how often such copies were right lately, by the
-length of the match and by how their context went on before. EAGLE's were not recorded: history alone judges its drafts.
+length of the match and by how their context went on before. As in the engine, a position is asked for by history and
+verified by its confidence: it takes part where both exceed the price. EAGLE's confidences were not recorded: history
+alone judges its drafts.
 
 Where drafting takes the step's time, which drafters are used at all is a choice for the whole batch: EAGLE for one
 request costs as much as for all. So each set of drafters has a price of its own, kept from step to step, and the set
@@ -26,7 +28,7 @@ from outrider.drafter_service.token_history import AcceptanceEstimate
 from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.pricing import PROBE_SHARE
-from outrider.verifier_service.step_price import StepPrice
+from outrider.verifier_service.step_price import Slot, StepPrice
 from outrider.verifier_service.survival import SurvivalEstimator
 from outrider.verifier_service.token_worth import TokenWorth
 
@@ -48,7 +50,7 @@ class _Mode:
     exposed_s: float = 0.0  # how long drafting held a step up lately, whatever the lengths
     log_rate: float = 0.0  # of the tokens per second expected with it, over the last steps
     chosen: list[int] = field(default_factory=list)  # each request's drafter, in this step
-    slots: list[Sequence[float]] = field(default_factory=list)  # what each request's positions are worth with it
+    slots: list[Sequence[Slot]] = field(default_factory=list)  # each request's positions with that
 
 
 class Adaptive:
@@ -71,10 +73,10 @@ class Adaptive:
 
     def plan(self, batch: Batch) -> Drafts:
         self._claims = [[self._copies.rate(kind, PRIOR) for kind in kinds] for kinds in batch.ngram_kinds.tolist()]
-        worths = [self._worths(batch, drafter) for drafter in range(len(self._names))]
+        slots = [self._slots(batch, drafter) for drafter in range(len(self._names))]
         for mode in self._modes:
-            _choose(mode, worths)
-        plans = [[mode.price.admitted(slots) for slots in mode.slots] for mode in self._modes]
+            _choose(mode, slots)
+        plans = [[_length(mode.price, chain) for chain in mode.slots] for mode in self._modes]
         for mode, planned in zip(self._modes, plans, strict=True):
             mode.log_rate += RATE_SHARE * (math.log(self._rate(batch, mode, planned)) - mode.log_rate)
         best = max(range(len(self._modes)), key=lambda index: self._modes[index].log_rate)
@@ -83,16 +85,19 @@ class Adaptive:
         self._probe(batch, drafters, lengths)
         return Drafts(drafters=np.array(drafters), lengths=np.array(lengths))
 
-    def _worths(self, batch: Batch, drafter: int) -> list[Sequence[float]]:
-        """Return what each request's positions are worth with one drafter."""
-        name, worths = self._names[drafter], list[Sequence[float]]()
+    def _slots(self, batch: Batch, drafter: int) -> list[Sequence[Slot]]:
+        """Return each request's positions with one drafter."""
+        name, slots = self._names[drafter], list[Sequence[Slot]]()
         for request_id, offered, claims in zip(
             batch.request_ids, batch.offered[drafter].tolist(), self._claims, strict=True
         ):
-            confidences = claims if name == NGRAM else None
-            survivals = self._survival.survivals(request_id, name, offered, confidences) if offered else []
-            worths.append(self._worth.worths(request_id, survivals))
-        return worths
+            by_history = self._survival.survivals(request_id, name, offered) if offered else []
+            expected = worths = self._worth.worths(request_id, by_history)
+            if name == NGRAM and offered:
+                survivals = self._survival.survivals(request_id, name, offered, claims)
+                worths = self._worth.worths(request_id, survivals)
+            slots.append(list(zip(worths, expected, strict=True)))
+        return slots
 
     def observe(self, batch: Batch, drafts: Drafts, outcome: StepOutcome) -> None:
         num_drafted, is_finished = int(drafts.lengths.sum()), outcome.is_finished.tolist()
@@ -103,7 +108,7 @@ class Adaptive:
         if num_drafted:
             self._observe_wait(drafts, outcome.draft_s)
         for mode in self._modes:
-            slots = [worth for worths in mode.slots for worth in worths]
+            slots = [slot for chain in mode.slots for slot in chain]
             mode.price.observe(base, batch.size, slots, exposed_s=mode.exposed_s)
         lengths, accepted = drafts.lengths.tolist(), outcome.accepted.tolist()
         committed = (1 + num_accepted for num_accepted in accepted)
@@ -148,7 +153,8 @@ class Adaptive:
     def _rate(self, batch: Batch, mode: _Mode, lengths: Sequence[int]) -> float:
         """Return the tokens per second that a mode expects of this step."""
         num_drafted = sum(lengths)
-        expected = sum(sum(slots[:length]) for slots, length in zip(mode.slots, lengths, strict=True))
+        drafts = [slot for chain, length in zip(mode.slots, lengths, strict=True) for slot in chain[:length]]
+        expected = sum(worth for worth, _ in drafts)
         seconds = self._cost.seconds(StepShape(batch.size + num_drafted, batch.num_context_tokens))
         return (batch.size + expected) / (seconds + (mode.exposed_s if num_drafted else 0.0))
 
@@ -190,14 +196,17 @@ def profile(machine: MachineFit) -> StepTimeModel:
     )
 
 
-def _choose(mode: _Mode, worths: Sequence[Sequence[Sequence[float]]]) -> None:
+def _length(price: StepPrice, chain: Sequence[Slot]) -> int:
+    """Return how many positions are asked for and, once their draft is there, verified."""
+    return price.admitted([min(slot) for slot in chain])
+
+
+def _choose(mode: _Mode, slots: Sequence[Sequence[Sequence[Slot]]]) -> None:
     """Give each request the drafter whose positions are worth most above the price; of equals the likelier one."""
     price = mode.price.price
 
-    def gain(slots: Sequence[float]) -> tuple[float, float]:
-        return sum(max(0.0, worth - price) for worth in slots), sum(slots)
+    def gain(chain: Sequence[Slot]) -> tuple[float, float]:
+        return sum(max(0.0, min(slot) - price) for slot in chain), sum(worth for worth, _ in chain)
 
-    mode.chosen = [
-        max(mode.drafters, key=lambda drafter: gain(worths[drafter][lane])) for lane in range(len(worths[0]))
-    ]
-    mode.slots = [worths[drafter][lane] for lane, drafter in enumerate(mode.chosen)]
+    mode.chosen = [max(mode.drafters, key=lambda drafter: gain(slots[drafter][lane])) for lane in range(len(slots[0]))]
+    mode.slots = [slots[drafter][lane] for lane, drafter in enumerate(mode.chosen)]

@@ -152,7 +152,7 @@ class PricedLengths:
         self._cost.observe(StepShape(round(num_tokens), load.num_context_tokens // way.num_steps), way.step_s)
         if way.longest:  # how long its drafts held the round up; remembered while nothing is drafted
             self._exposed_s = way.seconds - way.num_steps * way.step_s
-        slots = [survival for chain in offers for survival in chain]
+        slots = [(survival, survival) for chain in offers for survival in chain]  # drafts come without confidences
         for _ in range(self._num_observed):
             self._prefill_rounds += seen.prefill_share
             has_prefill = self._prefill_rounds >= 1.0

@@ -18,7 +18,6 @@ import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 from outrider.verifier_service.cost_model import CostModel, ExpertShape, StepShape, StepTimeModel
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft
@@ -28,6 +27,7 @@ from outrider.verifier_service.load_levels import LoadLevel, LoadLevels
 from outrider.verifier_service.outcome import Outcome, num_draft_tokens
 from outrider.verifier_service.request import Request
 from outrider.verifier_service.schedule import Schedule, ScheduledRequest, first_nodes, kept_nodes
+from outrider.verifier_service.step_price import Slot
 from outrider.verifier_service.survival import SurvivalEstimator
 from outrider.verifier_service.token_worth import TokenWorth
 from outrider.verifier_service.tree import depths
@@ -46,21 +46,16 @@ class _Offer:
     """What a request had on offer in a step: survivals and worths of positions or nodes, the best worth by depth."""
 
     survivals: Sequence[float] = ()
-    slots: Sequence[float] = ()
+    slots: Sequence[Slot] = ()
     levels: Sequence[float] = ()
-    by_history: Sequence[float] = ()  # what each slot was worth before its draft was there
 
-    def down_to(self, depth: int | None) -> Iterable[tuple[float, float]]:
-        """Return what the first positions are worth now and were before; of a tree, all as good as the worst of them.
-
-        None: all positions.
-        """
-        pairs = zip(self.slots, self.by_history, strict=True)
+    def down_to(self, depth: int | None) -> Sequence[Slot]:
+        """Return the first positions; of a tree, all nodes as good as the worst of them; None: all."""
         if depth is None or depth >= len(self.levels):
-            return pairs
+            return self.slots
         if len(self.slots) == len(self.levels):  # a chain: no depth has two
-            return islice(pairs, depth)
-        return (pair for pair in pairs if pair[0] > self.levels[depth])
+            return self.slots[:depth]
+        return [slot for slot in self.slots if slot[0] > self.levels[depth]]
 
 
 @dataclass(slots=True)
@@ -212,24 +207,25 @@ class DraftPricing:
         survivals: list[float] = []
         for parent, rate in zip(draft.parents, rates, strict=True):
             survivals.append(rate * (1.0 if parent == ROOT else survivals[parent]))
-        slots = self.worth.node_worths(request_id, survivals)
+        worths = self.worth.node_worths(request_id, survivals)
         levels: list[float] = []
         node_depths = depths(draft.parents)
-        for depth, worth in zip(node_depths, slots, strict=True):
+        for depth, worth in zip(node_depths, worths, strict=True):
             levels.extend([0.0] * (depth + 1 - len(levels)))
             levels[depth] = max(levels[depth], worth)
         hoped = _hoped(kept.worths, levels)
-        kept.offered = _Offer(survivals, slots, levels, [hoped[depth] for depth in node_depths])
+        slots = [(worth, hoped[depth]) for worth, depth in zip(worths, node_depths, strict=True)]
+        kept.offered = _Offer(survivals, slots, levels)
         if kept.is_probe or kept.is_pinned:
             return draft
         price = self._level.price.price
-        return kept_nodes(draft, [node for node, worth in enumerate(slots) if worth > price])
+        return kept_nodes(draft, [node for node, worth in enumerate(worths) if worth > price])
 
     def _offer_of_chain(
         self, request_id: str, survivals: Sequence[float], by_history: Sequence[float] = ()
     ) -> _Offer:
         worths = self.worth.worths(request_id, survivals)
-        return _Offer(survivals, worths, worths, _hoped(by_history, worths))
+        return _Offer(survivals, list(zip(worths, _hoped(by_history, worths), strict=True)), worths)
 
     def observe(
         self,
@@ -284,17 +280,10 @@ class DraftPricing:
         """Price what was on offer in the step, as far as drafts should go."""
         level.depth.observe(base, [offer.levels for offer in offers], level.price.price_if_free)
         bound = level.depth.bound
-        pairs = [pair for offer in offers for pair in offer.down_to(bound)]
+        slots = [slot for offer in offers for slot in offer.down_to(bound)]
         longest = max((len(offer.levels) for offer in offers), default=0)
         exposed_s = level.exposure.seconds(longest if bound is None else min(bound, longest))
-        level.price.observe(
-            base,
-            len(offers),
-            [worth for worth, _ in pairs],
-            exposed_s=exposed_s,
-            log_loss=level.shortfall.log_loss,
-            by_history=[hoped for _, hoped in pairs],
-        )
+        level.price.observe(base, len(offers), slots, exposed_s=exposed_s, log_loss=level.shortfall.log_loss)
 
     def _asking(self, requests: Iterable[Request]) -> list[_Pricing]:
         """Return what is kept of those requests that asked for a draft before this step."""

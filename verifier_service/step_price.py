@@ -32,6 +32,7 @@ FADE = 1.0 - 1.0 / WINDOW_STEPS
 MIN_GAIN = 1e-3  # of tokens per second: drafts that gain less are not worth drafting
 TIE = 2e-4  # prices whose tokens per second differ by less are equals: of those the middle one holds
 Settle = Callable[[float, float, float], float]
+Slot = tuple[float, float]  # what a draft position is worth, and what it seemed to be before its draft was there
 
 
 class StepPrice:
@@ -70,37 +71,33 @@ class StepPrice:
         self,
         base: StepShape,
         num_decoding: int,
-        slots: Sequence[float],
+        slots: Sequence[Slot],
         exposed_s: float = 0.0,
         log_loss: float = 0.0,
-        by_history: Sequence[float] | None = None,
     ) -> None:
-        """Take in a past step: its shape without drafts and the survivals that were on offer.
+        """Take in a past step: its shape without drafts and what was on offer.
 
-        `by_history` is what each of these had been expected to be before its draft was there; None: the same. As soon
-        as one slot is asked for, drafts hold the step up by `exposed_s`; `log_loss` is what they take off the logarithm
-        of tokens per second besides, as far as is known now: it counts for all past steps alike. A step in which no
-        request was decoding says nothing of drafts, and one in which nothing was on offer only what they lose.
+        As soon as one slot is asked for, drafts hold the step up by `exposed_s`; `log_loss` is what they take off the
+        logarithm of tokens per second besides, as far as is known now: it counts for all past steps alike. A step in
+        which no request was decoding says nothing of drafts, and one in which nothing was on offer only what they lose.
         """
         if num_decoding < 1:
             return
         if slots:
-            self._try_prices(base, slots, slots if by_history is None else by_history, exposed_s)
+            self._try_prices(base, slots, exposed_s)
         if not self.is_new:
             lossy = [gain - log_loss * weight for gain, weight in zip(self._gains, self._asked, strict=True)]
             best = self._best(lossy)
             self._price = best if self._settle is None else self._settle(self._price, best, self._price_if_free)
 
-    def _try_prices(
-        self, base: StepShape, slots: Sequence[float], by_history: Sequence[float], exposed_s: float
-    ) -> None:
+    def _try_prices(self, base: StepShape, slots: Sequence[Slot], exposed_s: float) -> None:
         """Add what each price would have made of a step's slots."""
-        falling = sorted(zip(map(min, slots, by_history), slots, strict=True), reverse=True)
+        falling = sorted(((min(slot), slot[0]) for slot in slots), reverse=True)
         negated = [-least for least, _ in falling]
-        tokens = list(accumulate((survival for _, survival in falling), initial=float(base.num_tokens)))
+        tokens = list(accumulate((worth for _, worth in falling), initial=float(base.num_tokens)))
         seconds = self._cost.seconds_with(base, len(slots))
         plain = math.log(tokens[0] / seconds[0])
-        hoped = max(by_history)
+        hoped = max(before for _, before in slots)
         for index, price in enumerate(GRID):
             gain = free_gain = 0.0
             if price < hoped:

@@ -104,6 +104,19 @@ def test_copies_are_judged_by_what_became_of_their_kind() -> None:
     assert np.count_nonzero(drafts.lengths[is_right == 0]) <= MAX_PROBES
 
 
+def test_who_never_had_a_good_copy_is_not_asked_for_one() -> None:
+    """As in the engine, which sees a draft's kind only once it has asked for it."""
+    machine, accepts = MachineFit(eagle_fixed_s=0.0), [0, 8]
+    policy, running = Adaptive((NGRAM,), machine), batch(200)
+    is_right = np.arange(running.size) % 2
+    kinds = np.repeat(1 + is_right, MAX_LENGTH).reshape(running.size, MAX_LENGTH)
+    for _ in range(60):
+        step_of_each(policy, replace(running, ngram_kinds=kinds), np.array(accepts)[is_right], machine)
+    lengths = policy.plan(replace(running, ngram_kinds=np.full_like(kinds, 2))).lengths
+    assert lengths[is_right == 1].min() == MAX_LENGTH
+    assert np.count_nonzero(lengths[is_right == 0]) <= 2 * MAX_PROBES  # of 100
+
+
 def test_where_a_draft_holds_everybody_up_probes_come_together_and_seldom() -> None:
     machine = MachineFit(eagle_fixed_s=0.02)
     policy, running = Adaptive((EAGLE,), machine), batch(16)

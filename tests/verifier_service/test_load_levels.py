@@ -9,6 +9,7 @@ from outrider.verifier_service.step_price import NEVER
 from priced_bench import ONE_CORE, FarBench, FarDrafts
 
 COST = CostModel(StepTimeModel((1, 16, 64), (0.020, 0.020, 0.080), 0.00125))
+SLOTS = [(0.7, 0.7), (0.5, 0.5)]
 
 
 def test_requests_share_a_level_up_to_the_next_power_of_two():
@@ -20,10 +21,10 @@ def test_requests_share_a_level_up_to_the_next_power_of_two():
 def test_what_a_load_costs_is_nothing_to_one_request():
     levels = LoadLevels(COST)
     for _ in range(20):
-        levels.at(1).price.observe(StepShape(1, 0), 1, [0.7, 0.5])
+        levels.at(1).price.observe(StepShape(1, 0), 1, SLOTS)
     alone = levels.at(1).price.price
     for _ in range(200):
-        levels.at(64).price.observe(StepShape(64, 0), 64, [0.7, 0.5] * 64)
+        levels.at(64).price.observe(StepShape(64, 0), 64, SLOTS * 64)
     assert (levels.at(1).price.price, levels.at(64).price.price) == (alone, NEVER)
     assert alone < 0.5
 

@@ -4,7 +4,7 @@ import pytest
 
 from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.engine_messages import StepTime
-from outrider.verifier_service.step_price import GRID, NEVER, StepPrice
+from outrider.verifier_service.step_price import GRID, NEVER, Slot, StepPrice
 
 
 def cost_of(*points: tuple[int, float]) -> CostModel:
@@ -17,10 +17,15 @@ KNEE_AT_32 = ((1, 0.032), (32, 0.032), (64, 0.064))
 STAIRS = ((1, 1.0), (8, 1.0), (9, 2.0), (16, 2.0), (17, 3.0), (24, 3.0))
 
 
-def priced(cost: CostModel, num_requests: int, slots: list[float], num_steps: int = 40, **options) -> StepPrice:
+def as_expected(worths: list[float]) -> list[Slot]:
+    """Return slots whose drafts are worth what history says."""
+    return [(worth, worth) for worth in worths]
+
+
+def priced(cost: CostModel, num_requests: int, worths: list[float], num_steps: int = 40, **options) -> StepPrice:
     price = StepPrice(cost)
     for _ in range(num_steps):
-        price.observe(StepShape(num_requests, 0), num_requests, slots, **options)
+        price.observe(StepShape(num_requests, 0), num_requests, as_expected(worths), **options)
     return price
 
 
@@ -86,7 +91,7 @@ def half_of_them_good(exposed_s: float) -> StepPrice:
     price = StepPrice(cost_of(*MEMORY_BOUND))
     for _ in range(40):
         for survival in (0.9, 0.1):
-            price.observe(StepShape(1, 0), 1, [survival], exposed_s=exposed_s, by_history=[0.5])
+            price.observe(StepShape(1, 0), 1, [(survival, 0.5)], exposed_s=exposed_s)
     return price
 
 
@@ -101,7 +106,7 @@ def test_what_was_asked_for_is_verified_only_where_it_pays():
     cost = cost_of((1, 0.010), (8, 0.010), (16, 0.015), (24, 0.020))
     price = StepPrice(cost)
     for _ in range(40):
-        price.observe(StepShape(8, 0), 8, [0.9, 0.1] * 4, by_history=[0.5] * 8)
+        price.observe(StepShape(8, 0), 8, [(0.9, 0.5), (0.1, 0.5)] * 4)
     assert 0.1 <= price.price < 0.5
 
 
@@ -116,8 +121,8 @@ def test_prompts_in_the_step_make_drafts_dear():
     cost = cost_of(*KNEE_AT_32)
     price, beside_prompts = StepPrice(cost), StepPrice(cost)
     for _ in range(10):
-        price.observe(StepShape(8, 0), 8, chain(0.7) * 8)
-        beside_prompts.observe(StepShape(508, 0), 8, chain(0.7) * 8)
+        price.observe(StepShape(8, 0), 8, as_expected(chain(0.7) * 8))
+        beside_prompts.observe(StepShape(508, 0), 8, as_expected(chain(0.7) * 8))
     assert price.price < 0.4
     assert beside_prompts.price > 0.95
 
@@ -127,14 +132,14 @@ def test_later_steps_count_more():
     price = priced(cost, 64, chain(0.8) * 64, num_steps=300)
     assert price.price == NEVER
     for _ in range(40):
-        price.observe(StepShape(1, 0), 1, chain(0.8))
+        price.observe(StepShape(1, 0), 1, as_expected(chain(0.8)))
     assert price.price < 0.2
 
 
 def test_one_odd_step_does_not_move_it():
     price = priced(cost_of(*KNEE_AT_32), 4, chain(0.8) * 4, num_steps=100)
     before = price.price
-    price.observe(StepShape(200, 0), 64, chain(0.8) * 64)
+    price.observe(StepShape(200, 0), 64, as_expected(chain(0.8) * 64))
     assert price.price == pytest.approx(before, abs=0.15)
 
 
@@ -143,7 +148,7 @@ def test_steps_that_say_nothing_of_drafts_are_left_out():
     before = price.price
     for _ in range(100):
         price.observe(StepShape(8, 0), 8, [])
-        price.observe(StepShape(8, 0), 0, chain(0.9))
+        price.observe(StepShape(8, 0), 0, as_expected(chain(0.9)))
     assert price.price == before == NEVER
 
 
@@ -151,7 +156,7 @@ def test_what_drafts_cost_besides_raises_the_price():
     prices = []
     for log_loss in (0.0, 0.7):
         price = StepPrice(CostModel(StepTimeModel((1, 64), (1.0, 1.0), 0.0)))
-        price.observe(StepShape(4, 4), 4, [0.6, 0.3] * 4, log_loss=log_loss)
+        price.observe(StepShape(4, 4), 4, as_expected([0.6, 0.3]) * 4, log_loss=log_loss)
         prices.append(price.price)
     assert prices[0] < 0.3
     assert prices[1] == NEVER, "log 1.9, what all of them gain, is less than what is lost"
