@@ -206,7 +206,7 @@ def _choose(mode: _Mode, slots: Sequence[Sequence[Sequence[Slot]]]) -> None:
     price = mode.price.price
 
     def gain(chain: Sequence[Slot]) -> tuple[float, float]:
-        return sum(max(0.0, min(slot) - price) for slot in chain), sum(worth for worth, _ in chain)
+        return sum(slot[0] - price for slot in chain if min(slot) > price), sum(worth for worth, _ in chain)
 
     mode.chosen = [max(mode.drafters, key=lambda drafter: gain(slots[drafter][lane])) for lane in range(len(slots[0]))]
     mode.slots = [slots[drafter][lane] for lane, drafter in enumerate(mode.chosen)]
