@@ -66,12 +66,18 @@ def running_service(config: ServiceConfig) -> Iterator[None]:
 
 
 def start_ray(
-    *, init: Callable[..., object] = ray.init, stop: Callable[[], None] = ray.shutdown, **options: Any
+    *,
+    is_up: Callable[[], bool] = ray.is_initialized,
+    init: Callable[..., object] = ray.init,
+    stop: Callable[[], None] = ray.shutdown,
+    **options: Any,
 ) -> None:
     """Start a Ray of our own: on a busy machine its processes may miss Ray's fixed time-out, so it is tried again.
 
-    Raises what Ray raised at the last attempt.
+    Raises what Ray raised at the last attempt, and `DeployError` where this process has a Ray, which is left alone.
     """
+    if is_up():
+        raise DeployError("this process is connected to a Ray already: end that first, with ray.shutdown()")
     for attempt in range(1, NUM_START_ATTEMPTS + 1):
         try:
             init(**options)

@@ -72,9 +72,12 @@ def test_unsupported_model_is_refused_by_name_before_anything_starts(tmp_path: P
 class FakeRay:
     """A Ray that fails to start the first few times."""
 
-    def __init__(self, num_failures: int) -> None:
-        self.num_failures = num_failures
+    def __init__(self, num_failures: int, is_running: bool = False) -> None:
+        self.num_failures, self.is_running = num_failures, is_running
         self.calls: list[str] = []
+
+    def is_up(self) -> bool:
+        return self.is_running
 
     def init(self, **options: int) -> None:
         assert options == {"num_cpus": 2}
@@ -89,7 +92,7 @@ class FakeRay:
 def test_a_ray_that_times_out_is_started_again(caplog: pytest.LogCaptureFixture):
     ray = FakeRay(num_failures=2)
     with caplog.at_level(logging.WARNING):
-        start_ray(init=ray.init, stop=ray.stop, num_cpus=2)
+        start_ray(is_up=ray.is_up, init=ray.init, stop=ray.stop, num_cpus=2)
     assert ray.calls == ["init", "stop", "init", "stop", "init"]
     assert [record.message for record in caplog.records] == [
         f"Ray did not start (attempt {attempt} of 3): The current node timed out during startup" for attempt in (1, 2)
@@ -99,8 +102,15 @@ def test_a_ray_that_times_out_is_started_again(caplog: pytest.LogCaptureFixture)
 def test_a_ray_that_never_starts_is_an_error():
     ray = FakeRay(num_failures=99)
     with pytest.raises(Exception, match="timed out during startup"):
-        start_ray(init=ray.init, stop=ray.stop, num_cpus=2)
+        start_ray(is_up=ray.is_up, init=ray.init, stop=ray.stop, num_cpus=2)
     assert ray.calls == ["init", "stop"] * NUM_START_ATTEMPTS
+
+
+def test_a_ray_that_runs_in_this_process_is_neither_used_nor_stopped():
+    ray = FakeRay(num_failures=0, is_running=True)
+    with pytest.raises(DeployError, match="already"):
+        start_ray(is_up=ray.is_up, init=ray.init, stop=ray.stop, num_cpus=2)
+    assert ray.calls == []
 
 
 @pytest.mark.parametrize(
