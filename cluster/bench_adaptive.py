@@ -131,8 +131,15 @@ def measure(arm: OutriderArm, bench: AdaptiveBench, on_run: Callable[[str], None
 
 
 def speed(trace: RunTrace) -> float:
-    """Return a run's tokens per second."""
-    return sum(len(request.token_ids) for request in trace.requests) / trace.elapsed_s
+    """Return a run's tokens per second until the first of its requests ends: from then on fewer are concurrent.
+
+    What that leaves out is the tail in which those that drew the shorter drafts, or missed a step for one, run alone.
+    """
+    begin_s = min(request.arrival_s for request in trace.requests)
+    end_s = min(request.output_times_s[-1] for request in trace.requests)
+    outputs = (zip(request.output_times_s, request.output_sizes, strict=True) for request in trace.requests)
+    num_tokens = sum(size for times_and_sizes in outputs for time_s, size in times_and_sizes if time_s <= end_s)
+    return num_tokens / (end_s - begin_s)
 
 
 def drafted(trace: RunTrace) -> float:

@@ -17,6 +17,7 @@ from outrider.cluster.bench_adaptive import adaptive
 from outrider.cluster.bench_ahead import ahead
 from outrider.cluster.bench_drafters import drafters
 from outrider.cluster.bench_policy import policy
+from outrider.cluster.bench_pricing import pricing
 from outrider.cluster.bench_replay import replay
 from outrider.cluster.bench_router import router
 from outrider.cluster.bench_step_cli import step
@@ -82,8 +83,8 @@ def bench() -> None:
 
     drafters: every drafter beside plain decoding; replay: those that need no model, over recorded token ids;
     adaptive: the price of a step beside every fixed draft length; step: a running server's load from 1 to many streams
-    and back; ahead: drafting while the verifier verifies; policy: how much to draft, over recorded acceptance; router:
-    what its decisions cost.
+    and back; ahead: drafting while the verifier verifies; policy: how much to draft, over recorded acceptance;
+    pricing: what deciding that costs a step; router: what its decisions cost.
     """
 
 
@@ -91,6 +92,7 @@ bench.add_command(adaptive)
 bench.add_command(ahead)
 bench.add_command(drafters)
 bench.add_command(policy)
+bench.add_command(pricing)
 bench.add_command(replay)
 bench.add_command(router)
 bench.add_command(step)

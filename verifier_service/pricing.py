@@ -129,7 +129,7 @@ class DraftPricing:
         # who is switched off goes on being priced, or nobody would learn when the load that was the reason is gone
         drafter_id, potential = (drafter_id, bound) if bound else self._usual
         kept = self._kept(request, drafter_id)
-        kept.is_opening = kept.is_opening or kept.drafter_id != drafter_id
+        kept.is_opening = kept.is_opening or kept.drafter_id != drafter_id or request.plan.is_off
         kept.drafter_id, kept.bound, kept.asked = drafter_id, potential, bound
         kept.is_pinned, kept.is_probe = request.plan.is_pinned, False
         if bound and not kept.is_pinned:

@@ -154,6 +154,11 @@ class SpeculationPlan:
     disabled_reason: str | None = None
     is_pinned: bool = False
 
+    @property
+    def is_off(self) -> bool:
+        """Whether nobody drafts for the request until the plan changes: what a drafter keeps for it can go."""
+        return self.draft_length == 0 and self.drafter_id is None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:

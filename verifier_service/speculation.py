@@ -299,7 +299,9 @@ class DraftCoordinator:
         for request in requests:
             length = self._draft_length(request)
             lengths.append(length)
-            if length == 0 or not self._ask_one(request, length, now_s, outbox):
+            if request.plan.is_off:
+                self._end_session(request.request_id, outbox)
+            elif length == 0 or not self._ask_one(request, length, now_s, outbox):
                 self._end_round(request)
         for drafter_id, messages in outbox.items():
             self._client.send(drafter_id, messages)

@@ -93,7 +93,7 @@ def test_there_is_a_prompt_for_every_request_and_repeats_go_round():
 
 def trace_of(num_tokens: int, elapsed_s: float, num_draft_tokens: int = 0) -> RunTrace:
     request = RequestTrace(
-        arrival_s=0.0, output_times_s=(0.1, 0.2), output_sizes=(1, num_tokens - 1), token_ids=(7,) * num_tokens
+        arrival_s=0.0, output_times_s=(0.1, elapsed_s), output_sizes=(1, num_tokens - 1), token_ids=(7,) * num_tokens
     )
     return RunTrace(
         elapsed_s=elapsed_s,
@@ -106,6 +106,14 @@ def trace_of(num_tokens: int, elapsed_s: float, num_draft_tokens: int = 0) -> Ru
 def test_speed_and_draft_length_are_of_all_requests():
     trace = trace_of(10, 2.0, num_draft_tokens=6)
     assert (speed(trace), drafted(trace)) == (5.0, 3.0)
+
+
+def test_speed_is_that_of_the_steps_which_all_requests_are_in():
+    """One ends after 2 s, the other has half of its tokens then."""
+    quick = RequestTrace(arrival_s=1.0, output_times_s=(2.0, 3.0), output_sizes=(4, 4), token_ids=(7,) * 8)
+    slow = RequestTrace(arrival_s=1.0, output_times_s=(2.0, 3.0, 9.0), output_sizes=(2, 2, 4), token_ids=(7,) * 8)
+    trace = RunTrace(elapsed_s=8.0, requests=(quick, slow), num_target_steps=3)
+    assert speed(trace) == (8 + 4) / 2.0
 
 
 class PlayedArm:

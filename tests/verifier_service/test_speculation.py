@@ -268,14 +268,15 @@ def test_opt_out_sends_nothing_at_all(bench: Bench):
 
 
 def test_speculation_that_comes_back_catches_up_with_one_delta(bench: Bench):
-    request = bench.request()
+    """A request that drafts nothing for a while keeps its session as long as it has a drafter."""
+    request = bench.request(drafter_id="d")
     commit = bench.ask()[-1][1]
     bench.receive(said(answer(commit)))
-    request.plan = SpeculationPlan(draft_length=0, disabled_reason="load")
+    request.plan = SpeculationPlan(drafter_id="d", draft_length=0, disabled_reason="load")
     request.token_ids += [4, 5]
     assert bench.ask() == []
     assert request.metrics.disabled_reason == "load"
-    request.plan = SpeculationPlan(draft_length=2)
+    request.plan = SpeculationPlan(drafter_id="d", draft_length=2)
     request.token_ids += [6]
     ((_, again),) = bench.ask()
     assert again == Commit(request_id="a", round_id=2, position=3, token_ids=(4, 5, 6), max_length=2)
@@ -302,6 +303,20 @@ def test_finished_request_is_closed_at_its_drafter(bench: Bench):
     assert bench.client.take() == [("d", Close(request_id="a"))]
     bench.coordinator.close(request)
     assert bench.client.take() == []
+
+
+def test_who_is_switched_off_is_released_by_its_drafter_and_opened_anew_when_on_again(bench: Bench):
+    request = bench.request()
+    bench.receive(said(answer(bench.ask()[-1][1])))
+    plan = request.plan
+    request.plan = SpeculationPlan(disabled_reason="load")
+    assert bench.ask() == [("d", Close(request_id="a"))]
+    assert bench.ask() == []
+    request.plan = plan
+    request.token_ids.append(4)
+    (_, opening), (_, commit) = bench.ask()
+    assert isinstance(opening, Open)
+    assert (opening.token_ids, commit.position) == ((1, 2, 3, 4), 4)
 
 
 def test_a_draft_that_is_late_says_how_long_the_next_one_may_take():
