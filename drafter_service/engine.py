@@ -19,6 +19,7 @@ from outrider.drafter_service.sessions import (
     SessionKey,
     SessionTable,
     first_bad_token,
+    in_turns,
     known_prefix,
 )
 from outrider.drafter_service.spare_time import MAX_AHEAD_TOKENS, RunsAhead, SpareTime
@@ -83,10 +84,11 @@ class Drafter(Protocol):
     def needs(self) -> DraftNeeds: ...
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
-        """Advance the asks (oldest first) by one batched step of at most `max_num_tokens` tokens.
+        """Advance the asks by one batched step of at most `max_num_tokens` tokens.
 
-        Returns those that became complete. The others are passed again, so that new asks join a running batch.
-        Every call makes progress on at least one ask.
+        They come in turns of their verifiers, each one's oldest first and the oldest of all before any other. Returns
+        those that became complete. The others are passed again, so that new asks join a running batch. Every call makes
+        progress on at least one ask.
         """
 
     def release(self, key: SessionKey) -> None:
@@ -181,7 +183,7 @@ class DraftEngine:
         """Run one batched step; return (peer, message) for drafts that became complete and for resyncs."""
         self._expire()
         if self._asked:
-            asks = [self._ask_of(session) for session in self._asked.values()]
+            asks = [self._ask_of(session) for session in in_turns(self._asked.values())]
             with self._spare_time.timed():
                 results = self._drafter.draft(asks, max_num_tokens=self._config.max_num_batched_tokens)
             for result in results:

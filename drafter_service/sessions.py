@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -106,13 +106,17 @@ class SessionTable:
     def surplus(self) -> list[Session]:
         """Return the least recently used sessions beyond `max_sessions`, those without an unanswered round first.
 
-        The newest session is never among them: it is the one that the others make room for.
+        A verifier that has more than its share loses its own before anybody else's. The newest session is never among
+        them: it is the one that the others make room for.
         """
         num_surplus = len(self._sessions) - self.max_sessions
         if num_surplus <= 0:
             return []
+        num_of_peer = collections.Counter(key.peer for key in self._sessions)
+        share = self.max_sessions / len(num_of_peer)
         older = list(self._sessions.values())[:-1]
-        return sorted(older, key=lambda session: session.round is not None)[:num_surplus]
+        older.sort(key=lambda session: (num_of_peer[session.key.peer] <= share, session.round is not None))
+        return older[:num_surplus]
 
     def surplus_states(self, max_bytes: int, *, spared: Session) -> list[Session]:
         """Return the least recently used sessions whose hidden states exceed `max_bytes`, in the order of `surplus`.
@@ -137,6 +141,16 @@ class SessionTable:
             assert session.refusal is None or session.round is None, "a refused session waits for a draft"
         uses = [session.last_used_s for session in self._sessions.values()]
         assert uses == sorted(uses), "sessions are not in the order of their last use"
+
+
+def in_turns(sessions: Iterable[Session]) -> list[Session]:
+    """Return them in their order, but the first of every verifier before anybody's second: none crowds out another."""
+    num_before: collections.Counter[str] = collections.Counter()
+    turns: list[tuple[int, Session]] = []
+    for session in sessions:
+        turns.append((num_before[session.key.peer], session))
+        num_before[session.key.peer] += 1
+    return [session for _, session in sorted(turns, key=lambda turn: turn[0])]
 
 
 def first_bad_token(token_ids: Sequence[int], vocab_size: int) -> int | None:

@@ -234,6 +234,18 @@ def test_requests_of_all_verifiers_share_one_call():
     assert drafter.calls == [[SessionKey("v1", "r"), SessionKey("v2", "r")]]
 
 
+def test_a_verifier_with_few_requests_does_not_queue_behind_one_with_many():
+    drafter = CountingDrafter()
+    engine = make_engine(drafter)
+    for request_id in ("a", "b", "c"):
+        engine.handle("busy", open_(request_id))
+        engine.handle("busy", commit(1, 3, request_id=request_id))
+    engine.handle("idle", open_())
+    engine.handle("idle", commit(1, 3))
+    engine.step()
+    assert [tuple(key) for key in drafter.calls[0]] == [("busy", "a"), ("idle", "r"), ("busy", "b"), ("busy", "c")]
+
+
 def test_sessions_expire_and_then_ask_for_a_resync():
     clock = Clock()
     engine = make_engine(clock=clock)

@@ -8,6 +8,7 @@ from outrider.drafter_service.sessions import (
     SessionKey,
     SessionTable,
     first_bad_token,
+    in_turns,
     known_prefix,
 )
 from outrider.verifier_service.drafting import DraftNeeds, DraftSampling, States
@@ -52,6 +53,22 @@ def test_surplus_takes_idle_sessions_before_waiting_ones():
     table = table_of(session("a", asked=True), session("new"), max_sessions=1)
     assert names(table.surplus()) == ["a"], "never the newest"
     assert table_of(session("a")).surplus() == []
+
+
+def test_a_verifier_with_more_than_its_share_makes_room_itself():
+    small = [session("small", peer="v1"), session("asked", peer="v1", asked=True)]
+    large = [session(name, peer="v2", asked=True) for name in ("a", "b", "c")]
+    assert names(table_of(*small, *large, max_sessions=4).surplus()) == ["a"]
+    newest = session("new", peer="v1")
+    assert names(table_of(*small, *large, newest, max_sessions=5).surplus()) == ["small"], "3 each: both are beyond 2.5"
+    assert names(table_of(*small, *large, newest, max_sessions=4).surplus()) == ["small", "asked"]
+
+
+def test_every_verifiers_first_comes_before_anybodys_second():
+    sessions = [session(name, peer=peer) for name, peer in (("a", "v1"), ("b", "v1"), ("c", "v1"), ("d", "v2"))]
+    assert names(in_turns([*sessions, session("e", peer="v3")])) == ["a", "d", "e", "b", "c"]
+    assert names(in_turns(sessions[:3])) == ["a", "b", "c"], "one verifier's own are in their order"
+    assert in_turns([]) == []
 
 
 def test_the_same_request_of_two_peers_is_two_sessions():
