@@ -21,6 +21,7 @@ from rich.table import Table
 from outrider.cluster.bench_verbs import console_of, parse_numbers
 from outrider.cluster.server_options import CONTEXT_SETTINGS
 from outrider.verifier_service.batch import ScheduledBatch
+from outrider.verifier_service.cost_model import StepTimeModel
 from outrider.verifier_service.drafting import Draft
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.outcome import Outcome, num_draft_tokens
@@ -84,7 +85,7 @@ class PricedBatch:
         self.num_drafted = 0
         self._pricing = DraftPricing()
         self._pricing.use_profile(machine.step_times)
-        self._profile = machine.step_times
+        self._step_times = StepTimeModel.from_points(machine.step_times)
         self._clock = clock
         self._rng = random.Random(0)
         plan = SpeculationPlan(drafter_id=DRAFTER_ID, draft_length=draft_length)
@@ -112,7 +113,7 @@ class PricedBatch:
         self.timings.cut_s += self._clock() - begin_s
         schedule = _schedule(self._requests, drafts)
         outcomes = [self._outcome(*pair) for pair in zip(schedule.items, self._rates, strict=True)]
-        step_s = _seconds(self._profile, schedule.batch.num_tokens)
+        step_s = self._step_times.t(schedule.batch.num_tokens)
         begin_s = self._clock()
         self._pricing.observe(schedule, outcomes, step_s=step_s, exposed_s=0.0)
         self.timings.observe_s += self._clock() - begin_s
@@ -148,10 +149,11 @@ class PricedBatch:
 
 
 def _schedule(requests: Sequence[Request], drafts: dict[str, Draft]) -> Schedule:
-    items = []
+    items: list[ScheduledRequest] = []
     for request in requests:
         draft = drafts.get(request.request_id)
-        draft = draft if draft is not None and draft.token_ids else None
+        if draft is not None and not draft.token_ids:  # all of it was cut
+            draft = None
         num_new = 1 if draft is None else 1 + len(draft.token_ids)
         items.append(ScheduledRequest(request=request, num_new_tokens=num_new, draft=draft, samples=True))
     lengths = [item.num_new_tokens for item in items]
@@ -165,13 +167,6 @@ def _schedule(requests: Sequence[Request], drafts: dict[str, Draft]) -> Schedule
         logits_indices=[],
     )
     return Schedule(items=tuple(items), preempted=(), batch=batch)
-
-
-def _seconds(profile: Sequence[StepTime], num_tokens: int) -> float:
-    """Return the time of a step between the ends of a profile of two points."""
-    first, last = profile
-    share = (num_tokens - first.num_tokens) / (last.num_tokens - first.num_tokens)
-    return first.seconds + share * (last.seconds - first.seconds)
 
 
 def measure(
@@ -221,11 +216,17 @@ def pricing(counts: tuple[int, ...], draft_length: int, num_steps: int, json_fil
         json_file.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
 
 
+HEADINGS = (
+    *("machine", "requests", "drafted", "asking", "cutting", "learning", "in all"),
+    f"{TOLERATED:.0%} of a step of",
+)
+
+
 def to_table(rows: Sequence[Row]) -> Table:
     """Draw the figures for a terminal."""
     table = Table(title="µs per step", title_justify="left")
-    for heading in ("machine", "requests", "drafted", "asking", "cutting", "learning", "in all", "2 % of a step of"):
-        table.add_column(heading, justify="left" if heading == "machine" else "right")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
     for row in rows:
         micros = [f"{seconds * 1e6:.0f}" for seconds in (row.ask_s, row.cut_s, row.observe_s, row.step_s)]
         table.add_row(
