@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 
 from outrider.cluster.bench_verbs import console_of, parse_numbers
 from outrider.cluster.server_options import CONTEXT_SETTINGS
@@ -28,6 +28,9 @@ from outrider.verifier_service.outcome import Outcome, num_draft_tokens
 from outrider.verifier_service.pricing import DraftPricing
 from outrider.verifier_service.request import Request, SamplingParams, SpeculationPlan
 from outrider.verifier_service.schedule import Schedule, ScheduledRequest
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PLAIN_WIDTH = 120  # columns of text where the output is no terminal
 NUM_WARM_STEPS = 100  # until prices and histories have settled
@@ -224,6 +227,8 @@ HEADINGS = (
 
 def to_table(rows: Sequence[Row]) -> Table:
     """Draw the figures for a terminal."""
+    from rich.table import Table
+
     table = Table(title="µs per step", title_justify="left")
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")

@@ -18,7 +18,7 @@ from outrider.cluster.config import ServiceConfig
 from outrider.cluster.serving import running_service
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.proto import generation_pb2, generation_pb2_grpc
-from outrider.verifier_service.ranks import free_port
+from outrider.verifier_service.ranks import free_ports
 
 NUM_PROMPTS = 3
 MAX_TOKENS = 96
@@ -40,7 +40,8 @@ Ask = Callable[[str, bool], Answer]  # prompt, whether to speculate
 
 def run(config: ServiceConfig) -> None:
     """Serve on free ports, ask every prompt twice by each protocol, show what came."""
-    config = dataclasses.replace(config, port=free_port(), grpc_port=free_port())
+    port, grpc_port = free_ports(2)
+    config = dataclasses.replace(config, port=port, grpc_port=grpc_port)
     click.echo("starting Ray and the service …")
     begin_s = time.monotonic()
     with running_service(config):

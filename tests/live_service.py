@@ -18,7 +18,7 @@ from outrider.cluster.config import APP_NAME, ServiceConfig
 from outrider.cluster.fleet import DrafterState, VerifierState
 from outrider.cluster.reports import ROUTER_ERRORS
 from outrider.cluster.serving import running_service
-from outrider.verifier_service.ranks import free_port
+from outrider.verifier_service.ranks import free_ports
 
 
 @dataclass
@@ -147,7 +147,8 @@ def _holds(condition: Callable[[], bool]) -> bool:
 @contextlib.contextmanager
 def live_service(*, wait_for_drafts: bool = True, **options: Any) -> Iterator[LiveService]:
     """Start a service on free ports and wait for its first draft. Speculation is pinned on unless said otherwise."""
-    options = {"speculation": "always", "port": free_port(), "grpc_port": free_port(), **options}
+    port, grpc_port = free_ports(2)
+    options = {"speculation": "always", "port": port, "grpc_port": grpc_port, **options}
     config = ServiceConfig(**options)
     with running_service(config):
         service = LiveService(config)

@@ -133,11 +133,21 @@ def keep_loaded() -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback address that nobody listens at.
+    """Return a TCP port of the loopback address that nobody listens at; see `free_ports`."""
+    return free_ports(1)[0]
 
-    It is none that the system hands out by itself: a process of Ray that asks for any port could get it first.
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Return as many different TCP ports of the loopback address that nobody listens at.
+
+    They are none that the system hands out by itself: a process of Ray that asks for any port could get them first.
     """
+    ports: list[int] = []
     for port in random.SystemRandom().sample(PORTS_TO_TRY, NUM_PORT_ATTEMPTS):
+        if len(ports) == count:
+            break
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise OSError(f"none of {NUM_PORT_ATTEMPTS} ports tried in {PORTS_TO_TRY} is free")
+            ports.append(port)
+    if len(ports) < count:
+        raise OSError(f"of {NUM_PORT_ATTEMPTS} ports tried in {PORTS_TO_TRY}, {len(ports)} are free, not {count}")
+    return tuple(ports)

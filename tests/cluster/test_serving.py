@@ -25,14 +25,15 @@ from ray.serve.schema import (
 from outrider.cluster.app import build
 from outrider.cluster.config import APP_NAME, ServiceConfig
 from outrider.cluster.serving import NUM_START_ATTEMPTS, DeployError, check_ports, deploy, start_ray, stop_serve
-from outrider.verifier_service.ranks import free_port
+from outrider.verifier_service.ranks import free_ports
 
 pytestmark = pytest.mark.service
 
 
 def test_interrupted_server_leaves_no_process_behind():
     """`outrider serve` in a process group of its own: after SIGINT nothing of it is left."""
-    arguments = ["serve", "--port", str(free_port()), "--grpc-port", str(free_port())]
+    port, grpc_port = free_ports(2)
+    arguments = ["serve", "--port", str(port), "--grpc-port", str(grpc_port)]
     command = [str(Path(sys.executable).with_name("outrider")), *arguments]
     environment = {**os.environ, "OUTRIDER_TEST_MARK": str(time.time_ns())}
     mark = f"OUTRIDER_TEST_MARK={environment['OUTRIDER_TEST_MARK']}".encode()
@@ -151,7 +152,7 @@ def test_a_service_that_does_not_come_up_says_what_ails_which_deployment():
 @pytest.mark.parametrize("name", ["port", "grpc_port"])
 def test_a_port_that_a_stranger_holds_is_refused_by_name(name: str):
     """Even one that would share it: our gateways would lose their calls to it."""
-    ports = {"port": free_port(), "grpc_port": free_port()}
+    ports = dict(zip(("port", "grpc_port"), free_ports(2), strict=True))
     check_ports(ServiceConfig(**ports))
     with socket.socket() as stranger:
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

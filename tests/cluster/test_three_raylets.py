@@ -20,7 +20,7 @@ from live_service import LiveService, Streamed, wait_for
 from outrider.cluster.config import APP_NAME, ServiceConfig
 from outrider.cluster.fleet import DisabledReason
 from outrider.drafter_service.embedded import held_out_prompts
-from outrider.verifier_service.ranks import free_port
+from outrider.verifier_service.ranks import free_port, free_ports
 
 # a replica takes seconds to start, on a busy machine a minute
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
@@ -134,7 +134,7 @@ def manifest_for_test(port: int, grpc_port: int) -> dict[str, Any]:
 def deployed() -> Iterator[Deployed]:
     cluster = Cluster.start()
     try:
-        port, grpc_port = free_port(), free_port()
+        port, grpc_port = free_ports(2)
         service = LiveService(ServiceConfig(port=port, grpc_port=grpc_port))
         deployed = Deployed(cluster, ServeSubmissionClient(cluster.dashboard), {}, service)
         deployed.deploy(manifest_for_test(port, grpc_port))

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from outrider.verifier_service.ranks import PipeListener, RankSpec, connect, free_port, gather
+from outrider.verifier_service.ranks import (
+    NUM_PORT_ATTEMPTS,
+    PipeListener,
+    RankSpec,
+    connect,
+    free_port,
+    free_ports,
+    gather,
+)
 
 PATIENCE_S = 60.0
 
@@ -162,3 +170,9 @@ def test_a_free_port_is_none_that_the_system_hands_out():
     first_handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     with socket.create_server(("127.0.0.1", free_port())) as server:
         assert server.getsockname()[1] < first_handed_out
+
+
+def test_free_ports_are_different_and_too_many_are_refused():
+    assert len(set(free_ports(64))) == 64
+    with pytest.raises(OSError, match=f"not {NUM_PORT_ATTEMPTS + 1}$"):
+        free_ports(NUM_PORT_ATTEMPTS + 1)
