@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.verifier_service.cost_model import CostModel, StepShape
-from outrider.verifier_service.step_price import FADE as STEP_FADE
-from outrider.verifier_service.step_price import MIN_GAIN
+from outrider.verifier_service.step_price import MIN_GAIN, fade_over
 
 FADE = 0.95  # per step that waited for drafts
 FORGET = 1.0 - 1.0 / 512.0  # per step that did not: what is not seen again is tried again
@@ -103,8 +102,10 @@ class DraftDepth:
         self._gains: list[float] = []  # by length: sums of log (tokens per second / without drafts), that fade
         self._num_steps = 0.0
 
-    def observe(self, base: StepShape, offers: Sequence[Sequence[float]], price: float) -> None:
+    def observe(self, base: StepShape, offers: Sequence[Sequence[float]], price: float, num_steps: int = 1) -> None:
         """Take in a past step without its drafts, and the survivals that each request had on offer, by position.
+
+        It stands for `num_steps` that were alike.
 
         What does not exceed `price` would not have been verified.
         """
@@ -122,8 +123,9 @@ class DraftDepth:
             gains.append(math.log(num_tokens / (times[num_slots] + self._exposure.seconds(place + 1))) - plain)
         self._gains.extend(self._gains[-1:] * (longest - len(self._gains)) or [0.0] * (longest - len(self._gains)))
         gains.extend(gains[-1:] * (len(self._gains) - longest))
-        self._gains = [STEP_FADE * old + gain for old, gain in zip(self._gains, gains, strict=True)]
-        self._num_steps = STEP_FADE * self._num_steps + 1.0
+        fade, weight = fade_over(num_steps)
+        self._gains = [fade * old + weight * gain for old, gain in zip(self._gains, gains, strict=True)]
+        self._num_steps = fade * self._num_steps + weight
 
     @property
     def bound(self) -> int | None:

@@ -35,6 +35,8 @@ from outrider.verifier_service.tree import depths
 PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rounds, at most
 PROBE_LENGTH = 2
 PROBE_SHARE = 0.01  # of the time of steps of one request; of n, over the root of n: there are more to probe
+FIRST_PLAIN_STEPS = 2  # for which nobody asked: they are all taken in; the first is the one after a draft
+PLAIN_STRIDE = 8  # of those that follow one is, for as many
 STALL = 4.0  # times what a step should have taken: beyond that the machine stood still
 SLOW = 1.5  # times what a step with drafts usually takes: beyond that they are not what slows it down
 MAX_SAVED_STEPS = 50.0  # of that share: what is left over does not pile up
@@ -88,6 +90,7 @@ class DraftPricing:
     _usual: tuple[str, int] = ("", 0)  # drafter and plan of the last request that was allowed to draft
     _base: StepShape = field(default_factory=lambda: StepShape(1, 0))  # of the last step, its drafts left out
     _probe_s: float = 0.0  # what probes may cost now
+    _num_plain_steps: int = 0  # in a row, for which nobody asked
 
     def use_profile(self, step_times: Sequence[StepTime], experts: ExpertShape | None = None) -> None:
         """Start pricing by the measured step times; too few of them leave it off. `experts`: see `CostModel`."""
@@ -135,7 +138,10 @@ class DraftPricing:
         if bound and not kept.is_pinned:
             survivals = self._survivals(request, kept)
             kept.worths = self.worth.worths(request.request_id, survivals)
-            kept.asked = self._level.price.admitted(kept.worths[: self._level.depth.bound])
+            if kept.worths[0] > self._level.price.price:  # or else there is no need to know how deep
+                kept.asked = self._level.price.admitted(kept.worths[: self._level.depth.bound])
+            else:
+                kept.asked = 0
             if not kept.asked:
                 kept.asked = self._probe(kept)
                 request.metrics.disabled_reason = "low_acceptance" if survivals[0] < LOW_SURVIVAL else "load"
@@ -242,16 +248,20 @@ class DraftPricing:
         """
         if self._levels is None:
             return
-        self._level = level = self._levels.at(len(schedule.items) + len(held))
+        level = self._levels.at(len(schedule.items) + len(held))
+        is_new_load, self._level = level is not self._level, level
         num_context_tokens = sum(schedule.batch.context_lengths)
         priced = [outcome.item for outcome in outcomes if outcome.item.samples and not self._is_pinned(outcome)]
         asking = self._asking([*(item.request for item in schedule.items), *held])
+        self._num_plain_steps = 0 if asking else 1 if is_new_load else self._num_plain_steps + 1
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         # a step with drafts says nothing of how long plain ones take: drafters' work may have slowed it down
         is_drafting = bool(held) or any(item.draft is not None for item in schedule.items)
         shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=is_drafting)
         self.num_extrapolated_steps += level.cost.is_extrapolating(shape)
-        level.cost.observe(shape, step_s)
+        num_alike = _num_alike(self._num_plain_steps)
+        if num_alike:
+            level.cost.observe(shape, step_s)
         self._observe_exposure(level.exposure, outcomes, exposed_s)
         base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
         if level.price.is_new:  # before the first drafts: as if the prompts had been read already
@@ -270,20 +280,26 @@ class DraftPricing:
                 exposed_s=exposed_s,
                 step_s=step_s,
             )
-        self._observe_offers(level, base, [self._offer(item.request) for item in priced])
+        if num_alike:
+            self._observe_offers(level, base, [self._offer(item.request) for item in priced], num_alike)
+            rounds = (_round(outcome) for outcome in outcomes if outcome.item.samples)
+            self.worth.observe(rounds, level.price.price)
         for outcome in outcomes:
             self._observe_draft(outcome)
-        sampled = [outcome for outcome in outcomes if outcome.item.samples]
-        self.worth.observe(map(_round, sampled), level.price.price)
 
-    def _observe_offers(self, level: LoadLevel, base: StepShape, offers: Sequence[_Offer]) -> None:
-        """Price what was on offer in the step, as far as drafts should go."""
-        level.depth.observe(base, [offer.levels for offer in offers], level.price.price_if_free)
+    def _observe_offers(self, level: LoadLevel, base: StepShape, offers: Sequence[_Offer], num_steps: int) -> None:
+        """Price what was on offer in the step, and in others like it, as far as drafts should go."""
+        level.depth.observe(base, [offer.levels for offer in offers], level.price.price_if_free, num_steps)
         bound = level.depth.bound
         slots = [slot for offer in offers for slot in offer.down_to(bound)]
         longest = max((len(offer.levels) for offer in offers), default=0)
         exposed_s = level.exposure.seconds(longest if bound is None else min(bound, longest))
-        level.price.observe(base, len(offers), slots, exposed_s=exposed_s, log_loss=level.shortfall.log_loss)
+        level.price.observe(
+            *(base, len(offers), slots),
+            exposed_s=exposed_s,
+            log_loss=level.shortfall.log_loss,
+            num_steps=num_steps,
+        )
 
     def _asking(self, requests: Iterable[Request]) -> list[_Pricing]:
         """Return what is kept of those requests that asked for a draft before this step."""
@@ -305,6 +321,10 @@ class DraftPricing:
         """Compare a step with what the model expects of it; one with prompts in it counts for trials alone."""
         if any(one.is_pinned for one in asking):  # they are waited for whatever it costs
             return
+        if not asking:
+            if base.num_tokens == len(priced):
+                level.observe_plain()
+            return
         num_all = len(priced) + num_held
         plain_s = level.cost.seconds(StepShape(base.num_tokens + num_held, base.num_context_tokens))
         num_tokens = len(priced) + sum(self._expected(item) for item in priced)
@@ -321,8 +341,7 @@ class DraftPricing:
             return
         if not is_trying:  # what a few cost says nothing of what all would
             level.observe_plain()
-            if asking:
-                self._probe_s -= max(0.0, elapsed_s - plain_s * made)
+            self._probe_s -= max(0.0, elapsed_s - plain_s * made)
             return
         log_gain = None
         if num_held or any(one.offered is not None and one.offered.slots for one in asking):
@@ -386,6 +405,16 @@ class DraftPricing:
         self._requests.pop(request_id, None)
         self.survival.forget(request_id)
         self.worth.forget(request_id)
+
+
+def _num_alike(num_plain_steps: int) -> int:
+    """Return for how many steps the last of so many counts for which nobody asked, at one load: 0 leaves it out.
+
+    Nothing is learnt in them, so a few tell of the others, and pricing may not cost what it cannot bring.
+    """
+    if num_plain_steps <= FIRST_PLAIN_STEPS:
+        return 1
+    return PLAIN_STRIDE if (num_plain_steps - FIRST_PLAIN_STEPS) % PLAIN_STRIDE == 0 else 0
 
 
 def _hoped(by_history: Sequence[float], worths: Sequence[float]) -> Sequence[float]:

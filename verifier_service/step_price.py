@@ -35,6 +35,12 @@ Settle = Callable[[float, float, float], float]
 Slot = tuple[float, float]  # what a draft position is worth, and what it seemed to be before its draft was there
 
 
+def fade_over(num_steps: int) -> tuple[float, float]:
+    """Return what is left of earlier sums after so many steps that are alike, and what these weigh together."""
+    fade = FADE**num_steps
+    return fade, (1.0 - fade) / (1.0 - FADE)
+
+
 class StepPrice:
     """Find the price that would have been best over recent steps; 0, all is admitted, before the first."""
 
@@ -74,8 +80,9 @@ class StepPrice:
         slots: Sequence[Slot],
         exposed_s: float = 0.0,
         log_loss: float = 0.0,
+        num_steps: int = 1,
     ) -> None:
-        """Take in a past step: its shape without drafts and what was on offer.
+        """Take in a past step, or so many that were alike: its shape without drafts and what was on offer.
 
         As soon as one slot is asked for, drafts hold the step up by `exposed_s`; `log_loss` is what they take off the
         logarithm of tokens per second besides, as far as is known now: it counts for all past steps alike. A step in
@@ -84,13 +91,13 @@ class StepPrice:
         if num_decoding < 1:
             return
         if slots:
-            self._try_prices(base, slots, exposed_s)
+            self._try_prices(base, slots, exposed_s, num_steps)
         if not self.is_new:
             lossy = [gain - log_loss * weight for gain, weight in zip(self._gains, self._asked, strict=True)]
             best = self._best(lossy)
             self._price = best if self._settle is None else self._settle(self._price, best, self._price_if_free)
 
-    def _try_prices(self, base: StepShape, slots: Sequence[Slot], exposed_s: float) -> None:
+    def _try_prices(self, base: StepShape, slots: Sequence[Slot], exposed_s: float, num_steps: int) -> None:
         """Add what each price would have made of a step's slots."""
         falling = sorted(((min(slot), slot[0]) for slot in slots), reverse=True)
         negated = [-least for least, _ in falling]
@@ -98,16 +105,17 @@ class StepPrice:
         seconds = self._cost.seconds_with(base, len(slots))
         plain = math.log(tokens[0] / seconds[0])
         hoped = max(before for _, before in slots)
+        fade, weight = fade_over(num_steps)
         for index, price in enumerate(GRID):
             gain = free_gain = 0.0
             if price < hoped:
                 count = bisect_left(negated, -price)  # slots above the price: equals are not
                 free_gain = math.log(tokens[count] / seconds[count]) - plain
                 gain = free_gain - math.log1p(exposed_s / seconds[count])
-            self._gains[index] = FADE * self._gains[index] + gain
-            self._free_gains[index] = FADE * self._free_gains[index] + free_gain
-            self._asked[index] = FADE * self._asked[index] + (price < hoped)
-        self._num_steps = FADE * self._num_steps + 1.0
+            self._gains[index] = fade * self._gains[index] + weight * gain
+            self._free_gains[index] = fade * self._free_gains[index] + weight * free_gain
+            self._asked[index] = fade * self._asked[index] + weight * (price < hoped)
+        self._num_steps = fade * self._num_steps + weight
         self._price_if_free = self._best(self._free_gains)
 
     def _best(self, gains: Sequence[float]) -> float:

@@ -67,6 +67,20 @@ def depth_of(exposure: DraftExposure, offers: list[list[float]], price: float = 
     return depth
 
 
+def test_a_step_that_stands_for_eight_counts_as_eight_that_are_alike():
+    exposure = exposed(*[(length, 0.002 * length) for length in (1, 8) * 30])
+    one_by_one, at_once = DraftDepth(FLAT, exposure), DraftDepth(FLAT, exposure)
+    bounds: list[int | None] = []
+    for rate in (0.1, 0.9, 0.6, 0.3):
+        offers = [[rate**place for place in range(1, 9)]]
+        for _ in range(8):
+            one_by_one.observe(BASE, offers, 0.0)
+        at_once.observe(BASE, offers, 0.0, num_steps=8)
+        assert at_once.bound == one_by_one.bound
+        bounds.append(at_once.bound)
+    assert len(set(bounds)) > 2, "bounds that do not move show nothing"
+
+
 def test_without_a_wait_any_depth_is_good():
     assert depth_of(exposed((4, 0.0)), [[0.9, 0.1]]).bound is None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from engine_bench import PROMPT, make_request
@@ -85,6 +87,26 @@ def test_a_token_is_worth_less_to_a_request_that_gets_many():
     bench.run(num_requests=2, max_tokens=40)
     assert watched.last["0"] < 0.8
     assert bench.pricing.request_ids == set()
+
+
+class CountedWorth(TokenWorth):
+    """Counts the steps that are taken in."""
+
+    num_steps = 0
+
+    def observe(self, rounds: Iterable[tuple[str, float, float]], price: float) -> None:
+        self.num_steps += 1
+        super().observe(rounds, price)
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_taken_in"), [({"is_pinned": True}, 200), ({"draft_length": 0}, 2 + 198 // 8)], ids=["drafts", "plain"]
+)
+def test_of_steps_for_which_nobody_asks_few_are_priced(plan: dict[str, object], num_taken_in: int):
+    bench = Bench(GuessingDrafts(share_wrong=1.0), FREE)
+    bench.pricing.worth = counted = CountedWorth()
+    bench.run(max_tokens=200, **plan)
+    assert counted.num_steps == num_taken_in
 
 
 def test_a_pinned_plan_is_asked_for_whatever_it_costs():

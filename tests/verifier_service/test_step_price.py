@@ -39,6 +39,19 @@ def test_all_is_admitted_before_the_first_step():
     assert price.admitted([0.9, 0.5, 0.001]) == 3
 
 
+def test_a_step_that_stands_for_eight_counts_as_eight_that_are_alike():
+    one_by_one, at_once = StepPrice(cost_of(*KNEE_AT_32)), StepPrice(cost_of(*KNEE_AT_32))
+    prices: list[float] = []
+    for rate in (0.3, 0.9, 0.5, 0.2, 0.7):
+        slots = as_expected(chain(rate) * 24)
+        for _ in range(8):
+            one_by_one.observe(StepShape(24, 0), 24, slots, exposed_s=0.001)
+        at_once.observe(StepShape(24, 0), 24, slots, exposed_s=0.001, num_steps=8)
+        assert (at_once.price, at_once.price_if_free) == (one_by_one.price, one_by_one.price_if_free)
+        prices.append(at_once.price)
+    assert len(set(prices)) > 2, "prices that do not move show nothing"
+
+
 def test_admits_the_leading_positions_above_the_price():
     price = priced(cost_of(*KNEE_AT_32), 16, chain(0.8) * 16)
     assert 0.1 < price.price < 0.9
