@@ -1,7 +1,8 @@
 """`outrider bench adaptive`: draft lengths decided step by step, beside every fixed one, at every load.
 
     one engine and one drafter for all arms: nothing but the plans differ
-    for a quarter as many repeats:       the fixed arms; their speeds by concurrency make the per-batch-size table
+    for a quarter as many repeats:       the fixed arms, whose speeds by concurrency make the per-batch-size table, and
+                                         adaptive, which learns as long (first drafts on a cold machine are dearer)
     for each repeat:                     arms ordered as in `outrider bench throughput`
         for each concurrency:
             for each arm: a warm-up that does not count, then `concurrency` prompts at once
@@ -51,12 +52,12 @@ class AdaptiveBench:
     @property
     def num_runs(self) -> int:
         num_arms = len(self.fixed_lengths) + 4
-        num_tuning_runs = self.tuning_repeats * (len(self.fixed_lengths) + 1)
+        num_tuning_runs = self.tuning_repeats * (len(self.fixed_lengths) + 2)
         return len(self.concurrencies) * (num_tuning_runs + self.repeats * num_arms)
 
     @property
     def tuning_repeats(self) -> int:
-        """Return how often each fixed length runs beforehand, for the table."""
+        """Return how often each fixed length runs beforehand, for the table, and adaptive beside them."""
         return max(1, self.repeats // 4)
 
     def prompts_for(self, concurrency: int, repeat: int) -> Workload:
@@ -113,7 +114,7 @@ def measure(arm: OutriderArm, bench: AdaptiveBench, on_run: Callable[[str], None
 
     lengths = {OFF: 0} | {f"K = {length}": length for length in bench.fixed_lengths}
     fixed = {name: pinned(length) for name, length in lengths.items()}
-    tuning = run_all(fixed, bench.tuning_repeats, ", tuning")
+    tuning = run_all(fixed | {ADAPTIVE: priced(bench.max_length)}, bench.tuning_repeats, ", tuning")
     found = {
         concurrency: {length: list(map(speed, tuning[concurrency, name])) for name, length in lengths.items()}
         for concurrency in bench.concurrencies
