@@ -52,7 +52,7 @@ class Sample:
     num_running: int
     price: float | None
     draft_length: float  # asked per decoding request and step
-    decisions: Mapping[str, int]  # by reason; "on" where speculation was switched on
+    decisions: Mapping[str, int]  # by reason; "on: …" where speculation is on
 
 
 @dataclass(slots=True)
@@ -155,7 +155,7 @@ async def _sample(trace: StepTrace, read_load: ReadLoad, phase: Sequence[str], c
 
 
 def _reason(item: Mapping[str, Any]) -> str:
-    return "on" if item["decision"] == "on" else str(item["reason"])
+    return f"on: {item['reason']}" if item["decision"] == "on" else str(item["reason"])
 
 
 # --- showing it ---

@@ -43,6 +43,25 @@ class DisabledReason(enum.StrEnum):
     CONFIG = "config"  # the operator switched it off
 
 
+class EnabledReason(enum.StrEnum):
+    """Why a request may draft, as far as it may."""
+
+    PAYS = "pays"  # a draft token brings more than it costs
+    DWELL = "dwell"  # none does by now, but it was switched on too lately to be switched off
+    PROBE = "probe"  # it is off, but for a moment in which it drafts to see whether that would pay by now
+    KV_PRESSURE = "kv_pressure"  # the KV pool is nearly full: only the best positions are drafted
+    PINNED = "pinned"  # the operator says how far, whatever it costs
+
+
+class PlacementReason(enum.StrEnum):
+    """Why a new request goes to the verifier that it goes to."""
+
+    ONLY = "only"  # no other takes it
+    PREFIX = "prefix"  # those with its prefix go there, and it is not much busier than others
+    LEAST_LOAD = "least_load"  # the fewest requests, the emptiest KV pool, the lowest price, taken together
+    SPREAD = "spread"  # what is known of loads is too old, so that requests go anywhere alike
+
+
 LACKS_DRAFTER = frozenset({DisabledReason.DRAFTER_UNAVAILABLE, DisabledReason.DRAFTER_TIMEOUT})
 
 
@@ -200,7 +219,15 @@ class DecisionCount:
     """How often the router decided so since its start."""
 
     decision: str  # on | off
-    reason: str  # a `DisabledReason`; none where speculation is on
+    reason: str  # an `EnabledReason` or a `DisabledReason`
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementCount:
+    """How often the router placed a new request for such a reason since its start."""
+
+    reason: PlacementReason
     count: int
 
 
@@ -212,6 +239,7 @@ class FleetSnapshot:
     drafters: tuple[DrafterState, ...]
     decided_at_s: float
     decisions: tuple[DecisionCount, ...] = ()
+    placements: tuple[PlacementCount, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +257,7 @@ class Assignment:
     verifier_id: str
     endpoint: str
     plan: SpeculationPlan
+    reason: PlacementReason
 
 
 @dataclass(frozen=True, slots=True)

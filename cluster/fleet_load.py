@@ -24,7 +24,7 @@ def fleet_load(snapshot: FleetSnapshot | None, now_s: float) -> dict[str, Any]:
     price                   committed tokens that one more draft token costs; null: none is known
     knee                    tokens of a step from which it is compute-bound; null: never, or not known
     num_extrapolated_steps  far beyond all that was profiled or had run before: what they cost was extrapolated
-    draft_length            the longest draft that the router's plan allows; 0: off, for disabled_reason
+    draft_length            the longest draft that the router's plan allows, and why: enabled_reason; 0: disabled_reason
     draft_length_mean       what is asked for per decoding request and step, lately
     verify_idle_share       of the last two seconds, waiting for drafts
     late_share              drafts that missed their deadline / those that came; null: none came
@@ -45,6 +45,7 @@ def fleet_load(snapshot: FleetSnapshot | None, now_s: float) -> dict[str, Any]:
         "decisions": [
             {"decision": item.decision, "reason": item.reason, "count": item.count} for item in snapshot.decisions
         ],
+        "placements": [{"reason": item.reason.value, "count": item.count} for item in snapshot.placements],
     }
 
 
@@ -62,6 +63,7 @@ def _verifier(state: VerifierState) -> dict[str, Any]:
         "knee": report.knee,
         "num_extrapolated_steps": report.counters.num_extrapolated_steps,
         "draft_length": state.default_plan.draft_length,
+        "enabled_reason": state.default_plan.enabled_reason,
         "disabled_reason": state.default_plan.disabled_reason,
         "draft_length_mean": report.draft_length_mean,
         "verify_idle_share": report.verify_idle_share,

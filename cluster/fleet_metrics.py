@@ -91,6 +91,10 @@ def _decisions(snapshot: FleetSnapshot, now_s: float) -> Rows:
     return [((item.decision, item.reason), item.count) for item in snapshot.decisions]
 
 
+def _placements(snapshot: FleetSnapshot, now_s: float) -> Rows:
+    return [((item.reason.value,), item.count) for item in snapshot.placements]
+
+
 def _tokens_per_accelerator(snapshot: FleetSnapshot, now_s: float) -> Rows:
     per_second = tokens_per_accelerator(snapshot.verifiers, snapshot.drafters)
     return [] if per_second is None else [((), per_second)]
@@ -229,10 +233,19 @@ _DRAFTING = (
         Definition(
             name="router_spec_decisions",
             kind="counter",
-            formula="Router decisions on new requests, and changes of them; decision is on or off, reason says why off",
+            formula="Router decisions on new requests, and changes of them; decision is on or off, reason says why",
             labels=("model_name", "decision", "reason"),
         ),
         _decisions,
+    ),
+    _FleetMetric(
+        Definition(
+            name="router_placements",
+            kind="counter",
+            formula="New requests that the router placed, by why they went to their verifier",
+            labels=("model_name", "reason"),
+        ),
+        _placements,
     ),
     _of_verifiers(
         "price",

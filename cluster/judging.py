@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from outrider.cluster.fleet import DisabledReason, RouterPolicy, VerifierReport, off
+from outrider.cluster.fleet import DisabledReason, EnabledReason, RouterPolicy, VerifierReport, off
 from outrider.cluster.goodput import (
     Allocation,
     Candidate,
@@ -42,8 +42,13 @@ class Entrant:
     max_length: int
     worth: float = 1.0  # of its tokens: an urgent request's count for more
 
-    def plan(self, length: int, *, is_pinned: bool = False) -> SpeculationPlan:
-        return SpeculationPlan(drafter_id=self.drafter_id, draft_length=length, is_pinned=is_pinned)
+    def plan(self, length: int, reason: EnabledReason) -> SpeculationPlan:
+        return SpeculationPlan(
+            drafter_id=self.drafter_id,
+            draft_length=length,
+            enabled_reason=reason.value,
+            is_pinned=reason is EnabledReason.PINNED,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +174,18 @@ class Judge:
             if switch is not kept.switch:
                 requests[entrant.request_id] = replace(kept, switch=switch)
             if switch.is_on:
-                plans[entrant.request_id] = entrant.plan(self._bound(entrant, length))
+                plans[entrant.request_id] = self._on_plan(entrant, length)
             else:
                 plans[entrant.request_id] = self._off_plan(entrant, switch)
         return Verdict(replace(memory, requests=requests), plans, default, weighed.price)
 
-    def _bound(self, entrant: Entrant, length: int) -> int:
+    def _on_plan(self, entrant: Entrant, length: int) -> SpeculationPlan:
         """Return how far one that is on may draft: where the verifier prices each step any length, else what pays."""
+        reason = EnabledReason.PAYS if length > 0 else EnabledReason.DWELL
         if self.report.price is not None and self._kv_pressure == 0.0 and entrant.worth >= 1.0:
-            return entrant.max_length
-        return max(1, length)
+            return entrant.plan(entrant.max_length, reason)
+        is_pressed = self._kv_pressure > 0.0 and 0 < length < entrant.max_length
+        return entrant.plan(max(1, length), EnabledReason.KV_PRESSURE if is_pressed else reason)
 
     def _handicapped(self, memory: VerifierMemory, entrant: Entrant) -> Entrant:
         """Return the entrant as it competes: one that is off must be better by the margin, not as good."""
@@ -195,7 +202,7 @@ class Judge:
         """Give a request that may arrive next the positions that are worth the price."""
         length = worth_length(newcomer.acceptance_rate, newcomer.max_length, price)
         if length > 0:
-            return newcomer.plan(self._bound(newcomer, length))
+            return self._on_plan(newcomer, length)
         return off(DisabledReason.LOW_ACCEPTANCE if self._is_low(newcomer) else DisabledReason.LOAD)
 
     def _is_hopeless(self, memory: VerifierMemory, entrant: Entrant) -> bool:
@@ -211,7 +218,7 @@ class Judge:
         return (self.now_s - switch.changed_s) % period_s >= self.policy.probe_every_s
 
     def _probe(self, entrant: Entrant) -> SpeculationPlan:
-        return entrant.plan(min(self.policy.probe_length, entrant.max_length))
+        return entrant.plan(min(self.policy.probe_length, entrant.max_length), EnabledReason.PROBE)
 
 
 def _candidates(entrants: Sequence[Entrant]) -> list[Candidate]:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from outrider.cluster.fleet import (
     DisabledReason,
     DrafterState,
+    EnabledReason,
     PolicyMode,
     RequestLoad,
     RouterPolicy,
@@ -159,7 +160,7 @@ def _blanket_reason(
 
 
 def _pin(entrant: Entrant, length: int) -> SpeculationPlan:
-    return entrant.plan(min(length, entrant.max_length), is_pinned=True)
+    return entrant.plan(min(length, entrant.max_length), EnabledReason.PINNED)
 
 
 def _capped(plan: SpeculationPlan, request: RequestLoad) -> SpeculationPlan:

@@ -19,6 +19,8 @@ from outrider.cluster.fleet import (
     DrafterReport,
     DrafterState,
     FleetSnapshot,
+    PlacementCount,
+    PlacementReason,
     RouteAsk,
     RouterPolicy,
     StepTime,
@@ -55,6 +57,7 @@ class RouterCore:
         self._verifiers: dict[str, _Verifier] = {}
         self._drafters: dict[str, DrafterState] = {}
         self._decisions: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._placements: collections.Counter[PlacementReason] = collections.Counter()
         self._started_s: float | None = None  # when the first report came
         self._heard_ids: set[str] = set()  # replicas that reported or left since then, while that matters
 
@@ -102,6 +105,7 @@ class RouterCore:
         if drafter is not None:
             self._drafters[drafter.report.drafter_id] = replace(drafter, num_assigned=drafter.num_assigned + 1)
         self._decisions[_decision(assignment.plan)] += 1
+        self._placements[assignment.reason] += 1
         return assignment
 
     def snapshot(self, now_s: float) -> FleetSnapshot:
@@ -114,6 +118,9 @@ class RouterCore:
             decisions=tuple(
                 DecisionCount(decision=decision, reason=reason, count=count)
                 for (decision, reason), count in sorted(self._decisions.items())
+            ),
+            placements=tuple(
+                PlacementCount(reason=reason, count=count) for reason, count in sorted(self._placements.items())
             ),
         )
 
@@ -198,7 +205,8 @@ def _changed_plans(
 
 
 def _decision(plan: SpeculationPlan) -> tuple[str, str]:
-    return ("on", "none") if plan.draft_length > 0 else ("off", plan.disabled_reason or "none")
+    reason = plan.enabled_reason if plan.draft_length > 0 else plan.disabled_reason
+    return "on" if plan.draft_length > 0 else "off", reason or "none"
 
 
 def _changed_decisions(

@@ -28,6 +28,7 @@ from outrider.cluster.fleet import (
     DrafterReport,
     DrafterState,
     FleetSnapshot,
+    PlacementReason,
     RouteAsk,
     RouterPolicy,
     VerifierReport,
@@ -69,10 +70,11 @@ def route(snapshot: FleetSnapshot, ask: RouteAsk, now_s: float, policy: RouterPo
             f"{len(live) - len(accepting)} draining, {len(accepting) - len(open_to_it)} excluded by the request"
         )
     is_stale = now_s - snapshot.decided_at_s > policy.stale_snapshot_s
-    chosen = _choose_verifier(open_to_it, ask, is_stale)
+    chosen, reason = _choose_verifier(open_to_it, ask, is_stale)
     drafters = [state for state in snapshot.drafters if is_fresh(state.reported_s, snapshot.decided_at_s, policy)]
     plan = _plan_for_ask(chosen, drafters, ask, policy)
-    return Assignment(verifier_id=chosen.report.verifier_id, endpoint=chosen.report.endpoint, plan=plan)
+    report = chosen.report
+    return Assignment(verifier_id=report.verifier_id, endpoint=report.endpoint, plan=plan, reason=reason)
 
 
 def with_assignment(snapshot: FleetSnapshot, assignment: Assignment) -> FleetSnapshot:
@@ -94,16 +96,22 @@ def is_fresh(reported_s: float, now_s: float, policy: RouterPolicy) -> bool:
     return now_s - reported_s <= policy.expire_after_s
 
 
-def _choose_verifier(verifiers: Sequence[VerifierState], ask: RouteAsk, is_stale: bool) -> VerifierState:
+def _choose_verifier(
+    verifiers: Sequence[VerifierState], ask: RouteAsk, is_stale: bool
+) -> tuple[VerifierState, PlacementReason]:
     loads = [0.0 if is_stale else _load(state, ask) for state in verifiers]
     least = min(loads)
     if ask.affinity_key is None:
         tied = [state for state, load in zip(verifiers, loads, strict=True) if load == least]
-        return min(tied, key=lambda state: _spread(state, ask.request_id))
-    limit = AFFINITY_LOAD_FACTOR * least + AFFINITY_SLACK
-    within = [state for state, load in zip(verifiers, loads, strict=True) if load <= limit]
-    key = ask.affinity_key
-    return max(within, key=lambda state: (_rendezvous(key, state.report.verifier_id), state.report.verifier_id))
+        chosen = min(tied, key=lambda state: _spread(state, ask.request_id))
+        reason = PlacementReason.SPREAD if is_stale else PlacementReason.LEAST_LOAD
+    else:
+        limit = AFFINITY_LOAD_FACTOR * least + AFFINITY_SLACK
+        within = [state for state, load in zip(verifiers, loads, strict=True) if load <= limit]
+        key = ask.affinity_key
+        chosen = max(within, key=lambda state: (_rendezvous(key, state.report.verifier_id), state.report.verifier_id))
+        reason = PlacementReason.PREFIX
+    return chosen, PlacementReason.ONLY if len(verifiers) == 1 else reason
 
 
 def _load(state: VerifierState, ask: RouteAsk) -> float:

@@ -7,6 +7,8 @@ from outrider.cluster.fleet import (
     DrafterReport,
     DrafterState,
     FleetSnapshot,
+    PlacementCount,
+    PlacementReason,
     VerifierReport,
     VerifierState,
 )
@@ -101,7 +103,7 @@ def busy_fleet() -> FleetSnapshot:
             VerifierState(
                 report=BUSY_VERIFIER,
                 reported_s=999.0,
-                default_plan=SpeculationPlan(drafter_id="d0", draft_length=3),
+                default_plan=SpeculationPlan(drafter_id="d0", draft_length=3, enabled_reason="pays"),
                 price=0.25,
             ),
             VerifierState(
@@ -115,6 +117,7 @@ def busy_fleet() -> FleetSnapshot:
         decided_at_s=DECIDED_AT_S,
         decisions=(
             DecisionCount(decision="off", reason="load", count=11),
-            DecisionCount(decision="on", reason="none", count=31),
+            DecisionCount(decision="on", reason="pays", count=31),
         ),
+        placements=(PlacementCount(reason=PlacementReason.PREFIX, count=42),),
     )

@@ -14,6 +14,7 @@ from engine_bench import EngineBench
 from outrider.cluster.fleet import (
     Assignment,
     FleetSnapshot,
+    PlacementReason,
     RouteAnswer,
     RouteAsk,
     RouterPolicy,
@@ -89,7 +90,8 @@ class Router:
             return self.answer
         for verifier_id, endpoint in self.endpoints.items():
             if verifier_id not in ask.excluded_verifier_ids:
-                return RouteAnswer(Assignment(verifier_id=verifier_id, endpoint=endpoint, plan=PLAN))
+                reason = PlacementReason.ONLY
+                return RouteAnswer(Assignment(verifier_id=verifier_id, endpoint=endpoint, plan=PLAN, reason=reason))
         return RouteAnswer(None)
 
     @property

@@ -144,13 +144,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationPlan:
-    """The router's decision for one request: who drafts, how much, and why not where the length is 0.
+    """The router's decision for one request: who drafts, how much, and why; or why not, where the length is 0.
 
     The length is a bound, below which the price of a step decides. A pinned plan's is asked for whatever it costs.
     """
 
     drafter_id: str | None = None
     draft_length: int = 0
+    enabled_reason: str | None = None
     disabled_reason: str | None = None
     is_pinned: bool = False
 

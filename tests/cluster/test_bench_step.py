@@ -51,7 +51,7 @@ class PlayedServer:
         self.num_loads += 1
         is_busy = self.num_running > 1
         verifier = {"price": 1.0 if is_busy else None, "draft_length_mean": 0.0 if is_busy else 4.0}
-        decisions = [{"decision": "on", "reason": "none", "count": 2}]
+        decisions = [{"decision": "on", "reason": "pays", "count": 2}]
         decisions.append({"decision": "off", "reason": "load", "count": self.num_loads})
         totals = {"num_running": self.num_running}
         return {"age_s": AGE_S, "verifiers": [verifier], "totals": totals, "decisions": decisions}
@@ -67,7 +67,7 @@ async def test_one_many_one():
     assert all(trace.replies[phase] for phase in (BEFORE, LOAD, AFTER))
     assert len(trace.replies[LOAD]) > 3 * len(trace.replies[BEFORE])
     assert {sample.draft_length for sample in trace.samples if sample.phase == LOAD} == {0.0}
-    assert trace.samples[0].decisions == {"on": 2, "load": 1}
+    assert trace.samples[0].decisions == {"on: pays": 2, "load": 1}
     assert all(sample.decisions == {"load": 1} for sample in trace.samples[1:])
     assert trace.drafts(BEFORE).num_accepted_tokens == len(trace.replies[BEFORE])
     assert trace.errors == []

@@ -25,6 +25,7 @@ def test_every_replica_is_described():
         "knee": 96.0,
         "num_extrapolated_steps": 4,
         "draft_length": 3,
+        "enabled_reason": "pays",
         "disabled_reason": None,
         "draft_length_mean": 2.5,
         "verify_idle_share": 0.125,
@@ -63,8 +64,9 @@ def test_totals_and_decisions_are_those_of_the_whole_fleet():
     }
     assert load["decisions"] == [
         {"decision": "off", "reason": "load", "count": 11},
-        {"decision": "on", "reason": "none", "count": 31},
+        {"decision": "on", "reason": "pays", "count": 31},
     ]
+    assert load["placements"] == [{"reason": "prefix", "count": 42}]
 
 
 def test_a_gateway_that_has_heard_of_nobody_says_so():

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.cluster.fleet import PolicyMode, RouteAsk, RouterPolicy, SwitchPolicy, with_changes
+from outrider.cluster.fleet import (
+    DisabledReason,
+    EnabledReason,
+    PolicyMode,
+    RouteAsk,
+    RouterPolicy,
+    SwitchPolicy,
+    with_changes,
+)
 from outrider.cluster.router import RouterCore
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.request import SpeculationPlan
@@ -22,7 +30,7 @@ class TestVerifiersThatPriceTheirSteps:
         fleet.add("capped", cap=2)
         fleet.run(5)
         assert fleet.lengths == dict.fromkeys(names(8), 8) | {"capped": 2}
-        assert fleet.default_plan == SpeculationPlan(drafter_id="d0", draft_length=8)
+        assert fleet.default_plan == SpeculationPlan(drafter_id="d0", draft_length=8, enabled_reason="pays")
         fleet.drafters["d0"] = drafter_report(max_draft_length=5)
         fleet.second()
         assert set(fleet.lengths.values()) == {5, 2}
@@ -42,6 +50,7 @@ class TestVerifiersThatPriceTheirSteps:
         fleet.second()
         fleet.second()
         assert set(fleet.lengths.values()) == {8}, "the dwell"
+        assert {plan.enabled_reason for plan in fleet.plans.values()} == {"dwell"}
         fleet.second()
         assert set(fleet.plans.values()) == {SpeculationPlan(disabled_reason="draft_queue")}
         assert fleet.default_plan.drafter_id is None
@@ -242,6 +251,8 @@ class TestKvPressure:
         fleet.kv_usage = kv_usage
         fleet.run(5)
         assert 1 <= max(fleet.lengths.values()) <= longest
+        reasons = {plan.enabled_reason for plan in fleet.plans.values() if plan.draft_length > 1}
+        assert reasons == {0.9: {"pays"}, 0.94: {"kv_pressure"}, 0.96: set()}[kv_usage]
         if kv_usage <= 0.9:
             assert min(fleet.lengths.values()) > 2
 
@@ -262,6 +273,10 @@ class TestKvPressure:
         fleet.kv_usage = 1.0
         fleet.run(5)
         assert min(fleet.lengths.values()) > 2
+
+
+def pinned(length: int) -> SpeculationPlan:
+    return SpeculationPlan(drafter_id="d0", draft_length=length, enabled_reason="pinned", is_pinned=True)
 
 
 class TestPins:
@@ -289,7 +304,7 @@ class TestPins:
 
     def test_a_fixed_length_whatever_it_costs(self):
         fleet = self.fleet(20, mode="always", max_draft_length=3, draft_length_by_batch_size=TABLE)
-        assert set(fleet.plans.values()) == {SpeculationPlan(drafter_id="d0", draft_length=3, is_pinned=True)}
+        assert set(fleet.plans.values()) == {pinned(3)}
 
     def test_off_is_off_whatever_the_table_says(self):
         assert set(self.fleet(1, mode="off", draft_length_by_batch_size=TABLE).reasons.values()) == {"config"}
@@ -299,9 +314,7 @@ class TestPins:
         fleet.second(num_waiting=1)
         assert fleet.plans["r1"].is_pinned
         ask = RouteAsk(request_id="x", num_prompt_tokens=1, num_speculative_tokens=2)
-        assert fleet.core.route(ask, fleet.now_s).plan == SpeculationPlan(
-            drafter_id="d0", draft_length=2, is_pinned=True
-        )
+        assert fleet.core.route(ask, fleet.now_s).plan == pinned(2)
 
     def test_unpinned_by_a_change_of_policy(self):
         fleet = self.fleet(4, mode="always")
@@ -310,7 +323,7 @@ class TestPins:
         assert set(fleet.reasons.values()) == {"load"}
         fleet.core.policy = RouterPolicy(draft_length_by_batch_size=((1, 8, 2),))
         fleet.second()
-        assert set(fleet.plans.values()) == {SpeculationPlan(drafter_id="d0", draft_length=2, is_pinned=True)}
+        assert set(fleet.plans.values()) == {pinned(2)}
 
 
 class TestRestart:
@@ -426,11 +439,13 @@ class TestDrafters:
         assert min(fleet.lengths.values()) == 8
 
 
-def test_every_plan_without_drafts_has_a_reason_and_no_drafter():
-    for policy in (RouterPolicy(), RouterPolicy(mode=PolicyMode.OFF), RouterPolicy(draft_length_by_batch_size=TABLE)):
+def test_every_plan_has_a_reason_and_those_without_drafts_no_drafter():
+    reasons: set[str] = set()
+    modes = [RouterPolicy(mode=mode) for mode in PolicyMode]
+    for policy in (*modes, RouterPolicy(draft_length_by_batch_size=TABLE)):
         fleet = Fleet(ROOFLINE, policy=policy, price=0.5)
         fleet.add(*names(10), acceptance=0.9)
-        fleet.add(*names(10, "poor"), acceptance=0.2)
+        fleet.add(*names(10, "poor"), acceptance=0.02)
         fleet.add("out", cap=0)
         for second in range(30):
             fleet.price = 1.0 if 10 < second < 20 else 0.5
@@ -438,3 +453,7 @@ def test_every_plan_without_drafts_has_a_reason_and_no_drafter():
             for plan in (*fleet.plans.values(), fleet.default_plan):
                 is_on = plan.draft_length > 0
                 assert ((plan.drafter_id is not None), (plan.disabled_reason is None)) == (is_on, is_on)
+                assert (plan.enabled_reason is not None) == is_on
+                reasons.add(str(plan.enabled_reason or plan.disabled_reason))
+    on, off = {"pays", "dwell", "probe", "pinned"}, {"low_acceptance", "load", "request_opt_out", "config"}
+    assert on | off <= reasons <= {*EnabledReason, *DisabledReason}

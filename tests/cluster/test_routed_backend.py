@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 
 from outrider.cluster import routed_backend
 from outrider.cluster.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
-from outrider.cluster.fleet import Assignment, FleetSnapshot, RouteAnswer, RouteAsk, RouterPolicy
+from outrider.cluster.fleet import Assignment, FleetSnapshot, PlacementReason, RouteAnswer, RouteAsk, RouterPolicy
 from outrider.cluster.journal import HANDOVER_S, MAX_ATTEMPTS, RETRY_INTERVAL_S
 from outrider.cluster.routed_backend import RoutedBackend, RouterClient, affinity_key
 from outrider.proto import link_pb2
@@ -33,7 +33,7 @@ ASK = RouteAsk(request_id="r", num_prompt_tokens=3)
 
 
 def assigned(endpoint: str) -> Assignment:
-    return Assignment(verifier_id="v", endpoint=endpoint, plan=PLAN)
+    return Assignment(verifier_id="v", endpoint=endpoint, plan=PLAN, reason=PlacementReason.ONLY)
 
 
 # --- routing ---

@@ -480,10 +480,12 @@ def test_decisions_are_counted_when_they_are_made_and_when_they_change():
         fleet.add(request_id, cap=cap)
         fleet.plans[request_id] = plan
     fleet.run(3)  # lengths may move, the decisions stay
-    assert decisions(fleet) == {("on", "none"): 1, ("off", "request_opt_out"): 1}
+    assert decisions(fleet) == {("on", "pays"): 1, ("off", "request_opt_out"): 1}
     fleet.up.clear()
     fleet.run(2)
-    assert decisions(fleet) == {("on", "none"): 1, ("off", "request_opt_out"): 1, ("off", "drafter_unavailable"): 1}
+    assert decisions(fleet) == {("on", "pays"): 1, ("off", "request_opt_out"): 1, ("off", "drafter_unavailable"): 1}
+    (placed,) = fleet.core.snapshot(fleet.now_s).placements
+    assert (placed.reason, placed.count) == ("only", 2)
 
 
 def decisions(fleet):

@@ -119,6 +119,23 @@ class TestVerifier:
         assert abs(sum(1 if drafter_id == "d0" else -1 for _, drafter_id in picks)) == 1
 
 
+@pytest.mark.parametrize(
+    ("verifiers", "fields", "age_s", "reason"),
+    [
+        (["a"], {}, 0.0, "only"),
+        (["a"], {"affinity_key": "k"}, 99.0, "only"),
+        (["a", "b"], {"excluded_verifier_ids": ("b",)}, 0.0, "only"),
+        (["a", "b"], {}, 0.0, "least_load"),
+        (["a", "b"], {}, 99.0, "spread"),
+        (["a", "b"], {"affinity_key": "k"}, 0.0, "prefix"),
+        (["a", "b"], {"affinity_key": "k"}, 99.0, "prefix"),
+    ],
+)
+def test_says_why_it_chose(verifiers, fields, age_s, reason):
+    fleet = snapshot([verifier(name) for name in verifiers])
+    assert chosen(fleet, ask(**fields), NOW_S + age_s).reason == reason
+
+
 class TestDraining:
     def test_a_draining_verifier_gets_no_new_request(self):
         fleet = snapshot([verifier("ends", draining=True), verifier("busy", num_running=50)])

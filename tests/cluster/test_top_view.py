@@ -84,7 +84,7 @@ def test_totals_decisions_and_latencies_are_shown():
     assert totals.split("   ")[:5] == [
         *("running 6", "waiting 2", "120.0 tokens/s", "24.0 per accelerator", "accepted 75%")
     ]
-    assert row_of(text, "on")[:4] == ["on", "-", "31", "74%"]
+    assert row_of(text, "on")[:4] == ["on", "pays", "31", "74%"]
     assert row_of(text, "off")[:4] == ["off", "load", "11", "26%"]
     assert "time to first token  12.5 ms  250.0 ms  42" in text
 
