@@ -126,24 +126,43 @@ class ExpertShape:
         return 1.0 - (1.0 - self.num_active / self.num_experts) ** num_tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextTime:
+    """What reading KV was measured to take."""
+
+    seconds: float  # per position
+    num_tokens: int  # positions that were read for that
+
+
 class CostModel:
     """The time of a step by its shape: scale · t(n) + excess beyond the profile + context + contention + experts read.
 
     The same class serves verifiers and drafters (a draft round's seconds over its tokens).
     """
 
-    def __init__(self, profile: StepTimeModel, experts: ExpertShape | None = None) -> None:
-        """`experts` only of a mixture of experts, whose steps then have a term of their own for reading them."""
+    def __init__(
+        self, profile: StepTimeModel, experts: ExpertShape | None = None, context: ContextTime | None = None
+    ) -> None:
+        """`experts` only of a mixture of experts, whose steps then have a term of their own for reading them.
+
+        Without `context` it starts as free, and is learnt from the steps alone.
+        """
         self._profile = profile
         self.experts = experts
         self._num_factors = 4 if experts is None else 5
-        self._factors = [1.0] + [0.0] * (self._num_factors - 1)
+        self._prior = [1.0] + [0.0] * (self._num_factors - 1)  # of each factor, worth `_prior_steps`
+        self._prior_steps = list(PRIOR_STEPS)
+        if context is not None:
+            self._prior[2] = context.seconds * CONTEXT_UNIT / profile.seconds[0]
+            self._prior_steps[2] = PRIOR_STEPS[0]
+        self._factors = list(self._prior)
         self._gram = [[0.0] * self._num_factors for _ in range(self._num_factors)]
         self._moment = [0.0] * self._num_factors
         self._spread = FIRST_SPREAD
         self._context_tokens = 0.0  # of the last step
         self._max_tokens = profile.num_tokens[-1]
-        self._max_context_tokens = profile.num_tokens[-1]  # profiled sequences have one token each
+        # profiled sequences have one token each, but for those that the context was measured with
+        self._max_context_tokens = max(profile.num_tokens[-1], 0 if context is None else context.num_tokens)
         self._last, self._last_s = profile.num_tokens[-1], profile.seconds[-1]
 
     def observe(self, shape: StepShape, seconds: float) -> None:
@@ -232,8 +251,8 @@ class CostModel:
         """Return the factors that fit best; what would make steps shorter is left out: context, contention, experts."""
         free = list(range(self._num_factors))
         while True:
-            gram = [[self._gram[i][j] + PRIOR_STEPS[i] * (i == j) for j in free] for i in free]
-            found = _solve(gram, [self._moment[i] + PRIOR_STEPS[0] * (i == 0) for i in free])
+            gram = [[self._gram[i][j] + self._prior_steps[i] * (i == j) for j in free] for i in free]
+            found = _solve(gram, [self._moment[i] + self._prior_steps[i] * self._prior[i] for i in free])
             wrong = [i for i, factor in zip(free, found, strict=True) if i >= 2 and factor < 0.0]
             if not wrong:
                 break

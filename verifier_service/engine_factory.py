@@ -26,7 +26,7 @@ from outrider.verifier_service.relay_client import RelayDraftClient
 from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
 from outrider.verifier_service.seeds import derive_seed
 from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
-from outrider.verifier_service.step_profile import measure_step_times
+from outrider.verifier_service.step_profile import measure_step_profile
 from outrider.verifier_service.tokenizer import fingerprint_of
 from outrider.verifier_service.verifier_spec import VerifierSpec
 from outrider.verifier_service.wire import encode
@@ -68,11 +68,11 @@ def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> Ver
 
 
 def profile_engine(engine: VerifierEngine, runner: ParallelRunner, spec: VerifierSpec) -> tuple[StepTime, ...]:
-    """Measure step times before anything is served, and have the engine price its drafts by them where it should."""
-    step_times = measure_step_times(runner, max_tokens=min(MAX_PROFILED_TOKENS, spec.max_num_batched_tokens))
+    """Measure steps before anything is served, and have the engine price its drafts by them where it should."""
+    profile = measure_step_profile(runner, max_tokens=min(MAX_PROFILED_TOKENS, spec.max_num_batched_tokens))
     if spec.prices_drafts:
-        engine.pricing.use_profile(step_times, runner.experts)
-    return step_times
+        engine.pricing.use_profile(profile.step_times, runner.experts, profile.context)
+    return profile.step_times
 
 
 def load_rank(

@@ -19,15 +19,15 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from outrider.verifier_service.cost_model import CostModel, ExpertShape, StepShape, StepTimeModel
-from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft
+from outrider.verifier_service.cost_model import ContextTime, CostModel, ExpertShape, StepShape, StepTimeModel
+from outrider.verifier_service.drafting import ROOT, Draft
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.exposure import DraftExposure
 from outrider.verifier_service.load_levels import LoadLevel, LoadLevels
+from outrider.verifier_service.offer import Offer, confidences_of, hoped_worths, judged_nodes
 from outrider.verifier_service.outcome import Outcome, num_draft_tokens
 from outrider.verifier_service.request import Request
 from outrider.verifier_service.schedule import Schedule, ScheduledRequest, first_nodes, kept_nodes
-from outrider.verifier_service.step_price import Slot
 from outrider.verifier_service.survival import SurvivalEstimator
 from outrider.verifier_service.token_worth import TokenWorth
 from outrider.verifier_service.tree import depths
@@ -43,23 +43,6 @@ MAX_SAVED_STEPS = 50.0  # of that share: what is left over does not pile up
 LOW_SURVIVAL = 0.25  # of a first position: below, a request is off for what it drafts and not for the load
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """What a request had on offer in a step: survivals and worths of positions or nodes, the best worth by depth."""
-
-    survivals: Sequence[float] = ()
-    slots: Sequence[Slot] = ()
-    levels: Sequence[float] = ()
-
-    def down_to(self, depth: int | None) -> Sequence[Slot]:
-        """Return the first positions; of a tree, all nodes as good as the worst of them; None: all."""
-        if depth is None or depth >= len(self.levels):
-            return self.slots
-        if len(self.slots) == len(self.levels):  # a chain: no depth has two
-            return self.slots[:depth]
-        return [slot for slot in self.slots if slot[0] > self.levels[depth]]
-
-
 @dataclass(slots=True)
 class _Pricing:
     """What is remembered of one request."""
@@ -71,7 +54,7 @@ class _Pricing:
     is_probe: bool = False
     is_pinned: bool = False
     is_opening: bool = True  # its drafter has not answered yet: its first round contains a prefill
-    offered: _Offer | None = None  # by its draft in this step; None: it has none
+    offered: Offer | None = None  # by its draft in this step; None: it has none
     survivals: Sequence[float] = ()  # by history, of `bound` positions
     worths: Sequence[float] = ()  # of these, when a draft was asked for
     survivals_at: tuple[int, str, int] | None = None  # what they were estimated from
@@ -92,11 +75,16 @@ class DraftPricing:
     _probe_s: float = 0.0  # what probes may cost now
     _num_plain_steps: int = 0  # in a row, for which nobody asked
 
-    def use_profile(self, step_times: Sequence[StepTime], experts: ExpertShape | None = None) -> None:
-        """Start pricing by the measured step times; too few of them leave it off. `experts`: see `CostModel`."""
+    def use_profile(
+        self,
+        step_times: Sequence[StepTime],
+        experts: ExpertShape | None = None,
+        context: ContextTime | None = None,
+    ) -> None:
+        """Start pricing by measured step times; too few of them leave it off. `experts`, `context`: see `CostModel`."""
         if len({point.num_tokens for point in step_times}) < 2:
             return
-        self._levels = LoadLevels(CostModel(StepTimeModel.from_points(step_times), experts))
+        self._levels = LoadLevels(CostModel(StepTimeModel.from_points(step_times), experts, context))
         self._level = self._levels.at(1)
 
     @property
@@ -197,7 +185,7 @@ class DraftPricing:
         num_levels = len(draft.token_ids) if is_chain else kept.asked
         # a drafter that stopped of itself has nothing more on offer
         num_offered = max(num_levels, kept.bound) if is_chain and num_levels >= kept.asked else num_levels
-        confidences = _confidences(draft) if is_chain else None
+        confidences = confidences_of(draft) if is_chain else None
         survivals = self.survival.survivals(request.request_id, kept.drafter_id, num_offered, confidences)
         kept.offered = self._offer_of_chain(request.request_id, survivals, kept.worths)
         if kept.is_probe or kept.is_pinned:
@@ -219,9 +207,9 @@ class DraftPricing:
         for depth, worth in zip(node_depths, worths, strict=True):
             levels.extend([0.0] * (depth + 1 - len(levels)))
             levels[depth] = max(levels[depth], worth)
-        hoped = _hoped(kept.worths, levels)
+        hoped = hoped_worths(kept.worths, levels)
         slots = [(worth, hoped[depth]) for worth, depth in zip(worths, node_depths, strict=True)]
-        kept.offered = _Offer(survivals, slots, levels)
+        kept.offered = Offer(survivals, slots, levels)
         if kept.is_probe or kept.is_pinned:
             return draft
         price = self._level.price.price
@@ -229,9 +217,9 @@ class DraftPricing:
 
     def _offer_of_chain(
         self, request_id: str, survivals: Sequence[float], by_history: Sequence[float] = ()
-    ) -> _Offer:
+    ) -> Offer:
         worths = self.worth.worths(request_id, survivals)
-        return _Offer(survivals, list(zip(worths, _hoped(by_history, worths), strict=True)), worths)
+        return Offer(survivals, list(zip(worths, hoped_worths(by_history, worths), strict=True)), worths)
 
     def observe(
         self,
@@ -287,7 +275,7 @@ class DraftPricing:
         for outcome in outcomes:
             self._observe_draft(outcome)
 
-    def _observe_offers(self, level: LoadLevel, base: StepShape, offers: Sequence[_Offer], num_steps: int) -> None:
+    def _observe_offers(self, level: LoadLevel, base: StepShape, offers: Sequence[Offer], num_steps: int) -> None:
         """Price what was on offer in the step, and in others like it, as far as drafts should go."""
         level.depth.observe(base, [offer.levels for offer in offers], level.price.price_if_free, num_steps)
         bound = level.depth.bound
@@ -355,13 +343,13 @@ class DraftPricing:
             return 0.0
         return sum(sorted(kept.offered.survivals, reverse=True)[: len(item.draft.token_ids)])
 
-    def _offer(self, request: Request) -> _Offer:
+    def _offer(self, request: Request) -> Offer:
         """Return what one request had on offer; by history where nothing was asked for."""
         kept = self._requests.get(request.request_id)
         if kept is not None and kept.offered is not None:
             return kept.offered
         if kept is not None and kept.asked:
-            return _Offer()  # its draft did not come
+            return Offer()  # its draft did not come
         if kept is not None:
             survivals = self._survivals(request, kept)
         else:  # it has not asked yet
@@ -395,10 +383,10 @@ class DraftPricing:
             kept.drafter_id,
             num_draft_tokens=outcome.num_judged,
             num_accepted_tokens=len(outcome.path),
-            confidences=_confidences(draft) if is_chain else None,
+            confidences=confidences_of(draft) if is_chain else None,
         )
         if not is_chain and draft.confidences is not None:
-            self.survival.observe_claims(kept.drafter_id, _judged_nodes(draft, outcome))
+            self.survival.observe_claims(kept.drafter_id, judged_nodes(draft, outcome))
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a request; its drafter's record stays."""
@@ -417,33 +405,6 @@ def _num_alike(num_plain_steps: int) -> int:
     return PLAIN_STRIDE if (num_plain_steps - FIRST_PLAIN_STEPS) % PLAIN_STRIDE == 0 else 0
 
 
-def _hoped(by_history: Sequence[float], worths: Sequence[float]) -> Sequence[float]:
-    """Return what positions were worth before their draft was there; where that is not known, what they are now."""
-    return [*by_history[: len(worths)], *worths[len(by_history) :]]
-
-
 def _round(outcome: Outcome) -> tuple[str, int, int]:
     """Return whose a round was, and how many tokens it committed and drafted."""
     return outcome.item.request.request_id, len(outcome.committed), num_draft_tokens(outcome.item)
-
-
-def _confidences(draft: Draft) -> Sequence[float] | None:
-    """Return a chain's confidences; of drawn tokens the largest weights of their rows, whatever the drafter claims.
-
-    Those are functions of the rows alone, which a claim need not be, and rows have been checked.
-    """
-    if draft.draft_probs is None:
-        return draft.confidences
-    return [max(row.weights) / DRAFT_PROB_SCALE for row in draft.draft_probs]
-
-
-def _judged_nodes(draft: Draft, outcome: Outcome) -> list[tuple[float, bool]]:
-    """Return the confidence of every node whose parent was accepted, and whether it was, too."""
-    assert draft.parents is not None
-    assert draft.confidences is not None
-    parents = (ROOT, *outcome.path)[: outcome.num_judged]
-    return [
-        (confidence, node in outcome.path)
-        for node, (parent, confidence) in enumerate(zip(draft.parents, draft.confidences, strict=True))
-        if parent in parents
-    ]

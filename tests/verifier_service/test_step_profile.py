@@ -1,20 +1,40 @@
-"""The profile's batches are judged by the fake runner (tables, positions); its times only by their shape."""
+"""The profile's batches are judged by the fake runner (tables, positions); its times are of a clock that it moves."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
+import torch
 
-from engine_bench import make_runner
 from fake_runner import FakeRunner
 from outrider.verifier_service.batch import ScheduledBatch
-from outrider.verifier_service.step_profile import NUM_REPEATS, measure_step_times
+from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
+from outrider.verifier_service.step_profile import NUM_REPEATS, PATIENCE_S, StepProfile, measure_step_profile
 
 
-def batches_of(runner: FakeRunner, max_tokens: int) -> list[ScheduledBatch]:
-    measure_step_times(runner, max_tokens)
-    return runner.batches
+class TimedRunner(FakeRunner):
+    """Steps take what a curve says of their tokens, and so much per position of KV that they read."""
+
+    def __init__(self, curve: Callable[[int], float], *, context_s: float = 0.0, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.now_s, self._curve, self._context_s = 0.0, curve, context_s
+
+    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+        self.now_s += self._curve(batch.num_tokens) + self._context_s * sum(batch.context_lengths)
+        return super().execute(batch)
+
+    def profile(self, max_tokens: int) -> StepProfile:
+        return measure_step_profile(self, max_tokens, lambda: self.now_s)
+
+    @property
+    def plain_batches(self) -> list[ScheduledBatch]:
+        return [batch for batch in self.batches if batch.context_lengths[0] == 1]
+
+
+def straight(count: int) -> float:
+    return 1e-4 * (10 + count)
 
 
 @pytest.mark.parametrize(
@@ -22,27 +42,58 @@ def batches_of(runner: FakeRunner, max_tokens: int) -> list[ScheduledBatch]:
     [
         (1, 64, [1]),
         (2, 64, [1, 2]),
-        (16, 64, [1, 2, 4, 8, 16]),
-        (31, 64, [1, 2, 4, 8, 16]),
-        (64, 9, [1, 2, 4, 8]),
+        (16, 64, [1, 2, 3, 4, 6, 8, 12, 16]),
+        (31, 64, [1, 2, 3, 4, 6, 8, 12, 16]),
+        (64, 9, [1, 2, 3, 4, 6, 8]),
         (64, 1, [1]),
     ],
 )
-def test_counts_double_up_to_the_smaller_limit(max_tokens: int, num_blocks: int, counts: list[int]):
-    runner = make_runner(num_blocks=num_blocks)
-    times = measure_step_times(runner, max_tokens)
+def test_counts_double_up_to_the_smaller_limit_with_a_middle_where_the_curve_is_straight(
+    max_tokens: int, num_blocks: int, counts: list[int]
+):
+    times = TimedRunner(straight, num_blocks=num_blocks).profile(max_tokens).step_times
     assert [time.num_tokens for time in times] == counts
-    assert all(time.seconds > 0 for time in times)
+    assert [time.seconds for time in times] == pytest.approx([straight(count) for count in counts])
 
 
 def test_every_count_is_warmed_up_once_and_then_repeated():
-    num_batches = Counter(batch.num_tokens for batch in batches_of(make_runner(), 8))
-    assert num_batches == dict.fromkeys((1, 2, 4, 8), 1 + NUM_REPEATS)
+    runner = TimedRunner(straight)
+    runner.profile(8)
+    num_batches = Counter(batch.num_tokens for batch in runner.plain_batches)
+    assert num_batches == dict.fromkeys((1, 2, 3, 4, 6, 8), 1 + NUM_REPEATS)
+
+
+@pytest.mark.parametrize(
+    ("curve", "mean_error"),
+    [
+        (lambda count: 1e-4 * max(1.0, count / 37), 0.003),  # a knee far from any power of two
+        (lambda count: 1e-4 * -(-count // 24), 0.04),  # batches are padded to multiples of 24
+    ],
+    ids=["knee", "stairs"],
+)
+def test_it_follows_the_curve_where_it_bends(curve: Callable[[int], float], mean_error: float):
+    times = TimedRunner(curve, num_blocks=256).profile(256).step_times
+    model = StepTimeModel.from_points(times)
+    errors = [abs(model.t(count) / curve(count) - 1.0) for count in range(1, 257)]
+    assert sum(errors) / len(errors) < mean_error
+    doubled = StepTimeModel.from_points(time for time in times if time.num_tokens.bit_count() == 1)
+    assert sum(abs(doubled.t(count) / curve(count) - 1.0) for count in range(1, 257)) > 1.4 * sum(errors)
+    assert len(times) < 32
+
+
+def test_a_slow_machine_is_not_measured_for_ever():
+    runner = TimedRunner(lambda count: 0.05 * -(-count // 24), num_blocks=256)
+    times = runner.profile(256).step_times
+    assert [time.num_tokens for time in times if time.num_tokens.bit_count() == 1] == [1, 2, 4, 8, 16, 32, 64]
+    doublings_s = (1 + NUM_REPEATS) * sum(0.05 * -(-(1 << power) // 24) for power in range(7))
+    slowest_s = (1 + NUM_REPEATS) * 0.15
+    assert runner.now_s < doublings_s + PATIENCE_S + slowest_s + slowest_s, "the last middle, and the context"
 
 
 def test_batches_are_one_token_sequences_in_blocks_of_their_own():
-    runner = make_runner(num_blocks=8)
-    for batch in batches_of(runner, 8):
+    runner = TimedRunner(straight, num_blocks=8)
+    runner.profile(8)
+    for batch in runner.plain_batches:
         count = batch.num_tokens
         assert batch.query_lengths == batch.context_lengths == [1] * count
         assert batch.positions == [0] * count
@@ -52,3 +103,34 @@ def test_batches_are_one_token_sequences_in_blocks_of_their_own():
         assert all(0 <= block_id < runner.num_blocks for block_id in blocks)
         assert batch.slot_mapping == [block_id * runner.block_size for block_id in blocks]
         assert all(0 <= token_id < runner.vocab_size for token_id in batch.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "num_blocks", "sequences", "length"),
+    [(64, 64, 4, 64), (50, 64, 5, 48), (1024, 64, 1, 256), (64, 1024, 8, 64)],
+)
+def test_what_reading_the_context_takes_is_measured(
+    max_model_len: int, num_blocks: int, sequences: int, length: int
+):
+    runner = TimedRunner(straight, context_s=1e-6, max_model_len=max_model_len, num_blocks=num_blocks)
+    context = runner.profile(8).context
+    assert context is not None
+    batch = runner.batches[-1]
+    assert batch.context_lengths == [length] * sequences
+    blocks = [block_id for table in batch.block_tables for block_id in table]
+    assert len(set(blocks)) == len(blocks)
+    assert context.num_tokens == sequences * length
+    assert context.seconds == pytest.approx(1e-6, rel=0.03), "but for the one position of the others"
+
+
+def test_without_a_curve_there_is_no_context():
+    assert TimedRunner(straight).profile(1).context is None
+
+
+def test_from_the_first_step_on_long_contexts_are_dearer():
+    runner = TimedRunner(straight, context_s=1e-6)
+    profile = runner.profile(8)
+    model = StepTimeModel.from_points(profile.step_times)
+    long = StepShape(4, 4000)
+    assert CostModel(model, context=profile.context).seconds(long) == pytest.approx(straight(4) + 4e-3, rel=0.03)
+    assert CostModel(model).seconds(long) == pytest.approx(straight(4), rel=0.03)
