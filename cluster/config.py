@@ -25,7 +25,7 @@ from outrider.drafter_service.drafter_spec import ColocatedSpec, DrafterSpec, nu
 from outrider.drafter_service.speculative_config import Location, SpeculativeConfig
 from outrider.verifier_service.link_channel import LinkCredentials
 from outrider.verifier_service.model_config import ModelConfig
-from outrider.verifier_service.tensor_route import NCCL, offered_transports
+from outrider.verifier_service.tensor_route import GLOO, NCCL, offered_transports
 from outrider.verifier_service.verifier_spec import VerifierSpec
 
 APP_NAME = "outrider"
@@ -131,7 +131,7 @@ class ServiceConfig:
         public_tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)  # refuses an incomplete set
         if self.speculative.tensor_transport == NCCL and self.device == "cpu":
             raise ValueError("speculative_config: tensor_transport: nccl needs the device cuda")
-        if self.link_tls is not None and offered_transports(self.speculative.tensor_transport):
+        if self.link_tls is not None and self.speculative.tensor_transport in (GLOO, NCCL):
             raise ValueError(
                 f"speculative_config: tensor_transport: {self.speculative.tensor_transport} is not encrypted, "
                 "the links between services are: use grpc"
@@ -165,6 +165,11 @@ class ServiceConfig:
     def link_tls(self) -> TlsConfig | None:
         """TLS between our own services."""
         return link_tls(self.link_ssl_certfile, self.link_ssl_keyfile, self.link_ssl_ca_certs)
+
+    @property
+    def tensor_transports(self) -> tuple[str, ...]:
+        """The channels for hidden states that both ends of a link offer."""
+        return offered_transports(self.speculative.tensor_transport, is_encrypted=self.link_tls is not None)
 
     @property
     def link_server_credentials(self) -> grpc.ServerCredentials | None:

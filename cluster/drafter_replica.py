@@ -25,7 +25,7 @@ from outrider.drafter_service.service import DrafterLinkServicer, EngineDeadErro
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine_messages import PeerState, Relay
 from outrider.verifier_service.link_messages import DrafterIdentity
-from outrider.verifier_service.tensor_route import TensorRoute, offered_transports
+from outrider.verifier_service.tensor_route import TensorRoute
 
 QUIET_S = 1.0  # a drafter that nobody has asked for so long is not in use, whatever sessions it still holds
 
@@ -97,7 +97,7 @@ class DrafterReplica:
         self._epoch = time.time_ns()
         spec = config.drafter_spec
         assert spec is not None, "the pool is only built for a configured draft model"
-        transports = offered_transports(config.speculative.tensor_transport)
+        transports = config.tensor_transports
         spec = dataclasses.replace(spec, tensor_host=config.internal_address if transports else "")
         ranks = RankActors(spec, config.draft_tensor_parallel_size, num_gpus=config.gpus_per_rank)
         self._ready: DrafterReady = await self._host.start(ranks, FROM_DRAFT_ENGINE)

@@ -25,7 +25,6 @@ from outrider.verifier_service.engine_messages import FROM_ENGINE, EngineLoad, E
 from outrider.verifier_service.link_messages import Hello
 from outrider.verifier_service.request import GenerationRequest, SpeculationPlan
 from outrider.verifier_service.service import RequestTable, VerifierLinkServicer
-from outrider.verifier_service.tensor_route import offered_transports
 
 logger = logging.getLogger(__name__)
 FIRST_REPORT_TIMEOUT_S = 10.0
@@ -60,7 +59,7 @@ class VerifierReplica:
             vocab_size=self._ready.vocab_size,
             vocab_fingerprint=self._ready.vocab_fingerprint,
             state_taps=config.verifier_spec.model.state_taps,
-            tensor_transports=offered_transports(config.speculative.tensor_transport),
+            tensor_transports=config.tensor_transports,
         )
         self._links = LinkPool(hello, self._host.send, config.link_credentials)
         self._host.on_close(self._links.close)

@@ -27,6 +27,7 @@ import grpc
 import torch
 from transformers import LlamaConfig
 
+from by_channel import ByChannel
 from outrider.cluster.fleet import DrafterEndpoint
 from outrider.cluster.link_pool import LinkPool
 from outrider.drafter_service.colocated import open_local_drafter
@@ -304,7 +305,7 @@ class RemoteVerifier:
     ) -> None:
         spec = verifier_spec(target, head, **options)
         runner = ParallelRunner(load_rank(spec.model, RankSpec(rank=0, size=1, folder=target))[0], [])
-        self.relay = RelayDraftClient(lambda route: self._open_sender(route, limits))
+        self.relay = RelayDraftClient(lambda route: self._open_sender(route, limits), make_ways=ByChannel)
         self.senders: list[TensorSender] = []
         self.client = WatchedClient(self.relay)
         self.engine = build_patient_engine(runner, spec, self.client)
@@ -322,7 +323,7 @@ class RemoteVerifier:
         self._pool: LinkPool = self._await(self._make_pool(hello))
 
     def _open_sender(self, route: Any, limits: ChannelLimits | None) -> TensorSender:
-        self.senders.append(TensorSender(route, limits))  # without limits: everything goes through it
+        self.senders.append(TensorSender(route, limits))
         return self.senders[-1]
 
     async def _make_pool(self, hello: Hello) -> LinkPool:

@@ -51,7 +51,6 @@ class ChannelLimits:
     connect_timeout_s: float = 5.0
     transfer_timeout_s: float = 2.0  # of one tensor: as long as a link waits for a sign of life
     max_queued_bytes: int = 64 << 20
-    min_tensor_bytes: int = 0  # smaller ones are not worth a transfer of their own
 
     def __post_init__(self) -> None:
         for name in ("connect_timeout_s", "transfer_timeout_s", "max_queued_bytes"):
@@ -296,16 +295,16 @@ class TensorSender(_End):
         num_bytes = data.numel()
         has_room = self._num_queued_bytes + num_bytes <= self.limits.max_queued_bytes
         is_open = self.is_connected and not self._is_closed and self.failure is None
-        if not (is_open and has_room and num_bytes >= max(1, self.limits.min_tensor_bytes)):
+        if not (is_open and has_room and num_bytes):
             return None
         self._num_offered += 1
         self._put(self._num_offered, data)
         return self._num_offered
 
-    def is_refusing(self, num_bytes: int) -> bool:
-        """Tell whether a tensor that is not small has to go as bytes though the channel is, or was, there."""
-        was_there = self.is_connected or self._is_closed or self.failure is not None
-        return was_there and num_bytes >= max(1, self.limits.min_tensor_bytes)
+    @property
+    def is_refusing(self) -> bool:
+        """Whether the channel is, or was, there: what it does not take is then refused, not early."""
+        return self.is_connected or self._is_closed or self.failure is not None
 
 
 class TensorReceiver(_End):

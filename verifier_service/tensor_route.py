@@ -3,6 +3,7 @@
 States always *can* travel as bytes in the link's own frames, encrypted where it is. Beside it a link may have a
 channel from engine to engine (see `tensor_channel`): the frame then only names the tensor. The verifier says in its
 `Hello` which transports it can do, the drafter's `Welcome` names the one that is taken and where to meet, or none.
+Which messages then go through the channel is measured (see `state_ways`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 GRPC = "grpc"  # in the frames themselves
 GLOO = "gloo"
 NCCL = "nccl"
-TRANSPORTS = ("auto", GRPC, GLOO, NCCL)  # as an operator names them; auto: grpc, which needs no trust and no ports
+TRANSPORTS = ("auto", GRPC, GLOO, NCCL)  # as an operator names them; auto: gloo, but for links that are encrypted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +26,11 @@ class TensorRoute:
     group: str  # never used twice
 
 
-def offered_transports(choice: str) -> tuple[str, ...]:
-    """Return the channels that an end offers, best first, for an operator's choice."""
-    return () if choice in ("auto", GRPC) else (choice,)
+def offered_transports(choice: str, *, is_encrypted: bool) -> tuple[str, ...]:
+    """Return the channels that an end offers, best first, for an operator's choice: none encrypts anything."""
+    if is_encrypted or choice == GRPC:
+        return ()
+    return (GLOO,) if choice == "auto" else (choice,)
 
 
 def choose_transport(wanted: Sequence[str], offered: Sequence[str]) -> str | None:

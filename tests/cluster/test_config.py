@@ -120,6 +120,18 @@ def test_states_are_kept_and_sent_as_the_options_say():
     assert config.speculative.tensor_transport == "gloo"
 
 
+LINK_FILES = {"link_ssl_certfile": "c", "link_ssl_keyfile": "k", "link_ssl_ca_certs": "a"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "files", "offered"),
+    [("auto", {}, ("gloo",)), ("auto", LINK_FILES, ()), ("grpc", {}, ()), ("gloo", {}, ("gloo",))],
+)
+def test_both_ends_of_a_link_offer_the_same_channels(choice: str, files: dict[str, str], offered: tuple[str, ...]):
+    values = {"speculative_config": {"tensor_transport": choice}, **files}
+    assert ServiceConfig.from_mapping(values).tensor_transports == offered
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -127,12 +139,7 @@ def test_states_are_kept_and_sent_as_the_options_say():
         ({"speculative_config": {"tensor_transport": "ucx"}}, "tensor_transport must be one of auto, grpc"),
         ({"speculative_config": {"tensor_transport": "nccl"}, "device": "cpu"}, "nccl needs the device cuda"),
         (
-            {
-                "speculative_config": {"tensor_transport": "gloo"},
-                "link_ssl_certfile": "c",
-                "link_ssl_keyfile": "k",
-                "link_ssl_ca_certs": "a",
-            },
+            {"speculative_config": {"tensor_transport": "gloo"}, **LINK_FILES},
             "gloo is not encrypted",
         ),
     ],

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from by_channel import ByChannel
 from outrider.drafter_service.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
 from outrider.drafter_service.engine_messages import FROM_DRAFT_ENGINE
 from outrider.drafter_service.rank_main import DraftLoop
@@ -294,7 +295,9 @@ class Loop:
         """Be a verifier whose link has come up."""
         route = TensorRoute(transport="gloo", store=self.store.address, group=group)
         senders: list[TensorSender] = []
-        self.drafts = RelayDraftClient(lambda route: senders.append(TensorSender(route)) or senders[0])
+        self.drafts = RelayDraftClient(
+            lambda route: senders.append(TensorSender(route)) or senders[0], make_ways=ByChannel
+        )
         self.pipe.send_bytes(encode(PeerState(peer="d", is_up=True, tensors=route)))
         self.drafts.feed(PeerState(peer="d", is_up=True, tensors=route))
         until(lambda: senders[0].is_connected)

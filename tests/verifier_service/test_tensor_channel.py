@@ -130,23 +130,11 @@ def test_a_full_queue_refuses_until_there_is_room():
     sender = TensorSender(ROUTE, ChannelLimits(max_queued_bytes=10), open_=pair.open)
     until(lambda: sender.is_connected)
     assert [sender.offer(data(6)), sender.offer(data(5)), sender.offer(data(4))] == [1, None, 2]
-    assert sender.is_refusing(5)
+    assert sender.is_refusing
     pair.verdicts.put(True)
     until(lambda: sender.num_queued_bytes == 4)
     assert sender.offer(data(5)) == 3
     pair.verdicts.put(False)
-    assert sender.join(PATIENCE_S)
-
-
-def test_small_tensors_are_refused_without_that_being_a_failure():
-    pair = ScriptedPair()
-    sender = TensorSender(ROUTE, ChannelLimits(min_tensor_bytes=8), open_=pair.open)
-    until(lambda: sender.is_connected)
-    assert sender.offer(data(7)) is None
-    assert not sender.is_refusing(7)
-    assert sender.offer(data(8)) == 1
-    pair.verdicts.put(True)
-    sender.close()
     assert sender.join(PATIENCE_S)
 
 
@@ -159,7 +147,7 @@ def test_a_channel_that_is_not_there_yet_takes_nothing_and_has_not_failed():
 
     sender = TensorSender(ROUTE, open_=open_late)
     assert sender.offer(data(5)) is None
-    assert not sender.is_refusing(5)
+    assert not sender.is_refusing
     may_open.set()
     until(lambda: sender.is_connected)
     assert sender.offer(data(5)) == 1
@@ -178,7 +166,7 @@ def test_a_failed_transfer_closes_the_channel_for_good():
     assert sender.failure == "scripted"
     assert pair.is_aborted
     assert sender.offer(data(5)) is None
-    assert sender.is_refusing(5)
+    assert sender.is_refusing
 
 
 def test_a_closed_channel_takes_nothing_more():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.verifier_service.drafter_link import DrafterLink, LinkError
-from outrider.verifier_service.drafting import Draft, DraftNeeds, Resync, States
+from outrider.verifier_service.drafting import Close, Commit, Draft, DraftNeeds, Resync, States, VerifierMessage
 from outrider.verifier_service.engine_messages import PeerState, Relay
 from outrider.verifier_service.link_messages import VERIFIER_MESSAGES, DrafterIdentity, Hello, Welcome, frame_of
 from outrider.verifier_service.relay_client import RelayDraftClient
@@ -40,7 +40,12 @@ def test_the_first_wanted_transport_that_both_can_do_is_taken():
 
 def test_bytes_in_frames_are_no_channel():
     choices = ("auto", "grpc", "gloo", "nccl")
-    assert [offered_transports(choice) for choice in choices] == [(), (), ("gloo",), ("nccl",)]
+    offered = [offered_transports(choice, is_encrypted=False) for choice in choices]
+    assert offered == [("gloo",), (), ("gloo",), ("nccl",)]
+
+
+def test_beside_an_encrypted_link_there_is_no_channel():
+    assert offered_transports("auto", is_encrypted=True) == offered_transports("grpc", is_encrypted=True) == ()
 
 
 def test_a_drafter_that_reads_states_names_the_channel_that_both_can_do():
@@ -89,16 +94,30 @@ class FakeSender:
         self.has_room = self.is_open = True
 
     def offer(self, data: torch.Tensor) -> int | None:
-        if not (self.is_open and self.has_room) or data.numel() < 8:
+        if not (self.is_open and self.has_room):
             return None
         self.taken.append(bytes(data.tolist()))
         return len(self.taken)
 
-    def is_refusing(self, num_bytes: int) -> bool:
-        return num_bytes >= 8
+    @property
+    def is_refusing(self) -> bool:
+        return True
 
     def close(self) -> None:
         self.is_open = False
+
+
+class LongestWays:
+    """Eight bytes and more go through the channel; what was measured is kept."""
+
+    def __init__(self) -> None:
+        self.rounds: list[tuple[int, float, bool]] = []
+
+    def takes_channel(self, num_bytes: int) -> bool:
+        return num_bytes >= 8
+
+    def observe(self, num_bytes: int, seconds: float, *, by_channel: bool) -> None:
+        self.rounds.append((num_bytes, seconds, by_channel))
 
 
 class Bench:
@@ -106,7 +125,13 @@ class Bench:
 
     def __init__(self) -> None:
         self.senders: list[FakeSender] = []
-        self.client = RelayDraftClient(self._open)  # type: ignore[arg-type]
+        self.ways = LongestWays()
+        self.now_s = 0.0
+        self.client = RelayDraftClient(
+            self._open,  # type: ignore[arg-type]
+            make_ways=lambda: self.ways,
+            clock=lambda: self.now_s,
+        )
 
     def _open(self, route: TensorRoute) -> FakeSender:
         self.senders.append(FakeSender(route))
@@ -122,6 +147,10 @@ class Bench:
         message = decode(relay.payload, VERIFIER_MESSAGES)
         assert isinstance(message, States)
         return message
+
+    def ask(self, round_id: int) -> None:
+        self.client.send("d", [commit(round_id)])
+        self.client.take_outbox()
 
     def hear(self, message: Draft | Resync) -> None:
         self.client.feed(Relay(peer="d", payload=encode(message)))
@@ -182,3 +211,63 @@ def test_a_drafter_that_lost_its_tensors_gets_bytes_from_then_on():
     bench.hear(Resync(request_id="r", lost_tensors=True))
     assert bench.say(WORDS[0]).data == WORDS[0]
     assert len(bench.client.poll()) == 3, "its coming up and both resyncs"
+
+
+def commit(round_id: int, **fields: object) -> Commit:
+    return Commit(request_id="r", round_id=round_id, position=0, token_ids=(), **{"max_length": 4, **fields})
+
+
+def answer(round_id: int) -> Draft:
+    return Draft(request_id="r", round_id=round_id, position=0, token_ids=(1,))
+
+
+def test_round_trips_are_measured_by_the_way_that_the_states_went():
+    bench = Bench()
+    bench.come_up()
+    for round_id, data, took_s in ((1, WORDS[0], 0.25), (2, b"tiny", 0.5)):
+        bench.say(data)
+        bench.ask(round_id)
+        asked_s = bench.now_s
+        bench.now_s += 9.0  # until the engine polls
+        bench.client.feed(Relay(peer="d", payload=encode(answer(round_id)), received_s=asked_s + took_s))
+    assert bench.ways.rounds == [(8, 0.25, True), (4, 0.5, False)]
+
+
+def test_the_messages_of_one_round_count_together_unless_they_went_both_ways():
+    bench = Bench()
+    bench.come_up()
+    for round_id, words in ((1, WORDS), (2, (WORDS[0], b"tiny"))):
+        for data in words:
+            bench.say(data)
+        bench.ask(round_id)
+        bench.hear(answer(round_id))
+    assert bench.ways.rounds == [(20, 0.0, True)]
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        [commit(2)],  # the round went on without its draft
+        [Close(request_id="r")],
+        [States(request_id="r", position=1, dtype="float32", width=1, data=WORDS[0])],
+    ],
+    ids=["next round", "closed", "more states"],
+)
+def test_an_answer_that_is_not_waited_for_says_nothing(later: list[VerifierMessage]):
+    bench = Bench()
+    bench.come_up()
+    bench.say(WORDS[0])
+    bench.ask(1)
+    bench.client.send("d", later)
+    bench.hear(answer(1))
+    assert bench.ways.rounds == []
+
+
+def test_of_a_connection_that_is_gone_no_round_is_measured():
+    bench = Bench()
+    bench.come_up()
+    bench.say(WORDS[0])
+    bench.ask(1)
+    bench.come_up()
+    bench.hear(answer(1))
+    assert bench.ways.rounds == []
