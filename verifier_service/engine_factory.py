@@ -21,7 +21,7 @@ from outrider.verifier_service.model_config import ModelConfig
 from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner, follow, resolve_device
 from outrider.verifier_service.packed_linear import bound_shape_caches
 from outrider.verifier_service.pricing import DraftPricing
-from outrider.verifier_service.ranks import RankSpec, connect, gather, keep_loaded
+from outrider.verifier_service.ranks import RankSpec, connect, gather, keep_freed_memory, keep_loaded
 from outrider.verifier_service.relay_client import RelayDraftClient
 from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
 from outrider.verifier_service.seeds import derive_seed
@@ -83,6 +83,7 @@ def load_rank(
     Rank 0 gets a pipe to each of its followers, a follower one pipe to rank 0.
     """
     bound_shape_caches()
+    keep_freed_memory()
     backend = "nccl" if resolve_device(model.device).type == "cuda" else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(rank.rank % torch.cuda.device_count())  # under Ray each rank sees its own device only

@@ -8,7 +8,9 @@ Ranks of a group live on one node. They meet in a private folder of Unix sockets
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import os
 import random
 import socket
 import time
@@ -27,6 +29,8 @@ CONNECT_TIMEOUT_S = 120.0  # a rank may still be importing torch
 PORTS_TO_TRY = range(20_000, 32_768)
 NUM_PORT_ATTEMPTS = 100
 _POLL_S = 0.1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_LARGEST_OF_THE_HEAP = 32 << 20  # bytes: glibc takes no more
 _PIPE_BUFFER_BYTES = 4 << 20  # an engine's step must not wait for its shell to read
 
 
@@ -130,6 +134,20 @@ def keep_loaded() -> None:
     """Leave what this process has loaded out of garbage collections: a full one takes 0.2 s, and steps would wait."""
     gc.collect()
     gc.freeze()
+
+
+def keep_freed_memory() -> None:
+    """Keep what tensors of the CPU free in this process, for the next step's; does nothing where malloc is not glibc's.
+
+    By its own rules glibc gives much of it back after every step, and the system hands it out again page by page: 64
+    rows of a model of 250 M parameters then took 320 ms instead of 177. What a user has set in the environment stays.
+    """
+    if any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_OF_THE_HEAP)
+        mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
 def free_port() -> int:

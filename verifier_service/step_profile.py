@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 NUM_REPEATS = 5
 NUM_ALWAYS = 64  # tokens up to which powers of two are measured however long they take …
-PATIENCE_S = 1.0  # … beyond which no more when measuring has taken so long, and how long is spent between them
+PATIENCE_S = 1.0  # … beyond which no more when measuring has taken so long
+GAPS_PATIENCE_S = 0.5  # the same of counts between them
 BEND = 0.05  # by which a step may differ from the line between its neighbours
 GAPS_PER_OCTAVE = 8  # at most: the profile is followed no finer
 MAX_CONTEXT_TOKENS = 1 << 16  # that are read to learn what reading takes
@@ -57,7 +58,7 @@ def measure_step_profile(
             break
         seconds[count] = step_s(count)
         count *= 2
-    deadline_s = clock() + PATIENCE_S
+    deadline_s = clock() + GAPS_PATIENCE_S
     _halve_gaps(seconds, step_s, is_late=lambda: clock() > deadline_s)
     times = tuple(StepTime(num_tokens=count, seconds=seconds[count]) for count in sorted(seconds))
     return StepProfile(times, _context_time(runner, times, step_s))

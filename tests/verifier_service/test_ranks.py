@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import socket
 import subprocess
 import sys
@@ -164,6 +166,35 @@ def test_a_follower_learns_that_rank_zero_is_gone(folder: Path):
         listener.accept().close()  # before it said where the group meets
     thread.join(PATIENCE_S)
     assert len(failures) == 1
+
+
+# blocks used and freed again; prints how many MiB of them the process has kept
+CHURN = """
+import sys
+from outrider.verifier_service.ranks import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def resident_mib():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) >> 8
+before = resident_mib()
+blocks = [b"x" * (size << 20) for size in (6, 9, 12, 15)]
+del blocks
+print(resident_mib() - before)
+"""
+
+
+def kept_mib(mode: str, **environment: str) -> int:
+    command = [sys.executable, "-c", CHURN, mode]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
+def test_what_is_freed_is_kept_for_the_next_step():
+    assert kept_mib("keep") > 30
+    assert kept_mib("as glibc likes") < 20, "the control"
+    assert kept_mib("keep", MALLOC_TRIM_THRESHOLD_="131072") < 20, "what a user has set stays"
 
 
 def test_a_free_port_is_none_that_the_system_hands_out():

@@ -11,7 +11,7 @@ import torch
 from fake_runner import FakeRunner
 from outrider.verifier_service.batch import ScheduledBatch
 from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
-from outrider.verifier_service.step_profile import NUM_REPEATS, PATIENCE_S, StepProfile, measure_step_profile
+from outrider.verifier_service.step_profile import GAPS_PATIENCE_S, NUM_REPEATS, StepProfile, measure_step_profile
 
 
 class TimedRunner(FakeRunner):
@@ -87,7 +87,7 @@ def test_a_slow_machine_is_not_measured_for_ever():
     assert [time.num_tokens for time in times if time.num_tokens.bit_count() == 1] == [1, 2, 4, 8, 16, 32, 64]
     doublings_s = (1 + NUM_REPEATS) * sum(0.05 * -(-(1 << power) // 24) for power in range(7))
     slowest_s = (1 + NUM_REPEATS) * 0.15
-    assert runner.now_s < doublings_s + PATIENCE_S + slowest_s + slowest_s, "the last middle, and the context"
+    assert runner.now_s < doublings_s + GAPS_PATIENCE_S + slowest_s + slowest_s, "the last middle, and the context"
 
 
 def test_batches_are_one_token_sequences_in_blocks_of_their_own():
