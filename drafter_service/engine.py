@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from outrider.drafter_service.drafter_load import DrafterCounters, DrafterLoad
+from outrider.drafter_service.forward_cost import ForwardCost
 from outrider.drafter_service.sessions import (
     SMOOTHING,
     Round,
@@ -127,12 +128,17 @@ class DraftEngine:
         clock: Callable[[], float],
         config: DraftEngineConfig,
         ahead: RunsAhead | None = None,
+        cost: ForwardCost | None = None,
     ) -> None:
-        """`ahead` is the drafter itself where it runs ahead: whoever drives the engine gives it its spare time."""
+        """`ahead` is the drafter itself where it runs ahead: whoever drives the engine gives it its spare time.
+
+        `cost` is that of its forwards; None: they are timed as they come.
+        """
         self.vocab_size, self.max_model_len, self.needs = drafter.vocab_size, drafter.max_model_len, drafter.needs
         self.counters = DrafterCounters()
         self._drafter = drafter
-        self._spare_time = SpareTime(ahead, clock=clock, counters=self.counters)
+        self._cost = ForwardCost(clock) if cost is None else cost
+        self._spare_time = SpareTime(ahead, cost=self._cost, counters=self.counters)
         self._clock = clock
         self._config = config
         self._sessions = SessionTable(max_sessions=config.max_sessions, ttl_s=config.session_ttl_s)
@@ -184,7 +190,7 @@ class DraftEngine:
         self._expire()
         if self._asked:
             asks = [self._ask_of(session) for session in in_turns(self._asked.values())]
-            with self._spare_time.timed():
+            with self._cost.timed():
                 results = self._drafter.draft(asks, max_num_tokens=self._config.max_num_batched_tokens)
             for result in results:
                 self._answer(result)

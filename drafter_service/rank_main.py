@@ -12,6 +12,7 @@ from outrider.drafter_service.drafter_spec import DrafterSpec
 from outrider.drafter_service.drafters import build_drafter
 from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig, handle_payload
 from outrider.drafter_service.engine_messages import TO_DRAFT_ENGINE, DrafterReady, DrafterUpdate
+from outrider.drafter_service.forward_cost import ForwardCost, MeteredRunner
 from outrider.drafter_service.state_transport import StateTransport
 from outrider.drafter_service.target_view import TargetView
 from outrider.verifier_service.drafting import DrafterMessage
@@ -28,9 +29,13 @@ LOAD_INTERVAL_S = 0.2
 
 
 def build_draft_engine(
-    spec: DrafterSpec, *, runner: Runner | None = None, view: TargetView | None = None
+    spec: DrafterSpec,
+    *,
+    runner: Runner | None = None,
+    view: TargetView | None = None,
+    cost: ForwardCost | None = None,
 ) -> DraftEngine:
-    """Put sessions and batching around a drafter; the arguments are those of `build_drafter`."""
+    """Put sessions and batching around a drafter; the arguments are those of `build_drafter` and `DraftEngine`."""
     speculative = spec.speculative
     config = DraftEngineConfig(
         max_num_batched_tokens=spec.max_num_batched_tokens,
@@ -41,12 +46,13 @@ def build_draft_engine(
     )
     drafter = build_drafter(spec, runner=runner, view=view)
     ahead = drafter if isinstance(drafter, AheadDrafter) and drafter.runs_ahead else None
-    return DraftEngine(drafter, clock=time.monotonic, config=config, ahead=ahead)
+    return DraftEngine(drafter, clock=time.monotonic, config=config, ahead=ahead, cost=cost)
 
 
 def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
     """Be one rank of a drafter until its shell, or rank 0, goes away."""
-    runner: ParallelRunner | None = None
+    runner: MeteredRunner | None = None
+    cost: ForwardCost | None = None
     if spec.loads_model:
         assert spec.model is not None
         share, pipes = load_rank(spec.model, rank)
@@ -54,9 +60,10 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
             keep_loaded()
             follow(pipes[0], share)
             return
-        runner = ParallelRunner(share, pipes)
+        runner = MeteredRunner(ParallelRunner(share, pipes))
+        cost = ForwardCost(time.monotonic, runner)
     shell = connect(rank.shell_address)
-    engine = build_draft_engine(spec, runner=runner)
+    engine = build_draft_engine(spec, runner=runner, cost=cost)
     keep_loaded()
     store = TensorStore(spec.tensor_host) if spec.tensor_host and engine.needs.taps else None
     ready = DrafterReady(

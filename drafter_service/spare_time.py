@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import statistics
-from collections import deque
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
+from outrider.drafter_service.forward_cost import ForwardCost
 from outrider.drafter_service.outcomes import Pace
 
 if TYPE_CHECKING:  # the engine is built on this module
@@ -16,7 +13,6 @@ if TYPE_CHECKING:  # the engine is built on this module
     from outrider.drafter_service.sessions import SessionKey
 
 MAX_AHEAD_TOKENS = 64  # of one forward in spare time, which an ask that has just come has to wait for
-NUM_TIMED_STEPS = 15  # whose median is the time of one: a few long prefills among them do not count
 
 
 class RunsAhead(Protocol):
@@ -43,18 +39,11 @@ class RunsAhead(Protocol):
 class SpareTime:
     """The spare time of one drafter; one that cannot run ahead (None) has no use for it."""
 
-    def __init__(self, drafter: RunsAhead | None, *, clock: Callable[[], float], counters: DrafterCounters) -> None:
+    def __init__(self, drafter: RunsAhead | None, *, cost: ForwardCost, counters: DrafterCounters) -> None:
+        """`cost` says what drafting after a miss takes."""
         self._drafter = drafter
-        self._clock = clock
+        self._cost = cost
         self._counters = counters
-        self._step_times_s: deque[float] = deque(maxlen=NUM_TIMED_STEPS)
-
-    @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Take the time of one forward, which says what drafting after a miss costs."""
-        begin_s = self._clock()
-        yield
-        self._step_times_s.append(self._clock() - begin_s)
 
     def has_work(self) -> bool:
         return self._drafter is not None and self._drafter.has_spare_work()
@@ -62,7 +51,7 @@ class SpareTime:
     def spend(self, max_num_tokens: int) -> None:
         """Run one forward over what is prepared."""
         assert self._drafter is not None, "nothing is prepared"
-        with self.timed():
+        with self._cost.timed():
             self._counters.num_ahead_tokens += self._drafter.run_ahead(max_num_tokens=max_num_tokens)
 
     def expects(self, key: SessionKey) -> bool:
@@ -75,8 +64,8 @@ class SpareTime:
         `pause_s` is the time that its verifier takes between an answer and its next ask.
         """
         assert self._drafter is not None, "nothing is prepared"
-        is_paced = pause_s is not None and self._step_times_s
-        pace = Pace(step_s=statistics.median(self._step_times_s), round_s=pause_s or 0.0) if is_paced else None
+        step_s = self._cost.next_s(len(ask.token_ids))
+        pace = None if step_s is None or pause_s is None else Pace(step_s=step_s, round_s=pause_s)
         result = self._drafter.take(ask, pace)
         is_hit = result is not None and bool(result.token_ids)
         self._counters.num_cache_hits += is_hit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from outrider.verifier_service.batch import ScheduledBatch
@@ -39,6 +41,7 @@ class FakeRunner:
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.num_blocks, self.block_size = num_blocks, block_size
         self.states: StatePool | None = None
+        self.eos_token_ids: tuple[int, ...] = ()
         self.batches: list[ScheduledBatch] = []
         self._kv = [-1] * (num_blocks * block_size)
 
@@ -78,3 +81,15 @@ class FakeRunner:
         for row, index in enumerate(batch.logits_indices):
             logits[row, next_token(contexts[index], self.vocab_size)] = 10.0
         return logits
+
+
+class TimedRunner(FakeRunner):
+    """Steps take what a curve says of their tokens, and so much per position of KV that they read."""
+
+    def __init__(self, curve: Callable[[int], float], *, context_s: float = 0.0, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.now_s, self.curve, self._context_s = 0.0, curve, context_s
+
+    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+        self.now_s += self.curve(batch.num_tokens) + self._context_s * sum(batch.context_lengths)
+        return super().execute(batch)

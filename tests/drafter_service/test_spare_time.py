@@ -6,6 +6,7 @@ import pytest
 
 from outrider.drafter_service.drafter_load import DrafterCounters
 from outrider.drafter_service.engine import Ask, DraftResult
+from outrider.drafter_service.forward_cost import ForwardCost
 from outrider.drafter_service.outcomes import Pace
 from outrider.drafter_service.sessions import SessionKey
 from outrider.drafter_service.spare_time import SpareTime
@@ -46,11 +47,11 @@ class Ahead:
 
     def spare_time(self) -> tuple[SpareTime, DrafterCounters]:
         counters = DrafterCounters()
-        return SpareTime(self, clock=lambda: self.now_s, counters=counters), counters
+        return SpareTime(self, cost=ForwardCost(lambda: self.now_s), counters=counters), counters
 
 
 def test_a_drafter_that_cannot_run_ahead_has_no_use_for_it():
-    spare_time = SpareTime(None, clock=lambda: 0.0, counters=DrafterCounters())
+    spare_time = SpareTime(None, cost=ForwardCost(lambda: 0.0), counters=DrafterCounters())
     assert not spare_time.has_work()
     assert not spare_time.expects(KEY)
     spare_time.forget(KEY)

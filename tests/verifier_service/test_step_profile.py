@@ -6,31 +6,19 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-import torch
 
-from fake_runner import FakeRunner
+from fake_runner import TimedRunner
 from outrider.verifier_service.batch import ScheduledBatch
 from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.step_profile import GAPS_PATIENCE_S, NUM_REPEATS, StepProfile, measure_step_profile
 
 
-class TimedRunner(FakeRunner):
-    """Steps take what a curve says of their tokens, and so much per position of KV that they read."""
+def profile_of(runner: TimedRunner, max_tokens: int) -> StepProfile:
+    return measure_step_profile(runner, max_tokens, lambda: runner.now_s)
 
-    def __init__(self, curve: Callable[[int], float], *, context_s: float = 0.0, **sizes: int) -> None:
-        super().__init__(**sizes)
-        self.now_s, self._curve, self._context_s = 0.0, curve, context_s
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
-        self.now_s += self._curve(batch.num_tokens) + self._context_s * sum(batch.context_lengths)
-        return super().execute(batch)
-
-    def profile(self, max_tokens: int) -> StepProfile:
-        return measure_step_profile(self, max_tokens, lambda: self.now_s)
-
-    @property
-    def plain_batches(self) -> list[ScheduledBatch]:
-        return [batch for batch in self.batches if batch.context_lengths[0] == 1]
+def plain_batches(runner: TimedRunner) -> list[ScheduledBatch]:
+    return [batch for batch in runner.batches if batch.context_lengths[0] == 1]
 
 
 def straight(count: int) -> float:
@@ -51,15 +39,15 @@ def straight(count: int) -> float:
 def test_counts_double_up_to_the_smaller_limit_with_a_middle_where_the_curve_is_straight(
     max_tokens: int, num_blocks: int, counts: list[int]
 ):
-    times = TimedRunner(straight, num_blocks=num_blocks).profile(max_tokens).step_times
+    times = profile_of(TimedRunner(straight, num_blocks=num_blocks), max_tokens).step_times
     assert [time.num_tokens for time in times] == counts
     assert [time.seconds for time in times] == pytest.approx([straight(count) for count in counts])
 
 
 def test_every_count_is_warmed_up_once_and_then_repeated():
     runner = TimedRunner(straight)
-    runner.profile(8)
-    num_batches = Counter(batch.num_tokens for batch in runner.plain_batches)
+    profile_of(runner, 8)
+    num_batches = Counter(batch.num_tokens for batch in plain_batches(runner))
     assert num_batches == dict.fromkeys((1, 2, 3, 4, 6, 8), 1 + NUM_REPEATS)
 
 
@@ -72,7 +60,7 @@ def test_every_count_is_warmed_up_once_and_then_repeated():
     ids=["knee", "stairs"],
 )
 def test_it_follows_the_curve_where_it_bends(curve: Callable[[int], float], mean_error: float):
-    times = TimedRunner(curve, num_blocks=256).profile(256).step_times
+    times = profile_of(TimedRunner(curve, num_blocks=256), 256).step_times
     model = StepTimeModel.from_points(times)
     errors = [abs(model.t(count) / curve(count) - 1.0) for count in range(1, 257)]
     assert sum(errors) / len(errors) < mean_error
@@ -83,7 +71,7 @@ def test_it_follows_the_curve_where_it_bends(curve: Callable[[int], float], mean
 
 def test_a_slow_machine_is_not_measured_for_ever():
     runner = TimedRunner(lambda count: 0.05 * -(-count // 24), num_blocks=256)
-    times = runner.profile(256).step_times
+    times = profile_of(runner, 256).step_times
     assert [time.num_tokens for time in times if time.num_tokens.bit_count() == 1] == [1, 2, 4, 8, 16, 32, 64]
     doublings_s = (1 + NUM_REPEATS) * sum(0.05 * -(-(1 << power) // 24) for power in range(7))
     slowest_s = (1 + NUM_REPEATS) * 0.15
@@ -92,8 +80,8 @@ def test_a_slow_machine_is_not_measured_for_ever():
 
 def test_batches_are_one_token_sequences_in_blocks_of_their_own():
     runner = TimedRunner(straight, num_blocks=8)
-    runner.profile(8)
-    for batch in runner.plain_batches:
+    profile_of(runner, 8)
+    for batch in plain_batches(runner):
         count = batch.num_tokens
         assert batch.query_lengths == batch.context_lengths == [1] * count
         assert batch.positions == [0] * count
@@ -113,7 +101,7 @@ def test_what_reading_the_context_takes_is_measured(
     max_model_len: int, num_blocks: int, sequences: int, length: int
 ):
     runner = TimedRunner(straight, context_s=1e-6, max_model_len=max_model_len, num_blocks=num_blocks)
-    context = runner.profile(8).context
+    context = profile_of(runner, 8).context
     assert context is not None
     batch = runner.batches[-1]
     assert batch.context_lengths == [length] * sequences
@@ -124,12 +112,12 @@ def test_what_reading_the_context_takes_is_measured(
 
 
 def test_without_a_curve_there_is_no_context():
-    assert TimedRunner(straight).profile(1).context is None
+    assert profile_of(TimedRunner(straight), 1).context is None
 
 
 def test_from_the_first_step_on_long_contexts_are_dearer():
     runner = TimedRunner(straight, context_s=1e-6)
-    profile = runner.profile(8)
+    profile = profile_of(runner, 8)
     model = StepTimeModel.from_points(profile.step_times)
     long = StepShape(4, 4000)
     assert CostModel(model, context=profile.context).seconds(long) == pytest.approx(straight(4) + 4e-3, rel=0.03)
