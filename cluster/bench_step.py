@@ -163,7 +163,8 @@ def _reason(item: Mapping[str, Any]) -> str:
 
 def seconds_of(trace: StepTrace) -> Iterator[tuple[float, Sample, Mapping[str, int]]]:
     """Yield one sample a second with all decisions of that second."""
-    for second, group in itertools.groupby(trace.samples, key=lambda sample: int(sample.time_s)):
+    in_order = sorted(trace.samples, key=lambda sample: sample.time_s)  # what a gateway knows may be older than before
+    for second, group in itertools.groupby(in_order, key=lambda sample: int(sample.time_s)):
         samples = list(group)
         decisions: dict[str, int] = {}
         for sample in samples:

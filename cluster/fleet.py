@@ -47,7 +47,7 @@ class EnabledReason(enum.StrEnum):
     """Why a request may draft, as far as it may."""
 
     PAYS = "pays"  # a draft token brings more than it costs
-    DWELL = "dwell"  # none does by now, but it was switched on too lately to be switched off
+    DWELL = "dwell"  # none does by now, but not for long enough to switch it off
     PROBE = "probe"  # it is off, but for a moment in which it drafts to see whether that would pay by now
     KV_PRESSURE = "kv_pressure"  # the KV pool is nearly full: only the best positions are drafted
     PINNED = "pinned"  # the operator says how far, whatever it costs
@@ -58,6 +58,7 @@ class PlacementReason(enum.StrEnum):
 
     ONLY = "only"  # no other takes it
     PREFIX = "prefix"  # those with its prefix go there, and it is not much busier than others
+    SPILL = "spill"  # it is: this is the next one for its prefix
     LEAST_LOAD = "least_load"  # the fewest requests, the emptiest KV pool, the lowest price, taken together
     SPREAD = "spread"  # what is known of loads is too old, so that requests go anywhere alike
 

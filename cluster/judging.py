@@ -174,17 +174,17 @@ class Judge:
             if switch is not kept.switch:
                 requests[entrant.request_id] = replace(kept, switch=switch)
             if switch.is_on:
-                plans[entrant.request_id] = self._on_plan(entrant, length)
+                plans[entrant.request_id] = self._on_plan(entrant, length, weighed.price)
             else:
                 plans[entrant.request_id] = self._off_plan(entrant, switch)
         return Verdict(replace(memory, requests=requests), plans, default, weighed.price)
 
-    def _on_plan(self, entrant: Entrant, length: int) -> SpeculationPlan:
+    def _on_plan(self, entrant: Entrant, length: int, price: float) -> SpeculationPlan:
         """Return how far one that is on may draft: where the verifier prices each step any length, else what pays."""
         reason = EnabledReason.PAYS if length > 0 else EnabledReason.DWELL
         if self.report.price is not None and self._kv_pressure == 0.0 and entrant.worth >= 1.0:
             return entrant.plan(entrant.max_length, reason)
-        is_pressed = self._kv_pressure > 0.0 and 0 < length < entrant.max_length
+        is_pressed = price <= self._kv_pressure and 0 < length < entrant.max_length
         return entrant.plan(max(1, length), EnabledReason.KV_PRESSURE if is_pressed else reason)
 
     def _handicapped(self, memory: VerifierMemory, entrant: Entrant) -> Entrant:
@@ -202,7 +202,7 @@ class Judge:
         """Give a request that may arrive next the positions that are worth the price."""
         length = worth_length(newcomer.acceptance_rate, newcomer.max_length, price)
         if length > 0:
-            return self._on_plan(newcomer, length)
+            return self._on_plan(newcomer, length, price)
         return off(DisabledReason.LOW_ACCEPTANCE if self._is_low(newcomer) else DisabledReason.LOAD)
 
     def _is_hopeless(self, memory: VerifierMemory, entrant: Entrant) -> bool:

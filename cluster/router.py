@@ -84,7 +84,7 @@ class RouterCore:
         )
         self._verifiers[report.verifier_id] = _Verifier(state, decision.memory, points, step_time)
         changed = _changed_plans(report, decision.plans, before)
-        self._decisions.update(_changed_decisions(report, changed, before))
+        self._decisions.update(_changed_decisions(report, decision.plans, before))
         return Directive(plans=changed, default_plan=decision.default_plan, drafters=self._endpoints())
 
     def report_drafter(self, report: DrafterReport, now_s: float) -> None:
@@ -199,9 +199,15 @@ def _changed_plans(
     for request in report.requests:
         plan = plans[request.request_id]
         follows = (request.drafter_id, request.draft_length) == (plan.drafter_id, plan.draft_length)
-        if not follows or plan != before.get(request.request_id):
+        previous = before.get(request.request_id)
+        if not follows or previous is None or _followed(plan) != _followed(previous):
             changed[request.request_id] = plan
     return changed
+
+
+def _followed(plan: SpeculationPlan) -> tuple[str | None, int, str | None, bool]:
+    """Return what a verifier makes something of: all of a plan but why it drafts."""
+    return plan.drafter_id, plan.draft_length, plan.disabled_reason, plan.is_pinned
 
 
 def _decision(plan: SpeculationPlan) -> tuple[str, str]:
@@ -210,7 +216,7 @@ def _decision(plan: SpeculationPlan) -> tuple[str, str]:
 
 
 def _changed_decisions(
-    report: VerifierReport, changed: dict[str, SpeculationPlan], before: dict[str, SpeculationPlan | None]
+    report: VerifierReport, plans: dict[str, SpeculationPlan], before: dict[str, SpeculationPlan | None]
 ) -> list[tuple[str, str]]:
     """Return the decisions about running requests that differ from the one before; another length is none.
 
@@ -218,8 +224,7 @@ def _changed_decisions(
     """
     decisions = []
     for request in report.requests:
-        if (plan := changed.get(request.request_id)) is None:
-            continue
+        plan = plans[request.request_id]
         previous = before.get(request.request_id)
         was_on = request.draft_length > 0
         is_same = was_on == (plan.draft_length > 0) if previous is None else _decision(previous) == _decision(plan)

@@ -107,10 +107,14 @@ def _choose_verifier(
         reason = PlacementReason.SPREAD if is_stale else PlacementReason.LEAST_LOAD
     else:
         limit = AFFINITY_LOAD_FACTOR * least + AFFINITY_SLACK
-        within = [state for state, load in zip(verifiers, loads, strict=True) if load <= limit]
         key = ask.affinity_key
-        chosen = max(within, key=lambda state: (_rendezvous(key, state.report.verifier_id), state.report.verifier_id))
-        reason = PlacementReason.PREFIX
+        by_key = sorted(
+            zip(verifiers, loads, strict=True),
+            key=lambda pair: (_rendezvous(key, pair[0].report.verifier_id), pair[0].report.verifier_id),
+            reverse=True,
+        )
+        chosen = next(state for state, load in by_key if load <= limit)
+        reason = PlacementReason.PREFIX if chosen is by_key[0][0] else PlacementReason.SPILL
     return chosen, PlacementReason.ONLY if len(verifiers) == 1 else reason
 
 

@@ -80,7 +80,7 @@ class SpeculativeConfig:
     sparse_num_blocks: int = 8  # KV blocks that sparse self-speculation attends to
     vocabulary: str = "same"  # as the target's | text: another, by way of text | intersect: another, where both agree
     state_dtype: str = "auto"  # of hidden states that are told to drafters; auto: the target's own
-    tensor_transport: str = "auto"  # of hidden states to a pool beside the link: grpc (none), gloo or nccl
+    tensor_transport: str = "auto"  # of hidden states to a pool beside the link: auto, grpc (none), gloo or nccl
     # outcomes of a verification that a pool's draft model or EAGLE head drafts for while it runs; 0: none
     # None: as many as usual, which for a head is none
     ahead_branches: int | None = None

@@ -8,6 +8,7 @@ and, beyond a few times their usual size, linearly (Huber 1964): a stall of the 
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -85,16 +86,23 @@ class StepTimeModel:
         """Return the token count from which the machine is compute-bound; infinity when it never is.
 
         That is the smallest n with n · t'(n) >= t(n) / 2: one percent more tokens cost half a percent more time or
-        more. For t = max(a, b·n) and for t = a + b·n it is a / b.
+        more. For t = max(a, b·n) and for t = a + b·n it is a / b. Slopes are taken over twice the tokens at least: a
+        single stair of padded batches is no knee.
         """
-        for left in range(len(self.num_tokens)):
-            slope = self._segment_slope(left)
+        places = [0]
+        for place, count in enumerate(self.num_tokens):
+            if count >= 2 * self.num_tokens[places[-1]]:
+                places.append(place)
+        for left, right in itertools.zip_longest(places, places[1:]):
+            begin, begin_s = self.num_tokens[left], self.seconds[left]
+            if right is None:
+                slope = self.tail_slope
+            else:
+                slope = (self.seconds[right] - begin_s) / (self.num_tokens[right] - begin)
             if slope <= 0.0:
                 continue
-            begin = self.num_tokens[left]
-            intercept = self.seconds[left] - slope * begin
-            crossing = max(begin, intercept / slope)
-            if left + 1 >= len(self.num_tokens) or crossing < self.num_tokens[left + 1]:
+            crossing = max(begin, (begin_s - slope * begin) / slope)
+            if right is None or crossing < self.num_tokens[right]:
                 return crossing
         return math.inf
 

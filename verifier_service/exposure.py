@@ -105,9 +105,7 @@ class DraftDepth:
     def observe(self, base: StepShape, offers: Sequence[Sequence[float]], price: float, num_steps: int = 1) -> None:
         """Take in a past step without its drafts, and the survivals that each request had on offer, by position.
 
-        It stands for `num_steps` that were alike.
-
-        What does not exceed `price` would not have been verified.
+        What does not exceed `price` would not have been verified. The step stands for `num_steps` that were alike.
         """
         longest = max(map(len, offers), default=0)
         if not longest:

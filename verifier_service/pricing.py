@@ -35,8 +35,8 @@ from outrider.verifier_service.tree import depths
 PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rounds, at most
 PROBE_LENGTH = 2
 PROBE_SHARE = 0.01  # of the time of steps of one request; of n, over the root of n: there are more to probe
-FIRST_PLAIN_STEPS = 2  # for which nobody asked: they are all taken in; the first is the one after a draft
-PLAIN_STRIDE = 8  # of those that follow one is, for as many
+FIRST_PLAIN_STEPS = 2  # in a row that are all taken in: the first is the one after a draft
+PLAIN_STRIDE = 8  # plain steps after those, of which one is taken in for all of them
 STALL = 4.0  # times what a step should have taken: beyond that the machine stood still
 SLOW = 1.5  # times what a step with drafts usually takes: beyond that they are not what slows it down
 MAX_SAVED_STEPS = 50.0  # of that share: what is left over does not pile up
@@ -73,7 +73,7 @@ class DraftPricing:
     _usual: tuple[str, int] = ("", 0)  # drafter and plan of the last request that was allowed to draft
     _base: StepShape = field(default_factory=lambda: StepShape(1, 0))  # of the last step, its drafts left out
     _probe_s: float = 0.0  # what probes may cost now
-    _num_plain_steps: int = 0  # in a row, for which nobody asked
+    _num_plain_steps: int = 0  # in a row, of one load, without prompts and with nobody who asked
 
     def use_profile(
         self,
@@ -241,14 +241,17 @@ class DraftPricing:
         num_context_tokens = sum(schedule.batch.context_lengths)
         priced = [outcome.item for outcome in outcomes if outcome.item.samples and not self._is_pinned(outcome)]
         asking = self._asking([*(item.request for item in schedule.items), *held])
-        self._num_plain_steps = 0 if asking else 1 if is_new_load else self._num_plain_steps + 1
+        is_plain = not asking and schedule.batch.num_tokens == len(schedule.items)
+        if asking or is_new_load:
+            self._num_plain_steps = 0
+        self._num_plain_steps += is_plain
+        num_alike = _num_alike(self._num_plain_steps) if is_plain else 1
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         # a step with drafts says nothing of how long plain ones take: drafters' work may have slowed it down
         is_drafting = bool(held) or any(item.draft is not None for item in schedule.items)
         shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=is_drafting)
-        self.num_extrapolated_steps += level.cost.is_extrapolating(shape)
-        num_alike = _num_alike(self._num_plain_steps)
         if num_alike:
+            self.num_extrapolated_steps += level.cost.is_extrapolating(shape)
             level.cost.observe(shape, step_s)
         self._observe_exposure(level.exposure, outcomes, exposed_s)
         base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
@@ -271,7 +274,7 @@ class DraftPricing:
         if num_alike:
             self._observe_offers(level, base, [self._offer(item.request) for item in priced], num_alike)
             rounds = (_round(outcome) for outcome in outcomes if outcome.item.samples)
-            self.worth.observe(rounds, level.price.price)
+            self.worth.observe(rounds, level.price.price, num_alike)
         for outcome in outcomes:
             self._observe_draft(outcome)
 
@@ -283,7 +286,9 @@ class DraftPricing:
         longest = max((len(offer.levels) for offer in offers), default=0)
         exposed_s = level.exposure.seconds(longest if bound is None else min(bound, longest))
         level.price.observe(
-            *(base, len(offers), slots),
+            base,
+            len(offers),
+            slots,
             exposed_s=exposed_s,
             log_loss=level.shortfall.log_loss,
             num_steps=num_steps,
@@ -396,9 +401,9 @@ class DraftPricing:
 
 
 def _num_alike(num_plain_steps: int) -> int:
-    """Return for how many steps the last of so many counts for which nobody asked, at one load: 0 leaves it out.
+    """Return how many steps the last of so many plain ones in a row stands for; 0: it is left out.
 
-    Nothing is learnt in them, so a few tell of the others, and pricing may not cost what it cannot bring.
+    Nothing is drafted in them, so a few tell of the others, and pricing may not cost what it cannot bring.
     """
     if num_plain_steps <= FIRST_PLAIN_STEPS:
         return 1

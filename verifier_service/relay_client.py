@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from outrider.verifier_service.drafting import Close, Commit, Draft, DrafterEvent, Resync, States, VerifierMessage
@@ -17,7 +17,7 @@ from outrider.verifier_service.wire import WireError, decode, encode
 
 
 class Ways(Protocol):
-    """Chooses a message's way; see `StateWays`."""
+    """Chooses a round's way; see `StateWays`."""
 
     def takes_channel(self, num_bytes: int) -> bool:
         """Return whether states of so many bytes should go through the channel."""
@@ -28,12 +28,13 @@ class Ways(Protocol):
 
 @dataclass(slots=True)
 class _Said:
-    """What a request's drafter was told of its states since its last round was asked for."""
+    """The states that a drafter was told of one request, for its next round."""
 
-    num_bytes: int = 0
-    transports: set[str] = field(default_factory=set)
+    num_bytes: int
+    by_channel: bool
+    said_s: float
+    is_mixed: bool = False  # the channel did not take all of them
     round_id: int | None = None  # None: nothing was asked for yet
-    asked_s: float = 0.0
 
 
 class RelayDraftClient:
@@ -96,50 +97,66 @@ class RelayDraftClient:
 
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
         has_channel = drafter_id in self._senders
+        if has_channel:
+            self._choose_ways(drafter_id, messages)
         for message in messages:
             framed = self._framed(drafter_id, message) if isinstance(message, States) else message
             self._outbox.append(Relay(peer=drafter_id, payload=encode(framed)))
             if has_channel and isinstance(message, Commit | Close):
                 self._note_asked(drafter_id, message)
 
+    def _choose_ways(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
+        """Choose a way for all states that are said of a request before its round is asked for."""
+        num_bytes: collections.Counter[str] = collections.Counter()
+        for message in messages:
+            if isinstance(message, States):
+                num_bytes[message.request_id] += len(message.data)
+        for request_id, total in num_bytes.items():
+            self._give_up(drafter_id, request_id)
+            by_channel = self._ways[drafter_id].takes_channel(total)
+            self._said[drafter_id, request_id] = _Said(total, by_channel, self._clock())
+
     def _note_asked(self, drafter_id: str, message: Commit | Close) -> None:
-        """Remember when a round was asked for that brought states; without any it says nothing of ways."""
-        key = (drafter_id, message.request_id)
-        said = self._said.get(key)
+        """Remember which round the states were for; a round without any says nothing of ways."""
+        said = self._said.get((drafter_id, message.request_id))
         if said is None:
             return
-        if isinstance(message, Close) or said.round_id is not None or not message.max_length:
-            del self._said[key]
-            return
-        said.round_id, said.asked_s = message.round_id, self._clock()
+        if isinstance(message, Close):
+            del self._said[drafter_id, message.request_id]
+        elif said.round_id is not None or not message.max_length:
+            self._give_up(drafter_id, message.request_id)
+        else:
+            said.round_id = message.round_id
+
+    def _give_up(self, drafter_id: str, request_id: str) -> None:
+        """Go on without an answer: it would have taken at least as long as has passed."""
+        said = self._said.pop((drafter_id, request_id), None)
+        if said is not None and said.round_id is not None:
+            self._observe_way(drafter_id, said, self._clock())
 
     def _observe_round(self, drafter_id: str, draft: Draft, received_s: float | None) -> None:
         said = self._said.get((drafter_id, draft.request_id))
-        if said is None or said.round_id != draft.round_id:
-            return
-        del self._said[drafter_id, draft.request_id]
-        if len(said.transports) == 1:
-            seconds = (self._clock() if received_s is None else received_s) - said.asked_s
-            self._ways[drafter_id].observe(said.num_bytes, seconds, by_channel=GRPC not in said.transports)
+        if said is not None and said.round_id == draft.round_id:
+            del self._said[drafter_id, draft.request_id]
+            self._observe_way(drafter_id, said, self._clock() if received_s is None else received_s)
+
+    def _observe_way(self, drafter_id: str, said: _Said, ended_s: float) -> None:
+        if not said.is_mixed:
+            self._ways[drafter_id].observe(said.num_bytes, ended_s - said.said_s, by_channel=said.by_channel)
 
     def _framed(self, drafter_id: str, message: States) -> States:
-        """Let the states go the faster way, where that takes them now; return what the frame says."""
-        sender, num_bytes = self._senders.get(drafter_id), len(message.data)
-        if sender is None:
+        """Let the states go the way that was chosen, where that takes them now; return what the frame says."""
+        sender, said = self._senders.get(drafter_id), self._said.get((drafter_id, message.request_id))
+        wants_channel = said is not None and said.by_channel
+        number = sender.offer(as_tensor(message.data)) if sender is not None and wants_channel else None
+        num_bytes = len(message.data)
+        if sender is None or number is None:
             self.num_state_bytes[GRPC] += num_bytes
+            if said is not None and sender is not None and wants_channel:
+                said.is_mixed = True
+                self.num_tensor_fallbacks += sender.is_refusing
             return message
-        said = self._said.get((drafter_id, message.request_id))
-        if said is None or said.round_id is not None:
-            said = self._said[drafter_id, message.request_id] = _Said()
-        said.num_bytes += num_bytes
-        wants_channel = self._ways[drafter_id].takes_channel(num_bytes)
-        number = sender.offer(as_tensor(message.data)) if wants_channel else None
-        transport = GRPC if number is None else sender.route.transport
-        said.transports.add(transport)
-        self.num_state_bytes[transport] += num_bytes
-        if number is None:
-            self.num_tensor_fallbacks += wants_channel and sender.is_refusing
-            return message
+        self.num_state_bytes[sender.route.transport] += num_bytes
         return replace(message, data=b"", tensor=number, num_bytes=num_bytes, channel=sender.route.group)
 
     def poll(self) -> list[DrafterEvent]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 MIN_CHANNEL_BYTES = 8 << 10  # fewer are never worth a transfer of their own
 LIKELY_CHANNEL_BYTES = 512 << 10  # from here the channel is tried first: on one machine it was faster from 600 KiB on
 NUM_TRIES = 4  # of each way, before one is preferred
-RETRY_EVERY = 64  # messages of a size, of which one goes the slower way: conditions change
+RETRY_EVERY = 64  # rounds of a size, of which one goes the slower way: conditions change
 SMOOTHING = 1 / 8
 STALL = 4.0  # times the mean: what takes longer counts as no more, a machine that stood still is no way's fault
 
@@ -25,37 +25,39 @@ class _Way:
 
     def observe(self, seconds: float) -> None:
         self.num_rounds += 1
-        counted_s = seconds if self.num_rounds == 1 else min(seconds, STALL * self.mean_s)
-        self.mean_s += max(SMOOTHING, 1.0 / self.num_rounds) * (counted_s - self.mean_s)
+        if self.num_rounds <= NUM_TRIES:  # the quickest of the first: a connection's very first rounds are cold
+            self.mean_s = seconds if self.num_rounds == 1 else min(seconds, self.mean_s)
+        else:
+            self.mean_s += SMOOTHING * (min(seconds, STALL * self.mean_s) - self.mean_s)
 
 
 @dataclass(slots=True)
 class _Size:
-    """Messages of about one size."""
+    """Rounds with states of about one size."""
 
     frames: _Way = field(default_factory=_Way)
     channel: _Way = field(default_factory=_Way)
-    num_messages: int = 0
+    num_chosen: int = 0
 
 
 class StateWays:
-    """The choice of one link, message by message."""
+    """The choice of one link, round by round."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, _Size] = {}
 
     def takes_channel(self, num_bytes: int) -> bool:
-        """Return whether a message's states should go through the channel, not in the frame."""
+        """Return whether a round's states should go through the channel, not in frames."""
         if num_bytes < MIN_CHANNEL_BYTES:
             return False
         size = self._sizes.setdefault(num_bytes.bit_length(), _Size())
-        size.num_messages += 1
+        size.num_chosen += 1
         frames, channel = size.frames, size.channel
         if min(frames.num_rounds, channel.num_rounds) < NUM_TRIES:
             is_likely = num_bytes >= LIKELY_CHANNEL_BYTES
             return is_likely if frames.num_rounds == channel.num_rounds else channel.num_rounds < frames.num_rounds
         is_faster = channel.mean_s < frames.mean_s
-        return is_faster != (size.num_messages % RETRY_EVERY == 0)
+        return is_faster != (size.num_chosen % RETRY_EVERY == 0)
 
     def observe(self, num_bytes: int, seconds: float, *, by_channel: bool) -> None:
         """Take in the round trip of a round whose states, of so many bytes, all went one way."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NUM_REPEATS = 5
 NUM_ALWAYS = 64  # tokens up to which powers of two are measured however long they take …
 PATIENCE_S = 1.0  # … beyond which no more when measuring has taken so long
-GAPS_PATIENCE_S = 0.5  # the same of counts between them
+GAPS_PATIENCE_S = 0.5  # for the counts between them
 BEND = 0.05  # by which a step may differ from the line between its neighbours
 GAPS_PER_OCTAVE = 8  # at most: the profile is followed no finer
 MAX_CONTEXT_TOKENS = 1 << 16  # that are read to learn what reading takes
@@ -90,7 +90,8 @@ def _context_time(
     length = min(runner.max_model_len, num_slots) // runner.block_size * runner.block_size
     if length < runner.block_size:
         return None
-    count = min(num_slots // length, times[-1].num_tokens)
+    affordable = max(1, int(PATIENCE_S / (1 + NUM_REPEATS) / step_s(1, length)))
+    count = min(num_slots // length, times[-1].num_tokens, affordable)
     plain_s = StepTimeModel.from_points(times).t(count)
     num_read = count * length
     return ContextTime(seconds=max(0.0, step_s(count, length) - plain_s) / num_read, num_tokens=num_read)

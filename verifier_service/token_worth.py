@@ -78,12 +78,16 @@ class TokenWorth:
             return survivals
         return [min(weight * survival, MAX_WORTH) for survival in survivals]
 
-    def observe(self, rounds: Iterable[tuple[str, float, float]], price: float) -> None:
-        """Take in a step: each request's committed and drafted tokens, and the price of a draft position then."""
+    def observe(self, rounds: Iterable[tuple[str, float, float]], price: float, num_steps: int = 1) -> None:
+        """Take in a step: each request's committed and drafted tokens, and the price of a draft position then.
+
+        It stands for `num_steps` that were alike.
+        """
+        share = 1.0 - (1.0 - SHARE) ** num_steps
         means: list[tuple[str, _Means]] = []
         for request_id, num_tokens, num_draft_tokens in rounds:
-            self._num_rounds += 1
-            self._pool.add(num_tokens, num_draft_tokens, max(POOL_SHARE, 1.0 / self._num_rounds))
+            self._num_rounds += num_steps
+            self._pool.add(num_tokens, num_draft_tokens, num_steps * max(POOL_SHARE, 1.0 / self._num_rounds))
             if (own := self._means.get(request_id)) is None:
                 own = self._means[request_id] = replace(self._pool)
             if own.num_whole:
@@ -91,7 +95,7 @@ class TokenWorth:
             if num_tokens > 1:
                 self._stretches.observe_accepted(num_tokens - 1)
             own.num_whole = num_draft_tokens if num_tokens == num_draft_tokens + 1 else 0.0
-            own.add(num_tokens, num_draft_tokens, SHARE)
+            own.add(num_tokens, num_draft_tokens, share)
             means.append((request_id, own))
         if not means:
             return

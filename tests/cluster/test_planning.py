@@ -50,7 +50,6 @@ class TestVerifiersThatPriceTheirSteps:
         fleet.second()
         fleet.second()
         assert set(fleet.lengths.values()) == {8}, "the dwell"
-        assert {plan.enabled_reason for plan in fleet.plans.values()} == {"dwell"}
         fleet.second()
         assert set(fleet.plans.values()) == {SpeculationPlan(disabled_reason="draft_queue")}
         assert fleet.default_plan.drafter_id is None
@@ -437,6 +436,20 @@ class TestDrafters:
         fleet.second()
         assert [plan.drafter_id for plan in fleet.plans.values()].count("d1") == 3, "nowhere to go"
         assert min(fleet.lengths.values()) == 8
+
+
+def test_a_plan_is_not_sent_again_for_another_reason_alone():
+    """At this price no position pays, for less than a dwell: the bound stays, the reason does not."""
+    fleet = Fleet(MEMORY_BOUND, price=0.1)
+    fleet.add(*names(4))
+    fleet.run(5)
+    assert fleet.directive is not None
+    assert not fleet.directive.plans
+    fleet.price = 1.0
+    fleet.second()
+    assert not fleet.directive.plans
+    counts = {(item.decision, item.reason): item.count for item in fleet.core.snapshot(fleet.now_s).decisions}
+    assert counts["on", "dwell"] == 4
 
 
 def test_every_plan_has_a_reason_and_those_without_drafts_no_drafter():

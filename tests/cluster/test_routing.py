@@ -136,6 +136,14 @@ def test_says_why_it_chose(verifiers, fields, age_s, reason):
     assert chosen(fleet, ask(**fields), NOW_S + age_s).reason == reason
 
 
+def test_a_request_that_its_prefix_had_to_leave_says_so():
+    request = ask(affinity_key="k")
+    favourite = chosen(snapshot([verifier("a"), verifier("b")]), request).verifier_id
+    fleet = snapshot([verifier(name, num_running=50 if name == favourite else 0) for name in "ab"])
+    assert chosen(fleet, request).verifier_id != favourite
+    assert chosen(fleet, request).reason == "spill"
+
+
 class TestDraining:
     def test_a_draining_verifier_gets_no_new_request(self):
         fleet = snapshot([verifier("ends", draining=True), verifier("busy", num_running=50)])

@@ -88,6 +88,14 @@ def error(cost: CostModel, truth, shapes: list[StepShape]) -> float:
     return max(abs(cost.seconds(shape) / truth(shape) - 1.0) for shape in shapes)
 
 
+def test_a_single_stair_is_no_knee():
+    """A step is 15 % dearer from 65 tokens on, and compute-bound from 256."""
+    points = [(n, 1.15 if n > 64 else 1.0) for n in (1, 2, 4, 8, 16, 32, 64, 72, 80, 96, 128, 192)]
+    doubled = [point for point in points if point[0].bit_count() == 1]
+    rest = [(n, 1.15 * max(1.0, n / 256)) for n in (256, 384, 512, 1024)]
+    assert model(*points, *rest).knee() == model(*doubled, *rest).knee() == 256
+
+
 def test_before_any_step_the_profile_is_all_there_is():
     cost = CostModel(KNEED)
     assert [cost.seconds(StepShape(n, 0)) for n in (1, 24, 128)] == pytest.approx([0.020, 0.030, 0.160])

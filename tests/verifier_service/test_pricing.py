@@ -94,13 +94,15 @@ class CountedWorth(TokenWorth):
 
     num_steps = 0
 
-    def observe(self, rounds: Iterable[tuple[str, float, float]], price: float) -> None:
+    def observe(self, rounds: Iterable[tuple[str, float, float]], price: float, num_steps: int = 1) -> None:
         self.num_steps += 1
-        super().observe(rounds, price)
+        super().observe(rounds, price, num_steps)
 
 
 @pytest.mark.parametrize(
-    ("plan", "num_taken_in"), [({"is_pinned": True}, 200), ({"draft_length": 0}, 2 + 198 // 8)], ids=["drafts", "plain"]
+    ("plan", "num_taken_in"),
+    [({"is_pinned": True}, 200), ({"draft_length": 0}, 1 + 2 + 197 // 8)],
+    ids=["drafts", "plain"],
 )
 def test_of_steps_for_which_nobody_asks_few_are_priced(plan: dict[str, object], num_taken_in: int):
     bench = Bench(GuessingDrafts(share_wrong=1.0), FREE)

@@ -186,7 +186,8 @@ print(resident_mib() - before)
 
 def kept_mib(mode: str, **environment: str) -> int:
     command = [sys.executable, "-c", CHURN, mode]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**own, **environment})
     return int(done.stdout)
 
 

@@ -81,8 +81,11 @@ class StallingBench(FarBench):
 
 
 def test_what_slows_all_steps_down_is_not_held_against_drafts():
-    drafts = FarDrafts(level_s=0.003, fixed_s=0.003, opening_s=0.01, share_wrong=0.45)
-    bench = StallingBench(drafts, ONE_CORE, contention=0.2)
-    off = bench.speed(1, num_requests=8, draft_length=0, is_pinned=True)
-    found = [bench.speed(1, num_requests=8) / off for _ in range(6)]
-    assert sum(found) / len(found) > 1.04, "two drafts pinned come to 1.10; held against them, to 1.01"
+    found: list[float] = []
+    for phase in (0, 15, 30, 45):  # drafts that pay little: one course of events says nothing
+        drafts = FarDrafts(level_s=0.003, fixed_s=0.003, opening_s=0.01, share_wrong=0.43)
+        bench = StallingBench(drafts, ONE_CORE, contention=0.2)
+        bench.num_steps = phase
+        off = bench.speed(1, num_requests=8, draft_length=0, is_pinned=True)
+        found += [bench.speed(1, num_requests=8) / off for _ in range(6)]
+    assert sum(found) / len(found) > 1.085, "held against them, stalls leave 1.077 of 1.098"

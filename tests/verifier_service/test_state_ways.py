@@ -74,3 +74,10 @@ def test_one_stall_changes_nothing():
     sent(ways, 64 * KIB, RETRY_EVERY + 1, lambda by_channel: 0.002 if by_channel else 0.004)
     ways.observe(64 * KIB, 5.0, by_channel=True)
     assert ways.takes_channel(64 * KIB)
+
+
+def test_cold_first_rounds_are_not_held_against_the_way_that_had_them():
+    ways = StateWays()
+    channel_s = iter([1.0, 0.5])
+    sent(ways, 64 * KIB, 2 * NUM_TRIES, lambda by_channel: next(channel_s, 0.002) if by_channel else 0.004)
+    assert ways.takes_channel(64 * KIB)

@@ -141,16 +141,12 @@ class Bench:
         self.client.feed(PeerState(peer=peer, is_up=True, tensors=tensors))
 
     def say(self, data: bytes, peer: str = "d") -> States:
-        self.client.send(peer, [States(request_id="r", position=0, dtype="float32", width=1, data=data)])
+        self.client.send(peer, [states(data)])
         [relay] = self.client.take_outbox()
         assert relay.peer == peer
         message = decode(relay.payload, VERIFIER_MESSAGES)
         assert isinstance(message, States)
         return message
-
-    def ask(self, round_id: int) -> None:
-        self.client.send("d", [commit(round_id)])
-        self.client.take_outbox()
 
     def hear(self, message: Draft | Resync) -> None:
         self.client.feed(Relay(peer="d", payload=encode(message)))
@@ -221,44 +217,56 @@ def answer(round_id: int) -> Draft:
     return Draft(request_id="r", round_id=round_id, position=0, token_ids=(1,))
 
 
-def test_round_trips_are_measured_by_the_way_that_the_states_went():
+def states(data: bytes) -> States:
+    return States(request_id="r", position=0, dtype="float32", width=1, data=data)
+
+
+def test_round_trips_are_measured_from_the_first_word_on_by_the_way_that_the_states_went():
     bench = Bench()
     bench.come_up()
     for round_id, data, took_s in ((1, WORDS[0], 0.25), (2, b"tiny", 0.5)):
-        bench.say(data)
-        bench.ask(round_id)
-        asked_s = bench.now_s
+        said_s = bench.now_s
+        bench.client.send("d", [states(data), commit(round_id)])
         bench.now_s += 9.0  # until the engine polls
-        bench.client.feed(Relay(peer="d", payload=encode(answer(round_id)), received_s=asked_s + took_s))
+        bench.client.feed(Relay(peer="d", payload=encode(answer(round_id)), received_s=said_s + took_s))
     assert bench.ways.rounds == [(8, 0.25, True), (4, 0.5, False)]
 
 
-def test_the_messages_of_one_round_count_together_unless_they_went_both_ways():
+def test_all_states_of_a_round_go_one_way():
+    """Five bytes alone would go in the frame."""
     bench = Bench()
     bench.come_up()
-    for round_id, words in ((1, WORDS), (2, (WORDS[0], b"tiny"))):
-        for data in words:
-            bench.say(data)
-        bench.ask(round_id)
-        bench.hear(answer(round_id))
-    assert bench.ways.rounds == [(20, 0.0, True)]
+    bench.client.send("d", [states(b"aaaaa"), states(b"bbbbb"), commit(1)])
+    bench.hear(answer(1))
+    assert bench.senders[0].taken == [b"aaaaa", b"bbbbb"]
+    assert bench.ways.rounds == [(10, 0.0, True)]
 
 
-@pytest.mark.parametrize(
-    "later",
-    [
-        [commit(2)],  # the round went on without its draft
-        [Close(request_id="r")],
-        [States(request_id="r", position=1, dtype="float32", width=1, data=WORDS[0])],
-    ],
-    ids=["next round", "closed", "more states"],
-)
-def test_an_answer_that_is_not_waited_for_says_nothing(later: list[VerifierMessage]):
+def test_a_round_whose_channel_did_not_take_all_says_nothing():
     bench = Bench()
     bench.come_up()
-    bench.say(WORDS[0])
-    bench.ask(1)
+    bench.senders[0].has_room = False
+    bench.client.send("d", [states(WORDS[0]), commit(1)])
+    bench.hear(answer(1))
+    assert bench.ways.rounds == []
+
+
+@pytest.mark.parametrize("later", [[commit(2)], [states(WORDS[0]), commit(2)]], ids=["next round", "more states"])
+def test_a_round_that_went_on_without_its_draft_took_at_least_as_long(later: list[VerifierMessage]):
+    bench = Bench()
+    bench.come_up()
+    bench.client.send("d", [states(WORDS[0]), commit(1)])
+    bench.now_s += 2.0
     bench.client.send("d", later)
+    bench.hear(answer(1))
+    assert bench.ways.rounds == [(8, 2.0, True)]
+
+
+def test_of_a_request_that_ended_nothing_is_measured():
+    bench = Bench()
+    bench.come_up()
+    bench.client.send("d", [states(WORDS[0]), commit(1)])
+    bench.client.send("d", [Close(request_id="r")])
     bench.hear(answer(1))
     assert bench.ways.rounds == []
 
@@ -266,8 +274,7 @@ def test_an_answer_that_is_not_waited_for_says_nothing(later: list[VerifierMessa
 def test_of_a_connection_that_is_gone_no_round_is_measured():
     bench = Bench()
     bench.come_up()
-    bench.say(WORDS[0])
-    bench.ask(1)
+    bench.client.send("d", [states(WORDS[0]), commit(1)])
     bench.come_up()
     bench.hear(answer(1))
     assert bench.ways.rounds == []
