@@ -108,13 +108,11 @@ def _choose_verifier(
     else:
         limit = AFFINITY_LOAD_FACTOR * least + AFFINITY_SLACK
         key = ask.affinity_key
-        by_key = sorted(
-            zip(verifiers, loads, strict=True),
-            key=lambda pair: (_rendezvous(key, pair[0].report.verifier_id), pair[0].report.verifier_id),
-            reverse=True,
-        )
-        chosen = next(state for state, load in by_key if load <= limit)
-        reason = PlacementReason.PREFIX if chosen is by_key[0][0] else PlacementReason.SPILL
+        ids = (state.report.verifier_id for state in verifiers)
+        ranks = [(_rendezvous(key, verifier_id), verifier_id) for verifier_id in ids]
+        place = max((place for place, load in enumerate(loads) if load <= limit), key=ranks.__getitem__)
+        chosen = verifiers[place]
+        reason = PlacementReason.PREFIX if ranks[place] == max(ranks) else PlacementReason.SPILL
     return chosen, PlacementReason.ONLY if len(verifiers) == 1 else reason
 
 

@@ -61,7 +61,8 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
             follow(pipes[0], share)
             return
         runner = MeteredRunner(ParallelRunner(share, pipes))
-        cost = ForwardCost(time.monotonic, runner)
+        if spec.speculative.num_ahead_branches:  # nobody else asks what a forward costs
+            cost = ForwardCost(time.monotonic, runner)
     shell = connect(rank.shell_address)
     engine = build_draft_engine(spec, runner=runner, cost=cost)
     keep_loaded()

@@ -146,18 +146,17 @@ class RelayDraftClient:
 
     def _framed(self, drafter_id: str, message: States) -> States:
         """Let the states go the way that was chosen, where that takes them now; return what the frame says."""
-        sender, said = self._senders.get(drafter_id), self._said.get((drafter_id, message.request_id))
-        wants_channel = said is not None and said.by_channel
-        number = sender.offer(as_tensor(message.data)) if sender is not None and wants_channel else None
-        num_bytes = len(message.data)
-        if sender is None or number is None:
-            self.num_state_bytes[GRPC] += num_bytes
-            if said is not None and sender is not None and wants_channel:
-                said.is_mixed = True
-                self.num_tensor_fallbacks += sender.is_refusing
-            return message
-        self.num_state_bytes[sender.route.transport] += num_bytes
-        return replace(message, data=b"", tensor=number, num_bytes=num_bytes, channel=sender.route.group)
+        num_bytes, said = len(message.data), self._said.get((drafter_id, message.request_id))
+        if said is not None and said.by_channel:  # so there is one
+            sender = self._senders[drafter_id]
+            number = sender.offer(as_tensor(message.data))
+            if number is not None:
+                self.num_state_bytes[sender.route.transport] += num_bytes
+                return replace(message, data=b"", tensor=number, num_bytes=num_bytes, channel=sender.route.group)
+            said.is_mixed = True
+            self.num_tensor_fallbacks += sender.is_refusing
+        self.num_state_bytes[GRPC] += num_bytes
+        return message
 
     def poll(self) -> list[DrafterEvent]:
         events, self._events = self._events, []
