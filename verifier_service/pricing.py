@@ -69,6 +69,7 @@ class DraftPricing:
     num_extrapolated_steps: int = 0  # far beyond all that was profiled, or seen at this load
     _levels: LoadLevels | None = None  # None: there is no profile, so nothing is priced
     _level: LoadLevel | None = None  # of the last step
+    _max_depth: int | None = None  # how long the longest draft should be; None: any length
     _requests: dict[str, _Pricing] = field(default_factory=dict)
     _usual: tuple[str, int] = ("", 0)  # drafter and plan of the last request that was allowed to draft
     _base: StepShape = field(default_factory=lambda: StepShape(1, 0))  # of the last step, its drafts left out
@@ -86,6 +87,7 @@ class DraftPricing:
             return
         self._levels = LoadLevels(CostModel(StepTimeModel.from_points(step_times), experts, context))
         self._level = self._levels.at(1)
+        self._max_depth = self._level.depth.bound
 
     @property
     def cost(self) -> CostModel | None:
@@ -126,10 +128,7 @@ class DraftPricing:
         if bound and not kept.is_pinned:
             survivals = self._survivals(request, kept)
             kept.worths = self.worth.worths(request.request_id, survivals)
-            if kept.worths[0] > self._level.price.price:  # or else there is no need to know how deep
-                kept.asked = self._level.price.admitted(kept.worths[: self._level.depth.bound])
-            else:
-                kept.asked = 0
+            kept.asked = self._level.price.admitted(kept.worths[: self._max_depth])
             if not kept.asked:
                 kept.asked = self._probe(kept)
                 request.metrics.disabled_reason = "low_acceptance" if survivals[0] < LOW_SURVIVAL else "load"
@@ -277,6 +276,7 @@ class DraftPricing:
             self.worth.observe(rounds, level.price.price, num_alike)
         for outcome in outcomes:
             self._observe_draft(outcome)
+        self._max_depth = level.depth.bound
 
     def _observe_offers(self, level: LoadLevel, base: StepShape, offers: Sequence[Offer], num_steps: int) -> None:
         """Price what was on offer in the step, and in others like it, as far as drafts should go."""

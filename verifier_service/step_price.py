@@ -71,7 +71,11 @@ class StepPrice:
 
     def admitted(self, worths: Sequence[float]) -> int:
         """Return how many leading positions are worth the price; their worths must not rise."""
-        return next((place for place, worth in enumerate(worths) if worth <= self._price), len(worths))
+        price = self._price
+        for place, worth in enumerate(worths):
+            if worth <= price:
+                return place
+        return len(worths)
 
     def observe(
         self,

@@ -13,7 +13,7 @@ each position and of the row it is drawn from: see the design's fifth idea.
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -32,10 +32,7 @@ NUM_BINS = 16  # of confidence: narrow near 1, where most of what is worth verif
 MIN_HAZARD, MAX_HAZARD = 0.002, 0.998
 
 
-def _bin(confidence: float) -> int:
-    return min(int(NUM_BINS * (1.0 - math.sqrt(1.0 - confidence))), NUM_BINS - 1)
-
-
+_BIN_STARTS = tuple(1.0 - (1.0 - index / NUM_BINS) ** 2 for index in range(1, NUM_BINS))  # of all but the first
 _BIN_HAZARDS = tuple((1.0 - (index + 0.5) / NUM_BINS) ** 2 for index in range(NUM_BINS))  # as claimed in the middle
 
 
@@ -62,14 +59,14 @@ class _Counts:
     num_judged: float = 0.0
     num_rejected: float = 0.0
 
-    def add(self, is_rejected: bool, fade: float) -> None:
-        self.num_judged = self.num_judged * fade + 1.0
-        self.num_rejected = self.num_rejected * fade + is_rejected
+    def add(self, is_rejected: bool) -> None:
+        self.num_judged = self.num_judged * POOL_FADE + 1.0
+        self.num_rejected = self.num_rejected * POOL_FADE + is_rejected
 
-    def add_draft(self, num_judged: int, is_rejected: bool, fade: float) -> None:
+    def add_draft(self, num_judged: int, is_rejected: bool) -> None:
         """Add a draft's judged tokens, of which none but the last can be rejected."""
-        faded = fade**num_judged
-        self.num_judged = self.num_judged * faded + (1.0 - faded) / (1.0 - fade)
+        faded = POOL_FADE**num_judged
+        self.num_judged = self.num_judged * faded + (1.0 - faded) / (1.0 - POOL_FADE)
         self.num_rejected = self.num_rejected * faded + is_rejected
 
     def hazard(self, prior: float, prior_tokens: float) -> float:
@@ -86,11 +83,7 @@ class _Pool:
     bins: list[_Counts] = field(default_factory=lambda: [_Counts() for _ in range(NUM_BINS)])  # by confidence
     _hazards_after: list[list[float]] = field(default_factory=lambda: [[] for _ in LastRound])  # as of a refresh
     _by_bin: list[float] = field(default_factory=list)
-    _is_stale: bool = True
-
-    def needs_refresh(self, length: int) -> bool:
-        """Return whether counts have changed since the last, or `length` positions were never asked for."""
-        return self._is_stale or not self.has_hazards(length)
+    num_fresh: int = -1  # positions whose hazards are those of the last counts; below 0: not even those of the bins
 
     def refresh(self, length: int, prior: float) -> None:
         """Bring the hazards up to date with the counts, for `length` positions at least."""
@@ -109,7 +102,7 @@ class _Pool:
             counts.hazard(min(MAX_HAZARD, claimed * factor), POSITION_TOKENS)
             for counts, claimed in zip(self.bins, _BIN_HAZARDS, strict=True)
         ]
-        self._is_stale = False
+        self.num_fresh = len(self._hazards_after[0])
 
     def has_hazards(self, length: int) -> bool:
         """Return whether there are some for `length` positions, perhaps older than the last counts."""
@@ -121,24 +114,28 @@ class _Pool:
 
     def claimed_hazards(self, confidences: Sequence[float]) -> list[float]:
         """Return what such confidences have meant so far."""
-        return [self._by_bin[_bin(confidence)] for confidence in confidences]
+        by_bin = self._by_bin
+        return [by_bin[bisect_right(_BIN_STARTS, confidence)] for confidence in confidences]
 
-    def observe(self, accepted: Sequence[bool], last: LastRound, confidences: Sequence[float] | None) -> None:
-        if len(self.positions) < len(accepted):
+    def observe(self, num_judged: int, is_rejected: bool, last: LastRound) -> None:
+        """Take in a draft's judged tokens, of which none but the last can be rejected."""
+        if len(self.positions) < num_judged:
             for positions in (self.positions, *self.after):
-                positions.extend(_Counts() for _ in range(len(accepted) - len(positions)))
-        for is_accepted, counts, counts_after in zip(accepted, self.positions, self.after[last], strict=False):
-            counts.add(not is_accepted, POOL_FADE)
-            counts_after.add(not is_accepted, POOL_FADE)
-        self.overall.add_draft(len(accepted), not accepted[-1], POOL_FADE)
-        self._is_stale = True
-        if confidences is not None:
-            self.observe_claims(zip(confidences, accepted, strict=True))
+                positions.extend(_Counts() for _ in range(num_judged - len(positions)))
+        left = num_judged
+        for counts, counts_after in zip(self.positions, self.after[last], strict=True):
+            left -= 1
+            counts.add(is_rejected and not left)
+            counts_after.add(is_rejected and not left)
+            if not left:
+                break
+        self.overall.add_draft(num_judged, is_rejected)
+        self.num_fresh = -1
 
-    def observe_claims(self, claims: Iterable[tuple[float, bool]]) -> None:
-        for confidence, is_accepted in claims:
-            self.bins[_bin(confidence)].add(not is_accepted, POOL_FADE)
-        self._is_stale = True
+    def observe_claim(self, confidence: float, is_rejected: bool) -> None:
+        """Take in what a judged token's drafter had claimed."""
+        self.bins[bisect_right(_BIN_STARTS, confidence)].add(is_rejected)
+        self.num_fresh = -1
 
 
 @dataclass(slots=True)
@@ -153,12 +150,13 @@ class _Frailty:
     def factor(self) -> float:
         return (self.num_rejected + self.prior_rejections) / (self.num_expected + self.prior_rejections)
 
-    def observe(self, accepted: Sequence[bool], hazards: Sequence[float]) -> None:
+    def observe(self, is_rejected: bool, hazards: Sequence[float]) -> None:
+        """Take in a draft's judged tokens, of which none but the last can be rejected."""
         num_expected = 0.0
         for hazard in hazards:
             num_expected = num_expected * REQUEST_FADE + hazard
-        faded = REQUEST_FADE ** len(accepted)
-        self.num_rejected = self.num_rejected * faded + (not accepted[-1])
+        faded = REQUEST_FADE ** len(hazards)
+        self.num_rejected = self.num_rejected * faded + is_rejected
         self.num_expected = self.num_expected * faded + num_expected
 
     def fade(self) -> None:
@@ -215,20 +213,22 @@ class SurvivalEstimator:
         if num_judged < 1:
             return
         self.num_observed += 1
-        accepted = [position < num_accepted_tokens for position in range(num_judged)]
-        claimed = None if confidences is None or len(confidences) < num_judged else confidences[:num_judged]
+        is_rejected = num_accepted_tokens < num_judged
         pool = self._pool(drafter_id)
         if not pool.has_hazards(num_judged):
             pool.refresh(num_judged, self._prior_hazard(pool))
         if (history := self._requests.get(request_id)) is None:
             history = self._requests[request_id] = _RequestHistory()
         last = history.last_of(drafter_id)
-        history.by_position.observe(accepted, pool.hazards(num_judged, last))
-        if claimed is not None:
-            history.by_claim.observe(accepted, pool.claimed_hazards(claimed))
-        pool.observe(accepted, last, claimed)
+        history.by_position.observe(is_rejected, pool.hazards(num_judged, last))
+        pool.observe(num_judged, is_rejected, last)
+        if confidences is not None and len(confidences) >= num_judged:
+            claimed = confidences[:num_judged]
+            history.by_claim.observe(is_rejected, pool.claimed_hazards(claimed))
+            for place, confidence in enumerate(claimed, start=1):
+                pool.observe_claim(confidence, is_rejected and place == num_judged)
         history.last, history.last_drafter_id = LastRound.of(num_draft_tokens, num_accepted_tokens), drafter_id
-        self._all.add_draft(num_judged, not accepted[-1], POOL_FADE)
+        self._all.add_draft(num_judged, is_rejected)
 
     def observe_plain(self, request_id: str) -> None:
         """Take in a round without a draft: what is known of the request counts less."""
@@ -257,7 +257,9 @@ class SurvivalEstimator:
     def observe_claims(self, drafter_id: str, claims: Iterable[tuple[float, bool]]) -> None:
         """Take in confidences of tokens that were judged, each with whether it was accepted: the nodes of a tree."""
         self.num_observed += 1
-        self._pool(drafter_id).observe_claims(claims)
+        pool = self._pool(drafter_id)
+        for confidence, is_accepted in claims:
+            pool.observe_claim(confidence, not is_accepted)
 
     def claimed_rates(self, drafter_id: str, confidences: Sequence[float]) -> list[float]:
         """Return P(accepted, given that the token before it is) of single tokens by their confidences."""
@@ -271,7 +273,7 @@ class SurvivalEstimator:
     def _fresh_pool(self, drafter_id: str, length: int = 0) -> _Pool:
         """Return a drafter's pool with its hazards up to date, for `length` positions at least."""
         pool = self._pools.get(drafter_id) or _Pool()
-        if pool.needs_refresh(length):
+        if pool.num_fresh < length:
             pool.refresh(length, self._prior_hazard(pool))
         return pool
 

@@ -62,13 +62,14 @@ class TokenWorth:
 
     def worths(self, request_id: str, survivals: Sequence[float]) -> Sequence[float]:
         """Return what the positions of a request's chain are worth, to be compared with the price."""
-        if not self._stretches.are_seen:
-            return self.node_worths(request_id, survivals)
         weight = self.weight(request_id)
-        worths = [
-            weight * factor * survival
-            for factor, survival in zip(self._stretches.factors(len(survivals)), survivals, strict=False)
-        ]
+        if self._stretches.are_seen:
+            factors = self._stretches.factors(len(survivals))
+            worths = [weight * factor * survival for factor, survival in zip(factors, survivals, strict=False)]
+        elif weight == 1.0:
+            return survivals
+        else:
+            worths = [weight * survival for survival in survivals]
         return worths if not worths or worths[0] < MAX_WORTH else [min(worth, MAX_WORTH) for worth in worths]
 
     def node_worths(self, request_id: str, survivals: Sequence[float]) -> Sequence[float]:

@@ -262,7 +262,7 @@ def priced_at(price: float) -> tuple[DraftPricing, object]:
     bench.engine.add(make_request("0", draft_length=4, max_tokens=50, drafter_id="d"))
     request = bench.engine.requests["0"]
     assert bench.pricing._level is not None
-    bench.pricing._level.exposure.observe(4, 0.0)  # so that drafts may be long
+    bench.pricing._max_depth = None  # drafts may be long
     assert bench.pricing.length(request, "d", 4) == 4
     bench.pricing._level.price._price = price
     return bench.pricing, request
