@@ -98,7 +98,7 @@ class VerifierEngine:
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}  # of those whose first output is to come
         self._stuck_since_s: float | None = None  # since when all requests have waited for drafts
         self._joining_until_s: float | None = None  # until when a step that could run waits for more drafts
-        self._observed_s: float | None = None  # when the last step was; None: there was nothing to do since
+        self._verified_s: float | None = None  # when the last step was; None: there was nothing to do since
 
     def add(self, message: GenerationRequest) -> RequestOutput | None:
         """Queue a request; one that can never run is answered at once with its error."""
@@ -199,15 +199,11 @@ class VerifierEngine:
         first_rows = row_starts(schedule.items)
         self._keep_prompt_logprobs(schedule.items, first_rows, logits)
         outcomes = self._verify(schedule.items, first_rows, logits)
-        observed_s = self._clock()
-        self.pricing.observe(
-            schedule,
-            outcomes,
-            step_s=observed_s - (self._observed_s or waited_since_s) - exposed_s,
-            exposed_s=exposed_s,
-            held=[request for request in self.scheduler.running if request.hold_until_s is not None],
-        )
-        self._observed_s = observed_s
+        held = [request for request in self.scheduler.running if request.hold_until_s is not None]
+        priced_step = self.pricing.observe_drafts(schedule, outcomes, held)
+        verified_s = self._clock()
+        step_s = verified_s - (self._verified_s or waited_since_s) - exposed_s
+        self._verified_s = verified_s
         logprobs = _output_logprobs(outcomes, logits)
         timings = [self._timing(schedule, item, begin_s) for item in schedule.items]
         committed = [self._commit(*result) for result in zip(outcomes, logprobs, timings, strict=True)]
@@ -215,6 +211,10 @@ class VerifierEngine:
         self._move_states()
         end_s = self._clock()
         self.drafting.ask(self._running_after(schedule), end_s)
+        self.pricing.observe_step(priced_step, step_s=step_s, exposed_s=exposed_s)
+        for item in schedule.items:
+            if item.request.request_id not in self._requests:
+                self.pricing.forget(item.request.request_id)
         self.stats.observe(schedule, outputs, began_s=begin_s, ended_s=end_s)
         return outputs
 
@@ -402,7 +402,7 @@ class VerifierEngine:
         self.drafting.close(request)
         self.pricing.forget(request.request_id)
         if not self._requests:
-            self._observed_s = None
+            self._verified_s = None
 
 
 _NOTHING = VerifiedTokens([], ())

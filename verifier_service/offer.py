@@ -1,30 +1,76 @@
-"""What a request's draft has on offer in a step: how good its positions are, as far as pricing may look at them."""
+"""What requests asked for before a step and had on offer in it: how good drafts are, as far as pricing may look."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft
 from outrider.verifier_service.outcome import Outcome
+from outrider.verifier_service.request import Request
+from outrider.verifier_service.schedule import Schedule, ScheduledRequest
 from outrider.verifier_service.step_price import Slot
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a request had on offer in a step: survivals and worths of positions or nodes, the best worth by depth."""
+    """What a request had on offer in a step: positions of a chain or nodes of a tree."""
 
     survivals: Sequence[float] = ()
-    slots: Sequence[Slot] = ()
-    levels: Sequence[float] = ()
+    worths: Sequence[float] = ()
+    hoped: Sequence[float] = ()  # worths before the draft was there, as far as known
+    levels: Sequence[float] = ()  # the best worth by depth: a chain's are its worths
 
-    def down_to(self, depth: int | None) -> Sequence[Slot]:
-        """Return the first positions; of a tree, all nodes as good as the worst of them; None: all."""
+    def down_to(self, depth: int | None) -> list[Slot]:
+        """Return the slots of the first positions; of a tree, all nodes as good as the worst of them; None: all."""
+        slots = zip(self.worths, hoped_worths(self.hoped, self.worths), strict=True)
         if depth is None or depth >= len(self.levels):
-            return self.slots
-        if len(self.slots) == len(self.levels):  # a chain: no depth has two
-            return self.slots[:depth]
-        return [slot for slot in self.slots if slot[0] > self.levels[depth]]
+            return list(slots)
+        if len(self.worths) == len(self.levels):  # a chain: no depth has two
+            return list(itertools.islice(slots, depth))
+        return [slot for slot in slots if slot[0] > self.levels[depth]]
+
+
+@dataclass(slots=True)
+class Round:
+    """What a request asked for before a step, and what its draft then had on offer."""
+
+    drafter_id: str
+    bound: int = 0  # what its plan and its limits allowed, or would have if it were not switched off
+    length: int = 0  # how much of that was asked for
+    is_probe: bool = False
+    is_pinned: bool = False
+    is_opening: bool = True  # its drafter had not answered yet: its first round contains a prefill
+    worths: Sequence[float] = ()  # of the positions, by history, when a draft was asked for
+    offered: Offer | None = None  # by its draft; None: it has none
+
+
+@dataclass(frozen=True, slots=True)
+class PricedStep:
+    """A step, and what its requests had asked for before it: they may have asked again since."""
+
+    schedule: Schedule
+    outcomes: Sequence[Outcome]
+    held: Sequence[Request]  # could have been in it, but still waited for their drafts
+    rounds: Mapping[str, Round]  # by request
+
+    def asking(self, requests: Iterable[Request]) -> list[Round]:
+        """Return the rounds of those requests that had asked for a draft."""
+        rounds = (self.rounds.get(request.request_id) for request in requests)
+        return [one for one in rounds if one is not None and one.length]
+
+    def is_pinned(self, item: ScheduledRequest) -> bool:
+        """Return whether a request drafts whatever that costs."""
+        asked = self.rounds.get(item.request.request_id)
+        return asked is not None and asked.is_pinned
+
+    def expected(self, item: ScheduledRequest) -> float:
+        """Return how many tokens of an item's draft were expected to be accepted."""
+        asked = self.rounds.get(item.request.request_id)
+        if item.draft is None or asked is None or asked.offered is None:
+            return 0.0
+        return sum(sorted(asked.offered.survivals, reverse=True)[: len(item.draft.token_ids)])
 
 
 def hoped_worths(by_history: Sequence[float], worths: Sequence[float]) -> Sequence[float]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.verifier_service.cost_model import ContextTime, CostModel, ExpertShape, StepShape, StepTimeModel
@@ -24,7 +24,7 @@ from outrider.verifier_service.drafting import ROOT, Draft
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.exposure import DraftExposure
 from outrider.verifier_service.load_levels import LoadLevel, LoadLevels
-from outrider.verifier_service.offer import Offer, confidences_of, hoped_worths, judged_nodes
+from outrider.verifier_service.offer import Offer, PricedStep, Round, confidences_of, hoped_worths, judged_nodes
 from outrider.verifier_service.outcome import Outcome, num_draft_tokens
 from outrider.verifier_service.request import Request
 from outrider.verifier_service.schedule import Schedule, ScheduledRequest, first_nodes, kept_nodes
@@ -49,20 +49,18 @@ class _Pricing:
 
     drafter_id: str
     num_rounds_off: int  # since its last draft was asked for
-    bound: int = 0  # what its plan and its limits allow now, or would if it were not switched off
-    asked: int = 0  # how much of that was asked for in this round
-    is_probe: bool = False
-    is_pinned: bool = False
-    is_opening: bool = True  # its drafter has not answered yet: its first round contains a prefill
-    offered: Offer | None = None  # by its draft in this step; None: it has none
-    survivals: Sequence[float] = ()  # by history, of `bound` positions
-    worths: Sequence[float] = ()  # of these, when a draft was asked for
+    is_opening: bool = True  # its drafter has not answered yet
+    round: Round | None = None  # None: it has not asked since the last step that it was in
+    survivals: Sequence[float] = ()  # by history
     survivals_at: tuple[int, str, int] | None = None  # what they were estimated from
 
 
 @dataclass(slots=True)
 class DraftPricing:
-    """The engine's side of the price: `length` when it asks, `admitted` when it schedules, `observe` after the step."""
+    """The engine's side of the price: `length` when it asks, `admitted` when it schedules.
+
+    After the step `observe_drafts`, and `observe_step` when requests have asked again: drafters are at work meanwhile.
+    """
 
     survival: SurvivalEstimator = field(default_factory=SurvivalEstimator)
     worth: TokenWorth = field(default_factory=TokenWorth)
@@ -123,33 +121,34 @@ class DraftPricing:
         drafter_id, potential = (drafter_id, bound) if bound else self._usual
         kept = self._kept(request, drafter_id)
         kept.is_opening = kept.is_opening or kept.drafter_id != drafter_id or request.plan.is_off
-        kept.drafter_id, kept.bound, kept.asked = drafter_id, potential, bound
-        kept.is_pinned, kept.is_probe = request.plan.is_pinned, False
-        if bound and not kept.is_pinned:
-            survivals = self._survivals(request, kept)
-            kept.worths = self.worth.worths(request.request_id, survivals)
-            kept.asked = self._level.price.admitted(kept.worths[: self._max_depth])
-            if not kept.asked:
-                kept.asked = self._probe(kept)
+        kept.drafter_id, is_pinned = drafter_id, request.plan.is_pinned
+        asked = kept.round = Round(drafter_id, potential, bound, is_pinned=is_pinned, is_opening=kept.is_opening)
+        if bound and not is_pinned:
+            survivals = self._survivals(request.request_id, kept, asked)
+            asked.worths = self.worth.worths(request.request_id, survivals)
+            asked.length = self._level.price.admitted(asked.worths[: self._max_depth])
+            if not asked.length:
+                self._probe(kept, asked)
                 request.metrics.disabled_reason = "low_acceptance" if survivals[0] < LOW_SURVIVAL else "load"
-        kept.num_rounds_off = 0 if kept.asked else kept.num_rounds_off + 1
-        return kept.asked
+        kept.num_rounds_off = 0 if asked.length else kept.num_rounds_off + 1
+        return asked.length
 
     def choose(self, request_id: str, drafter_id: str | None) -> None:
         """Hear of whom a draft was asked in the end: maybe of another drafter than was likely, or of nobody."""
         kept = self._requests.get(request_id)
-        if kept is None:
+        if kept is None or kept.round is None:
             return
         if drafter_id is None:
-            kept.asked, kept.is_probe = 0, False
+            kept.round.length, kept.round.is_probe = 0, False
         elif drafter_id != kept.drafter_id:
-            kept.drafter_id, kept.is_opening = drafter_id, True
+            kept.drafter_id = kept.round.drafter_id = drafter_id
+            kept.is_opening = kept.round.is_opening = True
 
-    def _survivals(self, request: Request, kept: _Pricing) -> Sequence[float]:
+    def _survivals(self, request_id: str, kept: _Pricing, asked: Round) -> Sequence[float]:
         """Return those by history, estimated again only after something was learnt: without drafts nothing is."""
-        source = (self.survival.num_observed, kept.drafter_id, kept.bound)
+        source = (self.survival.num_observed, asked.drafter_id, asked.bound)
         if kept.survivals_at != source:
-            kept.survivals = self.survival.survivals(request.request_id, kept.drafter_id, kept.bound)
+            kept.survivals = self.survival.survivals(request_id, asked.drafter_id, asked.bound)
             kept.survivals_at = source
         return kept.survivals
 
@@ -160,43 +159,42 @@ class DraftPricing:
             kept = self._requests[request.request_id] = _Pricing(drafter_id, num_rounds_off=waited)
         return kept
 
-    def _probe(self, kept: _Pricing) -> int:
-        """Return how many tokens a request drafts although they do not pay: mostly none."""
+    def _probe(self, kept: _Pricing, asked: Round) -> None:
+        """Let a request draft a little although it does not pay: mostly not at all."""
         assert self._level is not None
-        length = min(PROBE_LENGTH, kept.bound)
         if kept.num_rounds_off + 1 < PROBE_ROUNDS:
-            return 0
+            return
         if self._probe_s <= 0.0:  # the last probes are not paid for yet
-            return 0
+            return
+        length = min(PROBE_LENGTH, asked.bound)
         times = self._level.cost.seconds_with(self._base, length)
         self._probe_s -= times[-1] - times[0] + times[0] / self._base.num_tokens  # it misses a step at least
-        kept.is_probe = True
-        return length
+        asked.length, asked.is_probe = length, True
 
     def admitted(self, request: Request, draft: Draft) -> Draft:
         """Return the part of a draft that is worth verifying by the price of earlier steps."""
         kept = self._requests.get(request.request_id)
-        if self._level is None or kept is None:
+        if self._level is None or kept is None or (asked := kept.round) is None:
             return draft
         if draft.parents is not None and draft.draft_probs is None:
-            return self._best_nodes(request.request_id, kept, draft)
+            return self._best_nodes(request.request_id, asked, draft)
         is_chain = draft.parents is None
-        num_levels = len(draft.token_ids) if is_chain else kept.asked
+        num_levels = len(draft.token_ids) if is_chain else asked.length
         # a drafter that stopped of itself has nothing more on offer
-        num_offered = max(num_levels, kept.bound) if is_chain and num_levels >= kept.asked else num_levels
+        num_offered = max(num_levels, asked.bound) if is_chain and num_levels >= asked.length else num_levels
         confidences = confidences_of(draft) if is_chain else None
-        survivals = self.survival.survivals(request.request_id, kept.drafter_id, num_offered, confidences)
-        kept.offered = self._offer_of_chain(request.request_id, survivals, kept.worths)
-        if kept.is_probe or kept.is_pinned:
+        survivals = self.survival.survivals(request.request_id, asked.drafter_id, num_offered, confidences)
+        asked.offered = self._offer_of_chain(request.request_id, survivals, asked.worths)
+        if asked.is_probe or asked.is_pinned:
             return draft
-        num_paying = self._level.price.admitted(kept.offered.levels[:num_levels])
+        num_paying = self._level.price.admitted(asked.offered.levels[:num_levels])
         return first_nodes(draft, max_nodes=num_paying if is_chain else len(draft.token_ids), max_depth=num_paying)
 
-    def _best_nodes(self, request_id: str, kept: _Pricing, draft: Draft) -> Draft:
+    def _best_nodes(self, request_id: str, asked: Round, draft: Draft) -> Draft:
         """Return the nodes of a tree of point masses that are worth the price; a node survives less than its parent."""
         assert draft.parents is not None
         assert self._level is not None
-        rates = self.survival.claimed_rates(kept.drafter_id, draft.confidences or (0.5,) * len(draft.token_ids))
+        rates = self.survival.claimed_rates(asked.drafter_id, draft.confidences or (0.5,) * len(draft.token_ids))
         survivals: list[float] = []
         for parent, rate in zip(draft.parents, rates, strict=True):
             survivals.append(rate * (1.0 if parent == ROOT else survivals[parent]))
@@ -206,10 +204,9 @@ class DraftPricing:
         for depth, worth in zip(node_depths, worths, strict=True):
             levels.extend([0.0] * (depth + 1 - len(levels)))
             levels[depth] = max(levels[depth], worth)
-        hoped = hoped_worths(kept.worths, levels)
-        slots = [(worth, hoped[depth]) for worth, depth in zip(worths, node_depths, strict=True)]
-        kept.offered = Offer(survivals, slots, levels)
-        if kept.is_probe or kept.is_pinned:
+        hoped = hoped_worths(asked.worths, levels)
+        asked.offered = Offer(survivals, worths, [hoped[depth] for depth in node_depths], levels)
+        if asked.is_probe or asked.is_pinned:
             return draft
         price = self._level.price.price
         return kept_nodes(draft, [node for node, worth in enumerate(worths) if worth > price])
@@ -218,28 +215,53 @@ class DraftPricing:
         self, request_id: str, survivals: Sequence[float], by_history: Sequence[float] = ()
     ) -> Offer:
         worths = self.worth.worths(request_id, survivals)
-        return Offer(survivals, list(zip(worths, hoped_worths(by_history, worths), strict=True)), worths)
+        return Offer(survivals, worths, by_history, worths)
 
-    def observe(
-        self,
-        schedule: Schedule,
-        outcomes: Sequence[Outcome],
-        *,
-        step_s: float,
-        exposed_s: float,
-        held: Sequence[Request] = (),
-    ) -> None:
-        """Take in a step: how long it took, how long its drafts held it up before that, and what came of them.
+    def observe_drafts(
+        self, schedule: Schedule, outcomes: Sequence[Outcome], held: Sequence[Request] = ()
+    ) -> PricedStep:
+        """Take in what came of a step's drafts, before its requests ask again, and return what prices the step.
 
         `held` could have been in it, but still waited for their drafts.
         """
+        rounds: dict[str, Round] = {}
+        for request in (*(item.request for item in schedule.items), *held):
+            kept = self._requests.get(request.request_id)
+            if kept is not None and kept.round is not None:
+                rounds[request.request_id] = kept.round
+        for outcome in outcomes:
+            if (kept := self._requests.get(outcome.item.request.request_id)) is not None:
+                self._observe_draft(kept, outcome)
+                kept.round = None
+        return PricedStep(schedule, outcomes, held, rounds)
+
+    def _observe_draft(self, kept: _Pricing, outcome: Outcome) -> None:
+        draft, request_id = outcome.item.draft, outcome.item.request.request_id
+        if draft is None:
+            self.survival.observe_plain(request_id)
+            return
+        kept.is_opening = False
+        is_chain = draft.parents is None
+        self.survival.observe(
+            request_id,
+            kept.drafter_id,
+            num_draft_tokens=outcome.num_judged,
+            num_accepted_tokens=len(outcome.path),
+            confidences=confidences_of(draft) if is_chain else None,
+        )
+        if not is_chain and draft.confidences is not None:
+            self.survival.observe_claims(kept.drafter_id, judged_nodes(draft, outcome))
+
+    def observe_step(self, step: PricedStep, *, step_s: float, exposed_s: float) -> None:
+        """Take in how long a step took, how long its drafts held it up before that, and what was on offer in it."""
         if self._levels is None:
             return
-        level = self._levels.at(len(schedule.items) + len(held))
+        schedule, outcomes = step.schedule, step.outcomes
+        level = self._levels.at(len(schedule.items) + len(step.held))
         is_new_load, self._level = level is not self._level, level
         num_context_tokens = sum(schedule.batch.context_lengths)
-        priced = [outcome.item for outcome in outcomes if outcome.item.samples and not self._is_pinned(outcome)]
-        asking = self._asking([*(item.request for item in schedule.items), *held])
+        priced = [outcome.item for outcome in outcomes if outcome.item.samples and not step.is_pinned(outcome.item)]
+        asking = step.asking([*(item.request for item in schedule.items), *step.held])
         is_plain = not asking and schedule.batch.num_tokens == len(schedule.items)
         if asking or is_new_load:
             self._num_plain_steps = 0
@@ -247,12 +269,12 @@ class DraftPricing:
         num_alike = _num_alike(self._num_plain_steps) if is_plain else 1
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         # a step with drafts says nothing of how long plain ones take: drafters' work may have slowed it down
-        is_drafting = bool(held) or any(item.draft is not None for item in schedule.items)
+        is_drafting = bool(step.held) or any(item.draft is not None for item in schedule.items)
         shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=is_drafting)
         if num_alike:
             self.num_extrapolated_steps += level.cost.is_extrapolating(shape)
             level.cost.observe(shape, step_s)
-        self._observe_exposure(level.exposure, outcomes, exposed_s)
+        _observe_exposure(level.exposure, step, exposed_s)
         base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
         if level.price.is_new:  # before the first drafts: as if the prompts had been read already
             base = StepShape(max(1, len(priced)), num_context_tokens)
@@ -260,22 +282,11 @@ class DraftPricing:
         granted_s = PROBE_SHARE * step_s / math.sqrt(max(1, len(priced)))
         self._probe_s = min(self._probe_s + granted_s, MAX_SAVED_STEPS * granted_s)
         if priced:
-            self._observe_loss(
-                level,
-                priced,
-                asking,
-                base,
-                num_drafted=num_drafted,
-                num_held=len(held),
-                exposed_s=exposed_s,
-                step_s=step_s,
-            )
+            self._observe_loss(level, step, priced, base, num_drafted=num_drafted, exposed_s=exposed_s, step_s=step_s)
         if num_alike:
-            self._observe_offers(level, base, [self._offer(item.request) for item in priced], num_alike)
+            self._observe_offers(level, base, [self._offer(step, item.request) for item in priced], num_alike)
             rounds = (_round(outcome) for outcome in outcomes if outcome.item.samples)
             self.worth.observe(rounds, level.price.price, num_alike)
-        for outcome in outcomes:
-            self._observe_draft(outcome)
         self._max_depth = level.depth.bound
 
     def _observe_offers(self, level: LoadLevel, base: StepShape, offers: Sequence[Offer], num_steps: int) -> None:
@@ -294,24 +305,20 @@ class DraftPricing:
             num_steps=num_steps,
         )
 
-    def _asking(self, requests: Iterable[Request]) -> list[_Pricing]:
-        """Return what is kept of those requests that asked for a draft before this step."""
-        kept = (self._requests.get(request.request_id) for request in requests)
-        return [one for one in kept if one is not None and one.asked]
-
     def _observe_loss(
         self,
         level: LoadLevel,
+        step: PricedStep,
         priced: Sequence[ScheduledRequest],
-        asking: Sequence[_Pricing],
         base: StepShape,
         *,
         num_drafted: int,
-        num_held: int,
         exposed_s: float,
         step_s: float,
     ) -> None:
         """Compare a step with what the model expects of it; one with prompts in it counts for trials alone."""
+        asking = step.asking([*(item.request for item in step.schedule.items), *step.held])
+        num_held = len(step.held)
         if any(one.is_pinned for one in asking):  # they are waited for whatever it costs
             return
         if not asking:
@@ -320,9 +327,9 @@ class DraftPricing:
             return
         num_all = len(priced) + num_held
         plain_s = level.cost.seconds(StepShape(base.num_tokens + num_held, base.num_context_tokens))
-        num_tokens = len(priced) + sum(self._expected(item) for item in priced)
+        num_tokens = len(priced) + sum(step.expected(item) for item in priced)
         verified = replace(base, num_tokens=base.num_tokens + num_drafted)
-        longest = max((one.asked for one in asking), default=0)
+        longest = max((one.length for one in asking), default=0)
         model_s = level.cost.seconds(verified) + level.exposure.seconds(longest)
         usual_s = level.cost.seconds(replace(verified, is_drafting=True))
         elapsed_s = min(exposed_s + min(step_s, SLOW * usual_s), STALL * (plain_s + model_s))
@@ -337,67 +344,37 @@ class DraftPricing:
             self._probe_s -= max(0.0, elapsed_s - plain_s * made)
             return
         log_gain = None
-        if num_held or any(one.offered is not None and one.offered.slots for one in asking):
+        if num_held or any(one.offered is not None and one.offered.worths for one in asking):
             log_gain = math.log(num_tokens / model_s) - math.log(base.num_tokens / level.cost.seconds(base))
         level.shortfall.observe(log_gain=log_gain, num_made=made, num_forgone=forgone)
 
-    def _expected(self, item: ScheduledRequest) -> float:
-        """Return how many tokens of an item's draft were expected to be accepted."""
-        kept = self._requests.get(item.request.request_id)
-        if item.draft is None or kept is None or kept.offered is None:
-            return 0.0
-        return sum(sorted(kept.offered.survivals, reverse=True)[: len(item.draft.token_ids)])
-
-    def _offer(self, request: Request) -> Offer:
+    def _offer(self, step: PricedStep, request: Request) -> Offer:
         """Return what one request had on offer; by history where nothing was asked for."""
-        kept = self._requests.get(request.request_id)
-        if kept is not None and kept.offered is not None:
-            return kept.offered
-        if kept is not None and kept.asked:
+        asked = step.rounds.get(request.request_id)
+        if asked is not None and asked.offered is not None:
+            return asked.offered
+        if asked is not None and asked.length:
             return Offer()  # its draft did not come
-        if kept is not None:
-            survivals = self._survivals(request, kept)
+        kept = self._requests.get(request.request_id)
+        if asked is not None and kept is not None:
+            survivals = self._survivals(request.request_id, kept, asked)
         else:  # it has not asked yet
             bound = 0 if request.plan.is_pinned else request.plan.draft_length
             survivals = self.survival.survivals(request.request_id, request.plan.drafter_id or "", bound)
         return self._offer_of_chain(request.request_id, survivals)
-
-    def _is_pinned(self, outcome: Outcome) -> bool:
-        kept = self._requests.get(outcome.item.request.request_id)
-        return kept is not None and kept.is_pinned
-
-    def _observe_exposure(self, exposure: DraftExposure, outcomes: Sequence[Outcome], exposed_s: float) -> None:
-        """Take in a wait for drafts, unless a drafter had to read a prompt first: that says nothing of later ones."""
-        asking = self._asking(outcome.item.request for outcome in outcomes)
-        if asking and not any(kept.is_opening for kept in asking):
-            exposure.observe(max(kept.asked for kept in asking), exposed_s)
-
-    def _observe_draft(self, outcome: Outcome) -> None:
-        draft, request_id = outcome.item.draft, outcome.item.request.request_id
-        kept = self._requests.get(request_id)
-        if kept is None:
-            return
-        kept.offered = None
-        if draft is None:
-            self.survival.observe_plain(request_id)
-            return
-        kept.is_opening = False
-        is_chain = draft.parents is None
-        self.survival.observe(
-            request_id,
-            kept.drafter_id,
-            num_draft_tokens=outcome.num_judged,
-            num_accepted_tokens=len(outcome.path),
-            confidences=confidences_of(draft) if is_chain else None,
-        )
-        if not is_chain and draft.confidences is not None:
-            self.survival.observe_claims(kept.drafter_id, judged_nodes(draft, outcome))
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a request; its drafter's record stays."""
         self._requests.pop(request_id, None)
         self.survival.forget(request_id)
         self.worth.forget(request_id)
+
+
+def _observe_exposure(exposure: DraftExposure, step: PricedStep, exposed_s: float) -> None:
+    """Take in a wait for drafts, unless a drafter had to read a prompt first: that says nothing of later ones."""
+    asking = step.asking(outcome.item.request for outcome in step.outcomes)
+    if asking and not any(one.is_opening for one in asking):
+        exposure.observe(max(one.length for one in asking), exposed_s)
 
 
 def _num_alike(num_plain_steps: int) -> int:

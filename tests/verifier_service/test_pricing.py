@@ -21,8 +21,8 @@ from priced_bench import DEAR, FREE, KNEED, Bench, GuessingDrafts
 def test_what_is_free_is_asked_for_to_the_bound():
     bench = Bench(GuessingDrafts(), FREE)
     (outputs,) = bench.run().values()
-    assert bench.drafts.asked[:2] == [2, 2], "how long drafts take is not known before the second"
-    assert set(bench.drafts.asked[2:-2]) == {4}
+    assert bench.drafts.asked[:3] == [2, 2, 2], "steps are priced after the next ask, and the first has no drafts"
+    assert set(bench.drafts.asked[3:-2]) == {4}
     assert outputs[-1].speculation.mean_acceptance_length > 4
     assert bench.pricing.price < 0.1
     assert bench.pricing.knee is None
