@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from outrider.cluster.autoscaling import PoolSize, PoolsPolicy, ReplicaRange, desired_pools, desired_replicas
+from outrider.cluster.scaling_days import DayRecorder, Moment
 from outrider.cluster.scaling_figures import Figures, pools_load
 
 logger = logging.getLogger("ray.serve")  # the one that the controller, where policies run, writes to its log
@@ -62,11 +65,13 @@ class PoolPolicy:
 class ServicePolicy:
     """Scale verifiers and drafters together, gateways by their requests.
 
-    `settings` are fields of `PoolsPolicy` but its ranges, which are Serve's bounds of the deployments.
+    `settings` are fields of `PoolsPolicy` but its ranges, which are Serve's bounds of the deployments. What is decided,
+    and on what figures, is appended to the file `recorded_to` (`scaling_days.py`), on the head node's disk.
     """
 
-    def __init__(self, **settings: float) -> None:
+    def __init__(self, recorded_to: str | None = None, **settings: float) -> None:
         self._policy = PoolsPolicy(**settings)  # type: ignore[arg-type]  # the ranges are not given here
+        self._recorder = None if recorded_to is None else DayRecorder(Path(recorded_to))
         self._gateway = PoolPolicy(GATEWAY_TARGETS)
 
     def __call__(
@@ -94,6 +99,8 @@ class ServicePolicy:
         )
         policy = dataclasses.replace(self._policy, verifiers=_range(verifier), drafters=_range(drafter))
         sizes = desired_pools(load, policy)
+        if self._recorder is not None:
+            self._recorder.record(Moment(at_s=time.time(), load=load, policy=policy, sizes=sizes))
         return {"Verifier": sizes.verifiers, "Drafter": sizes.drafters}
 
 

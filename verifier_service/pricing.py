@@ -225,25 +225,26 @@ class DraftPricing:
         `held` could have been in it, but still waited for their drafts.
         """
         rounds: dict[str, Round] = {}
-        for request in (*(item.request for item in schedule.items), *held):
-            kept = self._requests.get(request.request_id)
-            if kept is not None and kept.round is not None:
-                rounds[request.request_id] = kept.round
         for outcome in outcomes:
-            if (kept := self._requests.get(outcome.item.request.request_id)) is not None:
-                self._observe_draft(kept, outcome)
-                kept.round = None
+            request_id = outcome.item.request.request_id
+            if (kept := self._requests.get(request_id)) is None:
+                continue
+            if kept.round is not None:
+                rounds[request_id], kept.round = kept.round, None
+            if outcome.item.draft is None:
+                self.survival.observe_plain(request_id)
+            else:
+                self._observe_draft(kept, outcome, outcome.item.draft)
+        for request in held:
+            if (kept := self._requests.get(request.request_id)) is not None and kept.round is not None:
+                rounds[request.request_id] = kept.round
         return PricedStep(schedule, outcomes, held, rounds)
 
-    def _observe_draft(self, kept: _Pricing, outcome: Outcome) -> None:
-        draft, request_id = outcome.item.draft, outcome.item.request.request_id
-        if draft is None:
-            self.survival.observe_plain(request_id)
-            return
+    def _observe_draft(self, kept: _Pricing, outcome: Outcome, draft: Draft) -> None:
         kept.is_opening = False
         is_chain = draft.parents is None
         self.survival.observe(
-            request_id,
+            draft.request_id,
             kept.drafter_id,
             num_draft_tokens=outcome.num_judged,
             num_accepted_tokens=len(outcome.path),

@@ -1,0 +1,56 @@
+"""Days of a service as its autoscaling saw them: what it was told and what it wanted, one moment a line of JSON.
+
+An operator records one with `policy_kwargs: {recorded_to: FILE}` and can ask afterwards what another policy would have
+wanted of the same figures, or why the pools were as large as they were.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from outrider.cluster.autoscaling import PoolSizes, PoolsLoad, PoolsPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """One call of the policy."""
+
+    at_s: float  # since the epoch
+    load: PoolsLoad
+    policy: PoolsPolicy
+    sizes: PoolSizes
+
+
+_MOMENT: TypeAdapter[Moment] = TypeAdapter(Moment)
+
+
+class DayRecorder:
+    """Append moments to a file; where nothing has changed since the last one, there is nothing to tell."""
+
+    def __init__(self, path: Path) -> None:
+        """Raise `OSError` if the file cannot be written."""
+        self._path = path
+        self._last: tuple[PoolsLoad, PoolsPolicy] | None = None
+        path.open("ab").close()
+
+    def record(self, moment: Moment) -> None:
+        if (moment.load, moment.policy) == self._last:
+            return
+        self._last = moment.load, moment.policy
+        with self._path.open("ab") as file:
+            file.write(_MOMENT.dump_json(moment) + b"\n")
+
+
+def read_day(path: Path) -> Iterator[Moment]:
+    """Yield the moments of a recorded day, gzipped or not; `ValueError` names the line that is none."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield _MOMENT.validate_json(line)
+            except ValidationError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
