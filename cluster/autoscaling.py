@@ -1,8 +1,10 @@
 """How large the pools should be: pure functions of what their replicas say of themselves.
 
 The pools are coupled by the price of a draft token (the design's fourth idea). A price near 1 everywhere says that the
-verifiers are compute-bound: more of them are wanted, and drafters do nothing for them. A low price with drafts that
-come late says that drafters are short. A service without requests keeps the fewest of both, which may be no drafter.
+verifiers are compute-bound: more of them are wanted, and drafters do nothing for them. (Far below the knee it says that
+drafts are slow or wrong, as those of a drafter that has just started: no verifier helps there.) A low price with drafts
+that come late says that drafters are short. A service without requests keeps the fewest of both, which may be no
+drafter.
 
 Serve calls the policy several times a second and acts on its answer only when that has stayed the same for
 `upscale_delay_s` or `downscale_delay_s`; bounds are Serve's too. So nothing here remembers or waits: what keeps the
@@ -18,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 DOWNSCALE_SHARE = 0.8  # of the targets: fewer replicas must hold the load with this much to spare
+BOUND_FILL = 0.5  # of the knee: with less a verifier is not compute-bound, whatever keeps drafts from paying
 _POSITIVE = ("requests_per_verifier", "kv_usage", "sessions_per_drafter", "queue_per_drafter", "max_late_share")
 
 
@@ -74,9 +77,13 @@ class VerifiersLoad:
     num_ready: int  # that report
     num_requests: float = 0.0  # running and waiting
     kv_usage: float = 0.0  # 1: as much as one verifier holds
-    knee_fill: float = 0.0  # tokens of a step, drafts left out, ÷ those at which the machine turns compute-bound
+    knee_fill: float = 0.0  # tokens of a step, drafts left out, ÷ those at the knee; 0: that is not known
     price: float = 0.0  # mean, each at most 1; 0: of a verifier that has nothing to decode, or no step-time profile
     num_undrafted: float = 0.0  # requests that lack nothing for speculation but a drafter
+
+    def is_compute_bound(self, high_price: float) -> bool:
+        """Return whether drafts do not pay for want of compute; where the knee is not known, by the price alone."""
+        return self.price >= high_price and not 0.0 < self.knee_fill < BOUND_FILL * self.num_ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +171,7 @@ def _desired_verifiers(load: VerifiersLoad, policy: PoolsPolicy) -> tuple[int, S
     )
     if need > wanted:
         return math.ceil(need), reason
-    if load.price >= policy.high_price:
+    if load.is_compute_bound(policy.high_price):
         # counted from those that are ready: while more start, the price stays as it is and asks for no more of them
         return max(wanted, _grown(load.num_ready, load.knee_fill, policy)), ScalingReason.COMPUTE_BOUND
     if load.price > policy.low_price:
@@ -182,7 +189,7 @@ def _desired_drafters(load: PoolsLoad, policy: PoolsPolicy) -> tuple[int, Scalin
         return wanted, ScalingReason.SILENT
     if verifiers.num_requests == 0:
         return policy.drafters.fewest, ScalingReason.IDLE
-    if verifiers.price >= policy.high_price:
+    if verifiers.is_compute_bound(policy.high_price):
         is_helped = verifiers.num_ready < verifiers.num_replicas  # those that start will bring the price down
         return wanted if is_helped else policy.drafters.fewest, ScalingReason.COMPUTE_BOUND
     need, reason = max(

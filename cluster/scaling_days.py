@@ -29,19 +29,24 @@ class Moment:
 _MOMENT: TypeAdapter[Moment] = TypeAdapter(Moment)
 
 
+INTERVAL_S = 1.0
+
+
 class DayRecorder:
-    """Append moments to a file; where nothing has changed since the last one, there is nothing to tell."""
+    """Append moments to a file: when the policy wants other sizes, and once a second where its figures change."""
 
     def __init__(self, path: Path) -> None:
         """Raise `OSError` if the file cannot be written."""
         self._path = path
-        self._last: tuple[PoolsLoad, PoolsPolicy] | None = None
+        self._last: Moment | None = None
         path.open("ab").close()
 
     def record(self, moment: Moment) -> None:
-        if (moment.load, moment.policy) == self._last:
+        last = self._last
+        is_alike = last is not None and (moment.sizes, moment.policy) == (last.sizes, last.policy)
+        if last is not None and is_alike and (moment.load == last.load or moment.at_s < last.at_s + INTERVAL_S):
             return
-        self._last = moment.load, moment.policy
+        self._last = moment
         with self._path.open("ab") as file:
             file.write(_MOMENT.dump_json(moment) + b"\n")
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from outrider.verifier_service.cost_model import ContextTime, CostModel, ExpertShape, StepShape, StepTimeModel
 from outrider.verifier_service.drafting import ROOT, Draft
 from outrider.verifier_service.engine_messages import StepTime
-from outrider.verifier_service.exposure import DraftExposure
 from outrider.verifier_service.load_levels import LoadLevel, LoadLevels
 from outrider.verifier_service.offer import Offer, PricedStep, Round, confidences_of, hoped_worths, judged_nodes
 from outrider.verifier_service.outcome import Outcome, num_draft_tokens
@@ -262,7 +261,8 @@ class DraftPricing:
         is_new_load, self._level = level is not self._level, level
         num_context_tokens = sum(schedule.batch.context_lengths)
         priced = [outcome.item for outcome in outcomes if outcome.item.samples and not step.is_pinned(outcome.item)]
-        asking = step.asking([*(item.request for item in schedule.items), *step.held])
+        taking_part = step.asking(item.request for item in schedule.items)
+        asking = [*taking_part, *step.asking(step.held)]
         is_plain = not asking and schedule.batch.num_tokens == len(schedule.items)
         if asking or is_new_load:
             self._num_plain_steps = 0
@@ -275,7 +275,9 @@ class DraftPricing:
         if num_alike:
             self.num_extrapolated_steps += level.cost.is_extrapolating(shape)
             level.cost.observe(shape, step_s)
-        _observe_exposure(level.exposure, step, exposed_s)
+        # a drafter that had to read a prompt first says nothing of later rounds
+        if taking_part and not any(one.is_opening for one in taking_part):
+            level.exposure.observe(max(one.length for one in taking_part), exposed_s)
         base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
         if level.price.is_new:  # before the first drafts: as if the prompts had been read already
             base = StepShape(max(1, len(priced)), num_context_tokens)
@@ -283,7 +285,16 @@ class DraftPricing:
         granted_s = PROBE_SHARE * step_s / math.sqrt(max(1, len(priced)))
         self._probe_s = min(self._probe_s + granted_s, MAX_SAVED_STEPS * granted_s)
         if priced:
-            self._observe_loss(level, step, priced, base, num_drafted=num_drafted, exposed_s=exposed_s, step_s=step_s)
+            self._observe_loss(
+                level,
+                step,
+                priced,
+                asking,
+                base,
+                num_drafted=num_drafted,
+                exposed_s=exposed_s,
+                step_s=step_s,
+            )
         if num_alike:
             self._observe_offers(level, base, [self._offer(step, item.request) for item in priced], num_alike)
             rounds = (_round(outcome) for outcome in outcomes if outcome.item.samples)
@@ -311,6 +322,7 @@ class DraftPricing:
         level: LoadLevel,
         step: PricedStep,
         priced: Sequence[ScheduledRequest],
+        asking: Sequence[Round],
         base: StepShape,
         *,
         num_drafted: int,
@@ -318,7 +330,6 @@ class DraftPricing:
         step_s: float,
     ) -> None:
         """Compare a step with what the model expects of it; one with prompts in it counts for trials alone."""
-        asking = step.asking([*(item.request for item in step.schedule.items), *step.held])
         num_held = len(step.held)
         if any(one.is_pinned for one in asking):  # they are waited for whatever it costs
             return
@@ -369,13 +380,6 @@ class DraftPricing:
         self._requests.pop(request_id, None)
         self.survival.forget(request_id)
         self.worth.forget(request_id)
-
-
-def _observe_exposure(exposure: DraftExposure, step: PricedStep, exposed_s: float) -> None:
-    """Take in a wait for drafts, unless a drafter had to read a prompt first: that says nothing of later ones."""
-    asking = step.asking(outcome.item.request for outcome in step.outcomes)
-    if asking and not any(one.is_opening for one in asking):
-        exposure.observe(max(one.length for one in asking), exposed_s)
 
 
 def _num_alike(num_plain_steps: int) -> int:

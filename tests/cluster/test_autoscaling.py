@@ -124,6 +124,8 @@ def test_verifiers_follow_their_load(load, wanted, reason):
         ({"price": 0.95}, 5, "compute_bound"),
         ({"price": 0.95, "knee_fill": 5.5}, 6, "compute_bound"),
         ({"price": 0.95, "knee_fill": 30.0}, 6, "compute_bound"),  # not all at once
+        ({"price": 0.95, "knee_fill": 2.0}, 5, "compute_bound"),
+        ({"price": 0.95, "knee_fill": 1.9}, 4, "price"),  # below half of the knee: not for want of compute
         ({"price": 0.95, "num_ready": 3}, 4, "compute_bound"),  # one is on its way
         ({"price": 0.95, "num_ready": 3, "knee_fill": 9.0}, 5, "compute_bound"),
         ({"price": 0.95, "num_requests": 99.0}, 10, "requests"),
@@ -161,6 +163,7 @@ def test_a_price_near_one_sends_drafters_away_and_one_in_between_brings_none():
     assert decided({"price": 0.95}, {"num_sessions": 300.0})[2:] == (0, "compute_bound")
     assert decided({"price": 0.95}, drafter_range=ReplicaRange(1, 3))[2:] == (1, "compute_bound")
     assert decided({"price": 0.95, "num_ready": 3})[2:] == (2, "compute_bound")  # a verifier is on its way
+    assert decided({"price": 0.95, "knee_fill": 0.3})[2:] == (2, "steady")  # they may pay once drafters are warm
     late = {"late_share": 0.2, "queue_depth": 10.0}
     assert decided({"price": 0.7}, late)[2:] == (2, "late_drafts")
     gone = {"num_replicas": 0, "num_ready": 0, "num_sessions": 0.0}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from outrider.cluster.app import build
+from outrider.cluster.autoscaling import ReplicaRange
 from outrider.cluster.config import ServiceConfig
+from outrider.cluster.scaling_days import read_day
 from outrider.cluster.serve_scaling import PoolPolicy, ServicePolicy
 
 TARGETS = {"num_requests": 10.0, "kv_usage": 0.8}
@@ -105,6 +109,16 @@ def test_a_wish_is_logged_once_with_its_reason(caplog):
         policy({Deployment("Verifier"): verifier})
         policy({Deployment("Verifier"): Context.of(BUSY | DRAFTS, target=3)})  # nothing to wish for
         assert len(caplog.records) == 1
+
+
+def test_what_is_decided_is_recorded_where_the_operator_says(tmp_path: Path):
+    path = tmp_path / "day.jsonl"
+    policy = ServicePolicy(recorded_to=str(path), requests_per_verifier=10.0)
+    assert wanted(policy, Verifier=Context.of(BUSY | DRAFTS, target=1))["Verifier"] == 3
+    (moment,) = read_day(path)
+    assert (moment.load.verifiers.num_requests, moment.sizes.verifiers.num_replicas) == (30.0, 3)
+    assert (moment.policy.requests_per_verifier, moment.policy.verifiers) == (10.0, ReplicaRange(0, 8))
+    assert abs(moment.at_s - time.time()) < 60.0
 
 
 def test_an_unknown_setting_is_refused_by_name():
