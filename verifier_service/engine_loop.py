@@ -16,7 +16,6 @@ from outrider.verifier_service.engine_messages import (
     TO_ENGINE,
     Cancel,
     DrafterCircuit,
-    DrafterTime,
     EngineCounters,
     EngineLoad,
     EngineUpdate,
@@ -174,10 +173,7 @@ def engine_load(
         verify_idle_share=rates.idle_share,
         counters=_counters(engine, drafts or RelayDraftClient()),
         requests=tuple(_request_load(request) for request in (*running, *waiting)),
-        drafter_times=tuple(
-            DrafterTime(drafter_id=drafter_id, seconds=seconds)
-            for drafter_id, seconds in drafting.round_trips_s().items()
-        ),
+        drafter_times=drafting.drafter_times(),
         circuits=tuple(
             DrafterCircuit(drafter_id=drafter_id, state=state.value)
             for drafter_id, state in drafting.circuits(now_s).items()

@@ -81,10 +81,11 @@ class RequestLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterTime:
-    """The smoothed time from asking a drafter to its draft."""
+    """The smoothed time from asking a drafter to its draft, and the share of its drafts that miss their deadline."""
 
     drafter_id: str
     seconds: float
+    late_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,15 @@ NUM_LATE_DEVIATIONS = 2  # mean ones: nine of ten rounds take no longer
 
 
 class RoundTimer:
-    """A deadline for the next round: smoothed time plus four deviations, doubled after every round that missed it."""
+    """A deadline for the next round: smoothed time plus four deviations, doubled after every round that missed it.
+
+    `late_share` is the share of the rounds that missed theirs, the later ones counting more.
+    """
 
     def __init__(self, *, first_s: float, min_s: float, max_s: float) -> None:
         self._first_s, self._min_s, self._max_s = first_s, min_s, max_s
         self.smoothed_s: float | None = None
+        self.late_share = 0.0
         self._deviation_s = 0.0
         self._back_off = 1
 
@@ -31,9 +35,11 @@ class RoundTimer:
         """Return the time that nearly all rounds are answered in, once one has been."""
         return (self.smoothed_s or 0.0) + NUM_LATE_DEVIATIONS * self._deviation_s
 
-    def observe(self, seconds: float) -> None:
-        """Take in the time of a round that was answered, be it late."""
+    def observe(self, seconds: float, *, is_late: bool = False) -> None:
+        """Take in the time of a round that was answered; that it was late, `back_off` has been told already."""
         self._back_off = 1
+        if not is_late:
+            self.late_share -= SMOOTHING * self.late_share
         if self.smoothed_s is None:
             self.smoothed_s, self._deviation_s = seconds, seconds / 2
             return
@@ -43,3 +49,4 @@ class RoundTimer:
     def back_off(self) -> None:
         """Allow the next round more time: this one was not answered."""
         self._back_off = min(self._back_off * 2, 64)
+        self.late_share += SMOOTHING * (1.0 - self.late_share)

@@ -27,6 +27,7 @@ from outrider.verifier_service.drafting import (
     VerifierMessage,
     check_draft,
 )
+from outrider.verifier_service.engine_messages import DrafterTime
 from outrider.verifier_service.histogram import Histogram
 from outrider.verifier_service.joining import DueDraft
 from outrider.verifier_service.pricing import DraftPricing
@@ -138,10 +139,14 @@ class DraftCoordinator:
         self.round_trip_s = Histogram(ROUND_TRIP_BOUNDS_S)
         self.lateness_s = Histogram(LATENESS_BOUNDS_S)
 
-    def round_trips_s(self) -> dict[str, float]:
-        """Return the smoothed time from ask to draft of every drafter that has answered."""
-        known = ((drafter_id, drafter.timer.smoothed_s) for drafter_id, drafter in self._drafters.items())
-        return {drafter_id: seconds for drafter_id, seconds in known if seconds is not None}
+    def drafter_times(self) -> tuple[DrafterTime, ...]:
+        """Return how long every drafter takes that has answered, and how often too long."""
+        timers = ((drafter_id, drafter.timer) for drafter_id, drafter in self._drafters.items())
+        return tuple(
+            DrafterTime(drafter_id=drafter_id, seconds=timer.smoothed_s, late_share=timer.late_share)
+            for drafter_id, timer in timers
+            if timer.smoothed_s is not None
+        )
 
     @property
     def request_ids(self) -> set[str]:
@@ -246,7 +251,7 @@ class DraftCoordinator:
         if missed is None or missed.round_id != draft.round_id:
             return
         self.lateness_s.observe(max(0.0, now_s - session.missed_deadline_s))
-        self._drafters[drafter_id].timer_of(session).observe(now_s - missed.asked_s)
+        self._drafters[drafter_id].timer_of(session).observe(now_s - missed.asked_s, is_late=True)
         session.missed, session.has_answered = None, True
 
     def _on_resync(self, drafter_id: str, request_id: str, requests: Mapping[str, Request], now_s: float) -> None:

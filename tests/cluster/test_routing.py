@@ -232,6 +232,17 @@ class TestPlan:
             fleet = snapshot([state], [drafter("d0", num_sessions=busy), drafter("d1")])
             assert chosen(fleet).plan.drafter_id == wins
 
+    def test_drafts_that_come_late_count_as_none(self):
+        """With two of five in time, a drafter of 2 ms takes 5 ms for each of those."""
+        state = verifier("v")
+        for late_share, wins in ((0.3, "d0"), (0.6, "d1"), (1.0, "d1")):
+            trips = (
+                DrafterTime(drafter_id="d0", seconds=0.002, late_share=late_share),
+                DrafterTime(drafter_id="d1", seconds=0.004),
+            )
+            state = dataclasses.replace(state, report=dataclasses.replace(state.report, round_trips=trips))
+            assert chosen(snapshot([state], [drafter("d0"), drafter("d1")])).plan.drafter_id == wins
+
     @pytest.mark.parametrize(("cap", "length"), [(1, 1), (4, 4), (9, 4), (None, 4)])
     def test_the_request_caps_its_draft(self, cap, length):
         assert self.plan([drafter("d0")], ask(num_speculative_tokens=cap)).draft_length == length

@@ -1,5 +1,7 @@
 import random
 
+import pytest
+
 from outrider.verifier_service.round_timer import RoundTimer
 
 
@@ -79,3 +81,15 @@ def test_deadline_has_a_floor():
     for _ in range(200):
         timer.observe(1e-5)
     assert timer.deadline_s == 0.002
+
+
+def test_the_share_of_late_rounds_is_known_and_fades():
+    timer = make_timer()
+    for _ in range(40):  # every second one misses its deadline, and is heard of later
+        timer.observe(0.01)
+        timer.back_off()
+        timer.observe(0.03, is_late=True)
+    assert timer.late_share == pytest.approx(0.5, abs=0.05)
+    for _ in range(40):
+        timer.observe(0.01)
+    assert timer.late_share < 0.01
