@@ -1,9 +1,9 @@
 """`outrider bench pricing`: what pricing its drafts costs a step, without the step.
 
 The engine's pricing is called as the engine calls it: every request asks how much it may draft, its draft is cut to
-what is worth verifying, what became of it is learnt, and when the requests have asked again, the step is priced. Where
-any of them drafts, that is done while drafters work. Requests accept what laws of their own say, and steps take what a
-profile says. Only the pricing's own time counts.
+what is worth verifying, its round ends, and when all have asked again, the step is learnt from: meanwhile, where any of
+them drafts, for drafters work then. Requests accept what laws of their own say, and steps take what a profile says.
+Only the pricing's own time counts.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Timings:
 
     ask_s: float = 0.0
     cut_s: float = 0.0
-    learn_s: float = 0.0
-    meanwhile_s: float = 0.0
+    learn_s: float = 0.0  # what is learnt before the next ask
+    meanwhile_s: float = 0.0  # and after it, while drafters work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Row:
     ask_s: float
     cut_s: float
     learn_s: float
-    meanwhile_s: float  # while drafters work, so nothing waits for it
+    meanwhile_s: float  # nothing waits for it
 
     @property
     def path_s(self) -> float:
@@ -125,7 +125,7 @@ class PricedBatch:
         outcomes = [self._outcome(*pair) for pair in zip(schedule.items, self._rates, strict=True)]
         begin_s = self._clock()
         self._unpriced = (
-            self._pricing.observe_drafts(schedule, outcomes),
+            self._pricing.end_rounds(schedule, outcomes),
             self._step_times.t(schedule.batch.num_tokens),
         )
         self.timings.learn_s += self._clock() - begin_s

@@ -200,7 +200,7 @@ class VerifierEngine:
         self._keep_prompt_logprobs(schedule.items, first_rows, logits)
         outcomes = self._verify(schedule.items, first_rows, logits)
         held = [request for request in self.scheduler.running if request.hold_until_s is not None]
-        priced_step = self.pricing.observe_drafts(schedule, outcomes, held)
+        priced_step = self.pricing.end_rounds(schedule, outcomes, held)
         verified_s = self._clock()
         step_s = verified_s - (self._verified_s or waited_since_s) - exposed_s
         self._verified_s = verified_s

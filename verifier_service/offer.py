@@ -11,6 +11,7 @@ from outrider.verifier_service.outcome import Outcome
 from outrider.verifier_service.request import Request
 from outrider.verifier_service.schedule import Schedule, ScheduledRequest
 from outrider.verifier_service.step_price import Slot
+from outrider.verifier_service.survival import LastRound
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Round:
     is_opening: bool = True  # its drafter had not answered yet: its first round contains a prefill
     worths: Sequence[float] = ()  # of the positions, by history, when a draft was asked for
     offered: Offer | None = None  # by its draft; None: it has none
+    after: LastRound = LastRound.UNDRAFTED  # how the round before it had gone
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class _Pricing:
 class DraftPricing:
     """The engine's side of the price: `length` when it asks, `admitted` when it schedules.
 
-    After the step `observe_drafts`, and `observe_step` when requests have asked again: drafters are at work meanwhile.
+    After the step `end_rounds`, and `observe_step` when requests have asked again: drafters are at work meanwhile.
     """
 
     survival: SurvivalEstimator = field(default_factory=SurvivalEstimator)
@@ -187,6 +187,8 @@ class DraftPricing:
         if asked.is_probe or asked.is_pinned:
             return draft
         num_paying = self._level.price.admitted(asked.offered.levels[:num_levels])
+        if is_chain and num_paying == num_levels:
+            return draft
         return first_nodes(draft, max_nodes=num_paying if is_chain else len(draft.token_ids), max_depth=num_paying)
 
     def _best_nodes(self, request_id: str, asked: Round, draft: Draft) -> Draft:
@@ -216,10 +218,10 @@ class DraftPricing:
         worths = self.worth.worths(request_id, survivals)
         return Offer(survivals, worths, by_history, worths)
 
-    def observe_drafts(
+    def end_rounds(
         self, schedule: Schedule, outcomes: Sequence[Outcome], held: Sequence[Request] = ()
     ) -> PricedStep:
-        """Take in what came of a step's drafts, before its requests ask again, and return what prices the step.
+        """Note how a step's drafts went, before its requests ask again, and return what `observe_step` wants to know.
 
         `held` could have been in it, but still waited for their drafts.
         """
@@ -228,29 +230,21 @@ class DraftPricing:
             request_id = outcome.item.request.request_id
             if (kept := self._requests.get(request_id)) is None:
                 continue
-            if kept.round is not None:
-                rounds[request_id], kept.round = kept.round, None
             if outcome.item.draft is None:
                 self.survival.observe_plain(request_id)
-            else:
-                self._observe_draft(kept, outcome, outcome.item.draft)
+            if kept.round is None:
+                continue
+            rounds[request_id] = kept.round
+            if outcome.item.draft is not None:
+                kept.is_opening = False
+                kept.round.after = self.survival.end_round(
+                    request_id, kept.drafter_id, outcome.num_judged, len(outcome.path)
+                )
+            kept.round = None
         for request in held:
             if (kept := self._requests.get(request.request_id)) is not None and kept.round is not None:
                 rounds[request.request_id] = kept.round
         return PricedStep(schedule, outcomes, held, rounds)
-
-    def _observe_draft(self, kept: _Pricing, outcome: Outcome, draft: Draft) -> None:
-        kept.is_opening = False
-        is_chain = draft.parents is None
-        self.survival.observe(
-            draft.request_id,
-            kept.drafter_id,
-            num_draft_tokens=outcome.num_judged,
-            num_accepted_tokens=len(outcome.path),
-            confidences=confidences_of(draft) if is_chain else None,
-        )
-        if not is_chain and draft.confidences is not None:
-            self.survival.observe_claims(kept.drafter_id, judged_nodes(draft, outcome))
 
     def observe_step(self, step: PricedStep, *, step_s: float, exposed_s: float) -> None:
         """Take in how long a step took, how long its drafts held it up before that, and what was on offer in it."""
@@ -299,6 +293,9 @@ class DraftPricing:
             self._observe_offers(level, base, [self._offer(step, item.request) for item in priced], num_alike)
             rounds = (_round(outcome) for outcome in outcomes if outcome.item.samples)
             self.worth.observe(rounds, level.price.price, num_alike)
+        for outcome in outcomes:
+            if (asked := step.rounds.get(outcome.item.request.request_id)) is not None:
+                self._observe_draft(asked, outcome)
         self._max_depth = level.depth.bound
 
     def _observe_offers(self, level: LoadLevel, base: StepShape, offers: Sequence[Offer], num_steps: int) -> None:
@@ -374,6 +371,22 @@ class DraftPricing:
             bound = 0 if request.plan.is_pinned else request.plan.draft_length
             survivals = self.survival.survivals(request.request_id, request.plan.drafter_id or "", bound)
         return self._offer_of_chain(request.request_id, survivals)
+
+    def _observe_draft(self, asked: Round, outcome: Outcome) -> None:
+        draft = outcome.item.draft
+        if draft is None:
+            return
+        is_chain = draft.parents is None
+        self.survival.observe(
+            draft.request_id,
+            asked.drafter_id,
+            num_draft_tokens=outcome.num_judged,
+            num_accepted_tokens=len(outcome.path),
+            confidences=confidences_of(draft) if is_chain else None,
+            after=asked.after,
+        )
+        if not is_chain and draft.confidences is not None:
+            self.survival.observe_claims(asked.drafter_id, judged_nodes(draft, outcome))
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a request; its drafter's record stays."""

@@ -189,7 +189,7 @@ class SurvivalEstimator:
         self._pools: dict[str, _Pool] = {}  # by drafter; the last one heard of at the end
         self._all = _Counts()  # of all drafters: what a new one is taken for
         self._requests: dict[str, _RequestHistory] = {}
-        self.num_observed = 0  # drafts taken in: as long as it stands, so do all estimates
+        self.num_observed = 0  # rises with whatever is taken in of drafts: as long as it stands, so do all estimates
 
     @property
     def request_ids(self) -> set[str]:
@@ -204,31 +204,52 @@ class SurvivalEstimator:
         num_draft_tokens: int,
         num_accepted_tokens: int,
         confidences: Sequence[float] | None = None,
+        after: LastRound | None = None,
     ) -> None:
         """Take in one verified chain, or the path taken through a tree, of which so many tokens were accepted.
 
-        `confidences` are those of the verified tokens, at least as far as the first that was rejected.
+        `confidences` are those of the verified tokens, at least as far as the first that was rejected. `after` is what
+        `end_round` has returned; None: the round ends now.
         """
         num_judged = min(num_accepted_tokens + 1, num_draft_tokens)
         if num_judged < 1:
             return
+        if after is None:
+            after = self.end_round(request_id, drafter_id, num_draft_tokens, num_accepted_tokens)
         self.num_observed += 1
         is_rejected = num_accepted_tokens < num_judged
         pool = self._pool(drafter_id)
         if not pool.has_hazards(num_judged):
             pool.refresh(num_judged, self._prior_hazard(pool))
-        if (history := self._requests.get(request_id)) is None:
-            history = self._requests[request_id] = _RequestHistory()
-        last = history.last_of(drafter_id)
-        history.by_position.observe(is_rejected, pool.hazards(num_judged, last))
-        pool.observe(num_judged, is_rejected, last)
+        history = self._history(request_id)
+        history.by_position.observe(is_rejected, pool.hazards(num_judged, after))
+        pool.observe(num_judged, is_rejected, after)
         if confidences is not None and len(confidences) >= num_judged:
             claimed = confidences[:num_judged]
             history.by_claim.observe(is_rejected, pool.claimed_hazards(claimed))
             for place, confidence in enumerate(claimed, start=1):
                 pool.observe_claim(confidence, is_rejected and place == num_judged)
-        history.last, history.last_drafter_id = LastRound.of(num_draft_tokens, num_accepted_tokens), drafter_id
         self._all.add_draft(num_judged, is_rejected)
+
+    def end_round(
+        self, request_id: str, drafter_id: str, num_draft_tokens: int, num_accepted_tokens: int
+    ) -> LastRound:
+        """Note how a request's round went, which its next one is judged by, and return how the one before had gone.
+
+        All else that the draft teaches may wait for `observe`.
+        """
+        if num_draft_tokens < 1:
+            return LastRound.UNDRAFTED
+        self.num_observed += 1
+        history = self._history(request_id)
+        before = history.last_of(drafter_id)
+        history.last, history.last_drafter_id = LastRound.of(num_draft_tokens, num_accepted_tokens), drafter_id
+        return before
+
+    def _history(self, request_id: str) -> _RequestHistory:
+        if (history := self._requests.get(request_id)) is None:
+            history = self._requests[request_id] = _RequestHistory()
+        return history
 
     def observe_plain(self, request_id: str) -> None:
         """Take in a round without a draft: what is known of the request counts less."""
@@ -272,7 +293,9 @@ class SurvivalEstimator:
 
     def _fresh_pool(self, drafter_id: str, length: int = 0) -> _Pool:
         """Return a drafter's pool with its hazards up to date, for `length` positions at least."""
-        pool = self._pools.get(drafter_id) or _Pool()
+        pool = self._pools.get(drafter_id)
+        if pool is None:
+            pool = _Pool()
         if pool.num_fresh < length:
             pool.refresh(length, self._prior_hazard(pool))
         return pool
