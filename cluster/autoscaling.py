@@ -63,7 +63,7 @@ class ScalingReason(enum.StrEnum):
     REQUESTS = "requests"
     KV_CACHE = "kv_cache"
     COMPUTE_BOUND = "compute_bound"  # the price is near 1 everywhere: of verifiers more, of drafters fewer
-    PRICE = "price"  # it is too high to shrink the verifiers, or to bring drafters back
+    PRICE = "price"  # it is too high to shrink the verifiers, to bring drafters back, or for more of them
     SESSIONS = "sessions"
     DRAFT_QUEUE = "draft_queue"
     LATE_DRAFTS = "late_drafts"
@@ -77,13 +77,19 @@ class VerifiersLoad:
     num_ready: int  # that report
     num_requests: float = 0.0  # running and waiting
     kv_usage: float = 0.0  # 1: as much as one verifier holds
-    knee_fill: float = 0.0  # tokens of a step, drafts left out, ÷ those at the knee; 0: that is not known
+    knee_fill: float = 0.0  # tokens of a step, drafts left out, ÷ those at the knee; of those that know them
+    num_with_knee: int = 0  # that do
     price: float = 0.0  # mean, each at most 1; 0: of a verifier that has nothing to decode, or no step-time profile
     num_undrafted: float = 0.0  # requests that lack nothing for speculation but a drafter
 
+    @property
+    def is_far_below_knee(self) -> bool:
+        """Whether steps are known to have compute to spare, whatever the price says."""
+        return self.knee_fill < BOUND_FILL * self.num_with_knee
+
     def is_compute_bound(self, high_price: float) -> bool:
         """Return whether drafts do not pay for want of compute; where the knee is not known, by the price alone."""
-        return self.price >= high_price and not 0.0 < self.knee_fill < BOUND_FILL * self.num_ready
+        return self.price >= high_price and not self.is_far_below_knee
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +180,14 @@ def _desired_verifiers(load: VerifiersLoad, policy: PoolsPolicy) -> tuple[int, S
     if load.is_compute_bound(policy.high_price):
         # counted from those that are ready: while more start, the price stays as it is and asks for no more of them
         return max(wanted, _grown(load.num_ready, load.knee_fill, policy)), ScalingReason.COMPUTE_BOUND
-    if load.price > policy.low_price:
-        return wanted, ScalingReason.PRICE
     # Below the knee the price may be 0 and above it 1, so that what stays is to be below it as well; a request cannot
     # be shared, so that where a single one is beyond the knee more verifiers than requests are of no use
-    fewer = min(_fewer(max(need, load.knee_fill), wanted), math.ceil(load.num_requests))
+    filled = load.knee_fill
+    if load.price > policy.low_price:
+        if not load.is_far_below_knee:
+            return wanted, ScalingReason.PRICE
+        filled /= BOUND_FILL  # and where the price is not for want of compute, as far below as that
+    fewer = min(_fewer(max(need, filled), wanted), math.ceil(load.num_requests))
     return fewer, ScalingReason.FITS if fewer < wanted else ScalingReason.STEADY
 
 
@@ -198,6 +207,8 @@ def _desired_drafters(load: PoolsLoad, policy: PoolsPolicy) -> tuple[int, Scalin
     )
     if wanted == 0 and verifiers.price > policy.low_price:
         return 0, ScalingReason.PRICE
+    if need > wanted and verifiers.price >= policy.high_price:  # more of what does not pay would not pay
+        return wanted, ScalingReason.PRICE
     if need > wanted:
         return math.ceil(need), reason
     if drafters.late_share > policy.max_late_share:

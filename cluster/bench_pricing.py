@@ -1,9 +1,9 @@
 """`outrider bench pricing`: what pricing its drafts costs a step, without the step.
 
 The engine's pricing is called as the engine calls it: every request asks how much it may draft, its draft is cut to
-what is worth verifying, its round ends, and when all have asked again, the step is learnt from: meanwhile, where any of
-them drafts, for drafters work then. Requests accept what laws of their own say, and steps take what a profile says.
-Only the pricing's own time counts.
+what is worth verifying, its round ends, and when all have asked again, the step is learnt from. Where all of them draft
+that is no time lost, for what they asked for is on its way then. Requests accept what laws of their own say, and steps
+take what a profile says. Only the pricing's own time counts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Timings:
     ask_s: float = 0.0
     cut_s: float = 0.0
     learn_s: float = 0.0  # what is learnt before the next ask
-    meanwhile_s: float = 0.0  # and after it, while drafters work
+    meanwhile_s: float = 0.0  # and after it, while all wait for their drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Row:
     ask_s: float
     cut_s: float
     learn_s: float
-    meanwhile_s: float  # nothing waits for it
+    meanwhile_s: float  # no request could run then
 
     @property
     def path_s(self) -> float:
@@ -95,7 +95,6 @@ class PricedBatch:
         self._pricing.use_profile(machine.step_times)
         self._step_times = StepTimeModel.from_points(machine.step_times)
         self._clock = clock
-        self._unpriced: tuple[PricedStep, float] | None = None  # the last step, and how long it took
         self._rng = random.Random(0)
         plan = SpeculationPlan(drafter_id=DRAFTER_ID, draft_length=draft_length)
         self._requests = [
@@ -116,27 +115,22 @@ class PricedBatch:
         begin_s = self._clock()
         lengths = [self._ask(request) for request in self._requests]
         self.timings.ask_s += self._clock() - begin_s
-        self._price_last(is_drafting=any(lengths))
+        self._learn(is_drafting=all(lengths))
         asked = [(request, self._draft(request, n)) for request, n in zip(self._requests, lengths, strict=True) if n]
         begin_s = self._clock()
         drafts = {request.request_id: self._pricing.admitted(request, draft) for request, draft in asked}
         self.timings.cut_s += self._clock() - begin_s
         schedule = _schedule(self._requests, drafts)
         outcomes = [self._outcome(*pair) for pair in zip(schedule.items, self._rates, strict=True)]
+        step_s = self._step_times.t(schedule.batch.num_tokens)
         begin_s = self._clock()
-        self._unpriced = (
-            self._pricing.end_rounds(schedule, outcomes),
-            self._step_times.t(schedule.batch.num_tokens),
-        )
+        self._pricing.end_step(PricedStep(schedule, outcomes, (), step_s=step_s, exposed_s=0.0))
         self.timings.learn_s += self._clock() - begin_s
         self.num_drafted += sum(map(num_draft_tokens, schedule.items))
 
-    def _price_last(self, is_drafting: bool) -> None:
-        if self._unpriced is None:
-            return
-        step, step_s = self._unpriced
+    def _learn(self, is_drafting: bool) -> None:
         begin_s = self._clock()
-        self._pricing.observe_step(step, step_s=step_s, exposed_s=0.0)
+        self._pricing.learn()
         elapsed_s = self._clock() - begin_s
         if is_drafting:
             self.timings.meanwhile_s += elapsed_s

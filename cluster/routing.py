@@ -11,7 +11,8 @@ A verifier that does not report, or that drains, gets no new request. Of the oth
 
 A request keeps its drafter as long as that one reports, does not drain and has a link from its verifier, which has
 not found it failing; otherwise it gets, of those that do, the one with the shortest expected delay: its requests times
-the round trip on this link. Of a drafter with too long a queue each verifier takes one request away per report.
+the round trip on this link, per draft that comes in time. Of a drafter with too long a queue each verifier takes one
+request away per report.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class VerifierFigures:
         return {
             "num_requests": float(load.num_running + load.num_waiting),
             "kv_usage": load.kv_usage,
-            "knee_fill": _base_tokens(before, load.counters) / load.knee if load.knee else 0.0,
+            "knee_fill": base_tokens(before, load.counters) / load.knee if load.knee else 0.0,
             "price": min(1.0, load.price) if load.price is not None and load.num_decoding > 0 else 0.0,
             "num_undrafted": float(num_willing) if lacks_drafter else 0.0,
             "num_drafts_in_time": float(_num_between(before.round_trip_s.counts, load.counters.round_trip_s.counts)),
@@ -47,6 +47,7 @@ def drafter_figures(load: DrafterLoad) -> dict[str, float]:
 def pools_load(verifiers: Figures, drafters: Figures, *, num_verifiers: int, num_drafters: int) -> PoolsLoad:
     """Add up what the replicas say; the numbers are those of replicas that are wanted, reporting or not."""
     num_ready = len(verifiers.get("num_requests", {}))
+    fills = verifiers.get("knee_fill", {}).values()
     num_in_time, num_late = _total(verifiers, "num_drafts_in_time"), _total(verifiers, "num_drafts_late")
     return PoolsLoad(
         verifiers=VerifiersLoad(
@@ -54,7 +55,8 @@ def pools_load(verifiers: Figures, drafters: Figures, *, num_verifiers: int, num
             num_ready=num_ready,
             num_requests=_total(verifiers, "num_requests"),
             kv_usage=_total(verifiers, "kv_usage"),
-            knee_fill=_total(verifiers, "knee_fill"),
+            knee_fill=sum(fills),
+            num_with_knee=sum(fill > 0.0 for fill in fills),
             price=_total(verifiers, "price") / max(1, num_ready),
             num_undrafted=_total(verifiers, "num_undrafted"),
         ),
@@ -68,7 +70,7 @@ def pools_load(verifiers: Figures, drafters: Figures, *, num_verifiers: int, num
     )
 
 
-def _base_tokens(before: EngineCounters, now: EngineCounters) -> float:
+def base_tokens(before: EngineCounters, now: EngineCounters) -> float:
     """Return the tokens of a mean step between two readings, drafts left out; 0 where there was no step."""
     num_steps = now.num_steps - before.num_steps
     num_tokens = now.num_scheduled_tokens - before.num_scheduled_tokens

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from outrider.cluster.autoscaling import DraftersLoad, PoolSizes, PoolsLoad, PoolsPolicy, VerifiersLoad, desired_pools
 from outrider.cluster.fleet import DrafterReport, VerifierReport
+from outrider.cluster.scaling_figures import base_tokens
+from outrider.verifier_service.engine_messages import EngineCounters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,7 @@ class PoolScaler:
     def __init__(self, options: ScalingOptions, *, num_verifiers: int, num_drafters: int) -> None:
         self.options = options
         self.verifiers, self.drafters = DelayedTarget(num_verifiers), DelayedTarget(num_drafters)
+        self._counters: dict[str, EngineCounters] = {}  # of the verifiers, at their last report
 
     def scale(self, load: PoolsLoad, now_s: float) -> PoolSizes:
         """Move the targets; return what the policy said, with its reasons."""
@@ -65,13 +68,16 @@ class PoolScaler:
     ) -> PoolsLoad:
         """Sum up reports; a verifier without requests has price 0."""
         num_ready = len(verifiers)
+        fills = [self._knee_fill(report) for report in verifiers]
+        self._counters = {report.verifier_id: report.counters for report in verifiers}
         return PoolsLoad(
             verifiers=VerifiersLoad(
                 num_replicas=self.verifiers.num_replicas,
                 num_ready=num_ready,
                 num_requests=sum(report.num_running + report.num_waiting for report in verifiers),
                 kv_usage=sum(report.kv_usage for report in verifiers),
-                knee_fill=sum(report.num_decoding / report.knee for report in verifiers if report.knee),
+                knee_fill=sum(fills),
+                num_with_knee=sum(fill > 0.0 for fill in fills),
                 price=sum(min(1.0, report.price or 0.0) for report in verifiers if report.num_decoding)
                 / max(1, num_ready),
                 num_undrafted=num_undrafted,
@@ -83,3 +89,7 @@ class PoolScaler:
                 queue_depth=sum(report.queue_depth for report in drafters),
             ),
         )
+
+    def _knee_fill(self, report: VerifierReport) -> float:
+        before = self._counters.get(report.verifier_id, EngineCounters())
+        return base_tokens(before, report.counters) / report.knee if report.knee else 0.0

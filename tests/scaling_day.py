@@ -1,14 +1,15 @@
 """A day of a service whose pools follow the price: a real one on three raylets, recorded as its policy saw it.
 
-    python tests/scaling_day.py --record tests/cluster/day.jsonl --markdown tests/SCALING.md
+    python tests/scaling_day.py > DAY.md
 
-The target is inflated so that drafts pay for one stream and not for many; targets per replica are out of reach, so that
-nothing but the price moves the pools. Every stream is compared with plain decoding. `test_scaling_days.py` plays the
-record again.
+The table goes into SCALING.md. The target is inflated so that drafts pay for one stream and not for many; targets per
+replica are out of reach, so that nothing but the price moves the pools. Every stream is compared with plain decoding.
+`test_scaling_days.py` decides the record again.
 """
 
 from __future__ import annotations
 
+import gzip
 import tempfile
 import threading
 import time
@@ -135,15 +136,19 @@ def to_markdown(samples: list[Sample], streams: Streams) -> str:
 
 @click.command()
 @click.option("--num-params", default=100_000_000, show_default=True, help="that the target is inflated to")
-@click.option("--record", type=click.Path(dir_okay=False, path_type=Path), required=True)
-@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), required=True)
-def main(num_params: int, record: Path, markdown: Path) -> None:
+@click.option(
+    "--record",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path(__file__).parent / "cluster" / "recorded_day.jsonl.gz",
+    show_default=True,
+)
+def main(num_params: int, record: Path) -> None:
     """Live through the day once."""
-    record.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         inflate(target_path(), Path(folder), num_params)
+        plain_record = Path(folder, "day.jsonl")
         with deployed_service(
-            policy={**POLICY, "recorded_to": str(record.resolve())},
+            policy={**POLICY, "recorded_to": str(plain_record)},
             router={"mode": "auto", "max_draft_length": 4},
             verifiers={"min_replicas": 1, "max_replicas": 2, **QUICK},
             drafters={"min_replicas": 0, "initial_replicas": 1, "max_replicas": 2, **QUICK},
@@ -161,8 +166,8 @@ def main(num_params: int, record: Path, markdown: Path) -> None:
                     streams.want(0, is_over=True)
                 for place in places:
                     place.result()
-    markdown.write_text(to_markdown(samples, streams))
-    click.echo(markdown.read_text())
+        record.write_bytes(gzip.compress(plain_record.read_bytes(), mtime=0))
+    click.echo(to_markdown(samples, streams))
 
 
 if __name__ == "__main__":

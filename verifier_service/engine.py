@@ -19,6 +19,7 @@ from outrider.verifier_service.grammar import GrammarCompiler, GrammarState
 from outrider.verifier_service.joining import worth_waiting_until
 from outrider.verifier_service.logits_processors import LogitsProcessor
 from outrider.verifier_service.logprobs import LogprobsQuery, encoded_bytes, token_logprobs
+from outrider.verifier_service.offer import PricedStep
 from outrider.verifier_service.outcome import (
     Outcome,
     count_draft,
@@ -186,6 +187,7 @@ class VerifierEngine:
 
     def step(self) -> list[RequestOutput] | None:
         """Run one step; None when nothing could run (no request, or each waits for its draft)."""
+        self.pricing.learn()
         begin_s = self._clock()
         self.drafting.receive(self._requests, begin_s)
         self._joining_until_s = self._worth_waiting_until(begin_s)
@@ -199,11 +201,11 @@ class VerifierEngine:
         first_rows = row_starts(schedule.items)
         self._keep_prompt_logprobs(schedule.items, first_rows, logits)
         outcomes = self._verify(schedule.items, first_rows, logits)
-        held = [request for request in self.scheduler.running if request.hold_until_s is not None]
-        priced_step = self.pricing.end_rounds(schedule, outcomes, held)
         verified_s = self._clock()
         step_s = verified_s - (self._verified_s or waited_since_s) - exposed_s
         self._verified_s = verified_s
+        held = [request for request in self.scheduler.running if request.hold_until_s is not None]
+        self.pricing.end_step(PricedStep(schedule, outcomes, held, step_s=step_s, exposed_s=exposed_s))
         logprobs = _output_logprobs(outcomes, logits)
         timings = [self._timing(schedule, item, begin_s) for item in schedule.items]
         committed = [self._commit(*result) for result in zip(outcomes, logprobs, timings, strict=True)]
@@ -211,10 +213,6 @@ class VerifierEngine:
         self._move_states()
         end_s = self._clock()
         self.drafting.ask(self._running_after(schedule), end_s)
-        self.pricing.observe_step(priced_step, step_s=step_s, exposed_s=exposed_s)
-        for item in schedule.items:
-            if item.request.request_id not in self._requests:
-                self.pricing.forget(item.request.request_id)
         self.stats.observe(schedule, outputs, began_s=begin_s, ended_s=end_s)
         return outputs
 

@@ -70,9 +70,10 @@ class EngineLoop:
                 else:
                     self._receive(patience_s=0.0)
                 outputs = self._engine.step()
+                self._publish(outputs or [])
+                self._engine.pricing.learn()  # tokens and asks are on their way
                 if self._checks_integrity:
                     self._engine.check_integrity()
-                self._publish(outputs or [])
 
     def _wait(self) -> None:
         """Sleep on the pipe: nothing could run. With requests at hand that is time lost to drafts on their way."""
@@ -173,7 +174,7 @@ def engine_load(
         verify_idle_share=rates.idle_share,
         counters=_counters(engine, drafts or RelayDraftClient()),
         requests=tuple(_request_load(request) for request in (*running, *waiting)),
-        drafter_times=drafting.drafter_times(),
+        drafter_times=drafting.drafter_times(now_s),
         circuits=tuple(
             DrafterCircuit(drafter_id=drafter_id, state=state.value)
             for drafter_id, state in drafting.circuits(now_s).items()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft
 from outrider.verifier_service.outcome import Outcome
@@ -55,7 +55,10 @@ class PricedStep:
     schedule: Schedule
     outcomes: Sequence[Outcome]
     held: Sequence[Request]  # could have been in it, but still waited for their drafts
-    rounds: Mapping[str, Round]  # by request
+    _: KW_ONLY
+    step_s: float
+    exposed_s: float  # how long its drafts held it up before that
+    rounds: dict[str, Round] = field(default_factory=dict)  # by request
 
     def asking(self, requests: Iterable[Request]) -> list[Round]:
         """Return the rounds of those requests that had asked for a draft."""

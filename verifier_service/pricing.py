@@ -3,8 +3,9 @@
 Before drafting, a request asks for the positions whose survival, by history alone, exceeds the price; when its draft is
 there, those are verified whose survival, by the draft's own confidences, does. Whatever was on offer is remembered and
 makes the price of later steps. Nothing here looks at a drawn token: its confidence is the largest weight of the row
-that it was drawn from, and the price is older than the draft. Drawn trees, whose shape must not depend on what was
-drawn, are cut by depth and history alone; trees of point masses lose any node that does not pay, and all below it.
+that it was drawn from, and the price comes from steps before the one that verifies it. Drawn trees, whose shape must
+not depend on what was drawn, are cut by depth and history alone; trees of point masses lose any node that does not pay,
+and all below it.
 
 While nothing pays, a request now and then drafts a little all the same, so that its survival stays known. These probes
 have a budget, a share of the time that steps take, and are charged what they were seen to cost. Requests that the
@@ -26,7 +27,7 @@ from outrider.verifier_service.load_levels import LoadLevel, LoadLevels
 from outrider.verifier_service.offer import Offer, PricedStep, Round, confidences_of, hoped_worths, judged_nodes
 from outrider.verifier_service.outcome import Outcome, num_draft_tokens
 from outrider.verifier_service.request import Request
-from outrider.verifier_service.schedule import Schedule, ScheduledRequest, first_nodes, kept_nodes
+from outrider.verifier_service.schedule import ScheduledRequest, first_nodes, kept_nodes
 from outrider.verifier_service.survival import SurvivalEstimator
 from outrider.verifier_service.token_worth import TokenWorth
 from outrider.verifier_service.tree import depths
@@ -58,7 +59,7 @@ class _Pricing:
 class DraftPricing:
     """The engine's side of the price: `length` when it asks, `admitted` when it schedules.
 
-    After the step `end_rounds`, and `observe_step` when requests have asked again: drafters are at work meanwhile.
+    After the step `end_step`, and `learn` once what requests then asked for is on its way: drafters work meanwhile.
     """
 
     survival: SurvivalEstimator = field(default_factory=SurvivalEstimator)
@@ -70,6 +71,8 @@ class DraftPricing:
     _requests: dict[str, _Pricing] = field(default_factory=dict)
     _usual: tuple[str, int] = ("", 0)  # drafter and plan of the last request that was allowed to draft
     _base: StepShape = field(default_factory=lambda: StepShape(1, 0))  # of the last step, its drafts left out
+    _unlearnt: PricedStep | None = None  # the last one, until it is learnt from
+    _gone: set[str] = field(default_factory=set)  # requests that ended in it
     _probe_s: float = 0.0  # what probes may cost now
     _num_plain_steps: int = 0  # in a row, of one load, without prompts and with nobody who asked
 
@@ -105,7 +108,7 @@ class DraftPricing:
     @property
     def request_ids(self) -> set[str]:
         """The requests of which anything is kept here."""
-        return {*self._requests} | self.survival.request_ids | self.worth.request_ids
+        return ({*self._requests} | self.survival.request_ids | self.worth.request_ids) - self._gone
 
     def length(self, request: Request, drafter_id: str, bound: int) -> int:
         """Return how many of `bound` tokens to ask for: those expected to be worth the price.
@@ -218,47 +221,60 @@ class DraftPricing:
         worths = self.worth.worths(request_id, survivals)
         return Offer(survivals, worths, by_history, worths)
 
-    def end_rounds(
-        self, schedule: Schedule, outcomes: Sequence[Outcome], held: Sequence[Request] = ()
-    ) -> PricedStep:
-        """Note how a step's drafts went, before its requests ask again, and return what `observe_step` wants to know.
-
-        `held` could have been in it, but still waited for their drafts.
-        """
-        rounds: dict[str, Round] = {}
-        for outcome in outcomes:
+    def end_step(self, step: PricedStep) -> None:
+        """Note how a step's drafts went, before its requests ask again: all else that it says waits for `learn`."""
+        self.learn()
+        for outcome in step.outcomes:
             request_id = outcome.item.request.request_id
-            if (kept := self._requests.get(request_id)) is None:
+            kept = self._requests.get(request_id)
+            if kept is None or not outcome.item.samples:  # who reads its prompt again may have a draft on its way
                 continue
             if outcome.item.draft is None:
                 self.survival.observe_plain(request_id)
             if kept.round is None:
                 continue
-            rounds[request_id] = kept.round
+            step.rounds[request_id] = kept.round
             if outcome.item.draft is not None:
                 kept.is_opening = False
                 kept.round.after = self.survival.end_round(
-                    request_id, kept.drafter_id, outcome.num_judged, len(outcome.path)
+                    request_id, kept.round.drafter_id, outcome.num_judged, len(outcome.path)
                 )
             kept.round = None
-        for request in held:
+        for request in step.held:
             if (kept := self._requests.get(request.request_id)) is not None and kept.round is not None:
-                rounds[request.request_id] = kept.round
-        return PricedStep(schedule, outcomes, held, rounds)
+                step.rounds[request.request_id] = kept.round
+        self._unlearnt = step
+        self._go_to_level(len(step.schedule.items) + len(step.held))
 
-    def observe_step(self, step: PricedStep, *, step_s: float, exposed_s: float) -> None:
-        """Take in how long a step took, how long its drafts held it up before that, and what was on offer in it."""
+    def _go_to_level(self, num_requests: int) -> None:
+        """Let the price be that of such a load."""
         if self._levels is None:
             return
+        level = self._levels.at(num_requests)
+        if level is not self._level:
+            self._num_plain_steps = 0
+        self._level, self._max_depth = level, level.depth.bound
+
+    def learn(self) -> None:
+        """Take in how long the last step took and what was on offer in it, if that is still to be done."""
+        if self._unlearnt is None:
+            return
+        step, self._unlearnt = self._unlearnt, None
+        self._observe_step(step)
+        gone, self._gone = self._gone, set()
+        for request_id in gone:
+            self.forget(request_id)
+
+    def _observe_step(self, step: PricedStep) -> None:
+        if (level := self._level) is None:
+            return
         schedule, outcomes = step.schedule, step.outcomes
-        level = self._levels.at(len(schedule.items) + len(step.held))
-        is_new_load, self._level = level is not self._level, level
         num_context_tokens = sum(schedule.batch.context_lengths)
         priced = [outcome.item for outcome in outcomes if outcome.item.samples and not step.is_pinned(outcome.item)]
         taking_part = step.asking(item.request for item in schedule.items)
         asking = [*taking_part, *step.asking(step.held)]
         is_plain = not asking and schedule.batch.num_tokens == len(schedule.items)
-        if asking or is_new_load:
+        if asking:
             self._num_plain_steps = 0
         self._num_plain_steps += is_plain
         num_alike = _num_alike(self._num_plain_steps) if is_plain else 1
@@ -268,27 +284,18 @@ class DraftPricing:
         shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=is_drafting)
         if num_alike:
             self.num_extrapolated_steps += level.cost.is_extrapolating(shape)
-            level.cost.observe(shape, step_s)
+            level.cost.observe(shape, step.step_s)
         # a drafter that had to read a prompt first says nothing of later rounds
         if taking_part and not any(one.is_opening for one in taking_part):
-            level.exposure.observe(max(one.length for one in taking_part), exposed_s)
+            level.exposure.observe(max(one.length for one in taking_part), step.exposed_s)
         base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
         if level.price.is_new:  # before the first drafts: as if the prompts had been read already
             base = StepShape(max(1, len(priced)), num_context_tokens)
         self._base = base
-        granted_s = PROBE_SHARE * step_s / math.sqrt(max(1, len(priced)))
+        granted_s = PROBE_SHARE * step.step_s / math.sqrt(max(1, len(priced)))
         self._probe_s = min(self._probe_s + granted_s, MAX_SAVED_STEPS * granted_s)
         if priced:
-            self._observe_loss(
-                level,
-                step,
-                priced,
-                asking,
-                base,
-                num_drafted=num_drafted,
-                exposed_s=exposed_s,
-                step_s=step_s,
-            )
+            self._observe_loss(level, step, priced, asking, base, num_drafted)
         if num_alike:
             self._observe_offers(level, base, [self._offer(step, item.request) for item in priced], num_alike)
             rounds = (_round(outcome) for outcome in outcomes if outcome.item.samples)
@@ -296,7 +303,6 @@ class DraftPricing:
         for outcome in outcomes:
             if (asked := step.rounds.get(outcome.item.request.request_id)) is not None:
                 self._observe_draft(asked, outcome)
-        self._max_depth = level.depth.bound
 
     def _observe_offers(self, level: LoadLevel, base: StepShape, offers: Sequence[Offer], num_steps: int) -> None:
         """Price what was on offer in the step, and in others like it, as far as drafts should go."""
@@ -321,10 +327,7 @@ class DraftPricing:
         priced: Sequence[ScheduledRequest],
         asking: Sequence[Round],
         base: StepShape,
-        *,
         num_drafted: int,
-        exposed_s: float,
-        step_s: float,
     ) -> None:
         """Compare a step with what the model expects of it; one with prompts in it counts for trials alone."""
         num_held = len(step.held)
@@ -341,7 +344,7 @@ class DraftPricing:
         longest = max((one.length for one in asking), default=0)
         model_s = level.cost.seconds(verified) + level.exposure.seconds(longest)
         usual_s = level.cost.seconds(replace(verified, is_drafting=True))
-        elapsed_s = min(exposed_s + min(step_s, SLOW * usual_s), STALL * (plain_s + model_s))
+        elapsed_s = min(step.exposed_s + min(step.step_s, SLOW * usual_s), STALL * (plain_s + model_s))
         made, forgone = num_tokens / num_all, elapsed_s / plain_s
         is_trying = not all(one.is_probe for one in asking)
         if is_trying:
@@ -364,6 +367,8 @@ class DraftPricing:
             return asked.offered
         if asked is not None and asked.length:
             return Offer()  # its draft did not come
+        if asked is not None and asked.worths:
+            return Offer(worths=asked.worths, levels=asked.worths)
         kept = self._requests.get(request.request_id)
         if asked is not None and kept is not None:
             survivals = self._survivals(request.request_id, kept, asked)
@@ -389,7 +394,10 @@ class DraftPricing:
             self.survival.observe_claims(asked.drafter_id, judged_nodes(draft, outcome))
 
     def forget(self, request_id: str) -> None:
-        """Drop what is kept of a request; its drafter's record stays."""
+        """Drop what is kept of a request, once its last step is learnt from; its drafter's record stays."""
+        if self._unlearnt is not None:
+            self._gone.add(request_id)
+            return
         self._requests.pop(request_id, None)
         self.survival.forget(request_id)
         self.worth.forget(request_id)

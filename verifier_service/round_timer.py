@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 SMOOTHING = 1 / 8  # gains of the mean and of its deviation, as TCP's retransmission timer uses them (RFC 6298)
 DEVIATION_SMOOTHING = 1 / 4
 NUM_DEVIATIONS = 4
 NUM_LATE_DEVIATIONS = 2  # mean ones: nine of ten rounds take no longer
+LATE_MEMORY_S = 10.0  # a draft counts for the share of late ones as long as this, in the mean
+NUM_ASSUMED_IN_TIME = 4.0  # drafts besides: one that was late, and then nobody asked, says little
 
 
 class RoundTimer:
-    """A deadline for the next round: smoothed time plus four deviations, doubled after every round that missed it.
-
-    `late_share` is the share of the rounds that missed theirs, the later ones counting more.
-    """
+    """A deadline for the next round: smoothed time plus four deviations, doubled after every round that missed it."""
 
     def __init__(self, *, first_s: float, min_s: float, max_s: float) -> None:
         self._first_s, self._min_s, self._max_s = first_s, min_s, max_s
         self.smoothed_s: float | None = None
-        self.late_share = 0.0
         self._deviation_s = 0.0
         self._back_off = 1
 
@@ -35,11 +36,9 @@ class RoundTimer:
         """Return the time that nearly all rounds are answered in, once one has been."""
         return (self.smoothed_s or 0.0) + NUM_LATE_DEVIATIONS * self._deviation_s
 
-    def observe(self, seconds: float, *, is_late: bool = False) -> None:
-        """Take in the time of a round that was answered; that it was late, `back_off` has been told already."""
+    def observe(self, seconds: float) -> None:
+        """Take in the time of a round that was answered, late or not."""
         self._back_off = 1
-        if not is_late:
-            self.late_share -= SMOOTHING * self.late_share
         if self.smoothed_s is None:
             self.smoothed_s, self._deviation_s = seconds, seconds / 2
             return
@@ -49,4 +48,31 @@ class RoundTimer:
     def back_off(self) -> None:
         """Allow the next round more time: this one was not answered."""
         self._back_off = min(self._back_off * 2, 64)
-        self.late_share += SMOOTHING * (1.0 - self.late_share)
+
+
+@dataclass(slots=True)
+class LateShare:
+    """The share of a drafter's drafts that missed their deadline, of many requests; what is long ago counts less.
+
+    So a drafter that was slow and is not asked any more is given another chance.
+    """
+
+    _num_late: float = 0.0
+    _num_in_time: float = 0.0
+    _at_s: float = 0.0  # when these counts were right
+
+    def observe(self, now_s: float, *, is_late: bool) -> None:
+        """Take in a draft, when it came or when its deadline passed."""
+        self._fade(now_s)
+        self._num_late += is_late
+        self._num_in_time += not is_late
+
+    def at(self, now_s: float) -> float:
+        """Return the share, 0 to 1."""
+        self._fade(now_s)
+        return self._num_late / (self._num_late + self._num_in_time + NUM_ASSUMED_IN_TIME)
+
+    def _fade(self, now_s: float) -> None:
+        left = math.exp(min(0.0, self._at_s - now_s) / LATE_MEMORY_S)
+        self._num_late, self._num_in_time = left * self._num_late, left * self._num_in_time
+        self._at_s = max(self._at_s, now_s)

@@ -32,13 +32,11 @@ from outrider.verifier_service.histogram import Histogram
 from outrider.verifier_service.joining import DueDraft
 from outrider.verifier_service.pricing import DraftPricing
 from outrider.verifier_service.request import AcceptanceRule, Request
-from outrider.verifier_service.round_timer import RoundTimer
+from outrider.verifier_service.round_timer import LateShare, RoundTimer
 
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 LENGTH_SMOOTHING = 1 / 4  # per step
-
-
 _NO_NEEDS = DraftNeeds()
 
 
@@ -107,6 +105,7 @@ class _Drafter:
     timer: RoundTimer
     opening_timer: RoundTimer  # of rounds that contain the drafter's prefill
     breaker: CircuitBreaker
+    late_share: LateShare = field(default_factory=LateShare)  # of the other rounds
     session_ids: set[str] = field(default_factory=set)
 
     def timer_of(self, session: _Session) -> RoundTimer:
@@ -139,13 +138,12 @@ class DraftCoordinator:
         self.round_trip_s = Histogram(ROUND_TRIP_BOUNDS_S)
         self.lateness_s = Histogram(LATENESS_BOUNDS_S)
 
-    def drafter_times(self) -> tuple[DrafterTime, ...]:
+    def drafter_times(self, now_s: float) -> tuple[DrafterTime, ...]:
         """Return how long every drafter takes that has answered, and how often too long."""
-        timers = ((drafter_id, drafter.timer) for drafter_id, drafter in self._drafters.items())
         return tuple(
-            DrafterTime(drafter_id=drafter_id, seconds=timer.smoothed_s, late_share=timer.late_share)
-            for drafter_id, timer in timers
-            if timer.smoothed_s is not None
+            DrafterTime(drafter_id=drafter_id, seconds=seconds, late_share=drafter.late_share.at(now_s))
+            for drafter_id, drafter in self._drafters.items()
+            if (seconds := drafter.timer.smoothed_s) is not None
         )
 
     @property
@@ -236,6 +234,8 @@ class DraftCoordinator:
             return
         drafter.breaker.record_success(now_s)
         drafter.timer_of(session).observe(now_s - outstanding.asked_s)
+        if session.has_answered:
+            drafter.late_share.observe(now_s, is_late=False)
         self.round_trip_s.observe(now_s - outstanding.asked_s)
         session.has_answered = True
         request.draft = draft
@@ -251,7 +251,7 @@ class DraftCoordinator:
         if missed is None or missed.round_id != draft.round_id:
             return
         self.lateness_s.observe(max(0.0, now_s - session.missed_deadline_s))
-        self._drafters[drafter_id].timer_of(session).observe(now_s - missed.asked_s, is_late=True)
+        self._drafters[drafter_id].timer_of(session).observe(now_s - missed.asked_s)
         session.missed, session.has_answered = None, True
 
     def _on_resync(self, drafter_id: str, request_id: str, requests: Mapping[str, Request], now_s: float) -> None:
@@ -281,7 +281,7 @@ class DraftCoordinator:
 
         A drafter that stalls misses the rounds of many requests at once: that is one failure of it, not many.
         """
-        late: dict[str, _Session] = {}
+        late: dict[tuple[str, bool], _Session] = {}  # one of each timer
         for request_id, session in self._sessions.items():
             request = requests[request_id]
             if request.hold_until_s is None or request.hold_until_s > now_s:
@@ -289,11 +289,13 @@ class DraftCoordinator:
             session.missed, session.missed_deadline_s = session.round, request.hold_until_s
             session.round = request.hold_until_s = None
             self.fallbacks["timeout"] += 1
-            late[session.drafter_id] = session
-        for drafter_id, session in late.items():
-            drafter = self._drafters[drafter_id]
-            drafter.timer_of(session).back_off()
-            drafter.breaker.record_failure(now_s)
+            late[session.drafter_id, session.has_answered] = session
+            if session.has_answered:
+                self._drafters[session.drafter_id].late_share.observe(now_s, is_late=True)
+        for session in late.values():
+            self._drafters[session.drafter_id].timer_of(session).back_off()
+        for drafter_id in {drafter_id for drafter_id, _ in late}:
+            self._drafters[drafter_id].breaker.record_failure(now_s)
 
     # --- after committing ---
 

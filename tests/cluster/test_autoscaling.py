@@ -84,9 +84,12 @@ def decided(
     verifiers: dict[str, Any], drafters: dict[str, Any] | None = None, drafter_range: ReplicaRange = POLICY.drafters
 ) -> tuple[Any, ...]:
     """Return both sizes with their reasons, of pools of four and two where nothing else is said."""
+    with_knee = {"num_with_knee": 4 if "knee_fill" in verifiers else 0}
     sizes = desired_pools(
         PoolsLoad(
-            verifiers=VerifiersLoad(**{"num_replicas": 4, "num_ready": 4, "num_requests": 35.0, **verifiers}),
+            verifiers=VerifiersLoad(
+                **{"num_replicas": 4, "num_ready": 4, "num_requests": 35.0, **with_knee, **verifiers}
+            ),
             drafters=DraftersLoad(**{"num_replicas": 2, "num_ready": 2, "num_sessions": 35.0, **(drafters or {})}),
         ),
         dataclasses.replace(POLICY, drafters=drafter_range),
@@ -125,7 +128,12 @@ def test_verifiers_follow_their_load(load, wanted, reason):
         ({"price": 0.95, "knee_fill": 5.5}, 6, "compute_bound"),
         ({"price": 0.95, "knee_fill": 30.0}, 6, "compute_bound"),  # not all at once
         ({"price": 0.95, "knee_fill": 2.0}, 5, "compute_bound"),
-        ({"price": 0.95, "knee_fill": 1.9}, 4, "price"),  # below half of the knee: not for want of compute
+        ({"price": 0.95, "knee_fill": 1.9}, 4, "steady"),  # below half of the knee: not for want of compute
+        ({"price": 0.95, "knee_fill": 1.1, "num_requests": 8.0}, 3, "fits"),  # and three would be below it, too
+        ({"price": 0.95, "knee_fill": 1.5, "num_with_knee": 1}, 5, "compute_bound"),  # of the others it is not known
+        ({"price": 0.95, "knee_fill": 0.4, "num_with_knee": 1}, 4, "steady"),
+        ({"price": 0.7, "knee_fill": 0.2, "num_requests": 8.0}, 1, "fits"),
+        ({"price": 0.7, "knee_fill": 2.2, "num_requests": 8.0}, 4, "price"),
         ({"price": 0.95, "num_ready": 3}, 4, "compute_bound"),  # one is on its way
         ({"price": 0.95, "num_ready": 3, "knee_fill": 9.0}, 5, "compute_bound"),
         ({"price": 0.95, "num_requests": 99.0}, 10, "requests"),
@@ -163,7 +171,11 @@ def test_a_price_near_one_sends_drafters_away_and_one_in_between_brings_none():
     assert decided({"price": 0.95}, {"num_sessions": 300.0})[2:] == (0, "compute_bound")
     assert decided({"price": 0.95}, drafter_range=ReplicaRange(1, 3))[2:] == (1, "compute_bound")
     assert decided({"price": 0.95, "num_ready": 3})[2:] == (2, "compute_bound")  # a verifier is on its way
-    assert decided({"price": 0.95, "knee_fill": 0.3})[2:] == (2, "steady")  # they may pay once drafters are warm
+    cold = {"price": 0.95, "knee_fill": 0.3}
+    assert decided(cold)[2:] == (2, "steady")  # they may pay once drafters are warm
+    assert decided(cold, {"num_sessions": 300.0})[2:] == (2, "price")  # more of them would not pay either
+    assert decided(cold, {"num_sessions": 16.0})[2:] == (1, "fits")
+    assert decided(cold, {"late_share": 0.2, "queue_depth": 12.0})[2:] == (2, "late_drafts")
     late = {"late_share": 0.2, "queue_depth": 10.0}
     assert decided({"price": 0.7}, late)[2:] == (2, "late_drafts")
     gone = {"num_replicas": 0, "num_ready": 0, "num_sessions": 0.0}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import math
+import shutil
 from itertools import groupby
 from pathlib import Path
 
@@ -42,17 +45,73 @@ def test_new_wishes_are_recorded_at_once_and_new_figures_once_a_second(tmp_path:
     assert list(read_day(path)) == [first, wish, late, first], "a restart goes on where it was"
 
 
-def test_where_nothing_can_be_written_the_policy_says_so(tmp_path: Path):
-    with pytest.raises(OSError, match="nowhere"):
-        DayRecorder(tmp_path / "nowhere" / "day.jsonl")
+def test_where_nothing_can_be_written_the_log_says_so_and_the_pools_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    DayRecorder(tmp_path / "nowhere" / "day.jsonl").record(moment(1.0, 1.0))
+    folder = tmp_path / "days"
+    folder.mkdir()
+    recorder = DayRecorder(folder / "day.jsonl")
+    shutil.rmtree(folder)
+    for at_s in (1.0, 3.0, 5.0):
+        recorder.record(moment(at_s, at_s))
+    first, second = caplog.messages
+    assert "recorded_to" in first
+    assert "nowhere" in first
+    assert "days/day.jsonl" in second
 
 
-def test_a_line_that_is_no_moment_is_named(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"at_s": 2.0}', r"line 2.*\n.*\n?load"),
+        ("night", "line 2"),
+        ("renamed", r"line 2.*\n.*knee_fil\n"),
+    ],
+)
+def test_a_line_that_is_no_moment_is_named(tmp_path: Path, line: str, problem: str):
     path = tmp_path / "day.jsonl"
     DayRecorder(path).record(moment(1.0, 1.0))
-    path.write_text(path.read_text() + '{"at_s": 2.0}\n')
-    with pytest.raises(ValueError, match=r"line 2.*\n.*\n?load"):
+    whole = path.read_text()
+    path.write_text(whole + (whole.replace("knee_fill", "knee_fil") if line == "renamed" else line + "\n"))
+    with pytest.raises(ValueError, match=problem):
         list(read_day(path))
+
+
+def test_a_line_that_was_cut_short_costs_no_other(tmp_path: Path):
+    path = tmp_path / "day.jsonl"
+    first, second = moment(1.0, 1.0), moment(2.0, 2.0)
+    DayRecorder(path).record(first)
+    whole = path.read_bytes()
+    for length in range(1, len(whole)):
+        path.write_bytes(whole + whole[:length])
+        DayRecorder(path).record(second)
+        read = list(read_day(path))
+        assert (read[0], read[-1], len(read)) == (first, second, 2 + (length == len(whole) - 1)), length
+
+
+def test_a_day_is_read_gzipped_or_not_whatever_its_name(tmp_path: Path):
+    plain, packed = tmp_path / "day.gz", tmp_path / "day"
+    DayRecorder(plain).record(moment(1.0, 1.0))
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert list(read_day(plain)) == list(read_day(packed)) == [moment(1.0, 1.0)]
+    packed.write_bytes(gzip.compress(plain.read_bytes() * 100)[:-30])
+    with pytest.raises(ValueError, match="after line"):
+        list(read_day(packed))
+
+
+def test_what_a_policy_leaves_out_is_read_as_it_was(tmp_path: Path):
+    policy = dataclasses.replace(POLICY, requests_per_verifier=math.inf)
+    endless = dataclasses.replace(moment(1.0, 1.0), policy=policy)
+    DayRecorder(tmp_path / "day").record(endless)
+    assert list(read_day(tmp_path / "day")) == [endless]
+
+
+def test_a_clock_that_is_set_back_stops_no_recording(tmp_path: Path):
+    recorder = DayRecorder(tmp_path / "day")
+    for one in (moment(100.0, 1.0), moment(10.0, 2.0)):
+        recorder.record(one)
+    assert [one.at_s for one in read_day(tmp_path / "day")] == [100.0, 10.0]
 
 
 # --- a recorded day: nobody, one stream, 32, one, nobody ---
@@ -90,7 +149,7 @@ def test_a_price_near_one_for_a_single_stream_brought_no_verifier():
     for recorded in cold:
         assert recorded.load.verifiers.num_replicas == recorded.sizes.verifiers.num_replicas == 1
         assert recorded.sizes.drafters.num_replicas == 1
-        unknown = dataclasses.replace(recorded.load.verifiers, knee_fill=0.0)
+        unknown = dataclasses.replace(recorded.load.verifiers, knee_fill=0.0, num_with_knee=0)
         blind = desired_pools(dataclasses.replace(recorded.load, verifiers=unknown), recorded.policy)
         assert blind.verifiers.num_replicas == 2, "by the price alone it would have"
 

@@ -112,6 +112,7 @@ def test_what_replicas_export_adds_up_to_the_pools_load():
             num_requests=10.0,
             kv_usage=0.5,
             knee_fill=2.0 + (180 - 60) / 14 / 4.0,
+            num_with_knee=2,
             price=0.5,
             num_undrafted=4.0,
         ),

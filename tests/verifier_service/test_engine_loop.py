@@ -27,6 +27,8 @@ from outrider.verifier_service.engine_messages import (
     SetPlans,
 )
 from outrider.verifier_service.kv_cache import BlockPool
+from outrider.verifier_service.offer import PricedStep
+from outrider.verifier_service.pricing import DraftPricing
 from outrider.verifier_service.relay_client import RelayDraftClient
 from outrider.verifier_service.request import FinishReason, RequestOutput, SpeculationPlan
 from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
@@ -45,7 +47,12 @@ def wait_for_drafts(num_tokens: int) -> dict[str, Any]:
 class Loop:
     """The shell's end of the pipe to a loop on a thread."""
 
-    def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        make_pricing: Callable[[RelayDraftClient], DraftPricing] = lambda _: DraftPricing(),
+    ) -> None:
         self.clock = clock
         self.pipe, far = Pipe()
         self.runner = make_runner()
@@ -59,6 +66,7 @@ class Loop:
             DraftCoordinator(self.drafts, speculation),
             clock=time.monotonic,
             generator=torch.Generator().manual_seed(0),
+            pricing=make_pricing(self.drafts),
         )
         self.outputs: list[RequestOutput] = []
         self.relays: list[Relay] = []
@@ -112,8 +120,8 @@ class Loop:
 
 
 @contextlib.contextmanager
-def looping(deadline_s: float = NEVER_S, clock: Callable[[], float] = time.monotonic) -> Iterator[Loop]:
-    loop = Loop(deadline_s, clock)
+def looping(deadline_s: float = NEVER_S, **options: Any) -> Iterator[Loop]:
+    loop = Loop(deadline_s, **options)
     try:
         yield loop
     finally:
@@ -128,6 +136,37 @@ def draft_for(ask: Commit, token_ids: tuple[int, ...]) -> Relay:
         token_ids=token_ids,
     )
     return Relay(peer="d", payload=encode(draft))
+
+
+class LearningLast(DraftPricing):
+    """Demands that nothing is left to be sent when a step is learnt from."""
+
+    def __init__(self, drafts: RelayDraftClient) -> None:
+        super().__init__()
+        self.num_learnt = 0
+        self._drafts, self._is_due = drafts, False
+
+    def end_step(self, step: PricedStep) -> None:
+        super().end_step(step)
+        self._is_due = True
+
+    def learn(self) -> None:
+        if self._is_due:
+            assert self._drafts.take_outbox() == ()
+            self.num_learnt += 1
+        self._is_due = False
+        super().learn()
+
+
+def test_asks_and_tokens_are_on_their_way_when_a_step_is_learnt_from():
+    with looping(make_pricing=LearningLast) as loop:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", max_tokens=4, **wait_for_drafts(2)))
+        loop.hear_until(lambda: len(loop.asks()) == 1)
+        loop.say(draft_for(loop.asks()[0], ()))
+        loop.hear_until(lambda: len(loop.asks()) == 2)
+        loop.say(draft_for(loop.asks()[1], ()))
+        loop.hear_until(lambda: loop.finished() == {"a"})
+        assert loop.engine.pricing.num_learnt >= 2
 
 
 def test_requests_go_in_and_their_tokens_come_out():

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from outrider.verifier_service.round_timer import RoundTimer
+from outrider.verifier_service.round_timer import LateShare, RoundTimer
 
 
 def make_timer() -> RoundTimer:
@@ -83,13 +83,27 @@ def test_deadline_has_a_floor():
     assert timer.deadline_s == 0.002
 
 
-def test_the_share_of_late_rounds_is_known_and_fades():
-    timer = make_timer()
-    for _ in range(40):  # every second one misses its deadline, and is heard of later
-        timer.observe(0.01)
-        timer.back_off()
-        timer.observe(0.03, is_late=True)
-    assert timer.late_share == pytest.approx(0.5, abs=0.05)
-    for _ in range(40):
-        timer.observe(0.01)
-    assert timer.late_share < 0.01
+@pytest.mark.parametrize("num_requests", [1, 32])
+def test_the_share_of_late_drafts_is_that_of_all_requests(num_requests: int):
+    share = LateShare()
+    for place in range(400):  # 4 s; every fourth round is late, for all alike
+        for _ in range(num_requests):
+            share.observe(0.01 * place, is_late=place % 4 == 0)
+    assert share.at(4.0) == pytest.approx(0.25, abs=0.01)
+
+
+def test_a_drafter_that_was_late_and_is_not_asked_any_more_gets_another_chance():
+    share = LateShare()
+    assert share.at(5.0) == 0.0
+    for _ in range(100):
+        share.observe(10.0, is_late=True)
+    shares = [share.at(10.0 + seconds) for seconds in (0.0, 20.0, 40.0, 80.0)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 0.95
+    assert shares[-1] < 0.01
+
+
+def test_one_late_draft_says_little():
+    share = LateShare()
+    share.observe(1.0, is_late=True)
+    assert share.at(1.0) == 0.2

@@ -331,14 +331,14 @@ def test_a_draft_that_is_late_says_how_long_the_next_one_may_take():
     bench.receive(said(answer(commit, 7)))
     assert request.draft is None, "its round is over"
     bench.ask()
-    assert bench.coordinator.drafter_times() == (), "a round with a prefill says nothing of the others"
+    assert bench.coordinator.drafter_times(bench.now_s) == (), "a round with a prefill says nothing of the others"
     (_, commit), *_ = bench.ask()
     bench.now_s = request.hold_until_s + 1.5
     bench.receive()
     bench.receive(said(answer(commit, 7)))
-    (time_of_d,) = bench.coordinator.drafter_times()
+    (time_of_d,) = bench.coordinator.drafter_times(bench.now_s)
     assert time_of_d.seconds > 1.5
-    assert time_of_d.late_share == 1 / 8
+    assert time_of_d.late_share == 1 / 5
     bench.ask()
     assert request.hold_until_s - bench.now_s > 1.5
 

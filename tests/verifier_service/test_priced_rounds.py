@@ -1,0 +1,186 @@
+"""The rounds of single requests as pricing is told of them: what a step ends, what it leaves alone, what is learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.verifier_service.batch import ScheduledBatch
+from outrider.verifier_service.cost_model import StepTimeModel
+from outrider.verifier_service.drafting import Draft
+from outrider.verifier_service.engine_messages import StepTime
+from outrider.verifier_service.offer import PricedStep
+from outrider.verifier_service.outcome import Outcome
+from outrider.verifier_service.pricing import PROBE_LENGTH, DraftPricing
+from outrider.verifier_service.request import Request, SamplingParams, SpeculationPlan
+from outrider.verifier_service.schedule import Schedule, ScheduledRequest
+from outrider.verifier_service.stretches import Stretches
+from priced_bench import DEAR, FREE, KNEED
+
+LENGTH = 4
+
+
+def make_requests(number: int) -> list[Request]:
+    return [
+        Request(
+            request_id=str(index),
+            sampling=SamplingParams(temperature=0.0),
+            token_ids=[0] * 8,
+            num_prompt_tokens=8,
+            plan=SpeculationPlan(drafter_id="d", draft_length=LENGTH),
+            arrival_s=0.0,
+        )
+        for index in range(number)
+    ]
+
+
+def make_draft(request: Request, length: int = LENGTH) -> Draft:
+    return Draft(request_id=request.request_id, round_id=1, position=8, token_ids=(0,) * length)
+
+
+def plain(request: Request) -> ScheduledRequest:
+    return ScheduledRequest(request=request, num_new_tokens=1, draft=None, samples=True)
+
+
+def drafted(request: Request, draft: Draft) -> ScheduledRequest:
+    return ScheduledRequest(request=request, num_new_tokens=1 + len(draft.token_ids), draft=draft, samples=True)
+
+
+def chunk(request: Request) -> ScheduledRequest:
+    """A part of a prompt."""
+    return ScheduledRequest(request=request, num_new_tokens=4, draft=None, samples=False)
+
+
+class Pricing:
+    """A pricing whose requests ask, and end steps in which drafts are accepted to a given place."""
+
+    def __init__(self, profile: Sequence[StepTime]) -> None:
+        self.pricing = DraftPricing()
+        self.pricing.use_profile(profile)
+        self._step_s = StepTimeModel.from_points(profile).t
+
+    def ask(self, request: Request) -> int:
+        length = self.pricing.length(request, "d", LENGTH)
+        if length:
+            self.pricing.choose(request.request_id, "d")
+        return length
+
+    def cut(self, request: Request) -> Draft:
+        return self.pricing.admitted(request, make_draft(request))
+
+    def end(self, *items: ScheduledRequest, num_accepted: int = 0, held: Sequence[Request] = ()) -> None:
+        lengths = [item.num_new_tokens for item in items]
+        batch = ScheduledBatch(
+            token_ids=[0] * sum(lengths),
+            positions=[],
+            slot_mapping=[],
+            query_lengths=lengths,
+            context_lengths=[8 + length for length in lengths],
+            block_tables=[],
+            logits_indices=[],
+        )
+        step_s = self._step_s(sum(lengths))
+        outcomes = [_outcome(item, num_accepted) for item in items]
+        schedule = Schedule(items=tuple(items), preempted=(), batch=batch)
+        self.pricing.end_step(PricedStep(schedule, outcomes, held, step_s=step_s, exposed_s=0.0))
+
+    def decode(self, requests: Sequence[Request], num_accepted: int, *others: ScheduledRequest) -> None:
+        """Run a step of requests whose drafts are accepted so far, if as much of them is verified."""
+        asked = [(request, self.ask(request)) for request in requests]
+        drafts = [(request, self.cut(request) if length else make_draft(request, 0)) for request, length in asked]
+        items = [drafted(*pair) if pair[1].token_ids else plain(pair[0]) for pair in drafts]
+        self.end(*items, *others, num_accepted=num_accepted)
+        self.pricing.learn()
+
+    @property
+    def num_observed(self) -> int:
+        """What has been taken in of drafts."""
+        return self.pricing.survival.num_observed
+
+
+def _outcome(item: ScheduledRequest, num_accepted: int) -> Outcome:
+    path = tuple(range(min(num_accepted, len(item.draft.token_ids)))) if item.draft is not None else ()
+    return Outcome(
+        item=item,
+        first_row=0,
+        committed=[0] * (len(path) + 1) if item.samples else [],
+        path=path,
+        follows_leaf=item.draft is not None and len(path) == len(item.draft.token_ids),
+        finish_reason=None,
+    )
+
+
+def test_who_reads_its_prompt_again_keeps_its_round_and_its_draft_is_priced_and_learnt_from():
+    """Preempted while its draft was on its way: it comes when the prompt has been read."""
+    bench, (first, second) = Pricing(DEAR), make_requests(2)
+    assert bench.ask(first) > 0, "nothing is known yet"
+    for _ in range(80):
+        bench.decode([second], 0, chunk(first))
+    assert bench.pricing.price == 1.0
+    assert bench.cut(first).token_ids == (), "no draft pays"
+    before = bench.num_observed
+    bench.end(drafted(first, make_draft(first)), plain(second))
+    bench.pricing.learn()
+    assert bench.num_observed > before
+
+
+def test_after_a_change_of_load_requests_ask_at_the_price_of_that_load():
+    bench, requests = Pricing(KNEED), make_requests(32)
+    for _ in range(80):
+        bench.decode(requests, 0)
+    assert bench.pricing.price == 1.0
+    for _ in range(80):
+        bench.decode(requests[:1], LENGTH)
+    assert bench.pricing.price < 0.2
+    bench.end(*map(plain, requests))
+    assert sum(map(bench.ask, requests[1:])) <= PROBE_LENGTH
+
+
+def test_what_a_step_says_is_learnt_at_the_next_one_at_the_latest_and_once():
+    bench, (request,) = Pricing(FREE), make_requests(1)
+    bench.ask(request)
+    bench.end(drafted(request, make_draft(request)))
+    before = bench.num_observed
+    bench.ask(request)
+    bench.end(plain(request))
+    after = bench.num_observed
+    assert after == before + 1
+    bench.pricing.learn()
+    bench.pricing.learn()
+    assert bench.num_observed == after
+
+
+class CountedStretches(Stretches):
+    num_next = 0
+
+    def observe_next(self, *args) -> None:
+        self.num_next += 1
+        super().observe_next(*args)
+
+
+def test_the_last_step_of_a_request_teaches_as_much_as_any_other_and_then_nothing_is_kept():
+    bench, (request,) = Pricing(FREE), make_requests(1)
+    bench.pricing.worth._stretches = counted = CountedStretches()
+    for _ in range(3):
+        bench.ask(request)
+        bench.end(drafted(request, make_draft(request)), num_accepted=LENGTH)
+        bench.pricing.learn()
+    assert counted.num_next == 2, "each whole draft after another"
+    bench.ask(request)
+    bench.end(drafted(request, make_draft(request)), num_accepted=LENGTH)
+    bench.pricing.forget(request.request_id)
+    assert bench.pricing.request_ids == set()
+    bench.pricing.learn()
+    assert counted.num_next == 3
+    assert bench.pricing.request_ids == bench.pricing.worth.request_ids == set()
+
+
+def test_a_request_that_waits_on_keeps_its_round():
+    bench, (first, second) = Pricing(FREE), make_requests(2)
+    for request in (first, second):
+        bench.ask(request)
+    bench.end(plain(second), held=[first])
+    bench.pricing.learn()
+    before = bench.num_observed
+    bench.end(drafted(first, bench.cut(first)))
+    bench.pricing.learn()
+    assert bench.num_observed > before
