@@ -182,6 +182,15 @@ def test_a_price_near_one_sends_drafters_away_and_one_in_between_brings_none():
     assert decided({"price": 0.7, "num_undrafted": 35.0}, gone)[2:] == (0, "price")
 
 
+def test_a_cold_drafter_that_does_not_pay_for_a_single_stream_brings_no_verifier_and_stays():
+    """As seen on the first day that was recorded (SCALING.md)."""
+    alone = {"num_replicas": 1, "num_ready": 1}
+    verifier = {**alone, "num_requests": 1.0, "price": 1.0}
+    drafter = {**alone, "num_sessions": 1.0}
+    assert decided({**verifier, "knee_fill": 0.09, "num_with_knee": 1}, drafter) == (1, "steady", 1, "steady")
+    assert decided(verifier, drafter) == (2, "compute_bound", 0, "compute_bound"), "by the price alone"
+
+
 def test_drafters_go_when_idle_and_come_back_for_those_who_lack_them():
     gone = {"num_replicas": 0, "num_ready": 0, "num_sessions": 0.0}
     assert decided({"num_requests": 0.0}, {"num_sessions": 3.0})[2:] == (0, "idle")

@@ -136,24 +136,6 @@ def test_on_the_recorded_day_each_pool_followed_the_price_without_a_turn_too_man
     assert noon[-1].load.drafters.num_replicas == 0
 
 
-def test_a_price_near_one_for_a_single_stream_brought_no_verifier():
-    """Drafts of a drafter that had just started did not pay, with the verifier far below its knee."""
-    cold = [
-        recorded
-        for recorded in DAY
-        if recorded.load.verifiers.num_requests <= 1.0
-        and recorded.load.verifiers.price >= recorded.policy.high_price
-        and recorded.load.drafters.num_ready > 0
-    ]
-    assert cold
-    for recorded in cold:
-        assert recorded.load.verifiers.num_replicas == recorded.sizes.verifiers.num_replicas == 1
-        assert recorded.sizes.drafters.num_replicas == 1
-        unknown = dataclasses.replace(recorded.load.verifiers, knee_fill=0.0, num_with_knee=0)
-        blind = desired_pools(dataclasses.replace(recorded.load, verifiers=unknown), recorded.policy)
-        assert blind.verifiers.num_replicas == 2, "by the price alone it would have"
-
-
 def test_another_policy_can_be_asked_about_the_same_day():
     busiest = max(DAY, key=lambda recorded: recorded.load.verifiers.num_requests)
     generous = dataclasses.replace(busiest.policy, verifiers=ReplicaRange(1, 16), requests_per_verifier=4.0)
