@@ -72,7 +72,7 @@ class DraftPricing:
     _usual: tuple[str, int] = ("", 0)  # drafter and plan of the last request that was allowed to draft
     _base: StepShape = field(default_factory=lambda: StepShape(1, 0))  # of the last step, its drafts left out
     _unlearnt: PricedStep | None = None  # the last one, until it is learnt from
-    _gone: set[str] = field(default_factory=set)  # requests that ended in it
+    _gone: set[str] = field(default_factory=set)  # requests that have left since
     _probe_s: float = 0.0  # what probes may cost now
     _num_plain_steps: int = 0  # in a row, of one load, without prompts and with nobody who asked
 
@@ -86,8 +86,7 @@ class DraftPricing:
         if len({point.num_tokens for point in step_times}) < 2:
             return
         self._levels = LoadLevels(CostModel(StepTimeModel.from_points(step_times), experts, context))
-        self._level = self._levels.at(1)
-        self._max_depth = self._level.depth.bound
+        self._go_to_level(1)
 
     @property
     def cost(self) -> CostModel | None:
