@@ -1,15 +1,15 @@
 """How large the pools should be: pure functions of what their replicas say of themselves.
 
 The pools are coupled by the price of a draft token (the design's fourth idea). A price near 1 everywhere says that the
-verifiers are compute-bound: more of them are wanted, and drafters do nothing for them. (Far below the knee it says that
+verifiers are compute-bound: more of them are wanted, and drafters do nothing for them. (Below the knee it says that
 drafts are slow or wrong, as those of a drafter that has just started: no verifier helps there.) A low price with drafts
 that come late says that drafters are short. A service without requests keeps the fewest of both, which may be no
 drafter.
 
 Serve calls the policy several times a second and acts on its answer only when that has stayed the same for
 `upscale_delay_s` or `downscale_delay_s`; bounds are Serve's too. So nothing here remembers or waits: what keeps the
-pools from flapping is that a pool shrinks only as far as what stays would be filled to `DOWNSCALE_SHARE`, and that
-between two prices neither pool is moved by the price.
+pools from flapping is that a pool shrinks only as far as what stays would be filled to `DOWNSCALE_SHARE` of what makes
+it grow, whatever that does to the price, and that between two prices neither pool grows by the price.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 DOWNSCALE_SHARE = 0.8  # of the targets: fewer replicas must hold the load with this much to spare
-BOUND_FILL = 0.5  # of the knee: with less a verifier is not compute-bound, whatever keeps drafts from paying
+SPARE_FILL = 0.5  # of the knee: filled to less, verifiers may go whatever the price says
 _POSITIVE = ("requests_per_verifier", "kv_usage", "sessions_per_drafter", "queue_per_drafter", "max_late_share")
 
 
@@ -75,21 +75,21 @@ class VerifiersLoad:
 
     num_replicas: int  # wanted until now: those that start are among them
     num_ready: int  # that report
+    num_with_knee: float  # that know from how many tokens on their steps are compute-bound
     num_requests: float = 0.0  # running and waiting
     kv_usage: float = 0.0  # 1: as much as one verifier holds
     knee_fill: float = 0.0  # tokens of a step, drafts left out, ÷ those at the knee; of those that know them
-    num_with_knee: int = 0  # that do
     price: float = 0.0  # mean, each at most 1; 0: of a verifier that has nothing to decode, or no step-time profile
     num_undrafted: float = 0.0  # requests that lack nothing for speculation but a drafter
 
     @property
-    def is_far_below_knee(self) -> bool:
-        """Whether steps are known to have compute to spare, whatever the price says."""
-        return self.knee_fill < BOUND_FILL * self.num_with_knee
+    def num_filled(self) -> float | None:
+        """How many verifiers the load would fill to the knee, if all are as those that know theirs; None: none does."""
+        return self.knee_fill * self.num_ready / self.num_with_knee if self.num_with_knee > 0.0 else None
 
     def is_compute_bound(self, high_price: float) -> bool:
         """Return whether drafts do not pay for want of compute; where the knee is not known, by the price alone."""
-        return self.price >= high_price and not self.is_far_below_knee
+        return self.price >= high_price and (self.num_filled is None or self.num_filled >= self.num_ready)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class PoolsPolicy:
     sessions_per_drafter: float = 32.0
     queue_per_drafter: float = 16.0
     low_price: float = 0.5  # at most this: verifiers may shrink, drafters that are late or gone are worth having
-    high_price: float = 0.9  # at least this: verifiers grow, drafters go
+    high_price: float = 0.9  # at least this, from the knee on: verifiers grow, drafters go
     max_late_share: float = 0.1
     growth: float = 1.5  # most times the ready replicas where the load does not say how many are needed
 
@@ -179,16 +179,17 @@ def _desired_verifiers(load: VerifiersLoad, policy: PoolsPolicy) -> tuple[int, S
         return math.ceil(need), reason
     if load.is_compute_bound(policy.high_price):
         # counted from those that are ready: while more start, the price stays as it is and asks for no more of them
-        return max(wanted, _grown(load.num_ready, load.knee_fill, policy)), ScalingReason.COMPUTE_BOUND
+        return max(wanted, _grown(load.num_ready, load.num_filled or 0.0, policy)), ScalingReason.COMPUTE_BOUND
     # Below the knee the price may be 0 and above it 1, so that what stays is to be below it as well; a request cannot
     # be shared, so that where a single one is beyond the knee more verifiers than requests are of no use
-    filled = load.knee_fill
+    filled, stays = load.num_filled, ScalingReason.STEADY
     if load.price > policy.low_price:
-        if not load.is_far_below_knee:
-            return wanted, ScalingReason.PRICE
-        filled /= BOUND_FILL  # and where the price is not for want of compute, as far below as that
-    fewer = min(_fewer(max(need, filled), wanted), math.ceil(load.num_requests))
-    return fewer, ScalingReason.FITS if fewer < wanted else ScalingReason.STEADY
+        stays = ScalingReason.PRICE
+        if filled is None:
+            return wanted, stays
+        filled /= SPARE_FILL
+    fewer = min(_fewer(max(need, filled or 0.0), wanted), math.ceil(load.num_requests))
+    return fewer, ScalingReason.FITS if fewer < wanted else stays
 
 
 def _desired_drafters(load: PoolsLoad, policy: PoolsPolicy) -> tuple[int, ScalingReason]:
@@ -207,8 +208,8 @@ def _desired_drafters(load: PoolsLoad, policy: PoolsPolicy) -> tuple[int, Scalin
     )
     if wanted == 0 and verifiers.price > policy.low_price:
         return 0, ScalingReason.PRICE
-    if need > wanted and verifiers.price >= policy.high_price:  # more of what does not pay would not pay
-        return wanted, ScalingReason.PRICE
+    if need > wanted and verifiers.price >= policy.high_price and drafters.queue_depth <= drafters.num_ready:
+        return wanted, ScalingReason.PRICE  # nobody waits for another's draft: more of what does not pay would not
     if need > wanted:
         return math.ceil(need), reason
     if drafters.late_share > policy.max_late_share:

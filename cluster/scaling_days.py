@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import logging
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,9 @@ def _end_line(path: Path) -> None:
     """End a file's last line, or make the file: whoever wrote that line may have been killed over it."""
     with path.open("ab+") as file:
         if file.tell():
+            file.seek(0)
+            if file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC:
+                raise OSError(f"{path} is packed")
             file.seek(-1, os.SEEK_END)
             if file.read() != b"\n":
                 file.write(b"\n")
@@ -108,5 +112,5 @@ def read_day(path: Path) -> Iterator[Moment]:
                         raise ValueError(f"{path}, line {number}: {error}") from error
                 else:
                     yield moment
-        except EOFError as error:  # gzip's
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path}, after line {number}: {error}") from error

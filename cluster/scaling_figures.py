@@ -32,6 +32,7 @@ class VerifierFigures:
             "num_requests": float(load.num_running + load.num_waiting),
             "kv_usage": load.kv_usage,
             "knee_fill": base_tokens(before, load.counters) / load.knee if load.knee else 0.0,
+            "num_with_knee": float(bool(load.knee)),
             "price": min(1.0, load.price) if load.price is not None and load.num_decoding > 0 else 0.0,
             "num_undrafted": float(num_willing) if lacks_drafter else 0.0,
             "num_drafts_in_time": float(_num_between(before.round_trip_s.counts, load.counters.round_trip_s.counts)),
@@ -47,16 +48,15 @@ def drafter_figures(load: DrafterLoad) -> dict[str, float]:
 def pools_load(verifiers: Figures, drafters: Figures, *, num_verifiers: int, num_drafters: int) -> PoolsLoad:
     """Add up what the replicas say; the numbers are those of replicas that are wanted, reporting or not."""
     num_ready = len(verifiers.get("num_requests", {}))
-    fills = verifiers.get("knee_fill", {}).values()
     num_in_time, num_late = _total(verifiers, "num_drafts_in_time"), _total(verifiers, "num_drafts_late")
     return PoolsLoad(
         verifiers=VerifiersLoad(
             num_replicas=num_verifiers,
             num_ready=num_ready,
+            num_with_knee=_total(verifiers, "num_with_knee"),
             num_requests=_total(verifiers, "num_requests"),
             kv_usage=_total(verifiers, "kv_usage"),
-            knee_fill=sum(fills),
-            num_with_knee=sum(fill > 0.0 for fill in fills),
+            knee_fill=_total(verifiers, "knee_fill"),
             price=_total(verifiers, "price") / max(1, num_ready),
             num_undrafted=_total(verifiers, "num_undrafted"),
         ),

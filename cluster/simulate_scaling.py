@@ -54,7 +54,7 @@ class PoolScaler:
     def __init__(self, options: ScalingOptions, *, num_verifiers: int, num_drafters: int) -> None:
         self.options = options
         self.verifiers, self.drafters = DelayedTarget(num_verifiers), DelayedTarget(num_drafters)
-        self._counters: dict[str, EngineCounters] = {}  # of the verifiers, at their last report
+        self._fills: dict[str, tuple[EngineCounters, float]] = {}  # of the verifiers, at their last report
 
     def scale(self, load: PoolsLoad, now_s: float) -> PoolSizes:
         """Move the targets; return what the policy said, with its reasons."""
@@ -68,16 +68,15 @@ class PoolScaler:
     ) -> PoolsLoad:
         """Sum up reports; a verifier without requests has price 0."""
         num_ready = len(verifiers)
-        fills = [self._knee_fill(report) for report in verifiers]
-        self._counters = {report.verifier_id: report.counters for report in verifiers}
+        self._fills = {report.verifier_id: (report.counters, self._knee_fill(report)) for report in verifiers}
         return PoolsLoad(
             verifiers=VerifiersLoad(
                 num_replicas=self.verifiers.num_replicas,
                 num_ready=num_ready,
+                num_with_knee=sum(bool(report.knee) for report in verifiers),
                 num_requests=sum(report.num_running + report.num_waiting for report in verifiers),
                 kv_usage=sum(report.kv_usage for report in verifiers),
-                knee_fill=sum(fills),
-                num_with_knee=sum(fill > 0.0 for fill in fills),
+                knee_fill=sum(fill for _, fill in self._fills.values()),
                 price=sum(min(1.0, report.price or 0.0) for report in verifiers if report.num_decoding)
                 / max(1, num_ready),
                 num_undrafted=num_undrafted,
@@ -91,5 +90,9 @@ class PoolScaler:
         )
 
     def _knee_fill(self, report: VerifierReport) -> float:
-        before = self._counters.get(report.verifier_id, EngineCounters())
-        return base_tokens(before, report.counters) / report.knee if report.knee else 0.0
+        before, last = self._fills.get(report.verifier_id, (EngineCounters(), 0.0))
+        if not report.knee or not report.num_running:
+            return 0.0
+        if report.counters.num_steps == before.num_steps:  # it has not reported since
+            return last
+        return base_tokens(before, report.counters) / report.knee

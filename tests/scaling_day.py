@@ -1,6 +1,6 @@
 """A day of a service whose pools follow the price: a real one on three raylets, recorded as its policy saw it.
 
-    python tests/scaling_day.py > DAY.md
+    python tests/scaling_day.py --record tests/cluster/recorded_day.jsonl.gz
 
 The table goes into SCALING.md. The target is inflated so that drafts pay for one stream and not for many; targets per
 replica are out of reach, so that nothing but the price moves the pools. Every stream is compared with plain decoding.
@@ -136,12 +136,7 @@ def to_markdown(samples: list[Sample], streams: Streams) -> str:
 
 @click.command()
 @click.option("--num-params", default=100_000_000, show_default=True, help="that the target is inflated to")
-@click.option(
-    "--record",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path(__file__).parent / "cluster" / "recorded_day.jsonl.gz",
-    show_default=True,
-)
+@click.option("--record", type=click.Path(dir_okay=False, path_type=Path), required=True)
 def main(num_params: int, record: Path) -> None:
     """Live through the day once."""
     with tempfile.TemporaryDirectory() as folder:
@@ -166,8 +161,8 @@ def main(num_params: int, record: Path) -> None:
                     streams.want(0, is_over=True)
                 for place in places:
                     place.result()
+        click.echo(to_markdown(samples, streams))
         record.write_bytes(gzip.compress(plain_record.read_bytes(), mtime=0))
-    click.echo(to_markdown(samples, streams))
 
 
 if __name__ == "__main__":

@@ -244,6 +244,8 @@ class DraftPricing:
                 step.rounds[request.request_id] = kept.round
         self._unlearnt = step
         self._go_to_level(len(step.schedule.items) + len(step.held))
+        if self._level is not None and self._level.price.is_new:  # or all would be asked for as if it were free
+            self.learn()
 
     def _go_to_level(self, num_requests: int) -> None:
         """Let the price be that of such a load."""
@@ -393,7 +395,10 @@ class DraftPricing:
             self.survival.observe_claims(asked.drafter_id, judged_nodes(draft, outcome))
 
     def forget(self, request_id: str) -> None:
-        """Drop what is kept of a request, once its last step is learnt from; its drafter's record stays."""
+        """Drop what is kept of a request, once its last step is learnt from; its drafter's record stays.
+
+        Until then nobody may ask by the same id.
+        """
         if self._unlearnt is not None:
             self._gone.add(request_id)
             return

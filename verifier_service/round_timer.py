@@ -10,7 +10,7 @@ DEVIATION_SMOOTHING = 1 / 4
 NUM_DEVIATIONS = 4
 NUM_LATE_DEVIATIONS = 2  # mean ones: nine of ten rounds take no longer
 LATE_MEMORY_S = 10.0  # a draft counts for the share of late ones as long as this, in the mean
-NUM_ASSUMED_IN_TIME = 4.0  # drafts besides: one that was late, and then nobody asked, says little
+NUM_ASSUMED_IN_TIME = 2.0  # drafts besides, which do not fade: single ones say little
 
 
 class RoundTimer:
@@ -54,7 +54,8 @@ class RoundTimer:
 class LateShare:
     """The share of a drafter's drafts that missed their deadline, of many requests; what is long ago counts less.
 
-    So a drafter that was slow and is not asked any more is given another chance.
+    So a drafter that was slow and is not asked any more is given another chance. Of one that is asked less than about
+    once a second the share is too low.
     """
 
     _num_late: float = 0.0

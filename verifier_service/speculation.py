@@ -220,7 +220,7 @@ class DraftCoordinator:
         if outstanding.position != request.num_tokens:  # preempted meanwhile, it went on without this draft
             self.num_stale_drafts += 1
             return
-        request.hold_until_s = None
+        was_held, request.hold_until_s = request.hold_until_s is not None, None  # or it was preempted meanwhile
         drafter = self._drafters[drafter_id]
         problem = check_draft(
             draft,
@@ -234,7 +234,7 @@ class DraftCoordinator:
             return
         drafter.breaker.record_success(now_s)
         drafter.timer_of(session).observe(now_s - outstanding.asked_s)
-        if session.has_answered:
+        if session.has_answered and was_held:
             drafter.late_share.observe(now_s, is_late=False)
         self.round_trip_s.observe(now_s - outstanding.asked_s)
         session.has_answered = True

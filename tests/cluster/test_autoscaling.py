@@ -127,15 +127,16 @@ def test_verifiers_follow_their_load(load, wanted, reason):
         ({"price": 0.95}, 5, "compute_bound"),
         ({"price": 0.95, "knee_fill": 5.5}, 6, "compute_bound"),
         ({"price": 0.95, "knee_fill": 30.0}, 6, "compute_bound"),  # not all at once
-        ({"price": 0.95, "knee_fill": 2.0}, 5, "compute_bound"),
-        ({"price": 0.95, "knee_fill": 1.9}, 4, "steady"),  # below half of the knee: not for want of compute
-        ({"price": 0.95, "knee_fill": 1.1, "num_requests": 8.0}, 3, "fits"),  # and three would be below it, too
-        ({"price": 0.95, "knee_fill": 1.5, "num_with_knee": 1}, 5, "compute_bound"),  # of the others it is not known
-        ({"price": 0.95, "knee_fill": 0.4, "num_with_knee": 1}, 4, "steady"),
+        ({"price": 0.95, "knee_fill": 4.0}, 5, "compute_bound"),
+        ({"price": 0.95, "knee_fill": 3.9}, 4, "price"),  # below the knee: not for want of compute
+        ({"price": 0.95, "knee_fill": 1.1, "num_requests": 8.0}, 3, "fits"),  # three would be far below it, too
+        ({"price": 0.95, "knee_fill": 1.5, "num_with_knee": 1}, 6, "compute_bound"),  # as the others, too
+        ({"price": 0.95, "knee_fill": 0.4, "num_with_knee": 1, "num_requests": 8.0}, 4, "price"),
+        ({"price": 0.95, "knee_fill": 0.2, "num_with_knee": 1, "num_requests": 8.0}, 2, "fits"),
         ({"price": 0.7, "knee_fill": 0.2, "num_requests": 8.0}, 1, "fits"),
         ({"price": 0.7, "knee_fill": 2.2, "num_requests": 8.0}, 4, "price"),
         ({"price": 0.95, "num_ready": 3}, 4, "compute_bound"),  # one is on its way
-        ({"price": 0.95, "num_ready": 3, "knee_fill": 9.0}, 5, "compute_bound"),
+        ({"price": 0.95, "num_ready": 3, "num_with_knee": 3, "knee_fill": 9.0}, 5, "compute_bound"),
         ({"price": 0.95, "num_requests": 99.0}, 10, "requests"),
         ({"price": 0.7, "num_requests": 5.0}, 4, "price"),  # fewer would be compute-bound at once
         ({"price": 0.5, "num_requests": 5.0}, 1, "fits"),
@@ -176,6 +177,7 @@ def test_a_price_near_one_sends_drafters_away_and_one_in_between_brings_none():
     assert decided(cold, {"num_sessions": 300.0})[2:] == (2, "price")  # more of them would not pay either
     assert decided(cold, {"num_sessions": 16.0})[2:] == (1, "fits")
     assert decided(cold, {"late_share": 0.2, "queue_depth": 12.0})[2:] == (2, "late_drafts")
+    assert decided(cold, {"late_share": 0.2, "queue_depth": 25.0})[2:] == (4, "draft_queue")  # drafters are short
     late = {"late_share": 0.2, "queue_depth": 10.0}
     assert decided({"price": 0.7}, late)[2:] == (2, "late_drafts")
     gone = {"num_replicas": 0, "num_ready": 0, "num_sessions": 0.0}
@@ -187,7 +189,7 @@ def test_a_cold_drafter_that_does_not_pay_for_a_single_stream_brings_no_verifier
     alone = {"num_replicas": 1, "num_ready": 1}
     verifier = {**alone, "num_requests": 1.0, "price": 1.0}
     drafter = {**alone, "num_sessions": 1.0}
-    assert decided({**verifier, "knee_fill": 0.09, "num_with_knee": 1}, drafter) == (1, "steady", 1, "steady")
+    assert decided({**verifier, "knee_fill": 0.09, "num_with_knee": 1}, drafter) == (1, "price", 1, "steady")
     assert decided(verifier, drafter) == (2, "compute_bound", 0, "compute_bound"), "by the price alone"
 
 
@@ -293,6 +295,7 @@ def lived(
                 num_ready=verifiers.num_ready,
                 num_requests=num_requests,
                 kv_usage=num_requests / 20,
+                num_with_knee=verifiers.num_ready,
                 knee_fill=num_requests / machine.knee,
                 price=price,
                 num_undrafted=0.0 if drafters.num_ready else num_speculating,
@@ -335,6 +338,28 @@ def test_a_working_day_is_followed_without_flapping(machine):
     assert moments[30].num_verifiers == moments[239].num_verifiers == 1
     assert verifiers.num_turns <= 1  # up in the morning and for the burst, down from then on
     assert drafters.num_turns <= 1
+
+
+@pytest.mark.parametrize("share_with_knee", [1.0, 0.25])
+@pytest.mark.parametrize("low", [0.3, 0.7])
+@pytest.mark.parametrize("threshold", [0.1, 0.4, 0.5, 0.6, 0.8, 1.0])
+def test_whatever_the_price_makes_of_a_load_that_stays_the_pools_come_to_rest(threshold, low, share_with_knee):
+    for num_filled in (0.2, 0.7, 1.0, 1.6, 2.0, 3.3, 7.7):
+        wanted, drafters = 4, 2
+        seen = []
+        for _ in range(60):
+            fill = num_filled / wanted
+            verifiers = {
+                "num_replicas": wanted,
+                "num_ready": wanted,
+                "num_with_knee": wanted * share_with_knee,
+                "knee_fill": num_filled * share_with_knee,
+                "num_requests": 16.0,
+                "price": 0.95 if fill >= threshold else low,
+            }
+            wanted, _, drafters, _ = decided(verifiers, {"num_replicas": drafters, "num_ready": drafters})
+            seen.append((wanted, drafters))
+        assert len(set(seen[-20:])) == 1, (num_filled, seen[-20:])
 
 
 def changes_after(moments: list[Moment], now: int) -> int:

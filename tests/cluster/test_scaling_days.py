@@ -28,7 +28,7 @@ POLICY = PoolsPolicy(verifiers=ReplicaRange(1, 8), requests_per_verifier=10.0)
 
 def moment(at_s: float, num_requests: float) -> Moment:
     load = PoolsLoad(
-        verifiers=VerifiersLoad(num_replicas=1, num_ready=1, num_requests=num_requests, price=0.25),
+        verifiers=VerifiersLoad(num_replicas=1, num_ready=1, num_with_knee=1, num_requests=num_requests, price=0.25),
         drafters=DraftersLoad(num_replicas=1, num_ready=1, late_share=0.125),
     )
     return Moment(at_s=at_s, load=load, policy=POLICY, sizes=desired_pools(load, POLICY))
@@ -95,9 +95,25 @@ def test_a_day_is_read_gzipped_or_not_whatever_its_name(tmp_path: Path):
     DayRecorder(plain).record(moment(1.0, 1.0))
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert list(read_day(plain)) == list(read_day(packed)) == [moment(1.0, 1.0)]
-    packed.write_bytes(gzip.compress(plain.read_bytes() * 100)[:-30])
-    with pytest.raises(ValueError, match="after line"):
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "goes on unpacked"])
+def test_a_packed_day_that_is_damaged_is_named(tmp_path: Path, damage: str):
+    plain, packed = tmp_path / "day", tmp_path / "day.gz"
+    DayRecorder(plain).record(moment(1.0, 1.0))
+    whole = gzip.compress(plain.read_bytes() * 100)
+    changed = whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:]
+    packed.write_bytes({"cut": whole[:-30], "changed": changed, "goes on unpacked": whole + plain.read_bytes()}[damage])
+    with pytest.raises(ValueError, match=r"day\.gz, after line"):
         list(read_day(packed))
+
+
+def test_a_packed_day_is_not_recorded_to(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    packed = tmp_path / "day.gz"
+    packed.write_bytes(before := gzip.compress(b""))
+    DayRecorder(packed).record(moment(1.0, 1.0))
+    assert packed.read_bytes() == before
+    assert "is packed" in caplog.text
 
 
 def test_what_a_policy_leaves_out_is_read_as_it_was(tmp_path: Path):

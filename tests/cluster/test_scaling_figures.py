@@ -109,10 +109,10 @@ def test_what_replicas_export_adds_up_to_the_pools_load():
         verifiers=VerifiersLoad(
             num_replicas=3,
             num_ready=2,
+            num_with_knee=2.0,
             num_requests=10.0,
             kv_usage=0.5,
             knee_fill=2.0 + (180 - 60) / 14 / 4.0,
-            num_with_knee=2,
             price=0.5,
             num_undrafted=4.0,
         ),
@@ -128,5 +128,6 @@ def by_name(replicas: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 def test_pools_without_figures_have_nobody_ready():
     load = pools_load({}, {}, num_verifiers=1, num_drafters=0)
     assert load == PoolsLoad(
-        verifiers=VerifiersLoad(num_replicas=1, num_ready=0), drafters=DraftersLoad(num_replicas=0, num_ready=0)
+        verifiers=VerifiersLoad(num_replicas=1, num_ready=0, num_with_knee=0.0),
+        drafters=DraftersLoad(num_replicas=0, num_ready=0),
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from outrider.verifier_service.batch import ScheduledBatch
 from outrider.verifier_service.cost_model import StepTimeModel
 from outrider.verifier_service.drafting import Draft
@@ -135,8 +137,23 @@ def test_after_a_change_of_load_requests_ask_at_the_price_of_that_load():
     assert sum(map(bench.ask, requests[1:])) <= PROBE_LENGTH
 
 
+@pytest.mark.parametrize(
+    ("profile", "before", "after"), [(KNEED, 16, 32), (KNEED, 31, 32), (DEAR, 8, 16), (DEAR, 32, 8)]
+)
+def test_a_load_that_was_never_seen_is_priced_before_anybody_asks(
+    profile: Sequence[StepTime], before: int, after: int
+):
+    bench, requests = Pricing(profile), make_requests(32)
+    for _ in range(120):
+        bench.decode(requests[:before], 0)
+    assert bench.pricing.price == 1.0
+    bench.end(*map(plain, requests[:after]))
+    assert sum(map(bench.ask, requests[:after])) <= PROBE_LENGTH + 1
+
+
 def test_what_a_step_says_is_learnt_at_the_next_one_at_the_latest_and_once():
     bench, (request,) = Pricing(FREE), make_requests(1)
+    bench.decode([request], LENGTH)
     bench.ask(request)
     bench.end(drafted(request, make_draft(request)))
     before = bench.num_observed

@@ -338,7 +338,7 @@ def test_a_draft_that_is_late_says_how_long_the_next_one_may_take():
     bench.receive(said(answer(commit, 7)))
     (time_of_d,) = bench.coordinator.drafter_times(bench.now_s)
     assert time_of_d.seconds > 1.5
-    assert time_of_d.late_share == 1 / 5
+    assert time_of_d.late_share == pytest.approx(1 / 3)
     bench.ask()
     assert request.hold_until_s - bench.now_s > 1.5
 
