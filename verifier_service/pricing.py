@@ -244,8 +244,10 @@ class DraftPricing:
                 step.rounds[request.request_id] = kept.round
         self._unlearnt = step
         self._go_to_level(len(step.schedule.items) + len(step.held))
-        if self._level is not None and self._level.price.is_new:  # or all would be asked for as if it were free
-            self.learn()
+        if self._level is not None and self._level.price.is_new and not all(
+            step.is_pinned(outcome.item) for outcome in step.outcomes
+        ):
+            self.learn()  # or all would be asked for as if it were free
 
     def _go_to_level(self, num_requests: int) -> None:
         """Let the price be that of such a load."""
