@@ -208,9 +208,9 @@ def _desired_drafters(load: PoolsLoad, policy: PoolsPolicy) -> tuple[int, Scalin
     )
     if wanted == 0 and verifiers.price > policy.low_price:
         return 0, ScalingReason.PRICE
-    if need > wanted and verifiers.price >= policy.high_price and drafters.queue_depth <= drafters.num_ready:
-        return wanted, ScalingReason.PRICE  # nobody waits for another's draft: more of what does not pay would not
     if need > wanted:
+        if verifiers.price >= policy.high_price and drafters.queue_depth <= drafters.num_ready:
+            return wanted, ScalingReason.PRICE  # nobody waits for another's draft: more of what does not pay would not
         return math.ceil(need), reason
     if drafters.late_share > policy.max_late_share:
         return _for_late_drafts(load, policy), ScalingReason.LATE_DRAFTS

@@ -26,7 +26,7 @@ from outrider.verifier_service.cost_model import StepTimeModel
 from outrider.verifier_service.drafting import Draft
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.offer import PricedStep
-from outrider.verifier_service.outcome import Outcome, num_draft_tokens
+from outrider.verifier_service.outcome import Outcome, is_leaf, num_draft_tokens
 from outrider.verifier_service.pricing import DraftPricing
 from outrider.verifier_service.request import Request, SamplingParams, SpeculationPlan
 from outrider.verifier_service.schedule import Schedule, ScheduledRequest
@@ -155,15 +155,7 @@ class PricedBatch:
 
     def _outcome(self, item: ScheduledRequest, rate: float) -> Outcome:
         length = num_draft_tokens(item)
-        num_accepted = next((place for place in range(length) if self._rng.random() >= rate), length)
-        return Outcome(
-            item=item,
-            first_row=0,
-            committed=[0] * (num_accepted + 1),
-            path=tuple(range(num_accepted)),
-            follows_leaf=num_accepted == length,
-            finish_reason=None,
-        )
+        return outcome_of(item, next((place for place in range(length) if self._rng.random() >= rate), length))
 
 
 def _schedule(requests: Sequence[Request], drafts: dict[str, Draft]) -> Schedule:
@@ -174,17 +166,35 @@ def _schedule(requests: Sequence[Request], drafts: dict[str, Draft]) -> Schedule
             draft = None
         num_new = 1 if draft is None else 1 + len(draft.token_ids)
         items.append(ScheduledRequest(request=request, num_new_tokens=num_new, draft=draft, samples=True))
+    return schedule_of(items)
+
+
+def schedule_of(items: Sequence[ScheduledRequest]) -> Schedule:
+    """Return a schedule of which pricing can be told; no model could run its batch."""
     lengths = [item.num_new_tokens for item in items]
     batch = ScheduledBatch(
         token_ids=[0] * sum(lengths),
         positions=[],
         slot_mapping=[],
         query_lengths=lengths,
-        context_lengths=[NUM_PROMPT_TOKENS + length for length in lengths],
+        context_lengths=[item.request.num_tokens + item.num_new_tokens for item in items],
         block_tables=[],
         logits_indices=[],
     )
     return Schedule(items=tuple(items), preempted=(), batch=batch)
+
+
+def outcome_of(item: ScheduledRequest, num_accepted: int) -> Outcome:
+    """Return the outcome of a request of which so many draft tokens were accepted."""
+    path = tuple(range(num_accepted))
+    return Outcome(
+        item=item,
+        first_row=0,
+        committed=[0] * (num_accepted + 1) if item.samples else [],
+        path=path,
+        follows_leaf=is_leaf(item.draft, path),
+        finish_reason=None,
+    )
 
 
 def measure(

@@ -31,7 +31,7 @@ class VerifierFigures:
         return {
             "num_requests": float(load.num_running + load.num_waiting),
             "kv_usage": load.kv_usage,
-            "knee_fill": base_tokens(before, load.counters) / load.knee if load.knee else 0.0,
+            "knee_fill": knee_fill(before, load.counters, load.knee),
             "num_with_knee": float(bool(load.knee)),
             "price": min(1.0, load.price) if load.price is not None and load.num_decoding > 0 else 0.0,
             "num_undrafted": float(num_willing) if lacks_drafter else 0.0,
@@ -70,12 +70,17 @@ def pools_load(verifiers: Figures, drafters: Figures, *, num_verifiers: int, num
     )
 
 
-def base_tokens(before: EngineCounters, now: EngineCounters) -> float:
-    """Return the tokens of a mean step between two readings, drafts left out; 0 where there was no step."""
+def knee_fill(before: EngineCounters, now: EngineCounters, knee: float | None) -> float:
+    """Return how far a mean step between two readings, drafts left out, fills the knee.
+
+    0 where there was no step, or the knee is not known.
+    """
     num_steps = now.num_steps - before.num_steps
+    if not knee or num_steps <= 0:
+        return 0.0
     num_tokens = now.num_scheduled_tokens - before.num_scheduled_tokens
     num_drafted = now.num_draft_tokens - before.num_draft_tokens
-    return (num_tokens - num_drafted) / num_steps if num_steps > 0 else 0.0
+    return (num_tokens - num_drafted) / num_steps / knee
 
 
 def _num_between(before: tuple[int, ...], now: tuple[int, ...]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from outrider.cluster.autoscaling import DraftersLoad, PoolSizes, PoolsLoad, PoolsPolicy, VerifiersLoad, desired_pools
 from outrider.cluster.fleet import DrafterReport, VerifierReport
-from outrider.cluster.scaling_figures import base_tokens
+from outrider.cluster.scaling_figures import knee_fill
 from outrider.verifier_service.engine_messages import EngineCounters
 
 
@@ -91,8 +91,8 @@ class PoolScaler:
 
     def _knee_fill(self, report: VerifierReport) -> float:
         before, last = self._fills.get(report.verifier_id, (EngineCounters(), 0.0))
-        if not report.knee or not report.num_running:
+        if not report.num_running:
             return 0.0
         if report.counters.num_steps == before.num_steps:  # it has not reported since
             return last
-        return base_tokens(before, report.counters) / report.knee
+        return knee_fill(before, report.counters, report.knee)

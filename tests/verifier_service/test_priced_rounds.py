@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.verifier_service.batch import ScheduledBatch
+from outrider.cluster.bench_pricing import outcome_of, schedule_of
 from outrider.verifier_service.cost_model import StepTimeModel
 from outrider.verifier_service.drafting import Draft
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.offer import PricedStep
-from outrider.verifier_service.outcome import Outcome
+from outrider.verifier_service.outcome import num_draft_tokens
 from outrider.verifier_service.pricing import PROBE_LENGTH, DraftPricing
 from outrider.verifier_service.request import Request, SamplingParams, SpeculationPlan
-from outrider.verifier_service.schedule import Schedule, ScheduledRequest
+from outrider.verifier_service.schedule import ScheduledRequest
 from outrider.verifier_service.stretches import Stretches
 from priced_bench import DEAR, FREE, KNEED
 
@@ -70,19 +70,9 @@ class Pricing:
         return self.pricing.admitted(request, make_draft(request))
 
     def end(self, *items: ScheduledRequest, num_accepted: int = 0, held: Sequence[Request] = ()) -> None:
-        lengths = [item.num_new_tokens for item in items]
-        batch = ScheduledBatch(
-            token_ids=[0] * sum(lengths),
-            positions=[],
-            slot_mapping=[],
-            query_lengths=lengths,
-            context_lengths=[8 + length for length in lengths],
-            block_tables=[],
-            logits_indices=[],
-        )
-        step_s = self._step_s(sum(lengths))
-        outcomes = [_outcome(item, num_accepted) for item in items]
-        schedule = Schedule(items=tuple(items), preempted=(), batch=batch)
+        schedule = schedule_of(items)
+        outcomes = [outcome_of(item, min(num_accepted, num_draft_tokens(item))) for item in items]
+        step_s = self._step_s(schedule.batch.num_tokens)
         self.pricing.end_step(PricedStep(schedule, outcomes, held, step_s=step_s, exposed_s=0.0))
 
     def decode(self, requests: Sequence[Request], num_accepted: int, *others: ScheduledRequest) -> None:
@@ -97,18 +87,6 @@ class Pricing:
     def num_observed(self) -> int:
         """What has been taken in of drafts."""
         return self.pricing.survival.num_observed
-
-
-def _outcome(item: ScheduledRequest, num_accepted: int) -> Outcome:
-    path = tuple(range(min(num_accepted, len(item.draft.token_ids)))) if item.draft is not None else ()
-    return Outcome(
-        item=item,
-        first_row=0,
-        committed=[0] * (len(path) + 1) if item.samples else [],
-        path=path,
-        follows_leaf=item.draft is not None and len(path) == len(item.draft.token_ids),
-        finish_reason=None,
-    )
 
 
 def test_who_reads_its_prompt_again_keeps_its_round_and_its_draft_is_priced_and_learnt_from():
