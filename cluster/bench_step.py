@@ -10,6 +10,7 @@ The load ends as a crowd leaves: all its streams are broken off at once.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import itertools
 import statistics
@@ -22,6 +23,7 @@ from outrider.cluster.bench_load import Ask, Clock, Prompt, Reply
 
 SAMPLE_INTERVAL_S = 0.25
 RECOVERED_SHARE = 0.9  # of the draft length before the load
+RECOVERED_FOR_S = 1.0  # drafts are as long again once they are so for such a time
 BEFORE, LOAD, AFTER = "before", "load", "after"
 PHASES = (BEFORE, LOAD, AFTER)
 
@@ -51,7 +53,8 @@ class Sample:
     phase: str  # when it was read
     num_running: int
     price: float | None
-    draft_length: float  # asked per decoding request and step
+    num_asks: int  # since the verifiers' start: decisions how much to draft next, one per decoding request and step
+    num_asked_tokens: int
     decisions: Mapping[str, int]  # by reason; "on: …" where speculation is on
 
 
@@ -76,18 +79,30 @@ class StepTrace:
 
     def draft_length(self, phase: str) -> float:
         """Return the mean draft length asked for in a phase, its first second left out."""
-        phase_samples = [sample for sample in self.samples if sample.phase == phase]
-        begin_s = phase_samples[0].time_s if phase_samples else 0.0
-        settled = [sample.draft_length for sample in phase_samples if sample.time_s >= begin_s + 1.0]
-        return statistics.fmean(settled) if settled else 0.0
+        of_phase = [sample for sample in self.in_order() if sample.phase == phase]
+        settled = [sample for sample in of_phase if sample.time_s >= of_phase[0].time_s + 1.0]
+        return draft_length_between(settled[0], settled[-1]) if settled else 0.0
+
+    def in_order(self) -> list[Sample]:
+        """Return the samples by when they were so: what a gateway knows may be older than what it knew before."""
+        return sorted(self.samples, key=lambda sample: sample.time_s)
 
     @property
     def recovery_s(self) -> float | None:
-        """Return how long after the load's end drafts were as long as before; None: they never were."""
+        """Return how long after the load's end a time began in which drafts were as long as before; None: none did."""
         wanted = RECOVERED_SHARE * self.draft_length(BEFORE)
-        times_s = (s.time_s for s in self.samples if s.time_s >= self.load_ended_s and s.draft_length >= wanted)
-        first_s = next(times_s, None)
-        return None if first_s is None else first_s - self.load_ended_s
+        after = [sample for sample in self.in_order() if sample.time_s >= self.load_ended_s]
+        for place, first in enumerate(after):
+            later = (sample for sample in after[place:] if sample.time_s >= first.time_s + RECOVERED_FOR_S)
+            last = next(later, None)
+            if last is not None and last.num_asks > first.num_asks and draft_length_between(first, last) >= wanted:
+                return first.time_s - self.load_ended_s
+        return None
+
+
+def draft_length_between(first: Sample, last: Sample) -> float:
+    """Return the draft tokens asked for per decoding request and step between two samples; 0 where none decoded."""
+    return (last.num_asked_tokens - first.num_asked_tokens) / max(1, last.num_asks - first.num_asks)
 
 
 async def run_step(
@@ -139,14 +154,14 @@ async def _sample(trace: StepTrace, read_load: ReadLoad, phase: Sequence[str], c
         counts = {_reason(item): int(item["count"]) for item in load["decisions"]}
         verifiers = load["verifiers"]
         prices = [verifier["price"] for verifier in verifiers if verifier["price"] is not None]
-        lengths = [verifier["draft_length_mean"] for verifier in verifiers]
         trace.samples.append(
             Sample(
                 time_s=clock() - begin_s - (load["age_s"] or 0.0),
                 phase=phase[0],
                 num_running=load["totals"]["num_running"],
                 price=statistics.fmean(prices) if prices else None,
-                draft_length=statistics.fmean(lengths) if lengths else 0.0,
+                num_asks=sum(verifier["num_asks"] for verifier in verifiers),
+                num_asked_tokens=sum(verifier["num_asked_tokens"] for verifier in verifiers),
                 decisions={reason: n for reason, count in counts.items() if (n := count - before.get(reason, 0)) > 0},
             )
         )
@@ -161,16 +176,27 @@ def _reason(item: Mapping[str, Any]) -> str:
 # --- showing it ---
 
 
-def seconds_of(trace: StepTrace) -> Iterator[tuple[float, Sample, Mapping[str, int]]]:
-    """Yield one sample a second with all decisions of that second."""
-    in_order = sorted(trace.samples, key=lambda sample: sample.time_s)  # what a gateway knows may be older than before
-    for second, group in itertools.groupby(in_order, key=lambda sample: int(sample.time_s)):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Second:
+    """What happened from the last sample before a second to the last one in it."""
+
+    begin_s: float
+    last: Sample
+    draft_length: float
+    decisions: Mapping[str, int]
+
+
+def seconds_of(trace: StepTrace) -> Iterator[Second]:
+    """Yield the seconds in which there was a sample."""
+    before: Sample | None = None
+    for second, group in itertools.groupby(trace.in_order(), key=lambda sample: int(sample.time_s)):
         samples = list(group)
-        decisions: dict[str, int] = {}
+        decisions = collections.Counter[str]()
         for sample in samples:
-            for reason, count in sample.decisions.items():
-                decisions[reason] = decisions.get(reason, 0) + count
-        yield float(second), samples[-1], decisions
+            decisions.update(sample.decisions)
+        length = draft_length_between(before or samples[0], samples[-1])
+        before = samples[-1]
+        yield Second(begin_s=float(second), last=before, draft_length=length, decisions=decisions)
 
 
 def to_markdown(title: str, off: StepTrace, on: StepTrace) -> str:
@@ -187,12 +213,12 @@ def to_markdown(title: str, off: StepTrace, on: StepTrace) -> str:
         "| second | phase | running | price | draft length | decisions |",
         "|---:|---|---:|---:|---:|---|",
     ]
-    for second, sample, decisions in seconds_of(on):
-        price = "-" if sample.price is None else f"{sample.price:.2f}"
-        shown = ", ".join(f"{reason} {count}" for reason, count in sorted(decisions.items()))
-        lines.append(
-            f"| {second:.0f} | {sample.phase} | {sample.num_running} | {price} | {sample.draft_length:.2f} | {shown} |"
-        )
+    for second in seconds_of(on):
+        last = second.last
+        price = "-" if last.price is None else f"{last.price:.2f}"
+        shown = ", ".join(f"{reason} {count}" for reason, count in sorted(second.decisions.items()))
+        cells = (f"{second.begin_s:.0f}", last.phase, str(last.num_running), price, f"{second.draft_length:.2f}", shown)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

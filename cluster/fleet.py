@@ -103,7 +103,7 @@ class VerifierReport:
     num_bad_frames: int = 0  # that drafters sent
     price: float | None = None  # committed tokens that one more draft token costs a step; None: it prices nothing
     knee: float | None = None  # tokens in a step from which it is compute-bound; None: never, or not known
-    draft_length_mean: float = 0.0  # asked per decoding request lately
+    draft_length_mean: float = 0.0  # asked for per decoding request and step, over the last two seconds
     verify_idle_share: float = 0.0  # of the time lately, without a step because every request waited for its draft
     num_ranks: int = 1  # accelerators that it takes
 

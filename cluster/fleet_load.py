@@ -25,7 +25,9 @@ def fleet_load(snapshot: FleetSnapshot | None, now_s: float) -> dict[str, Any]:
     knee                    tokens of a step from which it is compute-bound; null: never, or not known
     num_extrapolated_steps  far beyond all that was profiled or had run before: what they cost was extrapolated
     draft_length            the longest draft that the router's plan allows, and why: enabled_reason; 0: disabled_reason
-    draft_length_mean       what is asked for per decoding request and step, lately
+    num_asks                decisions how much to draft next, one per decoding request and step, since the start
+    num_asked_tokens        draft tokens that were then asked for
+    draft_length_mean       the latter per the former, over the last two seconds
     verify_idle_share       of the last two seconds, waiting for drafts
     late_share              drafts that missed their deadline / those that came; null: none came
     mean_lateness_s         of those, by how much
@@ -65,6 +67,8 @@ def _verifier(state: VerifierState) -> dict[str, Any]:
         "draft_length": state.default_plan.draft_length,
         "enabled_reason": state.default_plan.enabled_reason,
         "disabled_reason": state.default_plan.disabled_reason,
+        "num_asks": report.counters.num_asks,
+        "num_asked_tokens": report.counters.num_asked_tokens,
         "draft_length_mean": report.draft_length_mean,
         "verify_idle_share": report.verify_idle_share,
         **_lateness(report),

@@ -35,6 +35,8 @@ COUNTERS = EngineCounters(
     fallbacks={"timeout": 7, "bad_draft": 1},
     idle_s=1.5,
     num_extrapolated_steps=4,
+    num_asks=48,
+    num_asked_tokens=120,
     step_s=HistogramCounts(bounds=(0.01, 0.1), counts=(30, 15, 5), total=2.5),
     queue_s=HistogramCounts(bounds=(0.01, 0.1), counts=(4, 3, 1), total=0.75),
     round_trip_s=HistogramCounts(bounds=(0.01,), counts=(39, 1), total=0.25),

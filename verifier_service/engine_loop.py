@@ -133,7 +133,10 @@ class EngineLoop:
             return None
         self._num_reported = num_running
         self._next_load_s = now_s + LOAD_INTERVAL_S
-        self._rates.sample(self._engine.stats, now_s)
+        drafting = self._engine.drafting
+        self._rates.sample(
+            self._engine.stats, now_s, num_asks=drafting.num_asks, num_asked_tokens=drafting.num_asked_tokens
+        )
         return engine_load(self._engine, self._rates, now_s, self._drafts)
 
 
@@ -170,7 +173,7 @@ def engine_load(
         mean_step_s=rates.mean_step_s,
         price=engine.pricing.price,
         knee=engine.pricing.knee,
-        draft_length_mean=drafting.draft_length_mean,
+        draft_length_mean=rates.draft_length_mean,
         verify_idle_share=rates.idle_share,
         counters=_counters(engine, drafts or RelayDraftClient()),
         requests=tuple(_request_load(request) for request in (*running, *waiting)),
@@ -191,6 +194,8 @@ def _counters(engine: VerifierEngine, drafts: RelayDraftClient) -> EngineCounter
         num_drafts=stats.num_drafts,
         num_draft_tokens=stats.num_draft_tokens,
         num_accepted_tokens=stats.num_accepted_tokens,
+        num_asks=drafting.num_asks,
+        num_asked_tokens=drafting.num_asked_tokens,
         num_preemptions=scheduler.num_preemptions,
         num_prefix_queried_tokens=scheduler.num_prefix_queried_tokens,
         num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,

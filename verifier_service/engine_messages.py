@@ -111,6 +111,8 @@ class EngineCounters:
     num_drafts: int = 0  # verifications with a draft that was not empty
     num_draft_tokens: int = 0  # verified
     num_accepted_tokens: int = 0
+    num_asks: int = 0  # decisions how much to draft next, one per decoding request and step: maybe nothing
+    num_asked_tokens: int = 0  # that were then asked for
     num_preemptions: int = 0
     num_prefix_queried_tokens: int = 0  # looked up in the prefix cache
     num_prefix_hit_tokens: int = 0
@@ -139,7 +141,7 @@ class EngineLoad:
     mean_step_s: float | None = None  # over the last two seconds; None: no step ran
     price: float | None = None  # committed tokens that one more verified position costs; None: steps are not priced
     knee: float | None = None  # tokens in a step from which the machine is compute-bound; None: never, or not known
-    draft_length_mean: float = 0.0  # asked for per decoding request and step, lately
+    draft_length_mean: float = 0.0  # asked for per decoding request and step, over the last two seconds
     verify_idle_share: float = 0.0  # of the last two seconds: every request waited for its draft
     counters: EngineCounters = EngineCounters()
     requests: tuple[RequestLoad, ...] = ()  # the running ones first

@@ -36,7 +36,6 @@ from outrider.verifier_service.round_timer import LateShare, RoundTimer
 
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-LENGTH_SMOOTHING = 1 / 4  # per step
 _NO_NEEDS = DraftNeeds()
 
 
@@ -134,7 +133,8 @@ class DraftCoordinator:
         self.fallbacks: collections.Counter[str] = collections.Counter()  # rounds that ended without a draft, by reason
         self.num_stale_drafts = 0
         self.num_resyncs = 0
-        self.draft_length_mean = 0.0  # asked for per request, lately
+        self.num_asks = 0  # by request and step; where nothing is worth drafting, for no token
+        self.num_asked_tokens = 0
         self.round_trip_s = Histogram(ROUND_TRIP_BOUNDS_S)
         self.lateness_s = Histogram(LATENESS_BOUNDS_S)
 
@@ -302,18 +302,17 @@ class DraftCoordinator:
     def ask(self, requests: Iterable[Request], now_s: float) -> None:
         """Send each request's new tokens to its drafter and hold the request until the draft's deadline."""
         outbox: dict[str, list[VerifierMessage]] = {}
-        lengths: list[int] = []
         for request in requests:
             length = self._draft_length(request)
-            lengths.append(length)
+            self.num_asks += 1
             if request.plan.is_off:
                 self._end_session(request.request_id, outbox)
-            elif length == 0 or not self._ask_one(request, length, now_s, outbox):
+            elif length > 0 and self._ask_one(request, length, now_s, outbox):
+                self.num_asked_tokens += length
+            else:
                 self._end_round(request)
         for drafter_id, messages in outbox.items():
             self._client.send(drafter_id, messages)
-        if lengths:
-            self.draft_length_mean += LENGTH_SMOOTHING * (sum(lengths) / len(lengths) - self.draft_length_mean)
 
     def _ask_one(
         self, request: Request, length: int, now_s: float, outbox: dict[str, list[VerifierMessage]]

@@ -57,19 +57,31 @@ class _Sample:
     taken_s: float
     num_committed_tokens: int
     num_steps: int
+    num_asks: int
+    num_asked_tokens: int
     busy_s: float
     idle_s: float
 
 
 class RecentRates:
-    """Tokens per second and step time over the last few reports."""
+    """Tokens per second, step time and draft length over the last few reports."""
 
     def __init__(self) -> None:
         self._samples: collections.deque[_Sample] = collections.deque(maxlen=NUM_RATE_SAMPLES)
 
-    def sample(self, stats: StepStats, now_s: float) -> None:
-        """Take down the counters of this moment."""
-        self._samples.append(_Sample(now_s, stats.num_committed_tokens, stats.num_steps, stats.busy_s, stats.idle_s))
+    def sample(self, stats: StepStats, now_s: float, *, num_asks: int = 0, num_asked_tokens: int = 0) -> None:
+        """Take down the counters of this moment; those of asks are the drafting side's."""
+        self._samples.append(
+            _Sample(
+                taken_s=now_s,
+                num_committed_tokens=stats.num_committed_tokens,
+                num_steps=stats.num_steps,
+                num_asks=num_asks,
+                num_asked_tokens=num_asked_tokens,
+                busy_s=stats.busy_s,
+                idle_s=stats.idle_s,
+            )
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -87,6 +99,14 @@ class RecentRates:
         first, last = self._samples[0], self._samples[-1]
         num_steps = last.num_steps - first.num_steps
         return (last.busy_s - first.busy_s) / num_steps if num_steps else None
+
+    @property
+    def draft_length_mean(self) -> float:
+        """Return the draft tokens asked for per decoding request and step of the window; 0 when it has none."""
+        if not self._samples:
+            return 0.0
+        first, last = self._samples[0], self._samples[-1]
+        return (last.num_asked_tokens - first.num_asked_tokens) / max(1, last.num_asks - first.num_asks)
 
     @property
     def idle_share(self) -> float:

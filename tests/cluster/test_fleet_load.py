@@ -27,6 +27,8 @@ def test_every_replica_is_described():
         "draft_length": 3,
         "enabled_reason": "pays",
         "disabled_reason": None,
+        "num_asks": 48,
+        "num_asked_tokens": 120,
         "draft_length_mean": 2.5,
         "verify_idle_share": 0.125,
         "late_share": pytest.approx(3 / 43),

@@ -260,6 +260,17 @@ def test_nobody_to_ask_is_said_and_costs_nothing():
     assert request.metrics.disabled_reason == "drafter_unavailable"
 
 
+def test_every_decision_how_much_to_draft_is_counted_and_every_token_that_is_asked_for(bench: Bench):
+    bench.request("a", draft_length=3)
+    bench.request("b", num_speculative_tokens=0)
+    bench.ask()
+    drafting = bench.coordinator
+    assert (drafting.num_asks, drafting.num_asked_tokens) == (2, 3)
+    bench.receive(down())
+    bench.ask()
+    assert (drafting.num_asks, drafting.num_asked_tokens) == (4, 3), "nobody was there to be asked"
+
+
 def test_opt_out_sends_nothing_at_all(bench: Bench):
     request = bench.request(num_speculative_tokens=0)
     assert bench.ask() == []

@@ -72,6 +72,18 @@ def test_rates_are_those_of_the_last_reports():
     assert (rates.tokens_per_s, rates.mean_step_s) == (0.0, None)
 
 
+def test_the_draft_length_is_that_of_the_windows_asks():
+    stats, rates = StepStats(), RecentRates()
+    assert rates.draft_length_mean == 0.0
+    rates.sample(stats, 10.0, num_asks=100, num_asked_tokens=800)
+    assert rates.draft_length_mean == 0.0, "what lies before the window does not count"
+    rates.sample(stats, 12.0, num_asks=104, num_asked_tokens=810)
+    assert rates.draft_length_mean == 2.5
+    for tick in range(NUM_RATE_SAMPLES):
+        rates.sample(stats, 13.0 + tick, num_asks=104, num_asked_tokens=810)
+    assert rates.draft_length_mean == 0.0, "nobody decoded"
+
+
 def test_the_idle_share_is_that_of_the_window():
     stats, rates = StepStats(), RecentRates()
     assert rates.idle_share == 0.0
