@@ -195,13 +195,15 @@ def _desired_verifiers(load: VerifiersLoad, policy: PoolsPolicy) -> tuple[int, S
 def _desired_drafters(load: PoolsLoad, policy: PoolsPolicy) -> tuple[int, ScalingReason]:
     verifiers, drafters = load.verifiers, load.drafters
     wanted = drafters.num_replicas
-    if verifiers.num_ready == 0 or drafters.num_ready == 0 < wanted:
+    if verifiers.num_ready == 0:
         return wanted, ScalingReason.SILENT
     if verifiers.num_requests == 0:
         return policy.drafters.fewest, ScalingReason.IDLE
     if verifiers.is_compute_bound(policy.high_price):
         is_helped = verifiers.num_ready < verifiers.num_replicas  # those that start will bring the price down
         return wanted if is_helped else policy.drafters.fewest, ScalingReason.COMPUTE_BOUND
+    if drafters.num_ready == 0 < wanted:  # what they start for is still there
+        return wanted, ScalingReason.SILENT
     need, reason = max(
         ((drafters.num_sessions + verifiers.num_undrafted) / policy.sessions_per_drafter, ScalingReason.SESSIONS),
         (drafters.queue_depth / policy.queue_per_drafter, ScalingReason.DRAFT_QUEUE),

@@ -232,15 +232,18 @@ class SpeculationCache(Generic[StateT]):
         return won
 
     def _observe(self, outlook: _Outlook[StateT], new: Sequence[int]) -> None:
-        """Note which drafted tokens were accepted, and the one that was not; one that was never verified is neither."""
+        """Note which drafted tokens were right, and the first that was not; those after it are neither.
+
+        What the verifier cut off is judged by the token that the target chose there, right or wrong.
+        """
         if not new:
             return
         drafted_ids, places = outlook.drafted_ids, outlook.chain.places
-        num_accepted = num_common(drafted_ids, list(new[:-1]))  # lists, as the drafted ones
-        for place in places[:num_accepted]:
+        num_right = num_common(drafted_ids, list(new))  # lists, as the drafted ones
+        for place in places[:num_right]:
             self._memory.observe(place.confidence, is_accepted=True)
-        if num_accepted < len(drafted_ids) and drafted_ids[num_accepted] != new[num_accepted]:
-            self._memory.observe(places[num_accepted].confidence, is_accepted=False)
+        if num_right < min(len(drafted_ids), len(new)):
+            self._memory.observe(places[num_right].confidence, is_accepted=False)
 
     def drop(self, key: SessionKey) -> None:
         """Expect nothing of a session any more."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,16 @@ def worth_waiting_until(
     will.
     """
     until_s, best = now_s, num_ready / step_s(num_ready_tokens)
-    num_requests, num_tokens = num_ready, num_ready_tokens
-    for draft in sorted(held, key=lambda draft: draft.due_s):
-        if draft.latest_s <= now_s:
-            continue
+    num_requests, num_tokens, latest_s = num_ready, num_ready_tokens, now_s
+    coming = [
+        (max(draft.due_s, (now_s + draft.latest_s) / 2), draft)  # the latter once it is late
+        for draft in held
+        if draft.latest_s > now_s
+    ]
+    for expected_s, draft in sorted(coming, key=itemgetter(0)):
         num_requests, num_tokens = num_requests + 1, num_tokens + draft.num_tokens
-        expected_s = max(draft.due_s, (now_s + draft.latest_s) / 2)  # the latter once it is late
+        latest_s = max(latest_s, draft.latest_s)  # of all of them
         rate = num_requests / (expected_s - now_s + step_s(num_tokens))
         if rate > best:
-            until_s, best = max(until_s, draft.latest_s), rate
+            until_s, best = latest_s, rate
     return until_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import NamedTuple
 
 from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft
 from outrider.verifier_service.outcome import Outcome
@@ -14,9 +15,11 @@ from outrider.verifier_service.step_price import Slot
 from outrider.verifier_service.survival import LastRound
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What a request had on offer in a step: positions of a chain or nodes of a tree."""
+class Offer(NamedTuple):
+    """What a request had on offer in a step: positions of a chain or nodes of a tree.
+
+    One is made for every draft, and a frozen dataclass takes several times as long to make.
+    """
 
     survivals: Sequence[float] = ()
     worths: Sequence[float] = ()
@@ -42,6 +45,7 @@ class Round:
     length: int = 0  # how much of that was asked for
     is_probe: bool = False
     is_pinned: bool = False
+    is_whole: bool = False  # a tree is verified whole, or not at all
     is_opening: bool = True  # its drafter had not answered yet: its first round contains a prefill
     worths: Sequence[float] = ()  # of the positions, by history, when a draft was asked for
     offered: Offer | None = None  # by its draft; None: it has none

@@ -5,7 +5,9 @@ there, those are verified whose survival, by the draft's own confidences, does. 
 makes the price of later steps. Nothing here looks at a drawn token: its confidence is the largest weight of the row
 that it was drawn from, and the price comes from steps before the one that verifies it. Drawn trees, whose shape must
 not depend on what was drawn, are cut by depth and history alone; trees of point masses lose any node that does not pay,
-and all below it.
+and all below it. Those of a drafter that learns from what the target predicts after each node are verified whole if any
+node pays: the others are worth what they teach. Should that cost more than it brings, no draft pays any more, for what
+drafts are seen to lose counts against them all.
 
 While nothing pays, a request now and then drafts a little all the same, so that its survival stays known. These probes
 have a budget, a share of the time that steps take, and are charged what they were seen to cost. Requests that the
@@ -40,6 +42,7 @@ PLAIN_STRIDE = 8  # plain steps after those, of which one is taken in for all of
 STALL = 4.0  # times what a step should have taken: beyond that the machine stood still
 SLOW = 1.5  # times what a step with drafts usually takes: beyond that they are not what slows it down
 MAX_SAVED_STEPS = 50.0  # of that share: what is left over does not pile up
+UNPLANNED_LENGTH = 4  # of a draft: what is priced until a plan has named a drafter, or nobody would learn what drafts cost
 LOW_SURVIVAL = 0.25  # of a first position: below, a request is off for what it drafts and not for the load
 
 
@@ -69,7 +72,7 @@ class DraftPricing:
     _level: LoadLevel | None = None  # of the last step
     _max_depth: int | None = None  # how long the longest draft should be; None: any length
     _requests: dict[str, _Pricing] = field(default_factory=dict)
-    _usual: tuple[str, int] = ("", 0)  # drafter and plan of the last request that was allowed to draft
+    _usual: tuple[str, int] = ("", UNPLANNED_LENGTH)  # drafter and plan of the last request that was allowed to draft
     _base: StepShape = field(default_factory=lambda: StepShape(1, 0))  # of the last step, its drafts left out
     _unlearnt: PricedStep | None = None  # the last one, until it is learnt from
     _gone: set[str] = field(default_factory=set)  # requests that have left since
@@ -134,11 +137,15 @@ class DraftPricing:
         kept.num_rounds_off = 0 if asked.length else kept.num_rounds_off + 1
         return asked.length
 
-    def choose(self, request_id: str, drafter_id: str | None) -> None:
-        """Hear of whom a draft was asked in the end: maybe of another drafter than was likely, or of nobody."""
+    def choose(self, request_id: str, drafter_id: str | None, *, is_whole: bool = False) -> None:
+        """Hear of whom a draft was asked in the end: maybe of another drafter than was likely, or of nobody.
+
+        `is_whole`: its trees are verified as a whole if at all.
+        """
         kept = self._requests.get(request_id)
         if kept is None or kept.round is None:
             return
+        kept.round.is_whole = is_whole
         if drafter_id is None:
             kept.round.length, kept.round.is_probe = 0, False
         elif drafter_id != kept.drafter_id:
@@ -212,7 +219,8 @@ class DraftPricing:
         if asked.is_probe or asked.is_pinned:
             return draft
         price = self._level.price.price
-        return kept_nodes(draft, [node for node, worth in enumerate(worths) if worth > price])
+        paying = [node for node, worth in enumerate(worths) if worth > price]
+        return draft if paying and asked.is_whole else kept_nodes(draft, paying)
 
     def _offer_of_chain(
         self, request_id: str, survivals: Sequence[float], by_history: Sequence[float] = ()

@@ -208,6 +208,12 @@ def test_pools_that_say_nothing_are_left_alone():
     assert decided({"num_requests": 99.0}, {"num_ready": 0, "num_sessions": 0.0})[:2] == (10, "requests")
 
 
+def test_drafters_that_never_come_up_do_not_keep_their_accelerators_from_those_who_need_them():
+    never_up = {"num_ready": 0, "num_sessions": 0.0}
+    assert decided({"num_requests": 0.0}, never_up)[2:] == (0, "idle")
+    assert decided({"price": 0.95}, never_up)[2:] == (0, "compute_bound")
+
+
 # --- days ---
 
 

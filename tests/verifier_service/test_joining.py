@@ -41,6 +41,19 @@ def test_one_that_is_late_gets_as_long_as_late_ones_take_if_that_is_not_too_long
     assert until(-0.001, late_s=0.100) == 0.0
 
 
+def test_whose_draft_may_come_soon_or_late_counts_as_there_only_when_it_is_expected():
+    uncertain = DueDraft(NOW_S - 0.001, NOW_S + 0.198, num_tokens=3)
+    soon = DueDraft(NOW_S + 0.003, NOW_S + 0.004, num_tokens=3)
+
+    def found(*held: DueDraft, step_s: float) -> float:
+        flat = worth_waiting_until(NOW_S, held, num_ready=2, num_ready_tokens=6, step_s=lambda _: step_s)
+        return flat - NOW_S
+
+    assert found(soon, step_s=0.005) == found(uncertain, soon, step_s=0.005) == 0.0
+    assert found(uncertain, soon, step_s=0.020) == pytest.approx(0.004), "not for the one that may be long in coming"
+    assert found(uncertain, soon, step_s=1.0) == pytest.approx(0.198), "until both have come"
+
+
 def sizes_of_steps(drafts: FarDrafts) -> list[int]:
     """Return how many requests each step had, of two whose fifth asks the drafter gets one by one."""
     bench = FarBench(drafts, FREE)

@@ -179,3 +179,30 @@ def test_a_request_that_waits_on_keeps_its_round():
     bench.end(drafted(first, bench.cut(first)))
     bench.pricing.learn()
     assert bench.num_observed > before
+
+
+@pytest.mark.parametrize(("profile", "least", "most"), [(DEAR, 0.9, 1.0), (FREE, 0.0, 0.2)])
+def test_without_a_drafter_drafts_have_a_price_all_the_same(profile: Sequence[StepTime], least: float, most: float):
+    """What a verifier says of itself brings drafters or verifiers (autoscaling.py): nobody drafts so far."""
+    bench, requests = Pricing(profile), make_requests(16)
+    for request in requests:
+        request.plan = SpeculationPlan(disabled_reason="drafter_unavailable")
+    for _ in range(40):
+        for request in requests:
+            assert bench.pricing.length(request, "", 0) == 0
+        bench.end(*map(plain, requests))
+        bench.pricing.learn()
+    assert least <= bench.pricing.price <= most
+
+
+def test_where_nobody_drafts_steps_are_learnt_from_when_tokens_have_been_sent():
+    bench, requests = Pricing(DEAR), make_requests(4)
+    learnt_early = 0
+    for step in range(20):
+        for request in requests:
+            request.plan = SpeculationPlan(disabled_reason="drafter_unavailable")
+            bench.pricing.length(request, "", 0)
+        bench.end(*map(plain, requests))
+        learnt_early += bench.pricing._unlearnt is None
+        bench.pricing.learn()
+    assert learnt_early <= 1, "the first one"

@@ -21,6 +21,7 @@ from outrider.verifier_service.drafting import (
     States,
     VerifierMessage,
 )
+from outrider.verifier_service.pricing import DraftPricing
 from outrider.verifier_service.request import (
     AcceptanceRule,
     GenerationRequest,
@@ -269,6 +270,31 @@ def test_every_decision_how_much_to_draft_is_counted_and_every_token_that_is_ask
     bench.receive(down())
     bench.ask()
     assert (drafting.num_asks, drafting.num_asked_tokens) == (4, 3), "nobody was there to be asked"
+
+
+class HeardPricing(DraftPricing):
+    """Pricing that notes of whom drafts were asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[str | None, bool]] = []
+
+    def choose(self, request_id: str, drafter_id: str | None, *, is_whole: bool = False) -> None:
+        self.heard.append((drafter_id, is_whole))
+
+
+def test_pricing_hears_who_drafts_and_whose_trees_are_verified_whole():
+    bench, pricing = Bench(), HeardPricing()
+    config = SpeculationConfig(vocab_size=VOCAB_SIZE, max_model_len=64)
+    bench.coordinator = DraftCoordinator(bench.client, config, pricing=pricing)
+    bench.request()
+    bench.ask()
+    bench.receive(up("d"), up("lookahead", needs=DraftNeeds(predictions=True)))
+    for drafter_id in ("d", "lookahead"):
+        bench.requests.clear()
+        bench.request(drafter_id, drafter_id=drafter_id)
+        bench.ask()
+    assert pricing.heard == [(None, False), ("d", False), ("lookahead", True)]
 
 
 def test_opt_out_sends_nothing_at_all(bench: Bench):
