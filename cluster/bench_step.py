@@ -23,7 +23,7 @@ from outrider.cluster.bench_load import Ask, Clock, Prompt, Reply
 
 SAMPLE_INTERVAL_S = 0.25
 RECOVERED_SHARE = 0.9  # of the draft length before the load
-RECOVERED_FOR_S = 1.0  # drafts are as long again once they are so for such a time
+RECOVERED_FOR_S = 1.0  # so long drafts must then stay as long, in the mean
 BEFORE, LOAD, AFTER = "before", "load", "after"
 PHASES = (BEFORE, LOAD, AFTER)
 
@@ -89,14 +89,16 @@ class StepTrace:
 
     @property
     def recovery_s(self) -> float | None:
-        """Return how long after the load's end a time began in which drafts were as long as before; None: none did."""
+        """Return how long after the load's end drafts were as long as before; None: they never were.
+
+        That is seen at a sample: since the one before it they were, and in the mean of the time from there on.
+        """
         wanted = RECOVERED_SHARE * self.draft_length(BEFORE)
         after = [sample for sample in self.in_order() if sample.time_s >= self.load_ended_s]
-        for place, first in enumerate(after):
-            later = (sample for sample in after[place:] if sample.time_s >= first.time_s + RECOVERED_FOR_S)
-            last = next(later, None)
-            if last is not None and last.num_asks > first.num_asks and draft_length_between(first, last) >= wanted:
-                return first.time_s - self.load_ended_s
+        for place, (first, seen) in enumerate(itertools.pairwise(after)):
+            last = next((later for later in after[place:] if later.time_s >= first.time_s + RECOVERED_FOR_S), None)
+            if last is not None and min(draft_length_between(first, end) for end in (seen, last)) >= wanted > 0.0:
+                return seen.time_s - self.load_ended_s
         return None
 
 
