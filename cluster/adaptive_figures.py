@@ -118,7 +118,7 @@ def _headings(points: Sequence[Point]) -> list[str]:
 
 
 def _cells(point: Point) -> list[str]:
-    speeds = [f"{statistics.median(values):.1f}" for values in point.tokens_per_s.values()]
+    speeds = [f"{statistics.fmean(values):.1f}" for values in point.tokens_per_s.values()]
     return [
         str(point.concurrency),
         *speeds,
@@ -144,8 +144,9 @@ def to_markdown(title: str, points: Sequence[Point]) -> str:
     lines = "\n".join(markdown_table(_headings(points), map(_cells, points)))
     return (
         f"# Never worse\n\n{title}\n\n{lines}\n\n"
-        "Speeds are medians over the repeats, ratios medians with 95 % bootstrap intervals: the best fixed arm is "
-        "picked on one half of the repeats and compared on the other. *adaptive drafts* are draft tokens verified per "
+        "Speeds are means over the repeats; a ratio is one of means, the median and the 95 % interval of it over "
+        f"{NUM_RESAMPLES:,} bootstrap draws: the best fixed arm is picked on one half of the repeats and compared on "
+        "the other, so it is not always the one whose mean over all is highest. *adaptive drafts* are draft tokens verified per "
         f"request and step. *held*: the interval allows {LEAST_OF_BEST} of the best fixed arm and {LEAST_OF_OFF} of "
         "none. *off again*: a second arm of plain decoding, a placebo that says how far apart equals lie.\n"
     )
@@ -161,7 +162,7 @@ def plot(points: Sequence[Point], path: Path) -> None:
     axes = figure.subplots()
     places = range(len(points))  # evenly spaced: loads are powers of two
     for name in points[0].tokens_per_s:
-        gains = [statistics.median(p.tokens_per_s[name]) / statistics.median(p.tokens_per_s[OFF]) for p in points]
+        gains = [statistics.fmean(p.tokens_per_s[name]) / statistics.fmean(p.tokens_per_s[OFF]) for p in points]
         width = 3.0 if name == ADAPTIVE else 1.2
         axes.plot(places, gains, marker="o", linewidth=width, label=name)
     axes.set_xticks(places, [str(point.concurrency) for point in points])

@@ -13,7 +13,8 @@ a drafter's forward, as a share of a verification on one core, and the link's ro
     without       verification on one core + l + forwards per draft * c
     co-located    verification on both cores + forwards per draft * c
 
-It leaves out that a slow drafter gets less far ahead: it holds while c * (draft length + 1) is at most 1.
+It leaves out that a slow drafter gets less far ahead: it holds while c * (draft length + 1) is at most 1, and beyond that
+favours running ahead.
 """
 
 from __future__ import annotations
@@ -84,11 +85,17 @@ class AheadModel:
 
     verify_s: float  # a verification on one core
     verify_shared_s: float  # on both cores
+    cost: float  # of a draft forward, as a share of that
     num_forwards: float  # of a draft
     num_miss_forwards: float  # that a miss waits for
     hit_rate: float
     tokens_per_round: float  # with drafts of full length
     tokens_per_ahead_round: float  # misses may be drafted shorter
+
+    @property
+    def max_cost(self) -> float:
+        """The cost of a draft forward up to which the model holds."""
+        return 1.0 / (self.num_forwards + 1.0)
 
     def ahead_s(self, cost: float, link_s: float) -> float:
         wait_s = (1.0 - self.hit_rate) * self.num_miss_forwards * cost * self.verify_s
@@ -125,9 +132,11 @@ def fit(apart: Sequence[AheadRun], ahead: Sequence[AheadRun], shared: Sequence[A
     num_forwards = of(apart, lambda run: run.num_draft_tokens / run.num_steps)
     hit_rate = of(ahead, lambda run: run.hit_rate or 0.0)
     miss_wait_s = of(ahead, lambda run: run.idle_per_round_s) / max(1.0 - hit_rate, 1e-9)
+    verify_s = of([*apart, *ahead], lambda run: run.step_s)
     return AheadModel(
-        verify_s=of([*apart, *ahead], lambda run: run.step_s),
+        verify_s=verify_s,
         verify_shared_s=max(of(shared, lambda run: run.elapsed_s / run.num_steps) - wait_s, 0.0),
+        cost=wait_s / num_forwards / verify_s,
         num_forwards=num_forwards,
         num_miss_forwards=num_forwards * miss_wait_s / wait_s,
         hit_rate=hit_rate,

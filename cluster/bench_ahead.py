@@ -261,8 +261,9 @@ def verdict(runs: Mapping[str, Sequence[AheadRun]]) -> list[str]:
     lines = [
         f"Here the least time per token has: {winner} ({shares}).",
         f"Measured for the model: verification on one core {model.verify_s * 1e3:.1f} ms, on both "
-        f"{model.verify_shared_s * 1e3:.1f} ms; a draft of {model.num_forwards:.1f} forwards; a miss waits for "
-        f"{model.num_miss_forwards:.1f}; hit rate {model.hit_rate:.0%}.",
+        f"{model.verify_shared_s * 1e3:.1f} ms; a draft of {model.num_forwards:.1f} forwards, each "
+        f"{model.cost:.1%} of a verification; a miss waits for {model.num_miss_forwards:.1f}; "
+        f"hit rate {model.hit_rate:.0%}. The model holds up to {model.max_cost:.0%} of a verification.",
     ]
     return lines + [f"- {line}" for line in _thresholds(model)]
 
@@ -272,14 +273,15 @@ def _thresholds(model: AheadModel) -> Iterator[str]:
     for link_s in LINKS_S:
         where = "no link to speak of" if link_s == 0.0 else f"a link of {link_s * 1e3:g} ms there and back"
         yield (
-            f"{where}: running ahead beats co-located drafting on both cores {_from(model.least_cost(link_s))}, and "
-            f"co-located drafting on the verifier's core {_from(alone.least_cost(link_s))}"
+            f"{where}: running ahead beats co-located drafting on both cores {_from(model, link_s)}, and "
+            f"co-located drafting on the verifier's core {_from(alone, link_s)}"
         )
 
 
-def _from(cost: float | None) -> str:
-    if cost is None:
-        return "never"
+def _from(model: AheadModel, link_s: float) -> str:
+    cost = model.least_cost(link_s)
+    if cost is None or cost > model.max_cost:
+        return f"nowhere up to {model.max_cost:.0%}"
     return f"where a draft forward costs more than {cost:.1%} of a verification" if cost else "always"
 
 

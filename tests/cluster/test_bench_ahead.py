@@ -25,6 +25,7 @@ from outrider.cluster.config import ServiceConfig
 MODEL = AheadModel(
     verify_s=0.04,
     verify_shared_s=0.03,
+    cost=0.05,
     num_forwards=4.0,
     num_miss_forwards=2.0,
     hit_rate=0.75,
@@ -70,7 +71,8 @@ def test_figures_of_a_run():
 
 def test_the_model_gives_back_what_was_measured():
     model = fit(RUNS[APART], RUNS[ahead_arm(4)], RUNS[SHARED])
-    cost = 0.01 / model.num_forwards / model.verify_s  # 10 ms of waiting for a draft
+    assert model.cost == pytest.approx(0.01 / model.num_forwards / model.verify_s), "10 ms of waiting for a draft"
+    cost = model.cost
     assert model.without_s(cost, 0.0) == pytest.approx(model.verify_s / 2.5 + 0.01 / 2.5)
     assert model.colocated_s(cost) == pytest.approx(RUNS[SHARED][0].token_s)
     assert model.ahead_s(cost, 0.0) == pytest.approx((model.verify_s + 0.1 / 40) / 2.5)
@@ -87,6 +89,13 @@ def test_from_which_cost_on_running_ahead_wins():
     equal = dataclasses.replace(MODEL, verify_shared_s=MODEL.verify_s, tokens_per_ahead_round=3.0)
     assert equal.least_cost(0.0) == 0.0, "the second core was of no use to the verifier"
     assert dataclasses.replace(MODEL, hit_rate=0.0, num_miss_forwards=4.0).least_cost(0.0) is None
+
+
+@pytest.mark.parametrize(("shared_s", "says"), [(1.7, "where a draft forward costs more than"), (1.0, "nowhere up to 21%")])
+def test_beyond_what_the_model_holds_for_nothing_is_claimed(shared_s: float, says: str):
+    lines = verdict({**RUNS, SHARED: [run_of(elapsed_s=shared_s, busy_s=shared_s)]})
+    assert "each 6.6% of a verification" in lines[1]
+    assert f"both cores {says}" in lines[2]
 
 
 def test_the_report_has_a_row_per_arm_and_names_the_winner():
