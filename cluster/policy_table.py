@@ -5,7 +5,7 @@ Definitions
     K = 1 ...    every request drafts so many tokens
     table        the best K, 0 included, for this very batch size on this very data: vLLM's table by batch size, tuned
     adaptive     the engine's own survival estimates, cost model and step price: it knows the past only, and how far
-                 prompt lookup trusts each token that it copies
+                 prompt lookup trusts each token that it copies, which the oracle does not: there it may do better
     oracle       knows every survival probability, fitted per request and position over the whole trace beforehand, and
                  the true cost of the step
     clairvoyant  knows every outcome: a bound that no policy can reach
