@@ -146,9 +146,10 @@ def to_markdown(title: str, points: Sequence[Point]) -> str:
         f"# Never worse\n\n{title}\n\n{lines}\n\n"
         "Speeds are means over the repeats; a ratio is one of means, the median and the 95 % interval of it over "
         f"{NUM_RESAMPLES:,} bootstrap draws: the best fixed arm is picked on one half of the repeats and compared on "
-        "the other, so it is not always the one whose mean over all is highest. *adaptive drafts* are draft tokens verified per "
-        f"request and step. *held*: the interval allows {LEAST_OF_BEST} of the best fixed arm and {LEAST_OF_OFF} of "
-        "none. *off again*: a second arm of plain decoding, a placebo that says how far apart equals lie.\n"
+        "the other, so it is not always the one whose mean over all is highest. *adaptive drafts* are draft tokens "
+        f"verified per request and step. *held*: the interval allows {LEAST_OF_BEST} of the best fixed arm and "
+        f"{LEAST_OF_OFF} of none. *off again*: a second arm of plain decoding, a placebo that says how far apart equals "
+        "lie.\n"
     )
 
 

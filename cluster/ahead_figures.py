@@ -13,8 +13,8 @@ a drafter's forward, as a share of a verification on one core, and the link's ro
     without       verification on one core + l + forwards per draft * c
     co-located    verification on both cores + forwards per draft * c
 
-It leaves out that a slow drafter gets less far ahead: it holds while c * (draft length + 1) is at most 1, and beyond that
-favours running ahead.
+It leaves out that a slow drafter gets less far ahead: it holds while c * (draft length + 1) is at most 1, and favours
+running ahead beyond that.
 """
 
 from __future__ import annotations

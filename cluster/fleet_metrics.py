@@ -263,7 +263,7 @@ _DRAFTING = (
     _of_verifiers(
         "draft_length_mean",
         "gauge",
-        "Draft tokens asked for per decoding request and step of the last two seconds: what its price makes of the plan",
+        "Draft tokens asked for per decoding request and step, of the last two seconds: what the price makes of plans",
         lambda state: state.report.draft_length_mean,
     ),
     _of_verifiers(

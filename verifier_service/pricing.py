@@ -42,7 +42,7 @@ PLAIN_STRIDE = 8  # plain steps after those, of which one is taken in for all of
 STALL = 4.0  # times what a step should have taken: beyond that the machine stood still
 SLOW = 1.5  # times what a step with drafts usually takes: beyond that they are not what slows it down
 MAX_SAVED_STEPS = 50.0  # of that share: what is left over does not pile up
-UNPLANNED_LENGTH = 4  # of a draft: what is priced until a plan has named a drafter, or nobody would learn what drafts cost
+UNPLANNED_LENGTH = 4  # of a draft: priced until a plan has named a drafter, so that drafts have a price by then
 LOW_SURVIVAL = 0.25  # of a first position: below, a request is off for what it drafts and not for the load
 
 

@@ -91,7 +91,9 @@ def test_from_which_cost_on_running_ahead_wins():
     assert dataclasses.replace(MODEL, hit_rate=0.0, num_miss_forwards=4.0).least_cost(0.0) is None
 
 
-@pytest.mark.parametrize(("shared_s", "says"), [(1.7, "where a draft forward costs more than"), (1.0, "nowhere up to 21%")])
+@pytest.mark.parametrize(
+    ("shared_s", "says"), [(1.7, "where a draft forward costs more than"), (1.0, "nowhere up to 21%")]
+)
 def test_beyond_what_the_model_holds_for_nothing_is_claimed(shared_s: float, says: str):
     lines = verdict({**RUNS, SHARED: [run_of(elapsed_s=shared_s, busy_s=shared_s)]})
     assert "each 6.6% of a verification" in lines[1]

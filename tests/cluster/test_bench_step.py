@@ -91,7 +91,7 @@ async def test_a_server_that_does_not_tell_its_load_ends_the_run():
 
 
 def samples(*rows: tuple[float, str, float], **decisions: int) -> list[Sample]:
-    """Return samples of a stream that decodes 8 times a second: when, the phase, and the length asked for until then."""
+    """Return samples of a stream that decodes 8 times a second: when, phase, and the length asked for until then."""
     made: list[Sample] = []
     num_tokens, before_s = 0.0, 0.0
     for time_s, phase, draft_length in rows:

@@ -198,7 +198,7 @@ def test_without_a_drafter_drafts_have_a_price_all_the_same(profile: Sequence[St
 def test_where_nobody_drafts_steps_are_learnt_from_when_tokens_have_been_sent():
     bench, requests = Pricing(DEAR), make_requests(4)
     learnt_early = 0
-    for step in range(20):
+    for _ in range(20):
         for request in requests:
             request.plan = SpeculationPlan(disabled_reason="drafter_unavailable")
             bench.pricing.length(request, "", 0)
