@@ -148,8 +148,7 @@ def to_markdown(title: str, points: Sequence[Point]) -> str:
         f"{NUM_RESAMPLES:,} bootstrap draws: the best fixed arm is picked on one half of the repeats and compared on "
         "the other, so it is not always the one whose mean over all is highest. *adaptive drafts* are draft tokens "
         f"verified per request and step. *held*: the interval allows {LEAST_OF_BEST} of the best fixed arm and "
-        f"{LEAST_OF_OFF} of none. *off again*: a second arm of plain decoding, a placebo that says how far apart equals "
-        "lie.\n"
+        f"{LEAST_OF_OFF} of none. *off again*: a second arm of plain decoding, a placebo: how far apart equals lie.\n"
     )
 
 
