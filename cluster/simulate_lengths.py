@@ -14,7 +14,7 @@ from outrider.cluster.simulate_load import Acceptance, Floats, Ints
 from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.request import SpeculationPlan
-from outrider.verifier_service.step_price import NEVER, StepPrice
+from outrider.verifier_service.step_price import NEVER, Slot, StepPrice, Trial
 from outrider.verifier_service.survival import SurvivalEstimator
 
 ORACLE_PRICES = (*(0.02 * step for step in range(10)), *(0.2 + 0.05 * step for step in range(16)))
@@ -152,14 +152,23 @@ class PricedLengths:
         self._cost.observe(StepShape(round(num_tokens), load.num_context_tokens // way.num_steps), way.step_s)
         if way.longest:  # how long its drafts held the round up; remembered while nothing is drafted
             self._exposed_s = way.seconds - way.num_steps * way.step_s
-        slots = [(survival, survival) for chain in offers for survival in chain]  # drafts come without confidences
+        self._observe_offers(seen, [(survival, survival) for chain in offers for survival in chain])
+
+    def _observe_offers(self, seen: BatchSeen, slots: Sequence[Slot]) -> None:
+        """Price as many steps as are observed, with their share of prompts; drafts come without confidences."""
+        load = seen.load
+        trials: dict[int, Trial] = {}  # by the tokens of such a step without drafts: most are alike
         for _ in range(self._num_observed):
             self._prefill_rounds += seen.prefill_share
             has_prefill = self._prefill_rounds >= 1.0
             self._prefill_rounds -= has_prefill
+            if not slots or load.num_decoding < 1:
+                continue
             num_plain = load.num_decoding + has_prefill * seen.num_prefill_tokens
-            shape = StepShape(num_plain, load.num_context_tokens)
-            self._step_price.observe(shape, load.num_decoding, slots, self._exposed_s)
+            if num_plain not in trials:
+                shape = StepShape(num_plain, load.num_context_tokens)
+                trials[num_plain] = self._step_price.trial(shape, slots, self._exposed_s)
+            self._step_price.observe_trial(trials[num_plain])
 
 
 class OracleLengths:

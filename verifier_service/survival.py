@@ -83,6 +83,7 @@ class _Pool:
     bins: list[_Counts] = field(default_factory=lambda: [_Counts() for _ in range(NUM_BINS)])  # by confidence
     _hazards_after: list[list[float]] = field(default_factory=lambda: [[] for _ in LastRound])  # as of a refresh
     _by_bin: list[float] = field(default_factory=list)
+    _bins_are_fresh: bool = False  # they change with claims alone, which not every drafter makes
     num_fresh: int = -1  # positions whose hazards are those of the last counts; below 0: not even those of the bins
 
     def refresh(self, length: int, prior: float) -> None:
@@ -95,6 +96,11 @@ class _Pool:
         ]
         for hazards in self._hazards_after:
             hazards.extend((hazards[-1] if hazards else mean,) * (length - len(hazards)))
+        if not self._bins_are_fresh:
+            self._refresh_bins()
+        self.num_fresh = len(self._hazards_after[0])
+
+    def _refresh_bins(self) -> None:
         num_claimed = sum(counts.num_judged * claimed for counts, claimed in zip(self.bins, _BIN_HAZARDS, strict=True))
         num_rejected = sum(counts.num_rejected for counts in self.bins)
         factor = (num_rejected + POOL_REJECTIONS) / (num_claimed + POOL_REJECTIONS)
@@ -102,7 +108,7 @@ class _Pool:
             counts.hazard(min(MAX_HAZARD, claimed * factor), POSITION_TOKENS)
             for counts, claimed in zip(self.bins, _BIN_HAZARDS, strict=True)
         ]
-        self.num_fresh = len(self._hazards_after[0])
+        self._bins_are_fresh = True
 
     def has_hazards(self, length: int) -> bool:
         """Return whether there are some for `length` positions, perhaps older than the last counts."""
@@ -135,6 +141,7 @@ class _Pool:
     def observe_claim(self, confidence: float, is_rejected: bool) -> None:
         """Take in what a judged token's drafter had claimed."""
         self.bins[bisect_right(_BIN_STARTS, confidence)].add(is_rejected)
+        self._bins_are_fresh = False
         self.num_fresh = -1
 
 
