@@ -12,6 +12,7 @@ position by position, so a wait is as long as the longest draft: `longest` is wh
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from outrider.cluster.accelerators import StepTiming
@@ -67,11 +68,10 @@ class RoundLoad:
     def num_draft_tokens(self) -> int:
         return sum(self.num_at_least)
 
-    def expected_accepted(self, acceptance_rate: float, longest: int) -> float:
-        """Return how many tokens are accepted if drafts end at `longest`, by one rate for all."""
-        return sum(
-            count * acceptance_rate**position for position, count in enumerate(self.num_at_least[:longest], start=1)
-        )
+    def expected_accepted(self, acceptance_rate: float) -> list[float]:
+        """Return how many tokens are accepted if drafts end at 0, 1 .. tokens, by one rate for all."""
+        accepted = [count * acceptance_rate**position for position, count in enumerate(self.num_at_least, start=1)]
+        return list(itertools.accumulate(accepted, initial=0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +108,10 @@ def choose_round(load: RoundLoad, timing: StepTiming, speed: DraftSpeed | None, 
         if load.num_decoding >= 2:
             ways.append(_groups(load, timing, speed))
 
+    accepted = load.expected_accepted(acceptance_rate)
+
     def rate(way: Round) -> float:
-        expected = way.share * load.expected_accepted(acceptance_rate, way.longest)
-        return (load.num_decoding + expected) / way.seconds
+        return (load.num_decoding + way.share * accepted[way.longest]) / way.seconds
 
     return max(ways, key=rate)
 
@@ -123,13 +124,15 @@ def _step_s(load: RoundLoad, timing: StepTiming, num_draft_tokens: float, part: 
 
 def _worth_waiting(load: RoundLoad, timing: StepTiming, speed: DraftSpeed, acceptance_rate: float) -> int:
     """Return the longest draft that is worth the wait."""
-    num_tokens, committed, survival = 0, float(load.num_decoding), 1.0
+    num_tokens = load.num_decoding + load.num_prefill_tokens
+    committed, survival = float(load.num_decoding), 1.0
     best_rate, best = 0.0, 1
     for longest, count in enumerate(load.num_at_least, start=1):
         survival *= acceptance_rate
         num_tokens += count
         committed += count * survival
-        rate = committed / (_step_s(load, timing, num_tokens) + speed.link_s + longest * speed.token_s)
+        step_s = timing.seconds(num_tokens, load.num_context_tokens)
+        rate = committed / (step_s + speed.link_s + longest * speed.token_s)
         if rate > best_rate:
             best_rate, best = rate, longest
     return best

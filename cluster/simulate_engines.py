@@ -12,7 +12,6 @@ the wire, the drafters' prefill of prompts.
 
 from __future__ import annotations
 
-import collections
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -258,7 +257,7 @@ class FakeVerifier:
         self._num_rows += 1
         self._num_at_least = None
         if length and self._speed is None:
-            self._find_speed([row])
+            self._find_speed(1, self._sessions([row]))
 
     def _retire(self) -> None:
         """Take the requests that have ended out of the table."""
@@ -351,7 +350,8 @@ class FakeVerifier:
                 self._plans[int(request_id)] = plan
         numbers = self._rows[NUMBER, : self._num_rows].tolist()
         rows = [Row(number, self._plans[number]) for number in numbers]
-        self._find_speed(rows)
+        sessions = self._sessions(rows)
+        self._find_speed(len(rows), sessions)
         if rows:
             self._num_at_least = None
             self._rows[LENGTH, : len(rows)] = self._lengths.decide(
@@ -368,28 +368,28 @@ class FakeVerifier:
         self._last = None
         self._num_rounds, self._num_prefill_rounds, self._num_prefill_tokens = 0, 0, 0
         if self._shape.own_drafter is None:
-            self._ask_drafters(rows)
+            self._ask_drafters(rows, sessions)
 
-    def _find_speed(self, rows: Sequence[Row]) -> None:
-        """Find out how fast drafts for these requests would come."""
+    def _find_speed(self, num_rows: int, sessions: Mapping[str, int]) -> None:
+        """Find out how fast drafts for so many requests would come, those of each drafter being known."""
         if self._shape.own_drafter is not None:
             context = int(self._rows[CONTEXT, : self._num_rows].sum())
-            token_s = self._shape.own_drafter.seconds(max(1, len(rows)), context)
+            token_s = self._shape.own_drafter.seconds(max(1, num_rows), context)
             self._speed, self._asked = DraftSpeed(token_s=token_s, is_local=True), {LOCAL_DRAFTER_ID}
         else:
-            self._speed = self._pool_speed(self._sessions(rows))
+            self._speed = self._pool_speed(sessions)
 
-    def _sessions(self, rows: Sequence[Row]) -> collections.Counter[str]:
+    def _sessions(self, rows: Sequence[Row]) -> dict[str, int]:
         """Count the requests of each drafter that is there."""
-        return collections.Counter(
-            row.plan.drafter_id
-            for row in rows
-            if row.plan.drafter_id is not None and row.plan.drafter_id in self._drafters
-        )
+        sessions: dict[str, int] = {}
+        for row in rows:
+            drafter_id = row.plan.drafter_id
+            if drafter_id is not None and drafter_id in self._drafters:
+                sessions[drafter_id] = sessions.get(drafter_id, 0) + 1
+        return sessions
 
-    def _ask_drafters(self, rows: Sequence[Row]) -> None:
-        """Tell the drafters what is asked of them from now on."""
-        sessions = self._sessions(rows)
+    def _ask_drafters(self, rows: Sequence[Row], sessions: Mapping[str, int]) -> None:
+        """Tell the drafters what is asked of them from now on; of how many requests each, is known."""
         drafting = self._sessions(
             [row for row, length in zip(rows, self._rows[LENGTH, : len(rows)].tolist(), strict=True) if length]
         )
@@ -398,13 +398,14 @@ class FakeVerifier:
             if drafter_id in self._drafters:
                 self._drafters[drafter_id].take_in(self.verifier_id, None)
         for drafter_id, num_sessions in sessions.items():
-            share = drafting[drafter_id] / max(1, self._load.num_drafting)
+            num_drafting = drafting.get(drafter_id, 0)
+            share = num_drafting / max(1, self._load.num_drafting)
             self._drafters[drafter_id].take_in(
                 self.verifier_id,
                 DraftDemand(
                     num_sessions=num_sessions,
                     rows_in_flight=share * way.rows_in_flight,
-                    asks_in_flight=way.asks_in_flight(drafting[drafter_id]),
+                    asks_in_flight=way.asks_in_flight(num_drafting),
                     num_context_tokens=self._load.num_context_tokens / max(1, self._load.num_decoding),
                     draft_s=way.round_trip_s,
                 ),

@@ -136,14 +136,14 @@ class PricedLengths:
         return self._survival.survivals(str(row.number), row.plan.drafter_id, row.plan.draft_length)
 
     def _observe_drafts(self, rounds: Rounds, drafter_ids: Mapping[int, str | None]) -> None:
+        requests = [(str(number), drafter_ids.get(number)) for number in rounds.numbers.tolist()]
         for lengths, accepted in zip(
             rounds.lengths[-self._num_observed :].tolist(), rounds.accepted[-self._num_observed :].tolist(), strict=True
         ):
-            for number, length, num_accepted in zip(rounds.numbers.tolist(), lengths, accepted, strict=True):
-                drafter_id = drafter_ids.get(number)
+            for (request_id, drafter_id), length, num_accepted in zip(requests, lengths, accepted, strict=True):
                 if length and drafter_id is not None:
                     self._survival.observe(
-                        str(number), drafter_id, num_draft_tokens=length, num_accepted_tokens=num_accepted
+                        request_id, drafter_id, num_draft_tokens=length, num_accepted_tokens=num_accepted
                     )
 
     def _observe_step(self, seen: BatchSeen, offers: Sequence[Sequence[float]]) -> None:
