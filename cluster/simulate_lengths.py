@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,16 +21,14 @@ PROBE_PERIOD = 16  # one decision in so many lets requests draft a token that wo
 PROBE_ROWS = 8  # ... one request in so many, each in its turn
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A decoding request and the router's plan for it."""
 
     number: int
     plan: SpeculationPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Rounds:
+class Rounds(NamedTuple):
     """A run of rounds: what was drafted and what was right, [num_rounds, num_requests]."""
 
     numbers: Ints
@@ -39,8 +36,7 @@ class Rounds:
     accepted: Ints
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSeen:
+class BatchSeen(NamedTuple):
     """What a verifier knows of its last round when it sets the lengths of the next ones."""
 
     load: RoundLoad  # of the last round
@@ -157,7 +153,8 @@ class PricedLengths:
     def _observe_offers(self, seen: BatchSeen, slots: Sequence[Slot]) -> None:
         """Price as many steps as are observed, with their share of prompts; drafts come without confidences."""
         load = seen.load
-        trials: dict[int, Trial] = {}  # by the tokens of such a step without drafts: most are alike
+        found: dict[int, Trial] = {}  # by the tokens of such a step without drafts: most are alike
+        trials: list[Trial] = []
         for _ in range(self._num_observed):
             self._prefill_rounds += seen.prefill_share
             has_prefill = self._prefill_rounds >= 1.0
@@ -165,10 +162,11 @@ class PricedLengths:
             if not slots or load.num_decoding < 1:
                 continue
             num_plain = load.num_decoding + has_prefill * seen.num_prefill_tokens
-            if num_plain not in trials:
+            if num_plain not in found:
                 shape = StepShape(num_plain, load.num_context_tokens)
-                trials[num_plain] = self._step_price.trial(shape, slots, self._exposed_s)
-            self._step_price.observe_trial(trials[num_plain])
+                found[num_plain] = self._step_price.trial(shape, slots, self._exposed_s)
+            trials.append(found[num_plain])
+        self._step_price.observe_trials(trials)
 
 
 class OracleLengths:
@@ -208,8 +206,7 @@ class OracleLengths:
     def _rate(self, seen: BatchSeen, table: Floats, lengths: Ints) -> float:
         """Return the expected tokens per second with such drafts."""
         counts = np.bincount(lengths, minlength=1)
-        drafts = replace(
-            seen.load,
+        drafts = seen.load._replace(
             num_decoding=len(lengths),
             num_prefill_tokens=0,
             num_at_least=tuple(np.cumsum(counts[:0:-1])[::-1].tolist()),
@@ -222,7 +219,7 @@ class OracleLengths:
         seconds = way.seconds
         if seen.prefill_share > 0.0:
             # prompts have to be computed anyhow: only what drafts add to such a round counts
-            with_prompt = replace(drafts, num_prefill_tokens=seen.num_prefill_tokens)
+            with_prompt = drafts._replace(num_prefill_tokens=seen.num_prefill_tokens)
             added_s = self._seconds(with_prompt, seen, rate) - self._seconds(_without_drafts(with_prompt), seen, rate)
             mean_s = self._seconds(_without_drafts(drafts), seen, rate) + added_s
             seconds += seen.prefill_share * (mean_s - way.seconds)
@@ -233,4 +230,4 @@ class OracleLengths:
 
 
 def _without_drafts(load: RoundLoad) -> RoundLoad:
-    return replace(load, num_at_least=())
+    return load._replace(num_at_least=())

@@ -106,6 +106,7 @@ class StepPrice:
             return
         if slots:
             self._add(self.trial(base, slots, exposed_s), num_steps)
+            self._price_if_free = self._best(self._free_gains)
         if not self.is_new:
             self._settle_price(log_loss)
 
@@ -128,10 +129,13 @@ class StepPrice:
             gains[index], free_gains[index] = gain, free_gain
         return Trial(gains, free_gains, num_asked)
 
-    def observe_trial(self, trial: Trial, log_loss: float = 0.0, num_steps: int = 1) -> None:
-        """Take in a past step, or so many that were alike, of which is known what each price would have made of it."""
-        self._add(trial, num_steps)
-        self._settle_price(log_loss)
+    def observe_trials(self, trials: Sequence[Trial]) -> None:
+        """Take in past steps, one after another, of which is known what each price would have made of them."""
+        for trial in trials:
+            self._add(trial, num_steps=1)
+        if trials:
+            self._price_if_free = self._best(self._free_gains)
+            self._settle_price(log_loss=0.0)
 
     def _add(self, trial: Trial, num_steps: int) -> None:
         fade, weight = fade_over(num_steps)
@@ -142,7 +146,6 @@ class StepPrice:
         ]
         self._asked = [fade * old + new for old, new in zip(self._asked, asked, strict=True)]
         self._num_steps = fade * self._num_steps + weight
-        self._price_if_free = self._best(self._free_gains)
 
     def _settle_price(self, log_loss: float) -> None:
         gains = self._gains
