@@ -195,6 +195,7 @@ class FakeVerifier:
         """Draw the rounds of all rows; return how many ran until the first request ended."""
         rows = self._rows[:, : self._num_rows]
         acceptance, random = self._ledger.workload.acceptance, self._ledger.random
+        left = rows[LEFT]
         lengths = np.empty((num_rounds, self._num_rows), dtype=np.int64)
         lengths[:] = np.minimum(rows[LENGTH], way.longest)
         if 0.0 < way.share < 1.0:
@@ -205,23 +206,22 @@ class FakeVerifier:
             accepted = np.zeros(lengths.shape, dtype=np.int64)
         ends = accepted.cumsum(axis=0)
         ends += self._round_numbers[:num_rounds]
-        if (ends[-1] >= rows[LEFT]).any():
-            num_rounds = int((ends >= rows[LEFT]).any(axis=1).argmax()) + 1
+        is_end = bool((ends[-1] >= left).any())
+        if is_end:
+            num_rounds = int((ends >= left).any(axis=1).argmax()) + 1
             lengths, accepted, ends = lengths[:num_rounds], accepted[:num_rounds], ends[:num_rounds]
+        committed, num_accepted = ends[-1], ends[-1] - num_rounds
+        if is_end:  # of a draft past it the last token committed is an accepted one, and no own token follows it
+            beyond = np.maximum(committed - left, 0)
+            committed, num_accepted = committed - beyond, num_accepted - np.maximum(beyond - 1, 0)
         self._last = Rounds(rows[NUMBER].copy(), lengths, accepted)
-        # of a draft that goes past the end the last token committed is an accepted one, and no own token follows it
-        beyond = np.maximum(ends[-1] - rows[LEFT], 0)
-        news = np.empty((4, self._num_rows), dtype=np.int64)  # of the lines from DONE on
-        news[0] = ends[-1] - beyond
-        news[1] = (lengths > 0).sum(axis=0)
-        news[2] = lengths.sum(axis=0)
-        news[3] = ends[-1] - num_rounds - np.maximum(beyond - 1, 0)
+        news = np.array((committed, (lengths > 0).sum(axis=0), lengths.sum(axis=0), num_accepted))
         num_rejected = int(np.count_nonzero(accepted < lengths))
         self._count(news, num_rejected, self.clock_s + num_rounds * way.seconds, num_rounds)
         return num_rounds
 
     def _count(self, news: Ints, num_rejected: int, end_s: float, num_rounds: int) -> None:
-        """Count what so many rounds come to."""
+        """Count what so many rounds come to, by request and by line of the table from DONE on."""
         rows = self._rows[:, : self._num_rows]
         rows[DONE:] += news
         rows[LEFT] -= news[0]
