@@ -26,7 +26,7 @@ from outrider.cluster.simulate_ledger import Ledger
 from outrider.cluster.simulate_lengths import BatchSeen, LengthPolicy, Rounds, Row
 from outrider.cluster.simulate_load import Ints
 from outrider.verifier_service.drafting import LOCAL_DRAFTER_ID
-from outrider.verifier_service.engine_messages import DrafterTime, EngineCounters, EngineLoad, RequestLoad, StepTime
+from outrider.verifier_service.engine_messages import DrafterTime, EngineCounters, RequestLoad, StepTime
 from outrider.verifier_service.request import SpeculationPlan
 
 # The lines of a verifier's table of decoding requests: length of the drafts, output tokens to come, positions in the KV,
@@ -279,47 +279,49 @@ class FakeVerifier:
             del self._plans[number]
             self._lengths.forget(number)
 
-    def report(self, now_s: float, drafters_up: tuple[str, ...]) -> VerifierReport:
-        """Return what the router gets to see; the figures over time are of the time since the last report."""
+    def report(self, drafters_up: tuple[str, ...], *, with_knee: bool) -> VerifierReport:
+        """Return what the router gets to see; the figures over time are of the time since the last report.
+
+        The knee takes time to find, and the autoscaler alone looks at it.
+        """
         since_s, committed_before, steps_before, idle_before_s = self._reported
         elapsed_s = max(self.clock_s - since_s, 1e-9)
         num_steps = self._num_steps - steps_before
-        num_running = self._num_rows + len(self._prefills)
-        knee = self._lengths.knee
-        load = EngineLoad(
-            num_running=num_running,
+        knee = self._lengths.knee if with_knee else None
+        self._reported = (self.clock_s, self._num_committed, self._num_steps, self._idle_s)
+        return VerifierReport(
+            verifier_id=self.verifier_id,
+            endpoint=f"{self.verifier_id}:0",
+            epoch=1,
+            num_running=self._num_rows + len(self._prefills),
             num_waiting=len(self._waiting),
             num_decoding=self._num_rows,
             kv_usage=self._kv_reserved / self._shape.kv_tokens,
+            max_model_len=self._shape.kv_tokens,
+            step_times=self._profile,
+            requests=self._request_loads(),
+            own_draft_length=self._shape.own_draft_length if self._shape.own_drafter is not None else 0,
+            drafters_up=drafters_up,
+            round_trips=self._drafter_times(),
+            draining=self.draining,
             tokens_per_s=(self._num_committed - committed_before) / elapsed_s,
             mean_step_s=elapsed_s / num_steps if num_steps else None,
+            counters=self._counters(),
             price=self._lengths.price,
             knee=None if knee is None or math.isinf(knee) else knee,
             draft_length_mean=self._load.num_draft_tokens / max(1, self._load.num_decoding),
             verify_idle_share=(self._idle_s - idle_before_s) / elapsed_s,
-            counters=EngineCounters(
-                num_steps=self._num_steps,
-                num_scheduled_tokens=self._num_scheduled,
-                num_committed_tokens=self._num_committed,
-                num_drafts=self._num_drafts,
-                num_draft_tokens=self._num_drafted,
-                num_accepted_tokens=self._num_accepted,
-                idle_s=self._idle_s,
-            ),
-            requests=self._request_loads(),
-            drafter_times=self._drafter_times(),
         )
-        self._reported = (self.clock_s, self._num_committed, self._num_steps, self._idle_s)
-        return VerifierReport.of(
-            verifier_id=self.verifier_id,
-            endpoint=f"{self.verifier_id}:0",
-            epoch=1,
-            load=load,
-            max_model_len=self._shape.kv_tokens,
-            step_times=self._profile,
-            drafters_up=drafters_up,
-            own_draft_length=self._shape.own_draft_length if self._shape.own_drafter is not None else 0,
-            draining=self.draining,
+
+    def _counters(self) -> EngineCounters:
+        return EngineCounters(
+            num_steps=self._num_steps,
+            num_scheduled_tokens=self._num_scheduled,
+            num_committed_tokens=self._num_committed,
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_drafted,
+            num_accepted_tokens=self._num_accepted,
+            idle_s=self._idle_s,
         )
 
     def _request_loads(self) -> tuple[RequestLoad, ...]:
