@@ -29,8 +29,8 @@ from outrider.verifier_service.drafting import LOCAL_DRAFTER_ID
 from outrider.verifier_service.engine_messages import DrafterTime, EngineCounters, RequestLoad, StepTime
 from outrider.verifier_service.request import SpeculationPlan
 
-# The lines of a verifier's table of decoding requests: length of the drafts, output tokens to come, positions in the KV,
-# output tokens done, and the counters of a `RequestLoad`. From DONE on they are sums of what rounds come to.
+# The lines of a verifier's table of decoding requests: length of the drafts, output tokens to come, positions in the
+# KV, output tokens done, and the counters of a `RequestLoad`. From DONE on they are sums of what rounds come to.
 NUMBER, LENGTH, LEFT, CONTEXT, DONE, DRAFTS, DRAFTED, ACCEPTED = range(8)
 NUM_LINES = 8
 ACCEPTANCE_MEMORY = 0.9  # of the running mean of acceptance per position, by run of rounds
@@ -94,7 +94,8 @@ class FakeVerifier:
         self._last: Rounds | None = None  # the last run of rounds
         self._load = RoundLoad(num_decoding=0)
         self._acceptance_rate = FIRST_ACCEPTANCE
-        self._chosen_for = (self._load, self._speed, self._acceptance_rate)
+        # what the round was chosen for
+        self._chosen_for: tuple[RoundLoad, DraftSpeed | None, float] = (self._load, None, FIRST_ACCEPTANCE)
         self._round = choose_round(self._load, shape.timing, None, FIRST_ACCEPTANCE)  # one of that run
         self._num_at_least: tuple[int, ...] | None = None  # of the next rounds; None: to be counted
         self._round_numbers = np.arange(1, shape.max_rounds + 1)[:, np.newaxis]

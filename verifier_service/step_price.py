@@ -112,7 +112,7 @@ class StepPrice:
 
     def trial(self, base: StepShape, slots: Sequence[Slot], exposed_s: float) -> Trial:
         """Return what each price would have made of such a step, by the step times as they are known now."""
-        falling = sorted([(min(slot), slot[0]) for slot in slots], reverse=True)
+        falling = sorted([(before if before < worth else worth, worth) for worth, before in slots], reverse=True)
         negated = [-least for least, _ in falling]
         tokens = list(accumulate((worth for _, worth in falling), initial=float(base.num_tokens)))
         seconds = self._cost.seconds_with(base, len(slots))
