@@ -13,7 +13,7 @@ from outrider.cluster.simulate_load import Acceptance, Floats, Ints
 from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.request import SpeculationPlan
-from outrider.verifier_service.step_price import NEVER, Slot, StepPrice, Trial
+from outrider.verifier_service.step_price import NEVER, Slot, StepPrice, GridGains
 from outrider.verifier_service.survival import SurvivalEstimator
 
 ORACLE_PRICES = (*(0.02 * step for step in range(10)), *(0.2 + 0.05 * step for step in range(16)))
@@ -153,8 +153,8 @@ class PricedLengths:
     def _observe_offers(self, seen: BatchSeen, slots: Sequence[Slot]) -> None:
         """Price as many steps as are observed, with their share of prompts; drafts come without confidences."""
         load = seen.load
-        found: dict[int, Trial] = {}  # by the tokens of such a step without drafts: most are alike
-        trials: list[Trial] = []
+        found: dict[int, GridGains] = {}  # by the tokens of such a step without drafts: most are alike
+        steps: list[GridGains] = []
         for _ in range(self._num_observed):
             self._prefill_rounds += seen.prefill_share
             has_prefill = self._prefill_rounds >= 1.0
@@ -164,9 +164,9 @@ class PricedLengths:
             num_plain = load.num_decoding + has_prefill * seen.num_prefill_tokens
             if num_plain not in found:
                 shape = StepShape(num_plain, load.num_context_tokens)
-                found[num_plain] = self._step_price.trial(shape, slots, self._exposed_s)
-            trials.append(found[num_plain])
-        self._step_price.observe_trials(trials)
+                found[num_plain] = self._step_price.gains_at(shape, slots, self._exposed_s)
+            steps.append(found[num_plain])
+        self._step_price.observe_gains(steps)
 
 
 class OracleLengths:

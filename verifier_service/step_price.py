@@ -37,7 +37,7 @@ Slot = tuple[float, float]  # what a draft position is worth, and what it seemed
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class GridGains:
     """What each price of the grid would have made of a step: logarithms of tokens per second / those without drafts."""
 
     gains: list[float]
@@ -105,12 +105,12 @@ class StepPrice:
         if num_decoding < 1:
             return
         if slots:
-            self._add(self.trial(base, slots, exposed_s), num_steps)
+            self._add(self.gains_at(base, slots, exposed_s), num_steps)
             self._price_if_free = self._best(self._free_gains)
         if not self.is_new:
             self._settle_price(log_loss)
 
-    def trial(self, base: StepShape, slots: Sequence[Slot], exposed_s: float) -> Trial:
+    def gains_at(self, base: StepShape, slots: Sequence[Slot], exposed_s: float) -> GridGains:
         """Return what each price would have made of such a step, by the step times as they are known now."""
         falling = sorted([(before if before < worth else worth, worth) for worth, before in slots], reverse=True)
         negated = [-least for least, _ in falling]
@@ -127,22 +127,22 @@ class StepPrice:
                 free_gain = math.log(tokens[count] / seconds[count]) - plain
                 gain = free_gain - math.log1p(exposed_s / seconds[count])
             gains[index], free_gains[index] = gain, free_gain
-        return Trial(gains, free_gains, num_asked)
+        return GridGains(gains, free_gains, num_asked)
 
-    def observe_trials(self, trials: Sequence[Trial]) -> None:
+    def observe_gains(self, steps: Sequence[GridGains]) -> None:
         """Take in past steps, one after another, of which is known what each price would have made of them."""
-        for trial in trials:
-            self._add(trial, num_steps=1)
-        if trials:
+        for step in steps:
+            self._add(step, num_steps=1)
+        if steps:
             self._price_if_free = self._best(self._free_gains)
             self._settle_price(log_loss=0.0)
 
-    def _add(self, trial: Trial, num_steps: int) -> None:
+    def _add(self, step: GridGains, num_steps: int) -> None:
         fade, weight = fade_over(num_steps)
-        asked = [weight] * trial.num_asked + [0.0] * (len(GRID) - trial.num_asked)
-        self._gains = [fade * old + weight * new for old, new in zip(self._gains, trial.gains, strict=True)]
+        asked = [weight] * step.num_asked + [0.0] * (len(GRID) - step.num_asked)
+        self._gains = [fade * old + weight * new for old, new in zip(self._gains, step.gains, strict=True)]
         self._free_gains = [
-            fade * old + weight * new for old, new in zip(self._free_gains, trial.free_gains, strict=True)
+            fade * old + weight * new for old, new in zip(self._free_gains, step.free_gains, strict=True)
         ]
         self._asked = [fade * old + new for old, new in zip(self._asked, asked, strict=True)]
         self._num_steps = fade * self._num_steps + weight
