@@ -9,6 +9,7 @@ is there, a request that drafts goes on drafting.
 from __future__ import annotations
 
 import collections
+import functools
 from dataclasses import dataclass, replace
 
 from outrider.cluster.fleet import (
@@ -98,7 +99,7 @@ class RouterCore:
 
     def route(self, ask: RouteAsk, now_s: float) -> Assignment:
         """Choose for a new request and count it as load until the replicas' next reports."""
-        assignment = route(self.snapshot(now_s), ask, now_s, self.policy)
+        assignment = route(self._live(now_s), ask, now_s, self.policy)
         verifier = self._verifiers[assignment.verifier_id]
         verifier.state = replace(verifier.state, num_assigned=verifier.state.num_assigned + 1)
         drafter = self._drafters.get(assignment.plan.drafter_id or "")
@@ -110,11 +111,8 @@ class RouterCore:
 
     def snapshot(self, now_s: float) -> FleetSnapshot:
         """Return the live replicas, for gateways to route by while the router is away."""
-        self._expire(now_s)
-        return FleetSnapshot(
-            verifiers=tuple(verifier.state for verifier in self._verifiers.values()),
-            drafters=tuple(self._drafters.values()),
-            decided_at_s=now_s,
+        return replace(
+            self._live(now_s),
             decisions=tuple(
                 DecisionCount(decision=decision, reason=reason, count=count)
                 for (decision, reason), count in sorted(self._decisions.items())
@@ -122,6 +120,15 @@ class RouterCore:
             placements=tuple(
                 PlacementCount(reason=reason, count=count) for reason, count in sorted(self._placements.items())
             ),
+        )
+
+    def _live(self, now_s: float) -> FleetSnapshot:
+        """Return the live replicas without what has been decided: all that a route depends on."""
+        self._expire(now_s)
+        return FleetSnapshot(
+            verifiers=tuple([verifier.state for verifier in self._verifiers.values()]),
+            drafters=tuple(self._drafters.values()),
+            decided_at_s=now_s,
         )
 
     def remove(self, replica_id: str) -> None:
@@ -150,21 +157,23 @@ class RouterCore:
         ]
 
     def _expire(self, now_s: float) -> None:
-        for replica_id, verifier in list(self._verifiers.items()):
-            if not is_fresh(verifier.state.reported_s, now_s, self.policy):
-                del self._verifiers[replica_id]
-        for replica_id, drafter in list(self._drafters.items()):
-            if not is_fresh(drafter.reported_s, now_s, self.policy):
-                del self._drafters[replica_id]
+        policy = self.policy
+        silent = [id_ for id_, known in self._verifiers.items() if not is_fresh(known.state.reported_s, now_s, policy)]
+        for replica_id in silent:
+            del self._verifiers[replica_id]
+        silent = [id_ for id_, drafter in self._drafters.items() if not is_fresh(drafter.reported_s, now_s, policy)]
+        for replica_id in silent:
+            del self._drafters[replica_id]
 
     def _endpoints(self) -> tuple[DrafterEndpoint, ...]:
         """Return every live drafter: one that drains keeps its links until its last session is gone."""
-        return tuple(
-            DrafterEndpoint(
-                drafter_id=state.report.drafter_id, endpoint=state.report.endpoint, epoch=state.report.epoch
-            )
-            for state in sorted(self._drafters.values(), key=lambda state: state.report.drafter_id)
-        )
+        reports = [self._drafters[drafter_id].report for drafter_id in sorted(self._drafters)]
+        return tuple([_endpoint(report.drafter_id, report.endpoint, report.epoch) for report in reports])
+
+
+@functools.lru_cache(maxsize=1 << 12)  # the same few go to every verifier with every report
+def _endpoint(drafter_id: str, endpoint: str, epoch: int) -> DrafterEndpoint:
+    return DrafterEndpoint(drafter_id=drafter_id, endpoint=endpoint, epoch=epoch)
 
 
 def _refuse_stale(replica_id: str, epoch: int, known_epoch: int) -> None:

@@ -202,7 +202,7 @@ class Simulation:
             del cell.verifiers[name], cell.reports[name]
             cell.router.remove(name)
             return
-        report = verifier.report(now_s, tuple(cell.drafters))
+        report = verifier.report(tuple(cell.drafters), with_knee=self.options.scaling is not None)
         cell.reports[name] = report
         verifier.follow(cell.router.report_verifier(report, now_s).plans)
         self._push(now_s + self.options.report_interval_s, Event.REPORT_VERIFIER, index, name)
@@ -225,7 +225,7 @@ class Simulation:
         cell.verifiers[name] = FakeVerifier(
             name, shape, self.ledger, cell.drafters, self._length_policy(shape), now_s=now_s
         )
-        report = cell.verifiers[name].report(now_s, tuple(cell.drafters))
+        report = cell.verifiers[name].report(tuple(cell.drafters), with_knee=self.options.scaling is not None)
         cell.reports[name] = report
         cell.router.report_verifier(report, now_s)
         self._push(now_s + first_report_s, Event.REPORT_VERIFIER, index, name)

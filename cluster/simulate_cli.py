@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from outrider.cluster.simulate_system import LoadLaw, System
 
 PLAIN_WIDTH = 170
+SELDOM = 100  # times as many new objects until the garbage collector looks
 PLAN, FLEET, LOAD, DAY = "plan", "fleet", "load", "day"
 
 _OPTIONS = (
@@ -102,7 +104,8 @@ def simulate(study: str, plot_file: Path | None, json_file: Path | None, **optio
     Step times are rooflines of published figures, nothing measured: compare layouts with them, do not promise them.
     """
     try:
-        table, result = _STUDIES[study](plot_file, **options)
+        with _seldom_collected():
+            table, result = _STUDIES[study](plot_file, **options)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     console_of(PLAIN_WIDTH).print(table)
@@ -329,6 +332,17 @@ def _differences(advance: Callable[[int], None]) -> Callable[[int], None]:
         seen = total
 
     return take
+
+
+@contextlib.contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Look for garbage in cycles a hundred times less often: a simulation makes none, and looking takes its time."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(SELDOM * thresholds[0], *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 @contextlib.contextmanager

@@ -8,11 +8,15 @@ groups  half of the rows are verified while the other half is drafted: no wait, 
 The engine's deadlines come to one of them; here the verifier takes the one that promises the most tokens per second by
 the acceptance of earlier rounds. A drafter in the verifier's own process can only be waited for. A batch is drafted
 position by position, so a wait is as long as the longest draft: `longest` is where drafts are ended for that.
+
+What is made anew in every round is a named tuple: a frozen dataclass takes three times as long to make.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.cluster.accelerators import StepTiming
 from outrider.cluster.fleet import DrafterReport
@@ -38,8 +42,7 @@ class DrafterShape:
                 raise ValueError(f"{name} must be at least 1")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftSpeed:
+class DraftSpeed(NamedTuple):
     """How fast the drafts of one verifier come at present."""
 
     token_s: float  # for one more position of all of its rows
@@ -50,8 +53,7 @@ class DraftSpeed:
     is_local: bool = False  # in the verifier's own process, between two steps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundLoad:
+class RoundLoad(NamedTuple):
     """What one round of a verifier consists of."""
 
     num_decoding: int
@@ -67,15 +69,13 @@ class RoundLoad:
     def num_draft_tokens(self) -> int:
         return sum(self.num_at_least)
 
-    def expected_accepted(self, acceptance_rate: float, longest: int) -> float:
-        """Return how many tokens are accepted if drafts end at `longest`, by one rate for all."""
-        return sum(
-            count * acceptance_rate**position for position, count in enumerate(self.num_at_least[:longest], start=1)
-        )
+    def expected_accepted(self, acceptance_rate: float) -> list[float]:
+        """Return how many tokens are accepted if drafts end at 0, 1 .. tokens, by one rate for all."""
+        accepted = [count * acceptance_rate**position for position, count in enumerate(self.num_at_least, start=1)]
+        return list(itertools.accumulate(accepted, initial=0.0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class Round(NamedTuple):
     """One round: every decoding row is verified once in it."""
 
     seconds: float
@@ -108,9 +108,10 @@ def choose_round(load: RoundLoad, timing: StepTiming, speed: DraftSpeed | None, 
         if load.num_decoding >= 2:
             ways.append(_groups(load, timing, speed))
 
+    accepted = load.expected_accepted(acceptance_rate)
+
     def rate(way: Round) -> float:
-        expected = way.share * load.expected_accepted(acceptance_rate, way.longest)
-        return (load.num_decoding + expected) / way.seconds
+        return (load.num_decoding + way.share * accepted[way.longest]) / way.seconds
 
     return max(ways, key=rate)
 
@@ -123,13 +124,15 @@ def _step_s(load: RoundLoad, timing: StepTiming, num_draft_tokens: float, part: 
 
 def _worth_waiting(load: RoundLoad, timing: StepTiming, speed: DraftSpeed, acceptance_rate: float) -> int:
     """Return the longest draft that is worth the wait."""
-    num_tokens, committed, survival = 0, float(load.num_decoding), 1.0
+    num_tokens = load.num_decoding + load.num_prefill_tokens
+    committed, survival = float(load.num_decoding), 1.0
     best_rate, best = 0.0, 1
     for longest, count in enumerate(load.num_at_least, start=1):
         survival *= acceptance_rate
         num_tokens += count
         committed += count * survival
-        rate = committed / (_step_s(load, timing, num_tokens) + speed.link_s + longest * speed.token_s)
+        step_s = timing.seconds(num_tokens, load.num_context_tokens)
+        rate = committed / (step_s + speed.link_s + longest * speed.token_s)
         if rate > best_rate:
             best_rate, best = rate, longest
     return best
@@ -186,8 +189,7 @@ def _groups(load: RoundLoad, timing: StepTiming, speed: DraftSpeed) -> Round:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftDemand:
+class DraftDemand(NamedTuple):
     """What one verifier asks of one drafter."""
 
     num_sessions: int = 0

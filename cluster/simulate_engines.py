@@ -12,7 +12,6 @@ the wire, the drafters' prefill of prompts.
 
 from __future__ import annotations
 
-import collections
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -27,12 +26,12 @@ from outrider.cluster.simulate_ledger import Ledger
 from outrider.cluster.simulate_lengths import BatchSeen, LengthPolicy, Rounds, Row
 from outrider.cluster.simulate_load import Ints
 from outrider.verifier_service.drafting import LOCAL_DRAFTER_ID
-from outrider.verifier_service.engine_messages import DrafterTime, EngineCounters, EngineLoad, RequestLoad, StepTime
+from outrider.verifier_service.engine_messages import DrafterTime, EngineCounters, RequestLoad, StepTime
 from outrider.verifier_service.request import SpeculationPlan
 
-# The lines of a verifier's table of decoding requests: output tokens done and to come, positions in the KV, length of
-# the drafts, and the counters of a `RequestLoad`.
-NUMBER, DONE, LEFT, CONTEXT, LENGTH, DRAFTS, DRAFTED, ACCEPTED = range(8)
+# The lines of a verifier's table of decoding requests: length of the drafts, output tokens to come, positions in the
+# KV, output tokens done, and the counters of a `RequestLoad`. From DONE on they are sums of what rounds come to.
+NUMBER, LENGTH, LEFT, CONTEXT, DONE, DRAFTS, DRAFTED, ACCEPTED = range(8)
 NUM_LINES = 8
 ACCEPTANCE_MEMORY = 0.9  # of the running mean of acceptance per position, by run of rounds
 FIRST_ACCEPTANCE = 0.6
@@ -94,8 +93,12 @@ class FakeVerifier:
         self._asked: set[str] = set()  # drafters that know of a demand
         self._last: Rounds | None = None  # the last run of rounds
         self._load = RoundLoad(num_decoding=0)
-        self._round = choose_round(self._load, shape.timing, None, 0.0)  # one of that run
         self._acceptance_rate = FIRST_ACCEPTANCE
+        # what the round was chosen for
+        self._chosen_for: tuple[RoundLoad, DraftSpeed | None, float] = (self._load, None, FIRST_ACCEPTANCE)
+        self._round = choose_round(self._load, shape.timing, None, FIRST_ACCEPTANCE)  # one of that run
+        self._num_at_least: tuple[int, ...] | None = None  # of the next rounds; None: to be counted
+        self._round_numbers = np.arange(1, shape.max_rounds + 1)[:, np.newaxis]
         self._num_steps, self._num_scheduled, self._num_committed = 0, 0, 0
         self._num_drafts, self._num_drafted, self._num_accepted = 0, 0, 0
         self._num_rounds, self._num_prefill_rounds, self._num_prefill_tokens = 0, 0, 0  # since the lengths were set
@@ -158,14 +161,19 @@ class FakeVerifier:
 
     def _next_round(self, num_prefill_tokens: int) -> Round:
         """Choose how the next rounds run; remembered as `_round` and `_load`."""
-        counts = np.bincount(self._rows[LENGTH, : self._num_rows], minlength=1)
+        if self._num_at_least is None:
+            counts = np.bincount(self._rows[LENGTH, : self._num_rows], minlength=1)
+            self._num_at_least = tuple(counts[:0:-1].cumsum()[::-1].tolist())
         self._load = RoundLoad(
             num_decoding=self._num_rows,
-            num_at_least=tuple(np.cumsum(counts[:0:-1])[::-1].tolist()),
+            num_at_least=self._num_at_least,
             num_context_tokens=int(self._rows[CONTEXT, : self._num_rows].sum()),
             num_prefill_tokens=num_prefill_tokens,
         )
-        self._round = choose_round(self._load, self._shape.timing, self._speed, self._acceptance_rate)
+        chosen_for = (self._load, self._speed, self._acceptance_rate)
+        if chosen_for != self._chosen_for:
+            self._round = choose_round(self._load, self._shape.timing, self._speed, self._acceptance_rate)
+            self._chosen_for = chosen_for
         return self._round
 
     def _run(self, num_rounds: int, way: Round) -> None:
@@ -188,61 +196,53 @@ class FakeVerifier:
         """Draw the rounds of all rows; return how many ran until the first request ended."""
         rows = self._rows[:, : self._num_rows]
         acceptance, random = self._ledger.workload.acceptance, self._ledger.random
-        lengths = np.broadcast_to(np.minimum(rows[LENGTH], way.longest), (num_rounds, self._num_rows))
+        left = rows[LEFT]
+        lengths = np.empty((num_rounds, self._num_rows), dtype=np.int64)
+        lengths[:] = np.minimum(rows[LENGTH], way.longest)
         if 0.0 < way.share < 1.0:
-            lengths = lengths * (random.random(lengths.shape) < way.share)
+            lengths *= random.random(lengths.shape) < way.share
         if way.longest:
             accepted = acceptance.accepted(rows[NUMBER], rows[DONE], lengths, num_rounds)
         else:
-            accepted = np.zeros_like(lengths)
-        ends = np.cumsum(accepted, axis=0) + np.arange(1, num_rounds + 1)[:, np.newaxis]
-        over = (ends >= rows[LEFT]).any(axis=1)
-        if over.any():
-            num_rounds = int(over.argmax()) + 1
-            lengths, accepted = lengths[:num_rounds], accepted[:num_rounds]
+            accepted = np.zeros(lengths.shape, dtype=np.int64)
+        ends = accepted.cumsum(axis=0)
+        ends += self._round_numbers[:num_rounds]
+        is_end = bool((ends[-1] >= left).any())
+        if is_end:
+            num_rounds = int((ends >= left).any(axis=1).argmax()) + 1
+            lengths, accepted, ends = lengths[:num_rounds], accepted[:num_rounds], ends[:num_rounds]
+        committed, num_accepted = ends[-1], ends[-1] - num_rounds
+        if is_end:  # of a draft past it the last token committed is an accepted one, and no own token follows it
+            beyond = np.maximum(committed - left, 0)
+            committed, num_accepted = committed - beyond, num_accepted - np.maximum(beyond - 1, 0)
         self._last = Rounds(rows[NUMBER].copy(), lengths, accepted)
-        # of a draft that goes past the end the last token committed is an accepted one, and no own token follows it
-        beyond = np.maximum(ends[num_rounds - 1] - rows[LEFT], 0)
-        self._count(
-            committed=ends[num_rounds - 1] - beyond,
-            num_drafts=np.count_nonzero(lengths, axis=0),
-            num_drafted=lengths.sum(axis=0),
-            num_accepted=accepted.sum(axis=0) - np.maximum(beyond - 1, 0),
-            num_rejected=int(np.count_nonzero(accepted < lengths)),
-            end_s=self.clock_s + num_rounds * way.seconds,
-            num_rounds=num_rounds,
-        )
+        news = np.array((committed, (lengths > 0).sum(axis=0), lengths.sum(axis=0), num_accepted))
+        num_rejected = int(np.count_nonzero(accepted < lengths))
+        self._count(news, num_rejected, self.clock_s + num_rounds * way.seconds, num_rounds)
         return num_rounds
 
-    def _count(
-        self,
-        *,
-        committed: Ints,
-        num_drafts: Ints,
-        num_drafted: Ints,
-        num_accepted: Ints,
-        num_rejected: int,
-        end_s: float,
-        num_rounds: int,
-    ) -> None:
-        rows, ledger = self._rows[:, : self._num_rows], self._ledger
-        rows[DONE] += committed
-        rows[LEFT] -= committed
-        rows[CONTEXT] += committed
-        rows[DRAFTS] += num_drafts
-        rows[DRAFTED] += num_drafted
-        rows[ACCEPTED] += num_accepted
-        sums = (int(committed.sum()), int(num_drafts.sum()), int(num_drafted.sum()), int(num_accepted.sum()))
-        self._num_committed += sums[0]
-        self._num_scheduled += num_rounds * self._num_rows + sums[2]
-        self._num_drafts += sums[1]
-        self._num_drafted += sums[2]
-        self._num_accepted += sums[3]
-        if sums[1]:
-            rate = sums[3] / max(1, sums[3] + num_rejected)
+    def _count(self, news: Ints, num_rejected: int, end_s: float, num_rounds: int) -> None:
+        """Count what so many rounds come to, by request and by line of the table from DONE on."""
+        rows = self._rows[:, : self._num_rows]
+        rows[DONE:] += news
+        rows[LEFT] -= news[0]
+        rows[CONTEXT] += news[0]
+        num_tokens, num_drafts, num_drafted, num_accepted = news.sum(axis=1).tolist()
+        self._num_committed += num_tokens
+        self._num_scheduled += num_rounds * self._num_rows + num_drafted
+        self._num_drafts += num_drafts
+        self._num_drafted += num_drafted
+        self._num_accepted += num_accepted
+        if num_drafts:
+            rate = num_accepted / max(1, num_accepted + num_rejected)
             self._acceptance_rate += (1.0 - ACCEPTANCE_MEMORY) * (rate - self._acceptance_rate)
-        ledger.num_tokens[rows[NUMBER]] += committed
-        ledger.count(end_s, num_tokens=sums[0], num_drafts=sums[1], num_draft_tokens=sums[2], num_accepted=sums[3])
+        self._ledger.count(
+            end_s,
+            num_tokens=num_tokens,
+            num_drafts=num_drafts,
+            num_draft_tokens=num_drafted,
+            num_accepted=num_accepted,
+        )
 
     def _begin(self, number: int) -> None:
         """Let a request decode whose prompt is computed; that step gave its first token."""
@@ -251,74 +251,78 @@ class FakeVerifier:
         self._num_committed += 1
         num_prompt, num_output = int(workload.num_prompt_tokens[number]), int(workload.num_output_tokens[number])
         if num_output == 1:
-            self._end(np.asarray([number]))
+            self._end(np.asarray([number]), np.asarray([1]))
             return
         length = self._lengths.first_length(row)
-        self._rows[:, self._num_rows] = (number, 1, num_output - 1, num_prompt + 1, length, 0, 0, 0)
+        self._rows[:, self._num_rows] = (number, length, num_output - 1, num_prompt + 1, 1, 0, 0, 0)
         self._num_rows += 1
+        self._num_at_least = None
         if length and self._speed is None:
-            self._find_speed([row])
+            self._find_speed(1, self._sessions([row]))
 
     def _retire(self) -> None:
         """Take the requests that have ended out of the table."""
         rows = self._rows[:, : self._num_rows]
-        stays = rows[LEFT] > 0
-        if stays.all():
+        if rows[LEFT].all():
             return
-        self._end(rows[NUMBER, ~stays])
+        stays = rows[LEFT] > 0
+        self._end(rows[NUMBER, ~stays], rows[DONE, ~stays])
         kept = rows[:, stays]
         self._num_rows = kept.shape[1]
         self._rows[:, : self._num_rows] = kept
+        self._num_at_least = None
 
-    def _end(self, numbers: Ints) -> None:
+    def _end(self, numbers: Ints, num_tokens: Ints) -> None:
         workload = self._ledger.workload
-        self._ledger.end(numbers, self.clock_s)
+        self._ledger.end(numbers, num_tokens, self.clock_s)
         self._kv_reserved -= int((workload.num_prompt_tokens[numbers] + workload.num_output_tokens[numbers]).sum())
         for number in numbers.tolist():
             del self._plans[number]
             self._lengths.forget(number)
 
-    def report(self, now_s: float, drafters_up: tuple[str, ...]) -> VerifierReport:
-        """Return what the router gets to see; the figures over time are of the time since the last report."""
+    def report(self, drafters_up: tuple[str, ...], *, with_knee: bool) -> VerifierReport:
+        """Return what the router gets to see; the figures over time are of the time since the last report.
+
+        The knee takes time to find, and the autoscaler alone looks at it.
+        """
         since_s, committed_before, steps_before, idle_before_s = self._reported
         elapsed_s = max(self.clock_s - since_s, 1e-9)
         num_steps = self._num_steps - steps_before
-        num_running = self._num_rows + len(self._prefills)
-        knee = self._lengths.knee
-        load = EngineLoad(
-            num_running=num_running,
+        knee = self._lengths.knee if with_knee else None
+        self._reported = (self.clock_s, self._num_committed, self._num_steps, self._idle_s)
+        return VerifierReport(
+            verifier_id=self.verifier_id,
+            endpoint=f"{self.verifier_id}:0",
+            epoch=1,
+            num_running=self._num_rows + len(self._prefills),
             num_waiting=len(self._waiting),
             num_decoding=self._num_rows,
             kv_usage=self._kv_reserved / self._shape.kv_tokens,
+            max_model_len=self._shape.kv_tokens,
+            step_times=self._profile,
+            requests=self._request_loads(),
+            own_draft_length=self._shape.own_draft_length if self._shape.own_drafter is not None else 0,
+            drafters_up=drafters_up,
+            round_trips=self._drafter_times(),
+            draining=self.draining,
             tokens_per_s=(self._num_committed - committed_before) / elapsed_s,
             mean_step_s=elapsed_s / num_steps if num_steps else None,
+            counters=self._counters(),
             price=self._lengths.price,
             knee=None if knee is None or math.isinf(knee) else knee,
             draft_length_mean=self._load.num_draft_tokens / max(1, self._load.num_decoding),
             verify_idle_share=(self._idle_s - idle_before_s) / elapsed_s,
-            counters=EngineCounters(
-                num_steps=self._num_steps,
-                num_scheduled_tokens=self._num_scheduled,
-                num_committed_tokens=self._num_committed,
-                num_drafts=self._num_drafts,
-                num_draft_tokens=self._num_drafted,
-                num_accepted_tokens=self._num_accepted,
-                idle_s=self._idle_s,
-            ),
-            requests=self._request_loads(),
-            drafter_times=self._drafter_times(),
         )
-        self._reported = (self.clock_s, self._num_committed, self._num_steps, self._idle_s)
-        return VerifierReport.of(
-            verifier_id=self.verifier_id,
-            endpoint=f"{self.verifier_id}:0",
-            epoch=1,
-            load=load,
-            max_model_len=self._shape.kv_tokens,
-            step_times=self._profile,
-            drafters_up=drafters_up,
-            own_draft_length=self._shape.own_draft_length if self._shape.own_drafter is not None else 0,
-            draining=self.draining,
+
+    def _counters(self) -> EngineCounters:
+        return EngineCounters(
+            num_steps=self._num_steps,
+            num_scheduled_tokens=self._num_scheduled,
+            num_committed_tokens=self._num_committed,
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_drafted,
+            num_accepted_tokens=self._num_accepted,
+            idle_s=self._idle_s,
         )
 
     def _request_loads(self) -> tuple[RequestLoad, ...]:
@@ -349,8 +353,10 @@ class FakeVerifier:
                 self._plans[int(request_id)] = plan
         numbers = self._rows[NUMBER, : self._num_rows].tolist()
         rows = [Row(number, self._plans[number]) for number in numbers]
-        self._find_speed(rows)
+        sessions = self._sessions(rows)
+        self._find_speed(len(rows), sessions)
         if rows:
+            self._num_at_least = None
             self._rows[LENGTH, : len(rows)] = self._lengths.decide(
                 BatchSeen(
                     load=self._load,
@@ -365,28 +371,28 @@ class FakeVerifier:
         self._last = None
         self._num_rounds, self._num_prefill_rounds, self._num_prefill_tokens = 0, 0, 0
         if self._shape.own_drafter is None:
-            self._ask_drafters(rows)
+            self._ask_drafters(rows, sessions)
 
-    def _find_speed(self, rows: Sequence[Row]) -> None:
-        """Find out how fast drafts for these requests would come."""
+    def _find_speed(self, num_rows: int, sessions: Mapping[str, int]) -> None:
+        """Find out how fast drafts for so many requests would come, those of each drafter being known."""
         if self._shape.own_drafter is not None:
             context = int(self._rows[CONTEXT, : self._num_rows].sum())
-            token_s = self._shape.own_drafter.seconds(max(1, len(rows)), context)
+            token_s = self._shape.own_drafter.seconds(max(1, num_rows), context)
             self._speed, self._asked = DraftSpeed(token_s=token_s, is_local=True), {LOCAL_DRAFTER_ID}
         else:
-            self._speed = self._pool_speed(self._sessions(rows))
+            self._speed = self._pool_speed(sessions)
 
-    def _sessions(self, rows: Sequence[Row]) -> collections.Counter[str]:
+    def _sessions(self, rows: Sequence[Row]) -> dict[str, int]:
         """Count the requests of each drafter that is there."""
-        return collections.Counter(
-            row.plan.drafter_id
-            for row in rows
-            if row.plan.drafter_id is not None and row.plan.drafter_id in self._drafters
-        )
+        sessions: dict[str, int] = {}
+        for row in rows:
+            drafter_id = row.plan.drafter_id
+            if drafter_id is not None and drafter_id in self._drafters:
+                sessions[drafter_id] = sessions.get(drafter_id, 0) + 1
+        return sessions
 
-    def _ask_drafters(self, rows: Sequence[Row]) -> None:
-        """Tell the drafters what is asked of them from now on."""
-        sessions = self._sessions(rows)
+    def _ask_drafters(self, rows: Sequence[Row], sessions: Mapping[str, int]) -> None:
+        """Tell the drafters what is asked of them from now on; of how many requests each, is known."""
         drafting = self._sessions(
             [row for row, length in zip(rows, self._rows[LENGTH, : len(rows)].tolist(), strict=True) if length]
         )
@@ -395,13 +401,14 @@ class FakeVerifier:
             if drafter_id in self._drafters:
                 self._drafters[drafter_id].take_in(self.verifier_id, None)
         for drafter_id, num_sessions in sessions.items():
-            share = drafting[drafter_id] / max(1, self._load.num_drafting)
+            num_drafting = drafting.get(drafter_id, 0)
+            share = num_drafting / max(1, self._load.num_drafting)
             self._drafters[drafter_id].take_in(
                 self.verifier_id,
                 DraftDemand(
                     num_sessions=num_sessions,
                     rows_in_flight=share * way.rows_in_flight,
-                    asks_in_flight=way.asks_in_flight(drafting[drafter_id]),
+                    asks_in_flight=way.asks_in_flight(num_drafting),
                     num_context_tokens=self._load.num_context_tokens / max(1, self._load.num_decoding),
                     draft_s=way.round_trip_s,
                 ),

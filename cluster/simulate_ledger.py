@@ -19,7 +19,7 @@ class Ledger:
     random: np.random.Generator
     first_token_s: Floats = field(init=False)
     finish_s: Floats = field(init=False)
-    num_tokens: Ints = field(init=False)  # committed, by request
+    num_tokens: Ints = field(init=False)  # committed, by request; those of one that decodes come when it ends
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -41,11 +41,12 @@ class Ledger:
     def begin(self, number: int, at_s: float) -> None:
         """Record a request's first token."""
         self.first_token_s[number] = at_s
-        self.num_tokens[number] += 1
         self.count(at_s, num_tokens=1)
 
-    def end(self, numbers: Ints, at_s: float) -> None:
+    def end(self, numbers: Ints, num_tokens: Ints, at_s: float) -> None:
+        """Record that requests have ended, with so many tokens each."""
         self.finish_s[numbers] = at_s
+        self.num_tokens[numbers] = num_tokens
         self.num_finished += len(numbers)
 
     def count(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from outrider.cluster.simulate_load import Acceptance, Floats, Ints
 from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.request import SpeculationPlan
-from outrider.verifier_service.step_price import NEVER, StepPrice
+from outrider.verifier_service.step_price import NEVER, Slot, StepPrice, GridGains
 from outrider.verifier_service.survival import SurvivalEstimator
 
 ORACLE_PRICES = (*(0.02 * step for step in range(10)), *(0.2 + 0.05 * step for step in range(16)))
@@ -22,16 +21,14 @@ PROBE_PERIOD = 16  # one decision in so many lets requests draft a token that wo
 PROBE_ROWS = 8  # ... one request in so many, each in its turn
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A decoding request and the router's plan for it."""
 
     number: int
     plan: SpeculationPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Rounds:
+class Rounds(NamedTuple):
     """A run of rounds: what was drafted and what was right, [num_rounds, num_requests]."""
 
     numbers: Ints
@@ -39,8 +36,7 @@ class Rounds:
     accepted: Ints
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSeen:
+class BatchSeen(NamedTuple):
     """What a verifier knows of its last round when it sets the lengths of the next ones."""
 
     load: RoundLoad  # of the last round
@@ -136,14 +132,14 @@ class PricedLengths:
         return self._survival.survivals(str(row.number), row.plan.drafter_id, row.plan.draft_length)
 
     def _observe_drafts(self, rounds: Rounds, drafter_ids: Mapping[int, str | None]) -> None:
+        requests = [(str(number), drafter_ids.get(number)) for number in rounds.numbers.tolist()]
         for lengths, accepted in zip(
             rounds.lengths[-self._num_observed :].tolist(), rounds.accepted[-self._num_observed :].tolist(), strict=True
         ):
-            for number, length, num_accepted in zip(rounds.numbers.tolist(), lengths, accepted, strict=True):
-                drafter_id = drafter_ids.get(number)
+            for (request_id, drafter_id), length, num_accepted in zip(requests, lengths, accepted, strict=True):
                 if length and drafter_id is not None:
                     self._survival.observe(
-                        str(number), drafter_id, num_draft_tokens=length, num_accepted_tokens=num_accepted
+                        request_id, drafter_id, num_draft_tokens=length, num_accepted_tokens=num_accepted
                     )
 
     def _observe_step(self, seen: BatchSeen, offers: Sequence[Sequence[float]]) -> None:
@@ -152,14 +148,25 @@ class PricedLengths:
         self._cost.observe(StepShape(round(num_tokens), load.num_context_tokens // way.num_steps), way.step_s)
         if way.longest:  # how long its drafts held the round up; remembered while nothing is drafted
             self._exposed_s = way.seconds - way.num_steps * way.step_s
-        slots = [(survival, survival) for chain in offers for survival in chain]  # drafts come without confidences
+        self._observe_offers(seen, [(survival, survival) for chain in offers for survival in chain])
+
+    def _observe_offers(self, seen: BatchSeen, slots: Sequence[Slot]) -> None:
+        """Price as many steps as are observed, with their share of prompts; drafts come without confidences."""
+        load = seen.load
+        found: dict[int, GridGains] = {}  # by the tokens of such a step without drafts: most are alike
+        steps: list[GridGains] = []
         for _ in range(self._num_observed):
             self._prefill_rounds += seen.prefill_share
             has_prefill = self._prefill_rounds >= 1.0
             self._prefill_rounds -= has_prefill
+            if not slots or load.num_decoding < 1:
+                continue
             num_plain = load.num_decoding + has_prefill * seen.num_prefill_tokens
-            shape = StepShape(num_plain, load.num_context_tokens)
-            self._step_price.observe(shape, load.num_decoding, slots, self._exposed_s)
+            if num_plain not in found:
+                shape = StepShape(num_plain, load.num_context_tokens)
+                found[num_plain] = self._step_price.gains_at(shape, slots, self._exposed_s)
+            steps.append(found[num_plain])
+        self._step_price.observe_gains(steps)
 
 
 class OracleLengths:
@@ -199,8 +206,7 @@ class OracleLengths:
     def _rate(self, seen: BatchSeen, table: Floats, lengths: Ints) -> float:
         """Return the expected tokens per second with such drafts."""
         counts = np.bincount(lengths, minlength=1)
-        drafts = replace(
-            seen.load,
+        drafts = seen.load._replace(
             num_decoding=len(lengths),
             num_prefill_tokens=0,
             num_at_least=tuple(np.cumsum(counts[:0:-1])[::-1].tolist()),
@@ -213,7 +219,7 @@ class OracleLengths:
         seconds = way.seconds
         if seen.prefill_share > 0.0:
             # prompts have to be computed anyhow: only what drafts add to such a round counts
-            with_prompt = replace(drafts, num_prefill_tokens=seen.num_prefill_tokens)
+            with_prompt = drafts._replace(num_prefill_tokens=seen.num_prefill_tokens)
             added_s = self._seconds(with_prompt, seen, rate) - self._seconds(_without_drafts(with_prompt), seen, rate)
             mean_s = self._seconds(_without_drafts(drafts), seen, rate) + added_s
             seconds += seen.prefill_share * (mean_s - way.seconds)
@@ -224,4 +230,4 @@ class OracleLengths:
 
 
 def _without_drafts(load: RoundLoad) -> RoundLoad:
-    return replace(load, num_at_least=())
+    return load._replace(num_at_least=())

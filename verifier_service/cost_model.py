@@ -181,7 +181,7 @@ class CostModel:
         self._max_context_tokens = max(self._max_context_tokens, shape.num_context_tokens)
         self._context_tokens = shape.num_context_tokens
         base_s = self._profile.t(shape.num_tokens)
-        row = [term / base_s for term in self._terms(shape)]
+        row = [term / base_s for term in self._terms(shape, base_s)]
         residual = abs(seconds / base_s - sum(f * x for f, x in zip(self._factors, row, strict=True)))
         usual = NUM_SPREADS * self._spread
         weight = min(1.0, usual / residual) if residual > 0.0 else 1.0
@@ -216,7 +216,8 @@ class CostModel:
         counts = self._profile.num_tokens
         fixed_s = self._fixed_s(StepShape(counts[-1], int(self._context_tokens)))
         scale = self._scale(is_drafting=False)
-        seconds = tuple(fixed_s + self._token_times(count, 1, scale)[0] for count in counts)
+        times = [scale * seconds for seconds in self._profile.seconds]
+        seconds = tuple([fixed_s + time_s for time_s in self._with_experts(times, counts)])
         return StepTimeModel(counts, seconds, self._tail_slope(scale)).knee()
 
     def _scale(self, is_drafting: bool) -> float:
@@ -226,14 +227,14 @@ class CostModel:
         """Return the seconds per token beyond the profile."""
         return max(0.0, scale * self._profile.tail_slope + self._factors[1] * self._last_s / self._last)
 
-    def _terms(self, shape: StepShape) -> list[float]:
-        """Return what the factors multiply, in seconds."""
+    def _terms(self, shape: StepShape, base_s: float) -> list[float]:
+        """Return what the factors multiply, in seconds; the profile's time of such a step is known."""
         first_s = self._profile.seconds[0]
         terms = [
-            self._profile.t(shape.num_tokens),
+            base_s,
             max(0, shape.num_tokens - self._last) * self._last_s / self._last,
             shape.num_context_tokens / CONTEXT_UNIT * first_s,
-            self._profile.t(shape.num_tokens) * shape.is_drafting,
+            base_s * shape.is_drafting,
         ]
         if self.experts is not None:
             terms.append(self.experts.covered_share(shape.num_tokens) * first_s)
@@ -250,10 +251,16 @@ class CostModel:
         if inside < count:
             at_last, slope = scale * self._last_s, self._tail_slope(scale)
             times.extend([at_last + (n - last) * slope for n in range(first + inside, first + count)])
+        return self._with_experts(times, range(first, first + count))
+
+    def _with_experts(self, times: list[float], counts: Sequence[int]) -> list[float]:
+        """Add reading experts to the times of steps over so many tokens."""
         if self.experts is None:
             return times
         unit = self._factors[4] * self._profile.seconds[0]
-        return [seconds + unit * self.experts.covered_share(first + index) for index, seconds in enumerate(times)]
+        return [
+            seconds + unit * self.experts.covered_share(count) for seconds, count in zip(times, counts, strict=True)
+        ]
 
     def _solved(self) -> list[float]:
         """Return the factors that fit best; what would make steps shorter is left out: context, contention, experts."""

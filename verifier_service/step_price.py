@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from outrider.verifier_service.cost_model import CostModel, StepShape
@@ -33,6 +34,15 @@ MIN_GAIN = 1e-3  # of tokens per second: drafts that gain less are not worth dra
 TIE = 2e-4  # prices whose tokens per second differ by less are equals: of those the middle one holds
 Settle = Callable[[float, float, float], float]
 Slot = tuple[float, float]  # what a draft position is worth, and what it seemed to be before its draft was there
+
+
+@dataclass(frozen=True, slots=True)
+class GridGains:
+    """What each price of the grid would have made of a step: logarithms of tokens per second / those without drafts."""
+
+    gains: list[float]
+    free_gains: list[float]  # without any wait for drafts
+    num_asked: int  # at the lowest so many prices something is asked for; at the others nothing is gained
 
 
 def fade_over(num_steps: int) -> tuple[float, float]:
@@ -95,32 +105,54 @@ class StepPrice:
         if num_decoding < 1:
             return
         if slots:
-            self._try_prices(base, slots, exposed_s, num_steps)
+            self._add(self.gains_at(base, slots, exposed_s), num_steps)
+            self._price_if_free = self._best(self._free_gains)
         if not self.is_new:
-            lossy = [gain - log_loss * weight for gain, weight in zip(self._gains, self._asked, strict=True)]
-            best = self._best(lossy)
-            self._price = best if self._settle is None else self._settle(self._price, best, self._price_if_free)
+            self._settle_price(log_loss)
 
-    def _try_prices(self, base: StepShape, slots: Sequence[Slot], exposed_s: float, num_steps: int) -> None:
-        """Add what each price would have made of a step's slots."""
-        falling = sorted(((min(slot), slot[0]) for slot in slots), reverse=True)
+    def gains_at(self, base: StepShape, slots: Sequence[Slot], exposed_s: float) -> GridGains:
+        """Return what each price would have made of such a step, by the step times as they are known now."""
+        falling = sorted([(before if before < worth else worth, worth) for worth, before in slots], reverse=True)
         negated = [-least for least, _ in falling]
         tokens = list(accumulate((worth for _, worth in falling), initial=float(base.num_tokens)))
         seconds = self._cost.seconds_with(base, len(slots))
         plain = math.log(tokens[0] / seconds[0])
-        hoped = max(before for _, before in slots)
-        fade, weight = fade_over(num_steps)
-        for index, price in enumerate(GRID):
-            gain = free_gain = 0.0
-            if price < hoped:
-                count = bisect_left(negated, -price)  # slots above the price: equals are not
+        num_asked = bisect_left(GRID, max(before for _, before in slots))
+        gains, free_gains = [0.0] * len(GRID), [0.0] * len(GRID)
+        last, gain, free_gain = -1, 0.0, 0.0
+        for index in range(num_asked):
+            count = bisect_left(negated, -GRID[index])  # slots above the price: equals are not
+            if count != last:  # most prices are exceeded by as many as the one before
+                last = count
                 free_gain = math.log(tokens[count] / seconds[count]) - plain
                 gain = free_gain - math.log1p(exposed_s / seconds[count])
-            self._gains[index] = fade * self._gains[index] + weight * gain
-            self._free_gains[index] = fade * self._free_gains[index] + weight * free_gain
-            self._asked[index] = fade * self._asked[index] + weight * (price < hoped)
+            gains[index], free_gains[index] = gain, free_gain
+        return GridGains(gains, free_gains, num_asked)
+
+    def observe_gains(self, steps: Sequence[GridGains]) -> None:
+        """Take in past steps, one after another, of which is known what each price would have made of them."""
+        for step in steps:
+            self._add(step, num_steps=1)
+        if steps:
+            self._price_if_free = self._best(self._free_gains)
+            self._settle_price(log_loss=0.0)
+
+    def _add(self, step: GridGains, num_steps: int) -> None:
+        fade, weight = fade_over(num_steps)
+        asked = [weight] * step.num_asked + [0.0] * (len(GRID) - step.num_asked)
+        self._gains = [fade * old + weight * new for old, new in zip(self._gains, step.gains, strict=True)]
+        self._free_gains = [
+            fade * old + weight * new for old, new in zip(self._free_gains, step.free_gains, strict=True)
+        ]
+        self._asked = [fade * old + new for old, new in zip(self._asked, asked, strict=True)]
         self._num_steps = fade * self._num_steps + weight
-        self._price_if_free = self._best(self._free_gains)
+
+    def _settle_price(self, log_loss: float) -> None:
+        gains = self._gains
+        if log_loss:
+            gains = [gain - log_loss * weight for gain, weight in zip(gains, self._asked, strict=True)]
+        best = self._best(gains)
+        self._price = best if self._settle is None else self._settle(self._price, best, self._price_if_free)
 
     def _best(self, gains: Sequence[float]) -> float:
         """Return the best price; where a stretch of prices is as good, one in the middle of it, as noise is then."""

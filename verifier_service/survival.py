@@ -70,7 +70,15 @@ class _Counts:
         self.num_rejected = self.num_rejected * faded + is_rejected
 
     def hazard(self, prior: float, prior_tokens: float) -> float:
-        return (self.num_rejected + prior * prior_tokens) / (self.num_judged + prior_tokens)
+        return _hazards((self,), (prior,), prior_tokens)[0]
+
+
+def _hazards(kinds: Sequence[_Counts], priors: Sequence[float], prior_tokens: float) -> list[float]:
+    """Return the hazard of each kind of token, given what to expect of it and how many tokens that is worth."""
+    return [
+        (counts.num_rejected + prior * prior_tokens) / (counts.num_judged + prior_tokens)
+        for counts, prior in zip(kinds, priors, strict=True)
+    ]
 
 
 @dataclass(slots=True)
@@ -83,26 +91,27 @@ class _Pool:
     bins: list[_Counts] = field(default_factory=lambda: [_Counts() for _ in range(NUM_BINS)])  # by confidence
     _hazards_after: list[list[float]] = field(default_factory=lambda: [[] for _ in LastRound])  # as of a refresh
     _by_bin: list[float] = field(default_factory=list)
+    _bins_are_fresh: bool = False  # they change with claims alone, which not every drafter makes
     num_fresh: int = -1  # positions whose hazards are those of the last counts; below 0: not even those of the bins
 
     def refresh(self, length: int, prior: float) -> None:
         """Bring the hazards up to date with the counts, for `length` positions at least."""
         mean = self.overall.hazard(prior, INITIAL_TOKENS)
-        found = [counts.hazard(mean, POSITION_TOKENS) for counts in self.positions]
-        self._hazards_after = [
-            [counts.hazard(hazard, AFTER_TOKENS) for counts, hazard in zip(positions, found, strict=True)]
-            for positions in self.after
-        ]
+        found = _hazards(self.positions, [mean] * len(self.positions), POSITION_TOKENS)
+        self._hazards_after = [_hazards(positions, found, AFTER_TOKENS) for positions in self.after]
         for hazards in self._hazards_after:
             hazards.extend((hazards[-1] if hazards else mean,) * (length - len(hazards)))
+        if not self._bins_are_fresh:
+            self._refresh_bins()
+        self.num_fresh = len(self._hazards_after[0])
+
+    def _refresh_bins(self) -> None:
         num_claimed = sum(counts.num_judged * claimed for counts, claimed in zip(self.bins, _BIN_HAZARDS, strict=True))
         num_rejected = sum(counts.num_rejected for counts in self.bins)
         factor = (num_rejected + POOL_REJECTIONS) / (num_claimed + POOL_REJECTIONS)
-        self._by_bin = [
-            counts.hazard(min(MAX_HAZARD, claimed * factor), POSITION_TOKENS)
-            for counts, claimed in zip(self.bins, _BIN_HAZARDS, strict=True)
-        ]
-        self.num_fresh = len(self._hazards_after[0])
+        priors = [min(MAX_HAZARD, claimed * factor) for claimed in _BIN_HAZARDS]
+        self._by_bin = _hazards(self.bins, priors, POSITION_TOKENS)
+        self._bins_are_fresh = True
 
     def has_hazards(self, length: int) -> bool:
         """Return whether there are some for `length` positions, perhaps older than the last counts."""
@@ -135,6 +144,7 @@ class _Pool:
     def observe_claim(self, confidence: float, is_rejected: bool) -> None:
         """Take in what a judged token's drafter had claimed."""
         self.bins[bisect_right(_BIN_STARTS, confidence)].add(is_rejected)
+        self._bins_are_fresh = False
         self.num_fresh = -1
 
 
