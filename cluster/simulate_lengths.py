@@ -13,7 +13,7 @@ from outrider.cluster.simulate_load import Acceptance, Floats, Ints
 from outrider.verifier_service.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.request import SpeculationPlan
-from outrider.verifier_service.step_price import NEVER, Slot, StepPrice, GridGains
+from outrider.verifier_service.step_price import NEVER, GridGains, Slot, StepPrice
 from outrider.verifier_service.survival import SurvivalEstimator
 
 ORACLE_PRICES = (*(0.02 * step for step in range(10)), *(0.2 + 0.05 * step for step in range(16)))

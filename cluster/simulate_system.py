@@ -15,7 +15,7 @@ from outrider.cluster.accelerators import (
 )
 from outrider.cluster.fleet import PolicyMode, RouterPolicy
 from outrider.cluster.simulate import FleetShape, LengthMode, SimulationOptions
-from outrider.cluster.simulate_drafting import DrafterShape
+from outrider.cluster.simulate_drafting import HIT_RATE, DrafterShape
 from outrider.cluster.simulate_engines import VerifierShape
 from outrider.cluster.simulate_load import (
     Floats,
@@ -63,7 +63,7 @@ class System:
     max_num_batched_tokens: int = 2048
     num_speculative_tokens: int = 8
     link_s: float = 0.5e-3
-    hit_rate: float = 0.8
+    hit_rate: float = HIT_RATE
     num_branches: int = 8
     step_fit: StepTiming | None = None
     draft_fit: StepTiming | None = None
