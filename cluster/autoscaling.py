@@ -63,7 +63,7 @@ class ScalingReason(enum.StrEnum):
     REQUESTS = "requests"
     KV_CACHE = "kv_cache"
     COMPUTE_BOUND = "compute_bound"  # the price is near 1 everywhere: of verifiers more, of drafters fewer
-    PRICE = "price"  # it is too high to shrink the verifiers, to bring drafters back, or for more of them
+    PRICE = "price"  # too high to shrink the verifiers or for more drafters; or that, or the knee, for any drafter
     SESSIONS = "sessions"
     DRAFT_QUEUE = "draft_queue"
     LATE_DRAFTS = "late_drafts"
@@ -87,9 +87,14 @@ class VerifiersLoad:
         """How many verifiers the load would fill to the knee, if all are as those that know theirs; None: none does."""
         return self.knee_fill * self.num_ready / self.num_with_knee if self.num_with_knee > 0.0 else None
 
+    @property
+    def is_filled(self) -> bool | None:
+        """Whether the load fills the verifiers to the knee; None: nobody knows."""
+        return None if self.num_filled is None else self.num_filled >= self.num_ready
+
     def is_compute_bound(self, high_price: float) -> bool:
         """Return whether drafts do not pay for want of compute; where the knee is not known, by the price alone."""
-        return self.price >= high_price and (self.num_filled is None or self.num_filled >= self.num_ready)
+        return self.price >= high_price and self.is_filled is not False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,18 +202,19 @@ def _desired_drafters(load: PoolsLoad, policy: PoolsPolicy) -> tuple[int, Scalin
     wanted = drafters.num_replicas
     if verifiers.num_ready == 0:
         return wanted, ScalingReason.SILENT
-    if verifiers.num_requests == 0:
-        return policy.drafters.fewest, ScalingReason.IDLE
-    if verifiers.is_compute_bound(policy.high_price):
+    if verifiers.num_requests > 0 and verifiers.is_compute_bound(policy.high_price):
         is_helped = verifiers.num_ready < verifiers.num_replicas  # those that start will bring the price down
         return wanted if is_helped else policy.drafters.fewest, ScalingReason.COMPUTE_BOUND
-    if drafters.num_ready == 0 < wanted:  # what they start for is still there
+    if drafters.num_ready == 0 < wanted:  # stopped now, they would be started again for the next request
         return wanted, ScalingReason.SILENT
+    if verifiers.num_requests == 0:
+        return policy.drafters.fewest, ScalingReason.IDLE
     need, reason = max(
         ((drafters.num_sessions + verifiers.num_undrafted) / policy.sessions_per_drafter, ScalingReason.SESSIONS),
         (drafters.queue_depth / policy.queue_per_drafter, ScalingReason.DRAFT_QUEUE),
     )
-    if wanted == 0 and verifiers.price > policy.low_price:
+    # without drafts nobody learns what they would lose, so that the price may fall where the load is what it was
+    if wanted == 0 and (verifiers.price > policy.low_price or verifiers.is_filled):
         return 0, ScalingReason.PRICE
     if need > wanted:
         if verifiers.price >= policy.high_price and drafters.queue_depth <= drafters.num_ready:

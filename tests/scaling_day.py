@@ -40,7 +40,7 @@ class Phase:
 DAY = (
     Phase("night", 15.0, 0),
     Phase("morning", 45.0, 1),
-    Phase("noon", 75.0, 32),
+    Phase("noon", 75.0, 48),
     Phase("evening", 75.0, 1),
     Phase("night", 30.0, 0),
 )

@@ -182,6 +182,9 @@ def test_a_price_near_one_sends_drafters_away_and_one_in_between_brings_none():
     assert decided({"price": 0.7}, late)[2:] == (2, "late_drafts")
     gone = {"num_replicas": 0, "num_ready": 0, "num_sessions": 0.0}
     assert decided({"price": 0.7, "num_undrafted": 35.0}, gone)[2:] == (0, "price")
+    filled = {"price": 0.3, "num_undrafted": 35.0, "knee_fill": 4.0}
+    assert decided(filled, gone)[2:] == (0, "price"), "a price that fell since nobody drafts"
+    assert decided({**filled, "knee_fill": 3.9}, gone)[2:] == (2, "sessions")
 
 
 def test_a_cold_drafter_that_does_not_pay_for_a_single_stream_brings_no_verifier_and_stays():
@@ -208,10 +211,11 @@ def test_pools_that_say_nothing_are_left_alone():
     assert decided({"num_requests": 99.0}, {"num_ready": 0, "num_sessions": 0.0})[:2] == (10, "requests")
 
 
-def test_drafters_that_never_come_up_do_not_keep_their_accelerators_from_those_who_need_them():
-    never_up = {"num_ready": 0, "num_sessions": 0.0}
-    assert decided({"num_requests": 0.0}, never_up)[2:] == (0, "idle")
-    assert decided({"price": 0.95}, never_up)[2:] == (0, "compute_bound")
+def test_drafters_that_start_are_awaited_unless_verifiers_need_their_accelerators():
+    not_up = {"num_ready": 0, "num_sessions": 0.0}
+    assert decided({"num_requests": 0.0}, not_up)[2:] == (2, "silent")
+    assert decided({"num_requests": 0.0, "price": 0.95}, not_up)[2:] == (2, "silent")
+    assert decided({"price": 0.95}, not_up)[2:] == (0, "compute_bound")
 
 
 # --- days ---

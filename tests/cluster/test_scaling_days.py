@@ -130,7 +130,7 @@ def test_a_clock_that_is_set_back_stops_no_recording(tmp_path: Path):
     assert [one.at_s for one in read_day(tmp_path / "day")] == [100.0, 10.0]
 
 
-# --- a recorded day: nobody, one stream, 32, one, nobody ---
+# --- a recorded day: nobody, one stream, 48, one, nobody ---
 
 
 def runs(values: list[int]) -> list[int]:
@@ -147,7 +147,7 @@ def test_on_the_recorded_day_each_pool_followed_the_price_without_a_turn_too_man
     assert runs([recorded.load.verifiers.num_replicas for recorded in DAY]) == [1, 2, 1]
     deployed = [1, 0]  # and then the texts of plain decoding are asked for
     assert runs([recorded.load.drafters.num_replicas for recorded in DAY]) == [*deployed, 1, 0, 1, 0, 1, 0]
-    noon = [recorded for recorded in DAY if recorded.load.verifiers.num_requests > 20]
+    noon = [recorded for recorded in DAY if recorded.load.verifiers.num_requests > 40]
     assert {ScalingReason.COMPUTE_BOUND} < {recorded.sizes.drafters.reason for recorded in noon}
     assert noon[-1].load.drafters.num_replicas == 0
 
@@ -156,4 +156,4 @@ def test_another_policy_can_be_asked_about_the_same_day():
     busiest = max(DAY, key=lambda recorded: recorded.load.verifiers.num_requests)
     generous = dataclasses.replace(busiest.policy, verifiers=ReplicaRange(1, 16), requests_per_verifier=4.0)
     sizes = desired_pools(busiest.load, generous)
-    assert (sizes.verifiers.num_replicas, sizes.verifiers.reason) == (8, ScalingReason.REQUESTS)
+    assert (sizes.verifiers.num_replicas, sizes.verifiers.reason) == (12, ScalingReason.REQUESTS)
