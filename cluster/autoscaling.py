@@ -63,7 +63,7 @@ class ScalingReason(enum.StrEnum):
     REQUESTS = "requests"
     KV_CACHE = "kv_cache"
     COMPUTE_BOUND = "compute_bound"  # the price is near 1 everywhere: of verifiers more, of drafters fewer
-    PRICE = "price"  # too high to shrink the verifiers or for more drafters; or that, or the knee, for any drafter
+    PRICE = "price"  # too high to shrink the verifiers, or for more drafters; for a first one the knee counts, too
     SESSIONS = "sessions"
     DRAFT_QUEUE = "draft_queue"
     LATE_DRAFTS = "late_drafts"

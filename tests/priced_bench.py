@@ -90,6 +90,7 @@ class Bench:
         *,
         slowdown: float = 0.0,
         true: Sequence[StepTime] = (),
+        max_tree_nodes: int = 0,
     ) -> None:
         """Steps that verify drafts take longer by the share `slowdown`: drafting left the caches to somebody else.
 
@@ -104,7 +105,9 @@ class Bench:
         self.engine = VerifierEngine(
             self.runner,
             Scheduler(SchedulerConfig(**limits), BlockPool(1024, 4), self.pricing),
-            DraftCoordinator(drafts, SpeculationConfig(**limits), pricing=self.pricing),
+            DraftCoordinator(
+                drafts, SpeculationConfig(max_tree_nodes=max_tree_nodes, **limits), pricing=self.pricing
+            ),
             clock=lambda: self.now_s,
             generator=torch.Generator().manual_seed(0),
             pricing=self.pricing,

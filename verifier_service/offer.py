@@ -45,7 +45,7 @@ class Round:
     length: int = 0  # how much of that was asked for
     is_probe: bool = False
     is_pinned: bool = False
-    is_whole: bool = False  # a tree is verified whole, or not at all
+    has_predictions: bool = False  # the drafter is told what the target predicts after each node of a tree
     is_opening: bool = True  # its drafter had not answered yet: its first round contains a prefill
     worths: Sequence[float] = ()  # of the positions, by history, when a draft was asked for
     offered: Offer | None = None  # by its draft; None: it has none

@@ -5,9 +5,9 @@ there, those are verified whose survival, by the draft's own confidences, does. 
 makes the price of later steps. Nothing here looks at a drawn token: its confidence is the largest weight of the row
 that it was drawn from, and the price comes from steps before the one that verifies it. Drawn trees, whose shape must
 not depend on what was drawn, are cut by depth and history alone; trees of point masses lose any node that does not pay,
-and all below it. Those of a drafter that learns from what the target predicts after each node are verified whole if any
-node pays: the others are worth what they teach. Should that cost more than it brings, no draft pays any more, for what
-drafts are seen to lose counts against them all.
+and all below it. Those of a drafter that learns from what the target predicts after each node are verified whole while
+they pay on the whole, since nodes that do not are worth what they teach, and are else cut at their end alone, or nobody
+could tell which prediction is of which node.
 
 While nothing pays, a request now and then drafts a little all the same, so that its survival stays known. These probes
 have a budget, a share of the time that steps take, and are charged what they were seen to cost. Requests that the
@@ -17,6 +17,7 @@ times nothing is priced: the plan's length stands.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Sequence
@@ -137,15 +138,15 @@ class DraftPricing:
         kept.num_rounds_off = 0 if asked.length else kept.num_rounds_off + 1
         return asked.length
 
-    def choose(self, request_id: str, drafter_id: str | None, *, is_whole: bool = False) -> None:
+    def choose(self, request_id: str, drafter_id: str | None, *, has_predictions: bool = False) -> None:
         """Hear of whom a draft was asked in the end: maybe of another drafter than was likely, or of nobody.
 
-        `is_whole`: its trees are verified as a whole if at all.
+        `has_predictions`: it is told what the target predicts after each node of its trees.
         """
         kept = self._requests.get(request_id)
         if kept is None or kept.round is None:
             return
-        kept.round.is_whole = is_whole
+        kept.round.has_predictions = has_predictions
         if drafter_id is None:
             kept.round.length, kept.round.is_probe = 0, False
         elif drafter_id != kept.drafter_id:
@@ -219,8 +220,9 @@ class DraftPricing:
         if asked.is_probe or asked.is_pinned:
             return draft
         price = self._level.price.price
-        paying = [node for node, worth in enumerate(worths) if worth > price]
-        return draft if paying and asked.is_whole else kept_nodes(draft, paying)
+        if asked.has_predictions:
+            return first_nodes(draft, max_nodes=_num_first_paying(worths, price), max_depth=len(worths))
+        return kept_nodes(draft, [node for node, worth in enumerate(worths) if worth > price])
 
     def _offer_of_chain(
         self, request_id: str, survivals: Sequence[float], by_history: Sequence[float] = ()
@@ -415,6 +417,12 @@ class DraftPricing:
         self._requests.pop(request_id, None)
         self.survival.forget(request_id)
         self.worth.forget(request_id)
+
+
+def _num_first_paying(worths: Sequence[float], price: float) -> int:
+    """Return how many of the first nodes to verify: all if they pay on the whole, else those that pay most together."""
+    gains = list(itertools.accumulate((worth - price for worth in worths), initial=0.0))
+    return len(worths) if gains[-1] > 0.0 else gains.index(max(gains))
 
 
 def _num_alike(num_plain_steps: int) -> int:

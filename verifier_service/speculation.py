@@ -320,8 +320,8 @@ class DraftCoordinator:
         """Ask the best drafter for `length` tokens; return False where none can be asked now."""
         drafter_id = self._choose_drafter(request, now_s)
         if self._pricing is not None:
-            is_whole = drafter_id is not None and self._drafters[drafter_id].needs.predictions
-            self._pricing.choose(request.request_id, drafter_id, is_whole=is_whole)
+            has_predictions = drafter_id is not None and self._drafters[drafter_id].needs.predictions
+            self._pricing.choose(request.request_id, drafter_id, has_predictions=has_predictions)
         if drafter_id is None:
             request.metrics.disabled_reason = "drafter_timeout" if self._drafters else "drafter_unavailable"
             return False

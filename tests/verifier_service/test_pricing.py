@@ -295,12 +295,14 @@ def test_a_tree_of_point_masses_loses_the_nodes_that_do_not_pay():
     assert kept.confidences == (0.6, 0.35, 0.99)
 
 
-@pytest.mark.parametrize(("price", "num_kept"), [(0.3, 4), (0.5, 4), (0.7, 0)])
-def test_a_tree_of_a_drafter_that_learns_from_predictions_is_verified_whole_or_not_at_all(price: float, num_kept: int):
+@pytest.mark.parametrize(("price", "num_kept"), [(0.25, 4), (0.33, 2), (0.5, 1), (0.7, 0)])
+def test_a_tree_of_a_drafter_that_learns_from_predictions_is_cut_at_its_end_if_it_does_not_pay_on_the_whole(
+    price: float, num_kept: int
+):
     pricing, request = priced_at(price)
-    pricing.choose(request.request_id, "d", is_whole=True)
-    draft = make_draft(parents=(-1, -1, 0, 1), confidences=(0.6, 0.35, 0.2, 0.99))
-    assert len(pricing.admitted(request, draft).token_ids) == num_kept
+    pricing.choose(request.request_id, "d", has_predictions=True)
+    draft = make_draft(parents=(-1, -1, 0, 1), confidences=(0.6, 0.35, 0.1, 0.2))
+    assert pricing.admitted(request, draft).token_ids == (1, 2, 3, 4)[:num_kept]
 
 
 def test_a_drawn_tree_is_cut_by_depth_alone():

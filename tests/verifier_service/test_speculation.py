@@ -279,11 +279,11 @@ class HeardPricing(DraftPricing):
         super().__init__()
         self.heard: list[tuple[str | None, bool]] = []
 
-    def choose(self, request_id: str, drafter_id: str | None, *, is_whole: bool = False) -> None:
-        self.heard.append((drafter_id, is_whole))
+    def choose(self, request_id: str, drafter_id: str | None, *, has_predictions: bool = False) -> None:
+        self.heard.append((drafter_id, has_predictions))
 
 
-def test_pricing_hears_who_drafts_and_whose_trees_are_verified_whole():
+def test_pricing_hears_who_drafts_and_who_is_told_predictions():
     bench, pricing = Bench(), HeardPricing()
     config = SpeculationConfig(vocab_size=VOCAB_SIZE, max_model_len=64)
     bench.coordinator = DraftCoordinator(bench.client, config, pricing=pricing)
