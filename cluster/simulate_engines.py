@@ -26,7 +26,7 @@ from outrider.cluster.simulate_ledger import Ledger
 from outrider.cluster.simulate_lengths import BatchSeen, LengthPolicy, Rounds, Row
 from outrider.cluster.simulate_load import Ints
 from outrider.verifier_service.drafting import LOCAL_DRAFTER_ID
-from outrider.verifier_service.engine_messages import DrafterTime, EngineCounters, RequestLoad, StepTime
+from outrider.verifier_service.engine_messages import DrafterTime, EngineCounters, EngineLoad, RequestLoad, StepTime
 from outrider.verifier_service.request import SpeculationPlan
 
 # The lines of a verifier's table of decoding requests: length of the drafts, output tokens to come, positions in the
@@ -289,29 +289,32 @@ class FakeVerifier:
         elapsed_s = max(self.clock_s - since_s, 1e-9)
         num_steps = self._num_steps - steps_before
         knee = self._lengths.knee if with_knee else None
-        self._reported = (self.clock_s, self._num_committed, self._num_steps, self._idle_s)
-        return VerifierReport(
-            verifier_id=self.verifier_id,
-            endpoint=f"{self.verifier_id}:0",
-            epoch=1,
+        load = EngineLoad(
             num_running=self._num_rows + len(self._prefills),
             num_waiting=len(self._waiting),
             num_decoding=self._num_rows,
             kv_usage=self._kv_reserved / self._shape.kv_tokens,
-            max_model_len=self._shape.kv_tokens,
-            step_times=self._profile,
-            requests=self._request_loads(),
-            own_draft_length=self._shape.own_draft_length if self._shape.own_drafter is not None else 0,
-            drafters_up=drafters_up,
-            round_trips=self._drafter_times(),
-            draining=self.draining,
             tokens_per_s=(self._num_committed - committed_before) / elapsed_s,
             mean_step_s=elapsed_s / num_steps if num_steps else None,
-            counters=self._counters(),
             price=self._lengths.price,
             knee=None if knee is None or math.isinf(knee) else knee,
             draft_length_mean=self._load.num_draft_tokens / max(1, self._load.num_decoding),
             verify_idle_share=(self._idle_s - idle_before_s) / elapsed_s,
+            counters=self._counters(),
+            requests=self._request_loads(),
+            drafter_times=self._drafter_times(),
+        )
+        self._reported = (self.clock_s, self._num_committed, self._num_steps, self._idle_s)
+        return VerifierReport.of(
+            verifier_id=self.verifier_id,
+            endpoint=f"{self.verifier_id}:0",
+            epoch=1,
+            load=load,
+            max_model_len=self._shape.kv_tokens,
+            step_times=self._profile,
+            drafters_up=drafters_up,
+            own_draft_length=self._shape.own_draft_length if self._shape.own_drafter is not None else 0,
+            draining=self.draining,
         )
 
     def _counters(self) -> EngineCounters:
