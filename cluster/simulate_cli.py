@@ -84,7 +84,7 @@ _OPTIONS = (
     click.option(
         "--hit-rate",
         type=float,
-        default=0.55,  # `HIT_RATE`, whose module is imported when the verb runs
+        default=0.55,  # `HIT_RATE`: a test compares them, since that module is imported when the verb runs
         show_default=True,
         help="Of running ahead, as measured in tests/AHEAD.md; 0: drafters do not.",
     ),

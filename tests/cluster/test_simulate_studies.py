@@ -13,6 +13,8 @@ from rich.console import Console
 from outrider.cluster.accelerators import ACCELERATORS
 from outrider.cluster.cli import main
 from outrider.cluster.simulate import PoolSample
+from outrider.cluster.simulate_cli import simulate
+from outrider.cluster.simulate_drafting import HIT_RATE
 from outrider.cluster.simulate_figures import LatencyBounds, RunFigures
 from outrider.cluster.simulate_load import Day, LengthLaw
 from outrider.cluster.simulate_report import day_table, fleet_table, plan_table, plot_day, plot_loads, to_json
@@ -62,6 +64,12 @@ def layouts(pool_qps: float | None, own_qps: float | None, plain_qps: float | No
 
 def plan(pool_qps: float | None, own_qps: float | None, plain_qps: float | None) -> Plan:
     return plan_of(layouts(pool_qps, own_qps, plain_qps), 100.0, 0.95, BIG)
+
+
+def test_the_verb_assumes_the_hit_rate_that_was_measured():
+    """The number stands in the verb, too, which imports no simulation before it runs."""
+    (option,) = (parameter for parameter in simulate.params if parameter.name == "hit_rate")
+    assert option.default == HIT_RATE
 
 
 def test_a_plan_scales_small_fleets_to_the_rate() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
-from engine_bench import MemoryDrafts, greedy_tokens, make_request, tokens_of
+from engine_bench import greedy_tokens, make_request, tokens_of
 from outrider.verifier_service.drafting import DrafterEvent
 from outrider.verifier_service.request import RequestOutput
 from priced_bench import KNEED, Bench, GuessingDrafts
@@ -14,11 +14,10 @@ from priced_bench import KNEED, Bench, GuessingDrafts
 MAX_TOKENS = 200
 
 
-class SeveralDrafters(MemoryDrafts):
-    """Drafters of different quality, by their ids."""
+class SeveralDrafters:
+    """A `DraftClient` of drafters of different quality, by their ids."""
 
     def __init__(self, drafters: Mapping[str, GuessingDrafts]) -> None:
-        super().__init__()
         self.drafters = drafters
 
     def send(self, drafter_id, messages) -> None:
