@@ -6,8 +6,7 @@ token counts at which vLLM captures graphs: powers of two alone would smear the 
 
 Prompt lookup's tokens come with confidences, as from our own drafter: how often such copies were right lately, by the
 length of the match and by how their context went on before. As in the engine, a position is asked for by history and
-verified by its confidence: it takes part where both exceed the price. EAGLE's confidences were not recorded: history
-alone judges its drafts.
+verified by its confidence. EAGLE's confidences were not recorded: history alone judges its drafts.
 
 Where drafting takes the step's time, which drafters are used at all is a choice for the whole batch: EAGLE for one
 request costs as much as for all. So each set of drafters has a price of its own, kept from step to step, and the set
@@ -16,9 +15,11 @@ is used that expects more tokens per second from what the past says.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -198,15 +199,21 @@ def profile(machine: MachineFit) -> StepTimeModel:
 
 def _length(price: StepPrice, chain: Sequence[Slot]) -> int:
     """Return how many positions are asked for and, once their draft is there, verified."""
-    return price.admitted([min(slot) for slot in chain])
+    return len(list(itertools.takewhile(partial(_is_taken, price.price, price.verifying_price), chain)))
+
+
+def _is_taken(asking: float, verifying: float, slot: Slot) -> bool:
+    worth, before = slot
+    return before > asking and worth > verifying
 
 
 def _choose(mode: _Mode, slots: Sequence[Sequence[Sequence[Slot]]]) -> None:
     """Give each request the drafter whose positions are worth most above the price; of equals the likelier one."""
     price = mode.price.price
+    is_taken = partial(_is_taken, price, mode.price.verifying_price)
 
     def gain(chain: Sequence[Slot]) -> tuple[float, float]:
-        return sum(slot[0] - price for slot in chain if min(slot) > price), sum(worth for worth, _ in chain)
+        return sum(slot[0] - price for slot in chain if is_taken(slot)), sum(worth for worth, _ in chain)
 
     mode.chosen = [max(mode.drafters, key=lambda drafter: gain(slots[drafter][lane])) for lane in range(len(slots[0]))]
     mode.slots = [slots[drafter][lane] for lane, drafter in enumerate(mode.chosen)]

@@ -124,7 +124,7 @@ class PricedLengths:
             return row.plan.draft_length
         turn, place = divmod(self._num_decisions, PROBE_PERIOD)
         is_probed = bool(survivals) and place == 0 and (row.number + turn) % PROBE_ROWS == 0
-        return max(self._step_price.admitted(survivals), int(is_probed))
+        return max(self._step_price.asked(survivals), int(is_probed))
 
     def _survivals(self, row: Row) -> list[float]:
         if row.plan.drafter_id is None or row.plan.draft_length == 0:

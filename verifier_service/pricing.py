@@ -1,13 +1,13 @@
 """How much of its drafts an engine asks for and verifies: the price of a step, put to use.
 
 Before drafting, a request asks for the positions whose survival, by history alone, exceeds the price; when its draft is
-there, those are verified whose survival, by the draft's own confidences, does. Whatever was on offer is remembered and
-makes the price of later steps. Nothing here looks at a drawn token: its confidence is the largest weight of the row
-that it was drawn from, and the price comes from steps before the one that verifies it. Drawn trees, whose shape must
-not depend on what was drawn, are cut by depth and history alone; trees of point masses lose any node that does not pay,
-and all below it. Those of a drafter that learns from what the target predicts after each node are verified whole while
-they pay on the whole, since nodes that do not are worth what they teach, and are else cut at their end alone, or nobody
-could tell which prediction is of which node.
+there, those are verified whose survival, by the draft's own confidences, exceeds what verifying alone costs: waiting is
+past by then. Whatever was on offer is remembered and makes the price of later steps. Nothing here looks at a drawn
+token: its confidence is the largest weight of the row that it was drawn from, and the price comes from steps before the
+one that verifies it. Drawn trees, whose shape must not depend on what was drawn, are cut by depth and history alone;
+trees of point masses lose any node that does not pay, and all below it. Those of a drafter that learns from what the
+target predicts after each node are verified whole while they pay on the whole, since nodes that do not are worth what
+they teach, and are else cut at their end alone, or nobody could tell which prediction is of which node.
 
 While nothing pays, a request now and then drafts a little all the same, so that its survival stays known. These probes
 have a budget, a share of the time that steps take, and are charged what they were seen to cost. Requests that the
@@ -31,6 +31,7 @@ from outrider.verifier_service.offer import Offer, PricedStep, Round, confidence
 from outrider.verifier_service.outcome import Outcome, num_draft_tokens
 from outrider.verifier_service.request import Request
 from outrider.verifier_service.schedule import ScheduledRequest, first_nodes, kept_nodes
+from outrider.verifier_service.step_price import NEVER
 from outrider.verifier_service.survival import SurvivalEstimator
 from outrider.verifier_service.token_worth import TokenWorth
 from outrider.verifier_service.tree import depths
@@ -129,12 +130,13 @@ class DraftPricing:
         kept.drafter_id, is_pinned = drafter_id, request.plan.is_pinned
         asked = kept.round = Round(drafter_id, potential, bound, is_pinned=is_pinned, is_opening=kept.is_opening)
         if bound and not is_pinned:
-            survivals = self._survivals(request.request_id, kept, asked)
-            asked.worths = self.worth.worths(request.request_id, survivals)
-            asked.length = self._level.price.admitted(asked.worths[: self._max_depth])
+            asked.length = 0
+            if self._level.price.price < NEVER or not kept.survivals:  # else nothing is admitted, whatever it is worth
+                asked.worths = self._worths(request.request_id, kept, asked)
+                asked.length = self._level.price.asked(asked.worths[: self._max_depth])
             if not asked.length:
-                self._probe(kept, asked)
-                request.metrics.disabled_reason = "low_acceptance" if survivals[0] < LOW_SURVIVAL else "load"
+                self._probe(request.request_id, kept, asked)
+                request.metrics.disabled_reason = "low_acceptance" if kept.survivals[0] < LOW_SURVIVAL else "load"
         kept.num_rounds_off = 0 if asked.length else kept.num_rounds_off + 1
         return asked.length
 
@@ -153,6 +155,9 @@ class DraftPricing:
             kept.drafter_id = kept.round.drafter_id = drafter_id
             kept.is_opening = kept.round.is_opening = True
 
+    def _worths(self, request_id: str, kept: _Pricing, asked: Round) -> Sequence[float]:
+        return self.worth.worths(request_id, self._survivals(request_id, kept, asked))
+
     def _survivals(self, request_id: str, kept: _Pricing, asked: Round) -> Sequence[float]:
         """Return those by history, estimated again only after something was learnt: without drafts nothing is."""
         source = (self.survival.num_observed, asked.drafter_id, asked.bound)
@@ -168,7 +173,7 @@ class DraftPricing:
             kept = self._requests[request.request_id] = _Pricing(drafter_id, num_rounds_off=waited)
         return kept
 
-    def _probe(self, kept: _Pricing, asked: Round) -> None:
+    def _probe(self, request_id: str, kept: _Pricing, asked: Round) -> None:
         """Let a request draft a little although it does not pay: mostly not at all."""
         assert self._level is not None
         if kept.num_rounds_off + 1 < PROBE_ROUNDS:
@@ -179,6 +184,7 @@ class DraftPricing:
         times = self._level.cost.seconds_with(self._base, length)
         self._probe_s -= times[-1] - times[0] + times[0] / self._base.num_tokens  # it misses a step at least
         asked.length, asked.is_probe = length, True
+        asked.worths = self._worths(request_id, kept, asked)
 
     def admitted(self, request: Request, draft: Draft) -> Draft:
         """Return the part of a draft that is worth verifying by the price of earlier steps."""
@@ -196,7 +202,7 @@ class DraftPricing:
         asked.offered = self._offer_of_chain(request.request_id, survivals, asked.worths)
         if asked.is_probe or asked.is_pinned:
             return draft
-        num_paying = self._level.price.admitted(asked.offered.levels[:num_levels])
+        num_paying = self._level.price.verified(asked.offered.levels[:num_levels])
         if is_chain and num_paying == num_levels:
             return draft
         return first_nodes(draft, max_nodes=num_paying if is_chain else len(draft.token_ids), max_depth=num_paying)
@@ -219,16 +225,14 @@ class DraftPricing:
         asked.offered = Offer(survivals, worths, [hoped[depth] for depth in node_depths], levels)
         if asked.is_probe or asked.is_pinned:
             return draft
-        price = self._level.price.price
+        price = self._level.price.verifying_price
         if asked.has_predictions:
             return first_nodes(draft, max_nodes=_num_first_paying(worths, price), max_depth=len(worths))
         return kept_nodes(draft, [node for node, worth in enumerate(worths) if worth > price])
 
-    def _offer_of_chain(
-        self, request_id: str, survivals: Sequence[float], by_history: Sequence[float] = ()
-    ) -> Offer:
+    def _offer_of_chain(self, request_id: str, survivals: Sequence[float], hoped: Sequence[float] = ()) -> Offer:
         worths = self.worth.worths(request_id, survivals)
-        return Offer(survivals, worths, by_history, worths)
+        return Offer(survivals, worths, hoped, worths)
 
     def end_step(self, step: PricedStep) -> None:
         """Note how a step's drafts went, before its requests ask again: all else that it says waits for `learn`."""
@@ -243,8 +247,9 @@ class DraftPricing:
             if kept.round is None:
                 continue
             step.rounds[request_id] = kept.round
-            if outcome.item.draft is not None:
+            if kept.round.offered is not None:
                 kept.is_opening = False
+            if outcome.item.draft is not None:
                 kept.round.after = self.survival.end_round(
                     request_id, kept.round.drafter_id, outcome.num_judged, len(outcome.path)
                 )
@@ -284,20 +289,27 @@ class DraftPricing:
         schedule, outcomes = step.schedule, step.outcomes
         num_context_tokens = sum(schedule.batch.context_lengths)
         priced = [outcome.item for outcome in outcomes if outcome.item.samples and not step.is_pinned(outcome.item)]
-        taking_part = step.asking(item.request for item in schedule.items)
-        asking = [*taking_part, *step.asking(step.held)]
-        is_plain = not asking and schedule.batch.num_tokens == len(schedule.items)
-        if asking:
+        granted_s = PROBE_SHARE * step.step_s / math.sqrt(max(1, len(priced)))
+        self._probe_s = min(self._probe_s + granted_s, MAX_SAVED_STEPS * granted_s)
+        is_asking = any(one.length for one in step.rounds.values())
+        is_plain = not is_asking and schedule.batch.num_tokens == len(schedule.items)
+        if is_asking:
             self._num_plain_steps = 0
         self._num_plain_steps += is_plain
         num_alike = _num_alike(self._num_plain_steps) if is_plain else 1
+        if not num_alike:  # nothing is seen in it that the one before it has not shown
+            self._base = StepShape(schedule.batch.num_tokens, num_context_tokens)
+            if len(priced) == len(schedule.items):
+                level.observe_plain()
+            return
+        taking_part = step.asking(item.request for item in schedule.items)
+        asking = [*taking_part, *step.asking(step.held)]
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         # a step with drafts says nothing of how long plain ones take: drafters' work may have slowed it down
         is_drafting = bool(step.held) or any(item.draft is not None for item in schedule.items)
         shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=is_drafting)
-        if num_alike:
-            self.num_extrapolated_steps += level.cost.is_extrapolating(shape)
-            level.cost.observe(shape, step.step_s)
+        self.num_extrapolated_steps += level.cost.is_extrapolating(shape)
+        level.cost.observe(shape, step.step_s)
         # a drafter that had to read a prompt first says nothing of later rounds
         if taking_part and not any(one.is_opening for one in taking_part):
             level.exposure.observe(max(one.length for one in taking_part), step.exposed_s)
@@ -305,14 +317,11 @@ class DraftPricing:
         if level.price.is_new:  # before the first drafts: as if the prompts had been read already
             base = StepShape(max(1, len(priced)), num_context_tokens)
         self._base = base
-        granted_s = PROBE_SHARE * step.step_s / math.sqrt(max(1, len(priced)))
-        self._probe_s = min(self._probe_s + granted_s, MAX_SAVED_STEPS * granted_s)
         if priced:
             self._observe_loss(level, step, priced, asking, base, num_drafted)
-        if num_alike:
-            self._observe_offers(level, base, [self._offer(step, item.request) for item in priced], num_alike)
-            rounds = (_round(outcome) for outcome in outcomes if outcome.item.samples)
-            self.worth.observe(rounds, level.price.price, num_alike)
+        self._observe_offers(level, base, [self._offer(step, item.request) for item in priced], num_alike)
+        rounds = (_round(outcome) for outcome in outcomes if outcome.item.samples)
+        self.worth.observe(rounds, level.price.price, num_alike)
         for outcome in outcomes:
             if (asked := step.rounds.get(outcome.item.request.request_id)) is not None:
                 self._observe_draft(asked, outcome)

@@ -8,9 +8,10 @@ survivals; a step's own tokens, prefill among them, count as one token each, so 
 makes drafts dear and they do not starve time to first token.
 
 A slot is asked for before its draft is seen, by what its request's history says of it, and verified by what the draft
-says of it: it takes part at prices that both exceed, and from the first slot that is asked for on drafts are waited
-for, whatever they turn out to be worth. (Charged to those alone that are verified, waiting would seem to cost nothing
-at a price that only good drafts exceed, which is one at which nothing is asked for.)
+says of it. From the first slot that is asked for on drafts are waited for, whatever they turn out to be worth. (Charged
+to those alone that are verified, waiting would seem to cost nothing at a price that only good drafts exceed, which is
+one at which nothing is asked for.) Once drafts are there, waiting is past: what is worth verifying is then decided by
+the price that would be best if they always came at once, where that is lower.
 
 The price of a step comes from earlier steps alone: an optimum over its own survivals would depend on what its drafts
 drew (design.md, the fifth idea).
@@ -75,17 +76,22 @@ class StepPrice:
         return self._price_if_free
 
     @property
+    def verifying_price(self) -> float:
+        """The survival that a position must exceed to be verified, once its draft is there."""
+        return min(self._price, self._price_if_free)
+
+    @property
     def is_new(self) -> bool:
         """Whether no step has said anything yet."""
         return self._num_steps == 0.0
 
-    def admitted(self, worths: Sequence[float]) -> int:
-        """Return how many leading positions are worth the price; their worths must not rise."""
-        price = self._price
-        for place, worth in enumerate(worths):
-            if worth <= price:
-                return place
-        return len(worths)
+    def asked(self, worths: Sequence[float]) -> int:
+        """Return how many leading positions are worth being asked for; their worths must not rise."""
+        return _num_above(worths, self._price)
+
+    def verified(self, worths: Sequence[float]) -> int:
+        """Return how many leading positions of a draft that is there are worth verifying; they must not rise."""
+        return _num_above(worths, self.verifying_price)
 
     def observe(
         self,
@@ -112,22 +118,17 @@ class StepPrice:
 
     def gains_at(self, base: StepShape, slots: Sequence[Slot], exposed_s: float) -> GridGains:
         """Return what each price would have made of such a step, by the step times as they are known now."""
-        falling = sorted([(before if before < worth else worth, worth) for worth, before in slots], reverse=True)
-        negated = [-least for least, _ in falling]
-        tokens = list(accumulate((worth for _, worth in falling), initial=float(base.num_tokens)))
         seconds = self._cost.seconds_with(base, len(slots))
-        plain = math.log(tokens[0] / seconds[0])
+        plain = math.log(base.num_tokens / seconds[0])
         num_asked = bisect_left(GRID, max(before for _, before in slots))
-        gains, free_gains = [0.0] * len(GRID), [0.0] * len(GRID)
-        last, gain, free_gain = -1, 0.0, 0.0
-        for index in range(num_asked):
-            count = bisect_left(negated, -GRID[index])  # slots above the price: equals are not
-            if count != last:  # most prices are exceeded by as many as the one before
-                last = count
-                free_gain = math.log(tokens[count] / seconds[count]) - plain
-                gain = free_gain - math.log1p(exposed_s / seconds[count])
-            gains[index], free_gains[index] = gain, free_gain
-        return GridGains(gains, free_gains, num_asked)
+        free = self._price_if_free
+        at_once = [(min(before, worth), worth) for worth, before in slots]
+        waited = [(before if worth > free else min(before, worth), worth) for worth, before in slots]
+        free_rates = _rates(at_once, base.num_tokens, seconds, num_asked)
+        rates = free_rates if waited == at_once else _rates(waited, base.num_tokens, seconds, num_asked)
+        gains = [rate - plain - math.log1p(exposed_s / seconds[count]) for rate, count in rates]
+        nothing = [0.0] * (len(GRID) - num_asked)
+        return GridGains(gains + nothing, [rate - plain for rate, _ in free_rates] + nothing, num_asked)
 
     def observe_gains(self, steps: Sequence[GridGains]) -> None:
         """Take in past steps, one after another, of which is known what each price would have made of them."""
@@ -167,3 +168,31 @@ class StepPrice:
         while high + 1 < len(GRID) and gains[high + 1] >= best - tie:
             high += 1
         return GRID[(low + high) // 2]
+
+
+def _rates(
+    slots: Sequence[Slot], num_tokens: int, seconds: Sequence[float], num_prices: int
+) -> list[tuple[float, int]]:
+    """Return, for each of the grid's first prices, the logarithm of tokens per second and the number of slots.
+
+    `slots` are pairs of the price from which on one takes no part and what it is worth; `seconds` are a step's times
+    with so many of them, beside its `num_tokens` own.
+    """
+    falling = sorted(slots, reverse=True)
+    negated = [-last for last, _ in falling]
+    tokens = list(accumulate((worth for _, worth in falling), initial=float(num_tokens)))
+    rates: list[tuple[float, int]] = []
+    for price in GRID[:num_prices]:
+        count = bisect_left(negated, -price)  # slots above the price: equals are not
+        if rates and count == rates[-1][1]:  # most prices are exceeded by as many as the one before
+            rates.append(rates[-1])
+        else:
+            rates.append((math.log(tokens[count] / seconds[count]), count))
+    return rates
+
+
+def _num_above(worths: Sequence[float], price: float) -> int:
+    for place, worth in enumerate(worths):
+        if worth <= price:
+            return place
+    return len(worths)

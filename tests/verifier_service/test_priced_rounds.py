@@ -16,6 +16,7 @@ from outrider.verifier_service.pricing import PROBE_LENGTH, DraftPricing
 from outrider.verifier_service.request import Request, SamplingParams, SpeculationPlan
 from outrider.verifier_service.schedule import ScheduledRequest
 from outrider.verifier_service.stretches import Stretches
+from outrider.verifier_service.token_worth import TokenWorth
 from priced_bench import DEAR, FREE, KNEED
 
 LENGTH = 4
@@ -101,6 +102,38 @@ def test_who_reads_its_prompt_again_keeps_its_round_and_its_draft_is_priced_and_
     bench.end(drafted(first, make_draft(first)), plain(second))
     bench.pricing.learn()
     assert bench.num_observed > before
+
+
+def test_a_draft_that_was_cut_to_nothing_is_an_answer_all_the_same():
+    bench, (request,) = Pricing(FREE), make_requests(1)
+    assert bench.ask(request) > 0
+    price = bench.pricing._level.price
+    price._price = price._price_if_free = 0.99
+    assert bench.cut(request).token_ids == ()
+    bench.end(plain(request))
+    bench.ask(request)
+    assert not bench.pricing._requests["0"].round.is_opening
+
+
+class CountedWorth(TokenWorth):
+    """Notes how often anybody asked."""
+
+    num_asked = 0
+
+    def worths(self, request_id: str, survivals: Sequence[float]) -> Sequence[float]:
+        self.num_asked += 1
+        return super().worths(request_id, survivals)
+
+
+def test_while_nothing_pays_nobody_works_out_what_drafts_are_worth():
+    bench, (request,) = Pricing(DEAR), make_requests(1)
+    for _ in range(80):
+        bench.decode([request], 0)
+    assert bench.pricing.price == 1.0
+    bench.pricing.worth = counted = CountedWorth()
+    assert [bench.ask(request) for _ in range(4)] == [0] * 4
+    assert counted.num_asked == 0
+    assert request.metrics.disabled_reason == "load"
 
 
 def test_after_a_change_of_load_requests_ask_at_the_price_of_that_load():

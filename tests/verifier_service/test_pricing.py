@@ -264,7 +264,7 @@ def priced_at(price: float) -> tuple[DraftPricing, object]:
     assert bench.pricing._level is not None
     bench.pricing._max_depth = None  # drafts may be long
     assert bench.pricing.length(request, "d", 4) == 4
-    bench.pricing._level.price._price = price
+    bench.pricing._level.price._price = bench.pricing._level.price._price_if_free = price
     return bench.pricing, request
 
 

@@ -36,7 +36,7 @@ def chain(rate: float, length: int = 8) -> list[float]:
 def test_all_is_admitted_before_the_first_step():
     price = StepPrice(cost_of(*MEMORY_BOUND))
     assert price.price == 0.0
-    assert price.admitted([0.9, 0.5, 0.001]) == 3
+    assert price.asked([0.9, 0.5, 0.001]) == 3
 
 
 def test_a_step_that_stands_for_eight_counts_as_eight_that_are_alike():
@@ -66,9 +66,9 @@ def test_admits_the_leading_positions_above_the_price():
     price = priced(cost_of(*KNEE_AT_32), 16, chain(0.8) * 16)
     assert 0.1 < price.price < 0.9
     above, below = price.price + 0.01, price.price - 0.01
-    assert price.admitted([above, above, below, below]) == 2
-    assert price.admitted([price.price]) == 0, "equal is not above"
-    assert price.admitted([]) == 0
+    assert price.asked([above, above, below, below]) == 2
+    assert price.asked([price.price]) == 0, "equal is not above"
+    assert price.asked([]) == 0
 
 
 def test_what_is_free_is_admitted():
@@ -131,6 +131,34 @@ def test_what_was_asked_for_is_verified_only_where_it_pays():
     for _ in range(40):
         price.observe(StepShape(8, 0), 8, [(0.9, 0.5), (0.1, 0.5)] * 4)
     assert 0.1 <= price.price < 0.5
+
+
+CHEAP_TO_VERIFY = ((1, 0.010), (8, 0.010), (24, 0.012))  # of eight requests: a tenth of what a token is worth
+
+
+def test_once_a_draft_is_there_what_verifying_costs_decides():
+    """Who seemed to be worth 0.7 turns out to be worth 0.25: that would not have been waited for, but is verified."""
+    price, slots = StepPrice(cost_of(*CHEAP_TO_VERIFY)), [(0.9, 0.8)] * 8 + [(0.25, 0.7)] * 4
+    for _ in range(40):
+        price.observe(StepShape(8, 0), 8, slots, exposed_s=0.004)
+    assert price.verifying_price < 0.25 < price.price < 0.7
+    assert (price.asked([0.9, 0.25]), price.verified([0.9, 0.25])) == (1, 2)
+    for _ in range(40):
+        price.observe(StepShape(8, 0), 8, slots, exposed_s=0.7)
+    assert price.price == NEVER
+    assert price.verified([0.9, 0.25]) == 2, "it was asked for before"
+
+
+def test_what_is_asked_for_is_counted_on_as_far_as_it_would_be_verified():
+    """History thinks 0.8 of all, half the drafts say 0.3: at no price that asks for them these are left out."""
+    slots = [(0.9, 0.8), (0.3, 0.8)] * 4
+    price = StepPrice(cost_of(*CHEAP_TO_VERIFY))
+    for _ in range(40):
+        price.observe(StepShape(8, 0), 8, slots, exposed_s=0.002)
+    gains = price.gains_at(StepShape(8, 0), slots, 0.002).gains
+    asking = [gain for least, gain in zip(GRID, gains, strict=True) if price.verifying_price <= least < 0.8]
+    assert len(asking) > 10
+    assert asking == [max(gains)] * len(asking)
 
 
 def test_what_would_be_best_if_drafts_paid_is_known_while_they_do_not():
