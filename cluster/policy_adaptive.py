@@ -15,11 +15,9 @@ is used that expects more tokens per second from what the past says.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -199,21 +197,16 @@ def profile(machine: MachineFit) -> StepTimeModel:
 
 def _length(price: StepPrice, chain: Sequence[Slot]) -> int:
     """Return how many positions are asked for and, once their draft is there, verified."""
-    return len(list(itertools.takewhile(partial(_is_taken, price.price, price.verifying_price), chain)))
-
-
-def _is_taken(asking: float, verifying: float, slot: Slot) -> bool:
-    worth, before = slot
-    return before > asking and worth > verifying
+    return min(price.asked([before for _, before in chain]), price.verified([worth for worth, _ in chain]))
 
 
 def _choose(mode: _Mode, slots: Sequence[Sequence[Sequence[Slot]]]) -> None:
     """Give each request the drafter whose positions are worth most above the price; of equals the likelier one."""
-    price = mode.price.price
-    is_taken = partial(_is_taken, price, mode.price.verifying_price)
+    price, verifying = mode.price.price, mode.price.verifying_price
 
     def gain(chain: Sequence[Slot]) -> tuple[float, float]:
-        return sum(slot[0] - price for slot in chain if is_taken(slot)), sum(worth for worth, _ in chain)
+        taken = (worth for worth, before in chain if before > price and worth > verifying)
+        return sum(worth - price for worth in taken), sum(worth for worth, _ in chain)
 
     mode.chosen = [max(mode.drafters, key=lambda drafter: gain(slots[drafter][lane])) for lane in range(len(slots[0]))]
     mode.slots = [slots[drafter][lane] for lane, drafter in enumerate(mode.chosen)]

@@ -154,13 +154,12 @@ class FarDrafts(GuessingDrafts):
         opening_s: float = 0.0,
         cold_s: Sequence[float] = (),
         share_wrong: float = 0.0,
-        confidences: Sequence[float] = (),
     ) -> None:
         """A batch takes `fixed_s`, `level_s` per position of its longest draft and `opening_s` per new request.
 
         The first batches take `cold_s` each besides.
         """
-        super().__init__(share_wrong=share_wrong, confidences=confidences)
+        super().__init__(share_wrong=share_wrong)
         self.level_s, self.fixed_s, self._opening_s = level_s, fixed_s, opening_s
         self._cold_s = list(cold_s)
         self._opened: set[str] = set()
