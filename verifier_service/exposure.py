@@ -17,6 +17,7 @@ FORGET = 1.0 - 1.0 / 512.0  # per step that did not: what is not seen again is t
 STALE = 0.01  # less is not left of anything
 FIRST_LENGTH = 2  # of drafts that nobody knows the time of
 ROUND_TRIP_WEIGHT = 0.01  # how firmly a round trip is taken to last as long as a token, until lengths have varied
+MIN_SPREAD = 0.5  # of that weight: lengths that vary less say less of what a position adds than the assumption does
 
 
 @dataclass(slots=True)
@@ -70,15 +71,31 @@ class DraftExposure:
         """Whether a step has waited for drafts yet, or found that there is nothing to wait for."""
         return self._weight > 0.0
 
+    def is_uniform_at(self, length: int) -> bool:
+        """Whether lengths were too much alike to show what each position adds, and `length` once more would be so."""
+        is_uniform = self.is_known and self._variance < MIN_SPREAD * self._pull
+        return is_uniform and self._mean_length < length + 0.5
+
+    @property
+    def _mean_length(self) -> float:
+        return self._lengths / self._weight
+
+    @property
+    def _variance(self) -> float:
+        return self._squares / self._weight - self._mean_length**2
+
+    @property
+    def _pull(self) -> float:
+        return ROUND_TRIP_WEIGHT * self._mean_length**2
+
     @property
     def level_s(self) -> float:
         """What each position adds."""
         if self._weight == 0.0:
             return 0.0
-        length, seconds = self._lengths / self._weight, self._seconds / self._weight
-        variance = self._squares / self._weight - length * length
+        length, seconds = self._mean_length, self._seconds / self._weight
         covariance = self._products / self._weight - length * seconds
-        pull = ROUND_TRIP_WEIGHT * length * length
+        variance, pull = self._variance, self._pull
         slope = (covariance + pull * seconds / (length + 1.0)) / (variance + pull)
         return min(max(slope, 0.0), seconds / length)
 
@@ -87,7 +104,7 @@ class DraftExposure:
         """What the first position adds, besides."""
         if self._weight == 0.0:
             return 0.0
-        return max(0.0, self._seconds / self._weight - self.level_s * self._lengths / self._weight)
+        return max(0.0, self._seconds / self._weight - self.level_s * self._mean_length)
 
 
 class DraftDepth:
@@ -134,3 +151,13 @@ class DraftDepth:
             return None
         good = max(self._gains) - MIN_GAIN * self._num_steps
         return 1 + next(place for place, gain in enumerate(self._gains) if gain >= good)
+
+    @property
+    def next_bound(self) -> int | None:
+        """The length that the next drafts may have: half as long again while all of them were alike.
+
+        Drafts of one length never show that longer ones would cost little more: whatever once made them short, they
+        would stay so.
+        """
+        bound = self.bound
+        return bound if bound is None or not self._exposure.is_uniform_at(bound) else bound + (bound + 1) // 2

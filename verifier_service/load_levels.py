@@ -7,6 +7,7 @@ load comes or goes, what was known of the other is still there, and nothing of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +28,15 @@ class LoadLevel:
     exposure: DraftExposure
     trial: Trial
     shortfall: Shortfall = field(default_factory=Shortfall)
+
+    def asked(self, worths: Sequence[float], bound: int | None, next_bound: int | None) -> int:
+        """Return how many leading positions to ask for: those worth the price, as deep as drafts should go by now.
+
+        Where that depth is all that ends a draft, it may be as long as `next_bound`: the price, which is that of the
+        positions down to there, says nothing of the next.
+        """
+        length = self.price.asked(worths[:bound])
+        return length if next_bound is None or length != bound else min(next_bound, len(worths))
 
     def observe_plain(self) -> None:
         """Take in a step for which no drafts were asked."""

@@ -72,7 +72,7 @@ class DraftPricing:
     num_extrapolated_steps: int = 0  # far beyond all that was profiled, or seen at this load
     _levels: LoadLevels | None = None  # None: there is no profile, so nothing is priced
     _level: LoadLevel | None = None  # of the last step
-    _max_depth: int | None = None  # how long the longest draft should be; None: any length
+    _depths: tuple[int | None, int | None] = (None, None)  # how long drafts should be, and may be now; None: any length
     _requests: dict[str, _Pricing] = field(default_factory=dict)
     _usual: tuple[str, int] = ("", UNPLANNED_LENGTH)  # drafter and plan of the last request that was allowed to draft
     _base: StepShape = field(default_factory=lambda: StepShape(1, 0))  # of the last step, its drafts left out
@@ -133,7 +133,7 @@ class DraftPricing:
             asked.length = 0
             if self._level.price.price < NEVER or not kept.survivals:  # else nothing is admitted, whatever it is worth
                 asked.worths = self._worths(request.request_id, kept, asked)
-                asked.length = self._level.price.asked(asked.worths[: self._max_depth])
+                asked.length = self._level.asked(asked.worths, *self._depths)
             if not asked.length:
                 self._probe(request.request_id, kept, asked)
                 request.metrics.disabled_reason = "low_acceptance" if kept.survivals[0] < LOW_SURVIVAL else "load"
@@ -271,7 +271,7 @@ class DraftPricing:
         level = self._levels.at(num_requests)
         if level is not self._level:
             self._num_plain_steps = 0
-        self._level, self._max_depth = level, level.depth.bound
+        self._level, self._depths = level, (level.depth.bound, level.depth.next_bound)
 
     def learn(self) -> None:
         """Take in how long the last step took and what was on offer in it, if that is still to be done."""
@@ -328,7 +328,7 @@ class DraftPricing:
 
     def _observe_offers(self, level: LoadLevel, base: StepShape, offers: Sequence[Offer], num_steps: int) -> None:
         """Price what was on offer in the step, and in others like it, as far as drafts should go."""
-        level.depth.observe(base, [offer.levels for offer in offers], level.price.price_if_free, num_steps)
+        level.depth.observe(base, [offer.levels for offer in offers], level.price.verifying_price, num_steps)
         bound = level.depth.bound
         slots = [slot for offer in offers for slot in offer.down_to(bound)]
         longest = max((len(offer.levels) for offer in offers), default=0)

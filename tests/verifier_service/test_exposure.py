@@ -117,3 +117,42 @@ def test_what_would_not_be_verified_makes_no_depth():
 def test_one_request_that_goes_deep_pays_for_all():
     exposure = exposed(*((length, 0.001 * length) for length in (1, 2, 3, 4) * 20))
     assert depth_of(exposure, [[0.1], [0.9, 0.9, 0.9]]).bound == 3
+
+
+def lengths_asked(*, fixed_s: float, level_s: float, first: list[tuple[int, float]], num_steps: int) -> list[int]:
+    """Return how long one request's drafts are, four tokens at most, after such first rounds."""
+    exposure = exposed(*first)
+    depth = DraftDepth(FLAT, exposure)
+    lengths: list[int] = []
+    for _ in range(num_steps):
+        depth.observe(BASE, [[0.6, 0.4, 0.3, 0.2]], 0.0)
+        bound = depth.next_bound
+        lengths.append(4 if bound is None else min(bound, 4))
+        exposure.observe(lengths[-1], fixed_s + level_s * lengths[-1])
+    return lengths
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_drafts_that_were_short_once_do_not_stay_short(length: int):
+    """All of one length, they look as if each position took as long as a round trip, which is then never seen."""
+    first = [(length, 0.050)] * 100
+    trapped = depth_of(exposed(*first), [[0.6, 0.4, 0.3, 0.2]])
+    assert trapped.bound == 1
+    lengths = lengths_asked(fixed_s=0.050, level_s=0.0, first=first, num_steps=200)
+    assert sum(lengths[20:]) / 180 > 3.3
+
+
+def test_drafts_whose_positions_are_dear_are_seldom_made_longer():
+    lengths = lengths_asked(fixed_s=0.0, level_s=0.020, first=[(1, 0.020)] * 100, num_steps=400)
+    assert set(lengths) == {1, 2}
+    assert 0 < lengths.count(2) < 20
+
+
+def test_lengths_that_vary_by_themselves_are_not_made_to():
+    depth = depth_of(exposed(*((length, 0.005 * length) for length in (2, 3, 4) * 20)), [[0.9, 0.8, 0.6, 0.1]])
+    assert depth.next_bound == depth.bound == 3
+
+
+def test_nothing_is_varied_before_the_first_draft_or_where_any_length_is_good():
+    assert depth_of(exposed(), [[0.9] * 8]).next_bound == 2
+    assert depth_of(exposed((4, 0.0)), [[0.9, 0.1]]).next_bound is None

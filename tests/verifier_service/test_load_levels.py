@@ -76,3 +76,14 @@ def test_how_fast_a_load_ran_is_nothing_to_the_request_after_it():
         return sum(drafts.asked[num_before:])
 
     assert num_drafted_after(1.4) == pytest.approx(num_drafted_after(1.0), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "next_bound", "asked"),
+    [(None, None, 3), (4, 6, 3), (3, 5, 5), (1, 2, 2), (1, 1, 1), (3, 9, 6)],
+    ids=["any depth", "the price ends it", "the depth ends it", "of one", "no longer", "no more on offer"],
+)
+def test_where_depth_ends_a_draft_it_may_be_longer_whatever_the_price(bound, next_bound, asked):
+    level = LoadLevels(COST).at(1)
+    level.price._price = 0.35
+    assert level.asked((0.6, 0.5, 0.4, 0.3, 0.2, 0.1), bound, next_bound) == asked

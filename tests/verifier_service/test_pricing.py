@@ -15,7 +15,7 @@ from outrider.verifier_service.request import SpeculationPlan
 from outrider.verifier_service.step_stats import RecentRates
 from outrider.verifier_service.survival import SurvivalEstimator
 from outrider.verifier_service.token_worth import TokenWorth
-from priced_bench import DEAR, FREE, KNEED, Bench, GuessingDrafts
+from priced_bench import DEAR, FREE, KNEED, ONE_CORE, Bench, FarBench, FarDrafts, GuessingDrafts
 
 
 def test_what_is_free_is_asked_for_to_the_bound():
@@ -252,6 +252,22 @@ def test_drafts_come_back_when_the_load_is_gone():
     assert sum(bench.drafts.asked[num_before:]) > 60
 
 
+def test_one_stream_waits_for_drafts_as_long_as_pays():
+    """A round trip that is as long as a step, whatever the length: the best fixed one makes 1.13 times as much."""
+
+    def bench() -> FarBench:
+        return FarBench(FarDrafts(level_s=0.0, fixed_s=0.020, opening_s=0.005, share_wrong=0.3), ONE_CORE)
+
+    off = bench().speed(1, num_requests=16, draft_length=0, is_pinned=True)
+    longest = bench()
+    longest.speed(1, num_requests=24, draft_length=4)
+    num_before = len(longest.drafts.asked)
+    found = [longest.speed(1, num_requests=24, draft_length=4) / off for _ in range(4)]
+    asked = [length for length in longest.drafts.asked[num_before:] if length]
+    assert sum(found) / len(found) > 1.08
+    assert sum(asked) / len(asked) > 3.5
+
+
 def make_draft(**parts: object) -> Draft:
     return Draft(request_id="0", round_id=1, position=len(PROMPT), token_ids=(1, 2, 3, 4), **parts)
 
@@ -262,7 +278,7 @@ def priced_at(price: float) -> tuple[DraftPricing, object]:
     bench.engine.add(make_request("0", draft_length=4, max_tokens=50, drafter_id="d"))
     request = bench.engine.requests["0"]
     assert bench.pricing._level is not None
-    bench.pricing._max_depth = None  # drafts may be long
+    bench.pricing._depths = None, None  # drafts may be long
     assert bench.pricing.length(request, "d", 4) == 4
     bench.pricing._level.price._price = bench.pricing._level.price._price_if_free = price
     return bench.pricing, request

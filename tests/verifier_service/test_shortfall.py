@@ -82,10 +82,10 @@ class StallingBench(FarBench):
 
 def test_what_slows_all_steps_down_is_not_held_against_drafts():
     found: list[float] = []
-    for phase in (0, 15, 30, 45):  # drafts that pay little: one course of events says nothing
+    for phase in range(0, 60, 5):  # drafts that pay little: a few courses of events say nothing
         drafts = FarDrafts(level_s=0.003, fixed_s=0.003, opening_s=0.01, share_wrong=0.43)
         bench = StallingBench(drafts, ONE_CORE, contention=0.2)
         bench.num_steps = phase
         off = bench.speed(1, num_requests=8, draft_length=0, is_pinned=True)
         found += [bench.speed(1, num_requests=8) / off for _ in range(6)]
-    assert sum(found) / len(found) > 1.085, "held against them, stalls leave 1.077 of 1.098"
+    assert sum(found) / len(found) > 1.085, "held against them, stalls leave 1.04 of 1.12"
