@@ -28,6 +28,7 @@ ONE_CORE = tuple(
     for n, seconds in ((1, 0.017), (2, 0.018), (4, 0.020), (8, 0.028), (16, 0.038), (32, 0.072), (64, 0.130))
 )
 VOCAB_SIZE = 97
+SURE = (0.15, 0.95)  # what a drafter says of tokens that seem wrong, and right
 
 
 class GuessingDrafts(MemoryDrafts):
@@ -37,15 +38,21 @@ class GuessingDrafts(MemoryDrafts):
         self,
         *,
         share_wrong: float = 0.0,
+        share_told: float | None = None,
         share_empty: float = 0.0,
         confidences: Sequence[float] = (),
         draft_s: float = 0.0,
         empty_s: float = 0.0,
     ) -> None:
-        """A draft takes `draft_s` per token, and `empty_s` if it has none, as the share `share_empty` of them."""
+        """A draft takes `draft_s` per token, and `empty_s` if it has none, as the share `share_empty` of them.
+
+        Of so many tokens as `share_told` its confidences tell whether they are right, of the others they say as often
+        that they are; None: they are those given, if any.
+        """
         super().__init__()
         self.events = [DrafterEvent(drafter_id="d", vocab_size=VOCAB_SIZE)]
-        self._share_wrong, self._share_empty, self._confidences = share_wrong, share_empty, confidences
+        self.share_wrong, self._share_told, self._share_empty = share_wrong, share_told, share_empty
+        self._confidences = confidences
         self._prefixes: dict[str, list[int]] = {}
         self.draft_s, self.empty_s, self.num_drafts = draft_s, empty_s, 0
         self.asked: list[int] = []
@@ -68,15 +75,20 @@ class GuessingDrafts(MemoryDrafts):
         prefix += ask.token_ids
         is_empty = random.Random(f"{ask.request_id} {len(prefix)} empty").random() < self._share_empty
         token_ids = [] if is_empty else list(greedy_tokens(ask.max_length, prefix))
+        confidences = list(self._confidences[: len(token_ids)])
         for place in range(len(token_ids)):
-            if random.Random(f"{ask.request_id} {len(prefix) + place}").random() < self._share_wrong:
+            chance = random.Random(f"{ask.request_id} {len(prefix) + place}")
+            if is_wrong := chance.random() < self.share_wrong:
                 token_ids[place] = (token_ids[place] + 1) % VOCAB_SIZE
+            if self._share_told is not None:
+                seems_wrong = is_wrong if chance.random() < self._share_told else chance.random() < self.share_wrong
+                confidences.append(SURE[not seems_wrong])
         return Draft(
             request_id=ask.request_id,
             round_id=ask.round_id,
             position=len(prefix),
             token_ids=tuple(token_ids),
-            confidences=tuple(self._confidences[: len(token_ids)]) or None,
+            confidences=tuple(confidences) or None,
         )
 
 
@@ -154,12 +166,13 @@ class FarDrafts(GuessingDrafts):
         opening_s: float = 0.0,
         cold_s: Sequence[float] = (),
         share_wrong: float = 0.0,
+        share_told: float | None = None,
     ) -> None:
         """A batch takes `fixed_s`, `level_s` per position of its longest draft and `opening_s` per new request.
 
         The first batches take `cold_s` each besides.
         """
-        super().__init__(share_wrong=share_wrong)
+        super().__init__(share_wrong=share_wrong, share_told=share_told)
         self.level_s, self.fixed_s, self._opening_s = level_s, fixed_s, opening_s
         self._cold_s = list(cold_s)
         self._opened: set[str] = set()

@@ -29,6 +29,7 @@ from outrider.verifier_service.engine_messages import StepTime
 from outrider.verifier_service.load_levels import LoadLevel, LoadLevels
 from outrider.verifier_service.offer import Offer, PricedStep, Round, confidences_of, hoped_worths, judged_nodes
 from outrider.verifier_service.outcome import Outcome, num_draft_tokens
+from outrider.verifier_service.recent_confidences import RecentConfidences
 from outrider.verifier_service.request import Request
 from outrider.verifier_service.schedule import ScheduledRequest, first_nodes, kept_nodes
 from outrider.verifier_service.step_price import NEVER
@@ -70,6 +71,7 @@ class DraftPricing:
     survival: SurvivalEstimator = field(default_factory=SurvivalEstimator)
     worth: TokenWorth = field(default_factory=TokenWorth)
     num_extrapolated_steps: int = 0  # far beyond all that was profiled, or seen at this load
+    _confidences: RecentConfidences = field(default_factory=RecentConfidences)
     _levels: LoadLevels | None = None  # None: there is no profile, so nothing is priced
     _level: LoadLevel | None = None  # of the last step
     _depths: tuple[int | None, int | None] = (None, None)  # how long drafts should be, and may be now; None: any length
@@ -197,9 +199,10 @@ class DraftPricing:
         num_levels = len(draft.token_ids) if is_chain else asked.length
         # a drafter that stopped of itself has nothing more on offer
         num_offered = max(num_levels, asked.bound) if is_chain and num_levels >= asked.length else num_levels
-        confidences = confidences_of(draft) if is_chain else None
-        survivals = self.survival.survivals(request.request_id, asked.drafter_id, num_offered, confidences)
-        asked.offered = self._offer_of_chain(request.request_id, survivals, asked.worths)
+        asked.confidences = confidences_of(draft) if is_chain else None
+        survivals = self.survival.survivals(request.request_id, asked.drafter_id, num_offered, asked.confidences)
+        worths = self.worth.worths(request.request_id, survivals)
+        asked.offered = Offer(survivals, worths, asked.worths, worths)
         if asked.is_probe or asked.is_pinned:
             return draft
         num_paying = self._level.price.verified(asked.offered.levels[:num_levels])
@@ -229,10 +232,6 @@ class DraftPricing:
         if asked.has_predictions:
             return first_nodes(draft, max_nodes=_num_first_paying(worths, price), max_depth=len(worths))
         return kept_nodes(draft, [node for node, worth in enumerate(worths) if worth > price])
-
-    def _offer_of_chain(self, request_id: str, survivals: Sequence[float], hoped: Sequence[float] = ()) -> Offer:
-        worths = self.worth.worths(request_id, survivals)
-        return Offer(survivals, worths, hoped, worths)
 
     def end_step(self, step: PricedStep) -> None:
         """Note how a step's drafts went, before its requests ask again: all else that it says waits for `learn`."""
@@ -383,23 +382,25 @@ class DraftPricing:
         level.shortfall.observe(log_gain=log_gain, num_made=made, num_forgone=forgone)
 
     def _offer(self, step: PricedStep, request: Request) -> Offer:
-        """Return what one request had on offer; by history where nothing was asked for."""
+        """Return what one request had on offer; where nothing was asked for, as the last drafts of others were."""
         asked = step.rounds.get(request.request_id)
         if asked is not None and asked.offered is not None:
             return asked.offered
         if asked is not None and asked.length:
             return Offer()  # its draft did not come
-        if asked is not None and asked.worths:
-            return Offer(worths=asked.worths, levels=asked.worths)
-        kept = self._requests.get(request.request_id)
-        if asked is not None and kept is not None:
-            survivals = self._survivals(request.request_id, kept, asked)
-        else:  # it has not asked yet
-            bound = 0 if request.plan.is_pinned else request.plan.draft_length
-            survivals = self.survival.survivals(request.request_id, request.plan.drafter_id or "", bound)
-        return self._offer_of_chain(request.request_id, survivals)
+        if asked is None:  # it has not asked yet
+            asked = Round(request.plan.drafter_id or "", 0 if request.plan.is_pinned else request.plan.draft_length)
+        hoped = asked.worths or self._worths(request.request_id, self._kept(request, asked.drafter_id), asked)
+        confidences = self._confidences.next(asked.drafter_id)
+        if confidences is None:
+            return Offer(worths=hoped, levels=hoped)
+        survivals = self.survival.survivals(request.request_id, asked.drafter_id, asked.bound, confidences)
+        worths = self.worth.worths(request.request_id, survivals)
+        return Offer(survivals, worths, hoped, worths)
 
     def _observe_draft(self, asked: Round, outcome: Outcome) -> None:
+        if asked.confidences:
+            self._confidences.observe(asked.drafter_id, asked.confidences)
         draft = outcome.item.draft
         if draft is None:
             return

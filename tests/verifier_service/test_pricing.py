@@ -65,7 +65,7 @@ class UnevenDrafts(GuessingDrafts):
     """Always right for the first request, mostly wrong for all others."""
 
     def _draft(self, ask: Commit) -> Draft:
-        self._share_wrong = 0.0 if ask.request_id == "0" else 0.7
+        self.share_wrong = 0.0 if ask.request_id == "0" else 0.7
         return super()._draft(ask)
 
 

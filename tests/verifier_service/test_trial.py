@@ -4,7 +4,7 @@ import pytest
 
 from engine_bench import make_request
 from outrider.verifier_service.step_price import NEVER
-from outrider.verifier_service.trial import FIRST_CREDIT, MAX_LOSS, PAYBACK, TRIAL_DRAFTS, Trial
+from outrider.verifier_service.trial import FIRST_CREDIT, MAX_CREDIT, MAX_LOSS, PAYBACK, TRIAL_DRAFTS, Trial
 from priced_bench import FREE, ONE_CORE, Bench, FarBench, FarDrafts, GuessingDrafts
 
 OPEN = 0.3  # a price that lets drafts through
@@ -46,6 +46,22 @@ def test_the_drafts_of_one_step_count_each():
 def test_too_much_lost_closes_it():
     assert opened(FIRST_CREDIT + MAX_LOSS - 0.1).settle(OPEN, NEVER, OPEN) == OPEN
     assert opened(FIRST_CREDIT + MAX_LOSS).settle(OPEN, NEVER, OPEN) == NEVER
+
+
+def test_what_is_lost_after_a_trial_counts_too():
+    trial = opened(*[0.0] * TRIAL_DRAFTS)
+    trial.observe(1, FIRST_CREDIT + MAX_LOSS - 0.25)
+    assert trial.settle(OPEN, OPEN, OPEN) == OPEN
+    trial.observe(1, 0.25)
+    assert trial.settle(OPEN, OPEN, OPEN) == NEVER, "whatever past steps say"
+    assert trial.settle(NEVER, OPEN, OPEN) == NEVER, "until it is paid back"
+
+
+def test_what_was_gained_may_be_lost_up_to_a_credit():
+    trial = opened(-1000.0, MAX_CREDIT + MAX_LOSS - 0.25)
+    assert trial.settle(OPEN, OPEN, OPEN) == OPEN
+    trial.observe(1, 0.25)
+    assert trial.settle(OPEN, OPEN, OPEN) == NEVER
 
 
 def test_drafts_that_would_not_pay_if_they_came_at_once_are_not_tried():
@@ -107,3 +123,18 @@ def test_steps_that_read_prompts_use_a_trial_up_too():
         bench.engine.step()
     assert len(bench.drafts.asked) > TRIAL_DRAFTS
     assert bench.pricing._level.trial._num_left < TRIAL_DRAFTS
+
+
+def test_drafts_that_hardly_pay_cost_little_for_long():
+    """Where a price cannot quite tell, luck is what opens it."""
+    found: list[float] = []
+    for concurrency, share_wrong, waits in (
+        (2, 0.5, {"fixed_s": 0.008, "level_s": 0.001}),
+        (4, 0.4, {"fixed_s": 0.008, "level_s": 0.001}),
+        (4, 0.5, {"fixed_s": 0.001, "level_s": 0.004}),
+    ):
+        drafts = FarDrafts(**waits, opening_s=0.004, share_wrong=share_wrong, share_told=0.8)
+        bench = FarBench(drafts, ONE_CORE, contention=0.2)
+        off = bench.speed(concurrency, num_requests=8, draft_length=0, is_pinned=True)
+        found.append(bench.speed(concurrency, num_requests=320) / off)
+    assert sum(found) / len(found) > 0.985, "of trials' losses alone, and by history, 0.980 of 0.990"
