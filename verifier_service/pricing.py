@@ -382,7 +382,7 @@ class DraftPricing:
         level.shortfall.observe(log_gain=log_gain, num_made=made, num_forgone=forgone)
 
     def _offer(self, step: PricedStep, request: Request) -> Offer:
-        """Return what one request had on offer; where nothing was asked for, as the last drafts of others were."""
+        """Return what one request had on offer; where nothing was asked for, as if it were one of the last drafts."""
         asked = step.rounds.get(request.request_id)
         if asked is not None and asked.offered is not None:
             return asked.offered

@@ -2,8 +2,8 @@
 
 The first drafts after a pause are dearer than those that follow: drafters read what they missed, their machines are
 cold. To stop at what these cost and begin again later is to see nothing but first drafts. So a price that lets some
-drafts through holds for a number of drafts, until too much is lost. Later, too, drafting ends once it has lost too much,
-whatever past steps promise; and what it has lost is paid back before it begins again, by a share of the time.
+drafts through holds for a number of drafts, until too much is lost. Later, too, drafting ends once it has lost too
+much, whatever past steps promise; and what it has lost is paid back before it begins again, by a share of the time.
 """
 
 from __future__ import annotations
