@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 
@@ -49,6 +50,16 @@ def test_every_count_is_warmed_up_once_and_then_repeated():
     profile_of(runner, 8)
     num_batches = Counter(batch.num_tokens for batch in plain_batches(runner))
     assert num_batches == dict.fromkeys((1, 2, 3, 4, 6, 8), 1 + NUM_REPEATS)
+
+
+def test_a_machine_that_stands_still_most_of_the_time_makes_no_step_slower():
+    num_steps = itertools.count()
+
+    def stalled(count: int) -> float:
+        return straight(count) + (0.0 if next(num_steps) % 3 == 0 else 0.01)
+
+    times = profile_of(TimedRunner(stalled), 16).step_times
+    assert [time.seconds for time in times] == pytest.approx([straight(time.num_tokens) for time in times])
 
 
 @pytest.mark.parametrize(
