@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -147,12 +146,23 @@ def check_models(config: ServiceConfig) -> None:
 
 def serve_until_interrupted(config: ServiceConfig) -> None:
     """Serve until SIGINT or SIGTERM; leave no process behind."""
-    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt_once)
     with running_service(config):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stopping.set())
         scheme = "http" if config.tls is None else "https"
         address = f"{scheme}://{config.host}:{config.port} and grpc {config.host}:{config.grpc_port}"
-        click.echo(f"serving {config.model_name} on {address}")
-        stopping.wait()
+        with contextlib.suppress(KeyboardInterrupt):
+            click.echo(f"serving {config.model_name} on {address}")
+            while True:
+                signal.pause()
         click.echo("stopping")
+
+
+def _interrupt_once(*_: object) -> None:
+    """End what this process does, and let nothing cut the stopping short.
+
+    A handler that set an event would wait for the event's lock for ever where it interrupts the wait for that event.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -70,18 +69,30 @@ def run(dashboard_port: int) -> None:
     if (pid := running_pid()) is not None:
         raise click.ClickException(f"a local cluster is running already, as process {pid}; --stop ends it")
     PID_FILE.write_text(str(os.getpid()))
-    stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
+        signal.signal(number, interrupt_once)
     cluster = Cluster()
     try:
         start(cluster, dashboard_port)
         click.echo(f"RAY_ADDRESS={cluster.address}")
         click.echo(f"RAY_DASHBOARD_ADDRESS=http://127.0.0.1:{dashboard_port}")
-        stopping.wait()
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        click.echo("stopping")
     finally:
         cluster.shutdown()
         PID_FILE.unlink()
+
+
+def interrupt_once(*_: object) -> None:
+    """End what this process does, and let nothing cut the stopping short.
+
+    A handler that set an event would wait for the event's lock for ever where it interrupts the wait for that event.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 @click.command(help=__doc__)

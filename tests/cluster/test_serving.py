@@ -35,14 +35,18 @@ def test_interrupted_server_leaves_no_process_behind():
     port, grpc_port = free_ports(2)
     arguments = ["serve", "--port", str(port), "--grpc-port", str(grpc_port)]
     command = [str(Path(sys.executable).with_name("outrider")), *arguments]
-    environment = {**os.environ, "OUTRIDER_TEST_MARK": str(time.time_ns())}
+    environment = {**os.environ, "OUTRIDER_TEST_MARK": str(time.time_ns()), "PYTHONFAULTHANDLER": "1"}
     mark = f"OUTRIDER_TEST_MARK={environment['OUTRIDER_TEST_MARK']}".encode()
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
     assert server.stdout is not None
     assert "serving" in server.stdout.readline()
     assert len(marked_processes(mark)) > 5, "Ray, replicas and ranks carry the mark of the process that started them"
     server.send_signal(signal.SIGINT)
-    assert server.wait(timeout=60) == 0
+    try:
+        assert server.wait(timeout=60) == 0
+    except subprocess.TimeoutExpired:
+        server.send_signal(signal.SIGABRT)  # its threads' stacks are in the test's output then
+        raise
     deadline_s = time.monotonic() + 20
     while left := marked_processes(mark):
         assert time.monotonic() < deadline_s, f"still running: {left}"
