@@ -20,7 +20,7 @@ from outrider.cluster.drafter_replica import DrafterReplica
 from outrider.cluster.gateway_replica import GatewayReplica
 from outrider.cluster.placement import SHELL_CPUS
 from outrider.cluster.router_replica import RouterReplica
-from outrider.cluster.serve_scaling import GATEWAY_TARGETS
+from outrider.cluster.serve_scaling import GATEWAY_TARGETS, drafter_deployment
 from outrider.cluster.verifier_replica import VerifierReplica
 
 MAX_ONGOING_REQUESTS = 4096
@@ -48,21 +48,25 @@ def build(config: ServiceConfig) -> Application:
         VerifierReplica,
         "Verifier",
         # drafters are scaled by what verifiers export too, which Serve collects from scaled deployments alone
-        **_scaling(config.verifier_range, VERIFIER_TARGETS, is_watched=not config.drafter_range.is_fixed),
+        **_scaling(
+            config.verifier_range,
+            VERIFIER_TARGETS,
+            is_watched=not all(pool.drafter_range.is_fixed for pool in config.pools.values()),
+        ),
         **config.verifier_placement.serve_options,
         graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
     )
     # Serve deploys what the ingress is bound to
     pools = [verifier.bind(config, router)]
-    if config.has_drafters:
+    for name, pool in config.pools.items():
         drafter = _deployment(
             DrafterReplica,
-            "Drafter",
-            **_scaling(config.drafter_range, DRAFTER_TARGETS),
-            **config.drafter_placement.serve_options,
+            drafter_deployment(name),
+            **_scaling(pool.drafter_range, DRAFTER_TARGETS),
+            **pool.drafter_placement.serve_options,
             graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
         )
-        pools.append(drafter.bind(config, router))
+        pools.append(drafter.bind(pool, router, name))
     gateway = _deployment(
         GatewayReplica,
         "Gateway",

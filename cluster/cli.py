@@ -15,7 +15,7 @@ import click
 
 from outrider.cluster.bench_cli import PLAIN_WIDTH, bench
 from outrider.cluster.bench_verbs import console_of
-from outrider.cluster.config_file import read_config_file, read_speculative_config
+from outrider.cluster.config_file import read_config_file, read_pools, read_speculative_config
 from outrider.cluster.security_options import security_options
 from outrider.cluster.server_options import CONTEXT_SETTINGS, server_options
 from outrider.cluster.simulate_cli import simulate
@@ -123,6 +123,15 @@ def main(log_level: str) -> None:
 )
 @click.option(
     "--num-drafters", default="1", show_default=True, help="Replicas of the draft model; min:max: scaled by load."
+)
+@click.option(
+    "--drafter-pool",
+    "drafter_pools",
+    metavar="JSON",
+    multiple=True,
+    callback=read_pools,
+    help="A further drafter pool, as -sc with a name, and num_drafters, drafter_resources, drafter_labels of its own: "
+    '{"name": "lookup", "method": "ngram", "num_drafters": 2}; may be repeated.',
 )
 @click.option("--num-gateways", default="1", show_default=True, help="Replicas of the API; min:max: scaled by load.")
 @click.option("--verifier-resources", metavar="JSON", default="{}", help="Custom Ray resources of each verifier.")

@@ -13,15 +13,15 @@ import ray
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from outrider.cluster.api_keys import require_hashes
-from outrider.cluster.autoscaling import ReplicaRange
+from outrider.cluster.autoscaling import FIRST_POOL, ReplicaRange
 from outrider.cluster.fleet import BatchSizeTable, PolicyMode, RouterPolicy
 from outrider.cluster.hints import did_you_mean
 from outrider.cluster.logs import LOG_FORMATS
 from outrider.cluster.placement import PoolPlacement
 from outrider.cluster.security import TlsConfig, link_tls, public_tls
-from outrider.cluster.speculative_options import parse_speculative_config, split_options
+from outrider.cluster.speculative_options import parse_pool, parse_speculative_config, split_options
 from outrider.drafter_service import embedded
-from outrider.drafter_service.drafter_spec import ColocatedSpec, DrafterSpec, num_scratch_blocks, state_taps
+from outrider.drafter_service.drafter_spec import ColocatedSpec, DrafterSpec, common_state_taps, num_scratch_blocks
 from outrider.drafter_service.speculative_config import Location, SpeculativeConfig
 from outrider.verifier_service.link_channel import LinkCredentials
 from outrider.verifier_service.model_config import ModelConfig
@@ -42,7 +42,7 @@ _POSITIVE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
-    """A service: one target model on verifiers, one draft model (or none) on drafters, gateways in front.
+    """A service: one target model on verifiers, drafters in one or more pools (or none), gateways in front.
 
     With neither `model` nor `draft_model` the embedded pair is served. Raises `ValueError` naming the field.
     """
@@ -70,6 +70,7 @@ class ServiceConfig:
     drain_timeout_s: float = 30.0  # how long a replica that shall stop waits for its streams to finish or move
     num_speculative_tokens: int = 4  # the longest draft; 0: never speculate
     speculative_config: dict[str, Any] = field(default_factory=dict)  # keys of `SpeculativeConfig` but those above
+    drafter_pools: tuple[dict[str, Any], ...] = ()  # beside the one described here: see `parse_pool`
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     kv_cache_memory_bytes: int | None = None
@@ -119,7 +120,6 @@ class ServiceConfig:
                 raise ValueError(f"{name} must be at least {fewest}")
         if self.speculation not in ("auto", "always", "off"):
             raise ValueError("speculation must be auto, always or off")
-        self.router_policy  # noqa: B018  # refuses a table that is none
         if any(length > self.num_speculative_tokens for _, _, length in self.draft_length_by_batch_size):
             raise ValueError("draft_length_by_batch_size must have draft lengths of at most num_speculative_tokens")
         if self.log_format not in LOG_FORMATS:
@@ -127,6 +127,8 @@ class ServiceConfig:
         if not 0.0 <= self.trace_sample_ratio <= 1.0:
             raise ValueError("trace_sample_ratio must be in [0, 1]")
         self.speculative  # noqa: B018  # refuses what no drafter takes
+        self.pools  # noqa: B018
+        self.router_policy  # noqa: B018  # refuses a table that is none
         require_hashes(self.api_key_hashes)
         public_tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)  # refuses an incomplete set
         if self.speculative.tensor_transport == NCCL and self.device == "cpu":
@@ -165,6 +167,28 @@ class ServiceConfig:
     def link_tls(self) -> TlsConfig | None:
         """TLS between our own services."""
         return link_tls(self.link_ssl_certfile, self.link_ssl_keyfile, self.link_ssl_ca_certs)
+
+    @property
+    def pools(self) -> dict[str, ServiceConfig]:
+        """Every pool of drafters by its name: the service as it would be with that one alone."""
+        first = dataclasses.replace(self, drafter_pools=()) if self.drafter_pools else self
+        pools = {FIRST_POOL: first} if self.has_drafters else {}
+        for values in self.drafter_pools:
+            pool = parse_pool(values, self.speculative_config)
+            if pool.name in pools:
+                raise ValueError(f"drafter_pools: {pool.name}: there are two of that name")
+            alone = {"drafter_pools": (), "draft_model": None, "num_drafters": 1, "draft_tensor_parallel_size": 1}
+            kinds = get_type_hints(ServiceConfig)
+            try:
+                options = {key: _parsed(key, value, kinds[key]) for key, value in pool.options.items()}
+                pools[pool.name] = dataclasses.replace(
+                    self, **{**alone, **options, "speculative_config": pool.speculative_config}
+                )
+                if not pools[pool.name].has_drafters:
+                    raise ValueError("draft_model: the method needs a checkpoint, or num_drafters: there is no drafter")
+            except ValueError as error:
+                raise ValueError(f"drafter_pools: {pool.name}: {error}") from error
+        return pools
 
     @property
     def tensor_transports(self) -> tuple[str, ...]:
@@ -249,7 +273,7 @@ class ServiceConfig:
     def router_policy(self) -> RouterPolicy:
         return RouterPolicy(
             mode=PolicyMode(self.speculation),
-            max_draft_length=self.num_speculative_tokens,
+            max_draft_length=max(config.num_speculative_tokens for config in (self, *self.pools.values())),
             draft_length_by_batch_size=self.draft_length_by_batch_size,
         )
 
@@ -274,25 +298,30 @@ class ServiceConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Return the ranks of both pools at their largest."""
+        """Return the ranks of all pools at their largest."""
         verifier_ranks = self.verifier_range.most * self.tensor_parallel_size
-        return verifier_ranks + self.drafter_range.most * self.draft_tensor_parallel_size
+        return verifier_ranks + sum(
+            pool.drafter_range.most * pool.draft_tensor_parallel_size for pool in self.pools.values()
+        )
 
     @property
     def num_shells(self) -> int:
         """Return the replicas of all pools at their largest, ranks not counted."""
-        return self.verifier_range.most + self.drafter_range.most + self.gateway_range.most
+        num_drafters = sum(pool.drafter_range.most for pool in self.pools.values())
+        return self.verifier_range.most + num_drafters + self.gateway_range.most
 
     @property
     def verifier_spec(self) -> VerifierSpec:
         model = self._model(self.target_path, self.tensor_parallel_size)
-        drafter = self.drafter_spec
-        if drafter is not None:
+        own = self.drafter_spec
+        specs = [] if own is None else [own]
+        specs += [spec for pool in self.pools.values() if (spec := pool.drafter_spec) is not None and spec != own]
+        if specs:
             model = dataclasses.replace(
                 model,
-                state_taps=state_taps(drafter),
-                state_dtype=drafter.speculative.state_dtype,
-                num_scratch_blocks=num_scratch_blocks(drafter, self.block_size, self.max_num_seqs),
+                state_taps=common_state_taps(specs),
+                state_dtype=self.speculative.state_dtype,
+                num_scratch_blocks=max(num_scratch_blocks(spec, self.block_size, self.max_num_seqs) for spec in specs),
             )
         return VerifierSpec(
             model=model,
@@ -301,7 +330,7 @@ class ServiceConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             sampling_seed=self.seed,
             check_integrity=self.check_integrity,
-            max_tree_nodes=self.speculative.num_tree_nodes,
+            max_tree_nodes=max([self.speculative.num_tree_nodes, *(spec.speculative.num_tree_nodes for spec in specs)]),
         )
 
     @property

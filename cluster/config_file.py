@@ -62,6 +62,22 @@ def read_speculative_config(
     return rest
 
 
+def read_pools(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> tuple[dict[str, Any], ...]:
+    """Return the objects of further drafter pools."""
+    pools: list[dict[str, Any]] = []
+    for text in texts:
+        try:
+            pool = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise click.BadParameter(f"not JSON: {error}", context, parameter) from error
+        if not isinstance(pool, dict):
+            raise click.BadParameter("expected a JSON object", context, parameter)
+        pools.append(pool)
+    return tuple(pools)
+
+
 def _entries(text: str) -> list[tuple[str, Any]]:
     """Return the keys and values of a YAML mapping; raises `ValueError` for anything else.
 
@@ -91,5 +107,9 @@ def _options_by_name(command: click.Command, *, without: click.Parameter) -> dic
 
 def _as_typed(value: Any, option: click.Parameter) -> Any:
     if getattr(option, "multiple", False):
-        return value if isinstance(value, list) else [value]
+        return [_as_text(item) for item in (value if isinstance(value, list) else [value])]
+    return _as_text(value)
+
+
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)

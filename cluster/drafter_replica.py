@@ -81,9 +81,10 @@ class ShellPort:
 
 
 class DrafterReplica:
-    """One replica of the drafter pool."""
+    """One replica of a drafter pool."""
 
-    async def __init__(self, config: ServiceConfig, router: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: ServiceConfig, router: Any, pool: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        """`config` is that of the service with this pool alone."""
         self._host = EngineHost(
             on_message=self._on_update, on_failure=lambda _: None, timeout_s=config.engine_timeout_s
         )
@@ -92,6 +93,7 @@ class DrafterReplica:
         self._num_ranks = config.draft_tensor_parallel_size
         self._drain_timeout_s = config.drain_timeout_s
         self._is_draining = False
+        self._pool = pool
         self._drafter_id = serve.get_replica_context().replica_id.unique_id
         configure_logging(config.log_format, replica=f"drafter/{self._drafter_id}")
         self._epoch = time.time_ns()
@@ -133,6 +135,7 @@ class DrafterReplica:
         load = self._port.load()
         return DrafterReport(
             drafter_id=self._drafter_id,
+            pool=self._pool,
             endpoint=self._endpoint,
             epoch=self._epoch,
             num_sessions=load.num_sessions,

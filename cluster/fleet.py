@@ -164,6 +164,7 @@ class DrafterReport:
     queue_depth: int
     max_draft_length: int
     mean_draft_s: float
+    pool: str = ""  # drafters of one draft in the same way
     draining: bool = False
     counters: DrafterCounters = field(default_factory=DrafterCounters)
     num_bad_frames: int = 0  # that verifiers sent

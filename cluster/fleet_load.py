@@ -95,6 +95,7 @@ def _drafter(report: DrafterReport, verifiers: tuple[VerifierState, ...]) -> dic
     ]
     return {
         "id": report.drafter_id,
+        "pool": report.pool,
         "state": ReplicaState.of(report).value,
         "num_sessions": report.num_sessions,
         "queue_depth": report.queue_depth,

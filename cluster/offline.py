@@ -137,6 +137,8 @@ class OfflineEngine:
 
     def __init__(self, config: ServiceConfig, *, drafter_process: bool = False, prices_drafts: bool = False) -> None:
         """With `prices_drafts` step times are measured first, and then plans that are not pinned are bounds."""
+        if config.drafter_pools:
+            raise ValueError("drafter_pools: without a server there is one drafter")
         self._config = config
         self.drafter_pids: list[int] = []  # where the drafter has processes of its own
         self._exit = contextlib.ExitStack()

@@ -10,9 +10,10 @@ A verifier that does not report, or that drains, gets no new request. Of the oth
    it is near 1 the machine is compute-bound, and one more request slows all others down.
 
 A request keeps its drafter as long as that one reports, does not drain and has a link from its verifier, which has
-not found it failing; otherwise it gets, of those that do, the one with the shortest expected delay: its requests times
-the round trip on this link, per draft that comes in time. Of a drafter with too long a queue each verifier takes one
-request away per report.
+not found it failing. Otherwise it gets one of the pool in which a token takes least: a step and a draft's round trip,
+over one and the tokens that this pool brings per round. Of that pool's drafters it gets the one with the shortest
+expected delay: its requests times the round trip on this link, per draft that comes in time. Of a drafter with too long
+a queue, or of a pool that is clearly worse than another, each verifier takes one request away per report.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from outrider.cluster.fleet import (
@@ -28,6 +29,7 @@ from outrider.cluster.fleet import (
     DisabledReason,
     DrafterReport,
     DrafterState,
+    DrafterTime,
     FleetSnapshot,
     PlacementReason,
     RouteAsk,
@@ -46,10 +48,11 @@ PRICE_WEIGHT = 8.0  # so does a price of 1
 AFFINITY_LOAD_FACTOR = 1.25
 AFFINITY_SLACK = 4.0  # in running requests; without it an idle fleet would never keep a prefix together
 MIN_ROUND_TRIP_S = 0.001  # shorter ones do not tell drafters apart
+WORSE_POOL = 1.25  # times the time per token in the best pool: requests leave it
 MIN_SHARE_IN_TIME = 0.1  # of a drafter's drafts: with less it seems ten times as slow as it is, and no slower
 
 
-_Ranked = tuple[float, int, str, int]  # expected delay, hash of the link, drafter, its requests
+_Ranked = tuple[float, float, int, str, int]  # time per token, delay, hash of the link, drafter, its requests
 
 
 class NoVerifierError(RuntimeError):
@@ -155,7 +158,7 @@ def _plan_for_ask(
 
 
 class DrafterDesk:
-    """Hand out one verifier's drafters: a request keeps the one it has, any other gets that of the shortest delay.
+    """Hand out one verifier's drafters: a request keeps the one it has, any other gets the best pool's least busy one.
 
     Only drafters that report, that do not drain and that the verifier can use count, and one of its own.
     """
@@ -172,6 +175,9 @@ class DrafterDesk:
         }
         # of a link that was never used the best is hoped, or it never would be
         self._hoped_s = min((self._round_trips_s.get(id_, math.inf) for id_ in self.linked), default=math.inf)
+        self._pools_s = self._token_times(verifier)
+        best_s = min(self._pools_s.values(), default=0.0)
+        self._worse = {pool for pool, token_s in self._pools_s.items() if token_s > WORSE_POOL * best_s}
         self._crowded = {id_ for id_, state in self.linked.items() if state.report.queue_depth > policy.max_queue_depth}
         self._open = [
             self._ranked(state, _num_requests(state), verifier.verifier_id)
@@ -182,25 +188,55 @@ class DrafterDesk:
 
     def choose(self, current_id: str | None) -> DrafterState | None:
         """Return a request's drafter, given the one it has, or None for the `reason`."""
-        if current_id in self.linked:
-            if not (self._open and current_id in self._crowded):
-                return self.linked[current_id]
-            self._crowded.remove(current_id)  # the others that it has may stay this time
+        if current_id in self.linked and not self._should_leave(current_id):
+            return self.linked[current_id]
         if not self._open:
             return None
-        _, spread, drafter_id, load = self._open[0]
-        state = self.linked[drafter_id]
-        heapq.heapreplace(self._open, (self._delay(drafter_id, load + 1), spread, drafter_id, load + 1))
-        return state
+        token_s, _, spread, drafter_id, load = self._open[0]
+        heapq.heapreplace(self._open, (token_s, self._delay(drafter_id, load + 1), spread, drafter_id, load + 1))
+        return self.linked[drafter_id]
+
+    def _should_leave(self, drafter_id: str) -> bool:
+        """Return whether a request should leave the drafter it has; others that have it may stay this time."""
+        if not self._open:
+            return False
+        if drafter_id in self._crowded:
+            self._crowded.remove(drafter_id)
+            return True
+        pool, best = (self.linked[id_].report.pool for id_ in (drafter_id, self._open[0][3]))
+        if pool not in self._worse or best in self._worse:
+            return False
+        self._worse.remove(pool)
+        return True
 
     def _ranked(self, state: DrafterState, load: int, verifier_id: str) -> _Ranked:
-        drafter_id = state.report.drafter_id
-        return (self._delay(drafter_id, load), stable_hash(f"{verifier_id}/{drafter_id}"), drafter_id, load)
+        drafter_id, pool = state.report.drafter_id, state.report.pool
+        spread = stable_hash(f"{verifier_id}/{drafter_id}")
+        return (self._pools_s[pool], self._delay(drafter_id, load), spread, drafter_id, load)
 
     def _delay(self, drafter_id: str, load: int) -> float:
         """Return how long a drafter with `load` requests lets one more wait, but for a constant."""
         hoped_s = MIN_ROUND_TRIP_S if self._hoped_s == math.inf else self._hoped_s
         return (load + 1) * self._round_trips_s.get(drafter_id, hoped_s)
+
+    def _token_times(self, verifier: VerifierReport) -> dict[str, float]:
+        """Return the time per token of a request that has a drafter of each pool, as long as its queue is no longer."""
+        shortest_s: dict[str, float] = {}
+        for drafter_id, state in self.linked.items():
+            delay_s = self._delay(drafter_id, load=0)
+            shortest_s[state.report.pool] = min(delay_s, shortest_s.get(state.report.pool, math.inf))
+        yields, step_s = _yields(self.linked, verifier.round_trips), verifier.mean_step_s or 0.0
+        return {pool: (step_s + delay_s) / (1.0 + yields[pool]) for pool, delay_s in shortest_s.items()}
+
+
+def _yields(linked: Mapping[str, DrafterState], served: Iterable[DrafterTime]) -> dict[str, float]:
+    """Return the accepted tokens per round of every pool; of one that had no rounds lately whole drafts are hoped."""
+    known: dict[str, list[float]] = {}
+    for drafter in served:
+        if drafter.drafter_id in linked and drafter.accepted_per_round is not None:
+            known.setdefault(linked[drafter.drafter_id].report.pool, []).append(drafter.accepted_per_round)
+    hoped = {state.report.pool: float(state.report.max_draft_length) for state in linked.values()}
+    return hoped | {pool: sum(values) / len(values) for pool, values in known.items()}
 
 
 def _why_nobody(verifier: VerifierReport) -> DisabledReason:

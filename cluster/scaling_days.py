@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
-from outrider.cluster.autoscaling import PoolSizes, PoolsLoad, PoolsPolicy
+from outrider.cluster.autoscaling import FIRST_POOL, PoolSizes, PoolsLoad, PoolsPolicy
 
 logger = logging.getLogger("ray.serve")  # the one that the controller, where policies run, writes to its log
 
@@ -28,6 +28,7 @@ class Moment:
     """One call of the policy."""
 
     at_s: float  # since the epoch
+    pool: str = FIRST_POOL  # whose drafters they are
     load: PoolsLoad
     policy: PoolsPolicy
     sizes: PoolSizes
@@ -47,7 +48,7 @@ class DayRecorder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._last: Moment | None = None
+        self._last: dict[str, Moment] = {}  # by pool
         self._is_broken = False
         try:
             _end_line(path)
@@ -55,10 +56,10 @@ class DayRecorder:
             self._give_up(error)
 
     def record(self, moment: Moment) -> None:
-        last = self._last
+        last = self._last.get(moment.pool)
         if self._is_broken or (last is not None and _says_nothing_new(moment, last)):
             return
-        self._last = moment
+        self._last[moment.pool] = moment
         try:
             with self._path.open("ab") as file:
                 file.write(_MOMENT.dump_json(moment) + b"\n")

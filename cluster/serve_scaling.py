@@ -19,12 +19,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from outrider.cluster.autoscaling import PoolSize, PoolsPolicy, ReplicaRange, desired_pools, desired_replicas
+from outrider.cluster.autoscaling import (
+    FIRST_POOL,
+    PoolSize,
+    PoolSizes,
+    PoolsPolicy,
+    ReplicaRange,
+    desired_pools,
+    desired_replicas,
+)
 from outrider.cluster.scaling_days import DayRecorder, Moment
 from outrider.cluster.scaling_figures import Figures, pools_load
 
 logger = logging.getLogger("ray.serve")  # the one that the controller, where policies run, writes to its log
 GATEWAY_TARGETS = {"num_requests": 256.0}
+
+
+_DRAFTERS = "Drafter"
+_JOINT = "-"  # between that and the name of a pool, but of the first
+
+
+def drafter_deployment(pool: str) -> str:
+    """Return the name of a drafter pool's deployment."""
+    return _DRAFTERS if pool == FIRST_POOL else f"{_DRAFTERS}{_JOINT}{pool}"
+
+
+def _pool_of(deployment: str) -> str | None:
+    """Return the drafter pool that a deployment is; None: it is another one."""
+    kind, joint, pool = deployment.partition(_JOINT)
+    return (pool if joint else FIRST_POOL) if kind == _DRAFTERS else None
 
 
 class ScalingContext(Protocol):
@@ -63,7 +86,7 @@ class PoolPolicy:
 
 
 class ServicePolicy:
-    """Scale verifiers and drafters together, gateways by their requests.
+    """Scale verifiers and all pools of drafters together, gateways by their requests.
 
     `settings` are fields of `PoolsPolicy` but its ranges, which are Serve's bounds of the deployments. What is decided,
     and on what figures, is appended to the file `recorded_to` (`scaling_days.py`), on the head node's disk.
@@ -79,7 +102,7 @@ class ServicePolicy:
     ) -> tuple[dict[Deployment, int], dict[Deployment, dict[str, Any]]]:
         """Return the wanted replicas and the state to keep, by deployment; one that is not scaled is in neither."""
         by_name = {deployment.name: context for deployment, context in contexts.items()}
-        sizes = self._pools(by_name.get("Verifier"), by_name.get("Drafter"))
+        sizes = self._sizes(by_name)
         wanted: dict[Deployment, int] = {}
         states: dict[Deployment, dict[str, Any]] = {}
         for deployment, context in contexts.items():
@@ -90,7 +113,17 @@ class ServicePolicy:
                 wanted[deployment], states[deployment] = self._gateway(context)
         return wanted, states
 
-    def _pools(self, verifier: ScalingContext | None, drafter: ScalingContext | None) -> dict[str, PoolSize]:
+    def _sizes(self, by_name: Mapping[str, ScalingContext]) -> dict[str, PoolSize]:
+        """Return how large each pool should be, by deployment; each of drafters wants as many verifiers."""
+        verifier = by_name.get("Verifier")
+        drafters = {name: pool for name in by_name if (pool := _pool_of(name)) is not None}
+        found: dict[str, PoolSize] = {}
+        for name, pool in drafters.items() or {drafter_deployment(FIRST_POOL): FIRST_POOL}.items():
+            sizes = self._decided(pool, verifier, by_name.get(name))
+            found["Verifier"], found[name] = sizes.verifiers, sizes.drafters
+        return found
+
+    def _decided(self, pool: str, verifier: ScalingContext | None, drafter: ScalingContext | None) -> PoolSizes:
         load = pools_load(
             _figures(verifier),
             _figures(drafter),
@@ -100,8 +133,8 @@ class ServicePolicy:
         policy = dataclasses.replace(self._policy, verifiers=_range(verifier), drafters=_range(drafter))
         sizes = desired_pools(load, policy)
         if self._recorder is not None:
-            self._recorder.record(Moment(at_s=time.time(), load=load, policy=policy, sizes=sizes))
-        return {"Verifier": sizes.verifiers, "Drafter": sizes.drafters}
+            self._recorder.record(Moment(at_s=time.time(), pool=pool, load=load, policy=policy, sizes=sizes))
+        return sizes
 
 
 def _figures(context: ScalingContext | None) -> Figures:

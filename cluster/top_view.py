@@ -116,11 +116,13 @@ def _drafts(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _drafters(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("drafters", "state", ["sessions", "queue", "draft", "ahead hits", "links up", "circuits open"])
+    figures = ["pool", "sessions", "queue", "draft", "ahead hits", "links up", "circuits open"]
+    table = _table("drafters", "state", figures)
     for row in rows:
         table.add_row(
             _safe(row["id"]),
             _state(row["state"]),
+            _safe(row["pool"]),
             str(row["num_sessions"]),
             str(row["queue_depth"]),
             _ms(row["mean_draft_s"] or None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from outrider.drafter_service.speculative_config import (
@@ -87,6 +88,14 @@ def state_taps(spec: DrafterSpec) -> tuple[int, ...]:
     if methods[0] is Method.DFLASH:
         return dflash.parse_config(config, spec.num_target_layers()).taps
     return eagle3.parse_config(config, spec.num_target_layers()).taps
+
+
+def common_state_taps(specs: Iterable[DrafterSpec]) -> tuple[int, ...]:
+    """Return the hidden states that a verifier keeps for several drafters; raises `ValueError` where they differ."""
+    found = {taps for spec in specs if (taps := state_taps(spec))}
+    if len(found) > 1:
+        raise ValueError(f"drafter_pools: those that read hidden states must read the same, not {sorted(found)}")
+    return found.pop() if found else ()
 
 
 def num_scratch_blocks(spec: DrafterSpec, block_size: int, max_num_seqs: int) -> int:

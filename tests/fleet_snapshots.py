@@ -81,6 +81,7 @@ BUSY_DRAFTER = DrafterReport(
     queue_depth=1,
     max_draft_length=8,
     mean_draft_s=0.004,
+    pool="default",
     counters=DrafterCounters(
         num_drafts=44, num_draft_tokens=132, num_evicted_sessions=1, num_cache_hits=30, num_cache_misses=10
     ),
@@ -94,6 +95,7 @@ IDLE_DRAFTER = DrafterReport(
     queue_depth=0,
     max_draft_length=8,
     mean_draft_s=0.0,
+    pool="lookup",
     draining=True,
 )
 

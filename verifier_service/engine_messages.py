@@ -81,11 +81,12 @@ class RequestLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterTime:
-    """The smoothed time from asking a drafter to its draft, and the share of its drafts that miss their deadline."""
+    """How one drafter serves a verifier: how long it takes, how often too long, and what its drafts bring."""
 
     drafter_id: str
-    seconds: float
-    late_share: float = 0.0
+    seconds: float  # from asking to the draft, smoothed
+    late_share: float = 0.0  # of its drafts: that missed their deadline
+    accepted_per_round: float | None = None  # tokens; None: hardly any request was its lately, or none could draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.verifier_service.circuit_breaker import BreakerState, CircuitBreaker
+from outrider.verifier_service.drafter_record import AnsweredRound, DrafterRecord, DraftSession, OutstandingRound
 from outrider.verifier_service.drafting import (
     Close,
     Commit,
@@ -32,7 +33,8 @@ from outrider.verifier_service.histogram import Histogram
 from outrider.verifier_service.joining import DueDraft
 from outrider.verifier_service.pricing import DraftPricing
 from outrider.verifier_service.request import AcceptanceRule, Request
-from outrider.verifier_service.round_timer import LateShare, RoundTimer
+from outrider.verifier_service.round_timer import RoundTimer
+from outrider.verifier_service.step_price import NEVER
 
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -62,55 +64,6 @@ class SpeculationConfig:
             raise ValueError("min_deadline_s must be positive and at most max_deadline_s")
 
 
-@dataclass(slots=True)
-class _Round:
-    """One outstanding ask."""
-
-    round_id: int
-    position: int
-    max_length: int
-    max_nodes: int
-    asked_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnsweredRound:
-    """Who drafted what is attached to a request, and when, by the engine's clock."""
-
-    drafter_id: str
-    asked_s: float
-    received_s: float
-
-
-@dataclass(slots=True)
-class _Session:
-    """What one drafter has been told about one request."""
-
-    drafter_id: str
-    num_sent_tokens: int = 0  # 0: not open
-    num_sent_states: int = 0
-    has_answered: bool = False  # since it was opened; until then its rounds contain a prefill
-    round: _Round | None = None
-    missed: _Round | None = None  # the last one whose deadline passed
-    missed_deadline_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Drafter:
-    """What the verifier knows of one drafter that is up."""
-
-    vocab_size: int
-    needs: DraftNeeds
-    timer: RoundTimer
-    opening_timer: RoundTimer  # of rounds that contain the drafter's prefill
-    breaker: CircuitBreaker
-    late_share: LateShare = field(default_factory=LateShare)  # of the other rounds
-    session_ids: set[str] = field(default_factory=set)
-
-    def timer_of(self, session: _Session) -> RoundTimer:
-        return self.timer if session.has_answered else self.opening_timer
-
-
 class DraftCoordinator:
     """The drafting side of the step loop: `receive` before scheduling, `ask` after committing."""
 
@@ -126,8 +79,8 @@ class DraftCoordinator:
         self._pricing = pricing
         self._states = states
         self._config = config
-        self._drafters: dict[str, _Drafter] = {}
-        self._sessions: dict[str, _Session] = {}
+        self._drafters: dict[str, DrafterRecord] = {}
+        self._sessions: dict[str, DraftSession] = {}
         self._answered: dict[str, AnsweredRound] = {}  # by request; outlives the drafter
         self._num_rounds = 0
         self.fallbacks: collections.Counter[str] = collections.Counter()  # rounds that ended without a draft, by reason
@@ -139,12 +92,9 @@ class DraftCoordinator:
         self.lateness_s = Histogram(LATENESS_BOUNDS_S)
 
     def drafter_times(self, now_s: float) -> tuple[DrafterTime, ...]:
-        """Return how long every drafter takes that has answered, and how often too long."""
-        return tuple(
-            DrafterTime(drafter_id=drafter_id, seconds=seconds, late_share=drafter.late_share.at(now_s))
-            for drafter_id, drafter in self._drafters.items()
-            if (seconds := drafter.timer.smoothed_s) is not None
-        )
+        """Return how every drafter serves that has answered."""
+        times = (drafter.time(drafter_id, now_s) for drafter_id, drafter in self._drafters.items())
+        return tuple(found for found in times if found is not None)
 
     @property
     def request_ids(self) -> set[str]:
@@ -198,10 +148,10 @@ class DraftCoordinator:
             case Resync(request_id=request_id):
                 self._on_resync(event.drafter_id, request_id, requests, now_s)
 
-    def _new_drafter(self, event: DrafterEvent) -> _Drafter:
+    def _new_drafter(self, event: DrafterEvent) -> DrafterRecord:
         config = self._config
         limits = {"first_s": config.first_deadline_s, "max_s": config.max_deadline_s}
-        return _Drafter(
+        return DrafterRecord(
             event.vocab_size or config.vocab_size,
             event.needs,
             timer=RoundTimer(min_s=config.min_deadline_s, **limits),
@@ -243,7 +193,7 @@ class DraftCoordinator:
             drafter_id=drafter_id, asked_s=outstanding.asked_s, received_s=now_s
         )
 
-    def _observe_lateness(self, drafter_id: str, session: _Session | None, draft: Draft, now_s: float) -> None:
+    def _observe_lateness(self, drafter_id: str, session: DraftSession | None, draft: Draft, now_s: float) -> None:
         """Learn from a draft that came too late how long its drafter takes: the next one gets as long."""
         if session is None or session.drafter_id != drafter_id:
             return
@@ -281,7 +231,7 @@ class DraftCoordinator:
 
         A drafter that stalls misses the rounds of many requests at once: that is one failure of it, not many.
         """
-        late: dict[tuple[str, bool], _Session] = {}  # one of each timer
+        late: dict[tuple[str, bool], DraftSession] = {}  # one of each timer
         for request_id, session in self._sessions.items():
             request = requests[request_id]
             if request.hold_until_s is None or request.hold_until_s > now_s:
@@ -299,12 +249,19 @@ class DraftCoordinator:
 
     # --- after committing ---
 
+    def observe_accepted(self, request: Request, num_tokens: int, now_s: float) -> None:
+        """Take in how many tokens of a request's last draft were accepted."""
+        answered = self._answered.get(request.request_id)
+        if answered is not None and (drafter := self._drafters.get(answered.drafter_id)) is not None:
+            drafter.draft_yield.observe_accepted(num_tokens, now_s)
+
     def ask(self, requests: Iterable[Request], now_s: float) -> None:
         """Send each request's new tokens to its drafter and hold the request until the draft's deadline."""
         outbox: dict[str, list[VerifierMessage]] = {}
         for request in requests:
             length = self._draft_length(request)
             self.num_asks += 1
+            self._note_round(request, now_s)
             if request.plan.is_off:
                 self._end_session(request.request_id, outbox)
             elif length > 0 and self._ask_one(request, length, now_s, outbox):
@@ -313,6 +270,14 @@ class DraftCoordinator:
                 self._end_round(request)
         for drafter_id, messages in outbox.items():
             self._client.send(drafter_id, messages)
+
+    def _note_round(self, request: Request, now_s: float) -> None:
+        """Count a round of the drafter that a request has; while nobody's drafts can pay, none says anything of it."""
+        is_closed = self._pricing is not None and self._pricing.price == NEVER
+        if request.plan.is_off or (is_closed and not request.plan.is_pinned):
+            return
+        if (drafter := self._drafters.get(self._likely_drafter(request))) is not None:
+            drafter.draft_yield.observe_round(now_s)
 
     def _ask_one(
         self, request: Request, length: int, now_s: float, outbox: dict[str, list[VerifierMessage]]
@@ -378,11 +343,11 @@ class DraftCoordinator:
         )
         return next((drafter_id for drafter_id in by_load if self._drafters[drafter_id].breaker.allow(now_s)), None)
 
-    def _session_at(self, request: Request, drafter_id: str, outbox: dict[str, list[VerifierMessage]]) -> _Session:
+    def _session_at(self, request: Request, drafter_id: str, outbox: dict[str, list[VerifierMessage]]) -> DraftSession:
         session = self._sessions.get(request.request_id)
         if session is None or session.drafter_id != drafter_id:
             self._end_session(request.request_id, outbox)
-            session = self._sessions[request.request_id] = _Session(drafter_id)
+            session = self._sessions[request.request_id] = DraftSession(drafter_id)
             self._drafters[drafter_id].session_ids.add(request.request_id)
         return session
 
@@ -392,7 +357,9 @@ class DraftCoordinator:
             self._drafters[session.drafter_id].session_ids.discard(request_id)
             outbox.setdefault(session.drafter_id, []).append(Close(request_id=request_id))
 
-    def _messages(self, request: Request, session: _Session, max_length: int, now_s: float) -> list[VerifierMessage]:
+    def _messages(
+        self, request: Request, session: DraftSession, max_length: int, now_s: float
+    ) -> list[VerifierMessage]:
         """Say what the drafter does not know yet and ask for `max_length` tokens after it, as a new round."""
         messages: list[VerifierMessage] = []
         if session.num_sent_tokens == 0:
@@ -423,10 +390,10 @@ class DraftCoordinator:
             )
         )
         session.num_sent_tokens = request.num_tokens
-        session.round = _Round(self._num_rounds, request.num_tokens, max_length, max_nodes, now_s)
+        session.round = OutstandingRound(self._num_rounds, request.num_tokens, max_length, max_nodes, now_s)
         return messages
 
-    def _state_messages(self, request: Request, session: _Session) -> Iterable[States]:
+    def _state_messages(self, request: Request, session: DraftSession) -> Iterable[States]:
         """Say the states that the drafter needs and does not have; those of the last token are not computed yet."""
         needs = self._drafters[session.drafter_id].needs
         if not needs.taps or self._states is None:

@@ -125,6 +125,7 @@ function drafterRow(row) {
   return [
     row.id,
     stateBadge(row.state),
+    row.pool,
     row.num_sessions,
     row.queue_depth,
     milliseconds(row.mean_draft_s || null),

@@ -112,6 +112,9 @@ def test_a_bad_value_is_a_usage_error_that_names_it(verb: str, option: str, valu
         ("--num-drafters", "-1", "num_drafters"),
         ("--speculation", "sometimes", "--speculation"),
         ("--port", "http", "--port"),
+        ("--drafter-pool", "{", "--drafter-pool"),
+        ("--drafter-pool", "[1]", "expected a JSON object"),
+        ("--drafter-pool", '{"name": "x", "method": "ngam"}', "drafter_pools: x: speculative_config: unknown method"),
     ],
 )
 def test_a_bad_value_of_serve_is_a_usage_error_that_names_it(option: str, value: str, field: str):

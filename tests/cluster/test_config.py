@@ -92,6 +92,74 @@ def test_pools_are_sized_by_the_most_replicas_they_may_have():
     assert config.drafter_spec.max_sessions == 20
 
 
+LOOKUP = {"name": "lookup", "method": "ngram", "num_drafters": "0:2", "prompt_lookup_max": 3}
+
+
+def test_further_pools_of_drafters_are_services_with_another_way_of_drafting():
+    config = ServiceConfig(
+        num_drafters=2, num_speculative_tokens=4, drafter_labels={"pool": "gpu"}, drafter_pools=(LOOKUP,)
+    )
+    first, lookup = config.pools["default"], config.pools["lookup"]
+    assert list(config.pools) == ["default", "lookup"]
+    assert (first.speculative.method, first.drafter_range.most) == ("draft_model", 2)
+    assert first.drafter_labels == {"pool": "gpu"}
+    assert (lookup.speculative.method, lookup.speculative.prompt_lookup_max) == ("ngram", 3)
+    assert (lookup.drafter_range.fewest, lookup.drafter_range.most) == (0, 2)
+    assert lookup.drafter_spec is not None
+    assert lookup.drafter_spec.model is None
+    assert (config.num_ranks, config.num_shells) == (1 + 2 + 2, 1 + 4 + 1)
+
+
+def test_a_pool_may_stand_beside_a_drafter_in_the_verifier_or_alone():
+    beside = ServiceConfig(speculative_config={"method": "suffix", "location": "verifier"}, drafter_pools=(LOOKUP,))
+    alone = ServiceConfig(num_drafters=0, drafter_pools=(LOOKUP,))
+    assert [*beside.pools] == [*alone.pools] == ["lookup"]
+    assert (beside.drafter_spec is None, alone.drafter_spec is None) == (False, True)
+
+
+def test_a_verifier_keeps_what_any_pool_reads_and_takes_the_largest_trees_and_longest_drafts():
+    eagle = {"name": "heads", "method": "eagle3", "num_tree_nodes": 12, "num_speculative_tokens": 6}
+    config = ServiceConfig(drafter_pools=(LOOKUP, eagle), speculative_config={"state_dtype": "bfloat16"})
+    alone = ServiceConfig(speculative_config={"method": "eagle3", "num_tree_nodes": 12, "state_dtype": "bfloat16"})
+    assert config.verifier_spec == alone.verifier_spec
+    assert config.verifier_spec.model.state_taps
+    assert config.pools["heads"].speculative.state_dtype == "bfloat16"
+    assert config.router_policy.max_draft_length == 6
+
+
+def test_pools_that_read_other_states_are_refused():
+    heads = {"name": "heads", "method": "medusa"}
+    config = ServiceConfig(speculative_config={"method": "eagle3"}, drafter_pools=(heads,))
+    with pytest.raises(ValueError, match="drafter_pools: those that read hidden states must read the same"):
+        config.verifier_spec  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        ({"method": "ngram"}, "name must be a word other than 'default', not None"),
+        ({"name": "default", "method": "ngram"}, "name must be a word other than 'default'"),
+        ({"name": "a b", "method": "ngram"}, "name must be a word"),
+        ({"name": "x", "method": "ngam"}, "x: speculative_config: unknown method 'ngam'; did you mean 'ngram'"),
+        ({"name": "x", "num_drafter": 1}, "x: speculative_config: unknown key 'num_drafter'"),
+        ({"name": "x", "method": "ngram", "num_drafters": "2:1"}, "x: num_drafters must be a number, or min:max"),
+        ({"name": "x", "method": "ngram", "num_drafters": 0}, "x: .*there is no drafter"),
+        ({"name": "x", "method": "suffix", "location": "verifier"}, "x: location: a drafter in the verifier is no"),
+        ({"name": "x", "method": "ngram", "state_dtype": "float32"}, "x: 'state_dtype' is of the whole service"),
+        ({"name": "x", "num_speculative_tokens_per_batch_size": []}, "x: 'num_spec.*' is of the whole service"),
+        ({"name": "x", "method": "ngram", "draft_tensor_parallel_size": 2}, "x: .*ngram runs on one rank"),
+    ],
+)
+def test_a_bad_pool_is_refused_by_its_name_and_key(pool, message):
+    with pytest.raises(ValueError, match=f"drafter_pools: {message}"):
+        ServiceConfig.from_mapping({"drafter_pools": [pool]})
+
+
+def test_two_pools_of_a_name_are_refused():
+    with pytest.raises(ValueError, match="drafter_pools: lookup: there are two of that name"):
+        ServiceConfig(drafter_pools=(LOOKUP, LOOKUP))
+
+
 def test_strings_of_the_serve_command_line_become_values():
     config = ServiceConfig.from_mapping(
         {"port": "81", "enable_prefix_caching": "false", "model": "123", "max_model_len": "64"}

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from outrider.cluster.cli import main, model_options
 from outrider.cluster.config import ServiceConfig
+from outrider.cluster.config_file import read_pools
 from outrider.drafter_service.speculative_config import Method
 
 
@@ -21,6 +22,7 @@ from outrider.drafter_service.speculative_config import Method
 @click.option("--num-drafters", default="1")
 @click.option("--api-key", multiple=True)
 @click.option("--verifier-resources")
+@click.option("--drafter-pool", "drafter_pools", multiple=True, callback=read_pools)
 def show(**options: Any) -> None:
     click.echo(json.dumps(options))
 
@@ -60,6 +62,13 @@ def test_the_file_gives_values_of_every_type(file: Path):
     assert json.loads(found["verifier_resources"]) == {"pool": 1}
     assert (found["max_model_len"], found["revision"]) == (None, "0123")
     assert "config" not in found
+
+
+def test_pools_are_objects_in_a_file_and_json_on_the_command_line(file: Path):
+    pool = {"name": "lookup", "method": "ngram", "num_drafters": "1:3"}
+    file.write_text(f"drafter_pool:\n  - {json.dumps(pool)}\n")
+    assert values("--config", file)["drafter_pools"] == [pool]
+    assert values("--drafter-pool", json.dumps(pool))["drafter_pools"] == [pool]
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(file: Path):

@@ -41,6 +41,7 @@ def test_every_replica_is_described():
     assert load["drafters"][0] == {
         "id": "d0",
         "state": "ready",
+        "pool": "default",
         "num_sessions": 6,
         "queue_depth": 1,
         "mean_draft_s": 0.004,

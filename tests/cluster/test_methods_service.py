@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from live_service import LiveService, live_service
+from live_service import LiveService, live_service, wait_for
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.verifier_service.drafting import LOCAL_DRAFTER_ID
 
@@ -37,6 +37,24 @@ def test_a_drafter_in_the_verifiers_own_process_needs_no_pool():
         assert verifier.report.own_draft_length == service.config.num_speculative_tokens
         assert verifier.default_plan.drafter_id == LOCAL_DRAFTER_ID
         assert verifier.report.drafters_up == ()
+
+
+def test_several_pools_draft_for_one_verifier_and_new_requests_go_where_tokens_come_fastest():
+    """A pool that has not been tried is; in the end both are known, and whoever drafted, the tokens are the same."""
+    pools = ({"name": "lookup", "method": "ngram", "prompt_lookup_min": 1},)
+    with live_service(drafter_pools=pools, speculation="always") as service:
+        service.wait_for_fleet(1, 2)
+        names = {state.report.pool for state in service.call("Router", "snapshot").drafters}
+        assert names == {"default", "lookup"}
+
+        def are_known() -> bool:
+            accepted_of_streams(service, REPEATED)
+            (verifier,) = service.call("Router", "snapshot").verifiers
+            return sum(drafter.accepted_per_round is not None for drafter in verifier.report.round_trips) == 2
+
+        wait_for(are_known, timeout_s=120)
+        (verifier,) = service.call("Router", "snapshot").verifiers
+        assert max(drafter.accepted_per_round for drafter in verifier.report.round_trips) > 0.2
 
 
 @pytest.mark.parametrize("method", ["eagle3"])

@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -272,6 +273,65 @@ class TestPlan:
 
     def test_a_queue_at_every_drafter(self):
         assert self.plan([drafter("d0", queue_depth=9)]).disabled_reason == "draft_queue"
+
+
+class TestSeveralPools:
+    """A model that brings 1.5 tokens a round in 10 ms, and a lookup that brings fewer in 1 ms; a step takes 20 ms."""
+
+    def desk(
+        self, *, model: float | None = 1.5, lookup: float | None = 0.2, step_s: float = 0.020, **load: int
+    ) -> DrafterDesk:
+        """`load`: of the model's drafter."""
+        trips = (
+            DrafterTime(drafter_id="model", seconds=0.010, accepted_per_round=model),
+            DrafterTime(drafter_id="lookup", seconds=0.001, accepted_per_round=lookup),
+        )
+        state = verifier("v", drafters_up=("model", "lookup"))
+        report = dataclasses.replace(state.report, round_trips=trips, mean_step_s=step_s)
+        states = [drafter("model", pool="model", max_draft_length=5, **load), drafter("lookup", pool="lookup")]
+        return DrafterDesk(states, report, POLICY)
+
+    def goes_to(self, current_id: str | None = None, **fields: Any) -> str:
+        chosen = self.desk(**fields).choose(current_id)
+        assert chosen is not None
+        return chosen.report.drafter_id
+
+    def test_a_new_request_goes_where_a_token_takes_least(self):
+        """(20 + 10) / 2.5 = 12 ms against (20 + 1) / 1.2 = 17.5; with a step of 1 ms 4.4 against 1.7."""
+        assert self.goes_to() == "model"
+        assert self.goes_to(step_s=0.001) == "lookup"
+        assert self.goes_to(lookup=1.0) == "lookup", "(20 + 1) / 2 = 10.5 ms"
+
+    def test_of_a_clearly_worse_pool_one_request_is_moved_per_report(self):
+        desk = self.desk()
+        moved = [desk.choose("lookup").report.drafter_id for _ in range(3)]
+        assert moved == ["model", "lookup", "lookup"]
+        assert self.goes_to("model") == "model"
+
+    def test_where_the_difference_is_small_requests_stay(self):
+        """(20 + 1) / 1.5 = 14 ms is 1.17 times 12."""
+        assert self.goes_to("lookup", lookup=0.5) == "lookup"
+
+    def test_a_pool_that_nobody_knows_is_tried(self):
+        assert self.goes_to(lookup=None) == "lookup"
+        assert self.goes_to("model", lookup=None) == "lookup"
+        assert self.goes_to(model=None) == "model"
+
+    def test_nobody_is_moved_to_a_better_pool_whose_queue_is_full(self):
+        assert self.goes_to("lookup", queue_depth=9) == "lookup"
+        assert self.goes_to(queue_depth=9) == "lookup"
+
+    def test_a_better_pool_is_better_however_many_requests_it_has(self):
+        """How long its drafts take with them was measured; only of its own drafters the least busy one is taken."""
+        assert self.goes_to(num_sessions=40) == "model"
+
+    def test_drafters_of_one_pool_share_what_is_known_of_it(self):
+        """A replica that has just joined is as good as its pool: nobody is moved to it for being new."""
+        trips = (DrafterTime(drafter_id="old", seconds=0.010, accepted_per_round=1.5),)
+        state = verifier("v", drafters_up=("old", "new"))
+        report = dataclasses.replace(state.report, round_trips=trips, mean_step_s=0.020)
+        desk = DrafterDesk([drafter("old", pool="model"), drafter("new", pool="model")], report, POLICY)
+        assert desk.choose("old").report.drafter_id == "old"
 
 
 class TestOwnDrafter:

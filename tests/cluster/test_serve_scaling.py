@@ -95,6 +95,32 @@ def test_the_pools_are_coupled():
     assert wanted(policy, Verifier=Context.of(IDLE | DRAFTS), Drafter=Context.of(drafter()))["Drafter"] == 0
 
 
+def test_every_pool_of_drafters_is_sized_by_its_own_figures():
+    pools = {
+        "Verifier": Context.of(BUSY | DRAFTS),
+        "Drafter": Context.of(drafter(num_sessions=4.0)),
+        "Drafter-lookup": Context.of(drafter(num_sessions=60.0)),
+    }
+    policy = ServicePolicy(sessions_per_drafter=8.0)
+    assert wanted(policy, **pools) == {"Verifier": 1, "Drafter": 1, "Drafter-lookup": 8}
+    pools["Verifier"] = Context.of(BUSY | DRAFTS | {"price": 0.97})
+    assert wanted(policy, **pools) == {"Verifier": 2, "Drafter": 0, "Drafter-lookup": 0}
+    del pools["Drafter"]
+    assert wanted(policy, **pools) == {"Verifier": 2, "Drafter-lookup": 0}
+
+
+def test_every_pool_is_recorded_by_its_name(tmp_path: Path):
+    path = tmp_path / "day.jsonl"
+    policy = ServicePolicy(recorded_to=str(path))
+    pools = {"Drafter": Context.of(drafter(num_sessions=4.0)), "Drafter-lookup": Context.of(drafter(num_sessions=8.0))}
+    for _ in range(2):
+        wanted(policy, Verifier=Context.of(BUSY | DRAFTS), **pools)
+    assert [(moment.pool, moment.load.drafters.num_sessions) for moment in read_day(path)] == [
+        ("default", 4.0),
+        ("lookup", 8.0),
+    ]
+
+
 def test_what_serve_does_not_scale_gets_no_answer():
     assert wanted(ServicePolicy(), Verifier=Context.of(BUSY | DRAFTS)) == {"Verifier": 1}
 
@@ -154,6 +180,13 @@ def scaling(**options: Any) -> dict[str, AutoscalingConfig | int]:
 
 def test_fixed_pools_are_not_scaled():
     assert scaling(num_verifiers=2, num_drafters=3) == {"Gateway": 1, "Router": 1, "Verifier": 2, "Drafter": 3}
+
+
+def test_every_pool_of_drafters_is_a_deployment_with_its_own_range():
+    pools = ({"name": "lookup", "method": "ngram", "num_drafters": "1:4"},)
+    scaled = scaling(num_drafters=2, drafter_pools=pools)
+    assert (scaled["Drafter"], scaled["Drafter-lookup"].max_replicas) == (2, 4)
+    assert scaled["Verifier"].max_replicas == 1, "it is watched: drafters are scaled by what it exports"
 
 
 def test_fixed_verifiers_are_watched_where_drafters_are_scaled():

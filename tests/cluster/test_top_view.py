@@ -35,8 +35,8 @@ def test_a_frame_shows_every_replica_and_what_it_does():
     busy = ["v0", "ready", "6", "2", "██████░░░░", "62%", "120.0", "50.0", "ms", "96", "12%"]
     assert row_of(text, "v0", "ready") == busy
     assert row_of(text, "v1", "draining") == ["v1", "draining", "0", "0", "░░░░░░░░░░", "0%", "0.0", "-", "-", "0%"]
-    assert row_of(text, "d0") == ["d0", "ready", "6", "1", "4.0", "ms", "75%", "2", "0"]
-    assert row_of(text, "d1") == ["d1", "draining", "0", "0", "-", "-", "1", "1"]
+    assert row_of(text, "d0") == ["d0", "ready", "default", "6", "1", "4.0", "ms", "75%", "2", "0"]
+    assert row_of(text, "d1") == ["d1", "draining", "lookup", "0", "0", "-", "-", "1", "1"]
 
 
 def test_a_frame_shows_what_verifiers_have_of_their_drafts():
@@ -51,7 +51,7 @@ def test_every_figure_has_its_heading():
     headings = {
         "verifiers": "state running waiting KV tokens/s step knee verify idle",
         "drafts": "of plan asked price accepted tokens/verif. late late by",
-        "drafters": "state sessions queue draft ahead hits links up circuits open",
+        "drafters": "state pool sessions queue draft ahead hits links up circuits open",
     }
     for role, names in headings.items():
         assert row_of(text, role) == [role, *names.split()]

@@ -247,7 +247,7 @@ def test_the_fleet_is_shown_and_follows_what_happens(page: Page, service: Servic
     assert page.rows("verifiers")[0] == v0
     assert page.rows("verifiers")[1][:2] == ["v1", "draining"]
     assert page.rows("verifiers")[1][7] == "off: warmup"
-    assert page.rows("drafters")[0] == ["d0", "ready", "6", "1", "4.0 ms", "2", "0"]
+    assert page.rows("drafters")[0] == ["d0", "ready", "default", "6", "1", "4.0 ms", "2", "0"]
     assert page.rows("decisions") == [["on", "pays", "31", "74 %"], ["off", "load", "11", "26 %"]]
     assert page.text("#fleet-status") == "live"
     service.change(verifier_id=ATTACK, num_running=7, kv_usage=0.95, tokens_per_s=240.0)

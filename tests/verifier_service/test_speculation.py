@@ -380,6 +380,23 @@ def test_a_draft_that_is_late_says_how_long_the_next_one_may_take():
     assert request.hold_until_s - bench.now_s > 1.5
 
 
+def test_what_a_drafter_brings_per_round_is_known_after_some(bench: Bench):
+    request = bench.request(max_tokens=100, drafter_id="d")
+    for _ in range(16):
+        (time_of_d,) = bench.coordinator.drafter_times(bench.now_s) or (None,)
+        assert time_of_d is None or time_of_d.accepted_per_round is None
+        *_, (_, commit) = bench.ask()
+        bench.receive(said(answer(commit, 7, 8)))
+        bench.coordinator.observe_accepted(request, 2, bench.now_s)
+        request.token_ids += [7, 8, 9]
+        request.draft = None
+    (time_of_d,) = bench.coordinator.drafter_times(bench.now_s)
+    assert time_of_d.accepted_per_round == 2.0
+    request.plan = SpeculationPlan(disabled_reason="load")
+    bench.ask()
+    assert bench.coordinator.drafter_times(bench.now_s) == (time_of_d,), "a round without a drafter is nobody's"
+
+
 @pytest.mark.parametrize("slow_s", [0.0, 10.0])
 def test_a_drafter_that_is_slow_when_it_joins_is_heard_once_it_is_fast(slow_s: float):
     """It says nothing for so long, then answers within 30 ms: its breaker has long been open."""
