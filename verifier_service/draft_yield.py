@@ -21,13 +21,13 @@ class DraftYield:
     _num_accepted: float = 0.0
     _at_s: float = 0.0  # when these counts were right
 
-    def observe_round(self, now_s: float) -> None:
-        """Count a round, however much is asked for in it."""
+    def observe_rounds(self, num_rounds: int, now_s: float) -> None:
+        """Count rounds, however much is asked for in them."""
         self._fade(now_s)
-        self._num_rounds += 1.0
+        self._num_rounds += num_rounds
 
     def observe_accepted(self, num_tokens: int, now_s: float) -> None:
-        """Take in how many tokens of a counted round's draft were accepted."""
+        """Take in how many tokens of counted rounds' drafts were accepted."""
         self._fade(now_s)
         self._num_accepted += num_tokens
 

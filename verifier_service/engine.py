@@ -208,9 +208,8 @@ class VerifierEngine:
         self.pricing.end_step(PricedStep(schedule, outcomes, held, step_s=step_s, exposed_s=exposed_s))
         logprobs = _output_logprobs(outcomes, logits)
         timings = [self._timing(schedule, item, begin_s) for item in schedule.items]
-        for outcome in outcomes:
-            if outcome.path:
-                self.drafting.observe_accepted(outcome.item.request, len(outcome.path), verified_s)
+        accepted = ((outcome.item.request, len(outcome.path)) for outcome in outcomes if outcome.path)
+        self.drafting.observe_accepted(accepted, verified_s)
         committed = [self._commit(*result) for result in zip(outcomes, logprobs, timings, strict=True)]
         outputs = [output for output in committed if output is not None]
         self._move_states()

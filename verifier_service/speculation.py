@@ -249,35 +249,36 @@ class DraftCoordinator:
 
     # --- after committing ---
 
-    def observe_accepted(self, request: Request, num_tokens: int, now_s: float) -> None:
-        """Take in how many tokens of a request's last draft were accepted."""
-        answered = self._answered.get(request.request_id)
-        if answered is not None and (drafter := self._drafters.get(answered.drafter_id)) is not None:
-            drafter.draft_yield.observe_accepted(num_tokens, now_s)
+    def observe_accepted(self, accepted: Iterable[tuple[Request, int]], now_s: float) -> None:
+        """Take in how many tokens of each request's last draft were accepted."""
+        num_tokens: collections.Counter[str] = collections.Counter()
+        for request, num_accepted in accepted:
+            if (answered := self._answered.get(request.request_id)) is not None:
+                num_tokens[answered.drafter_id] += num_accepted
+        for drafter_id in num_tokens.keys() & self._drafters.keys():
+            self._drafters[drafter_id].draft_yield.observe_accepted(num_tokens[drafter_id], now_s)
 
     def ask(self, requests: Iterable[Request], now_s: float) -> None:
         """Send each request's new tokens to its drafter and hold the request until the draft's deadline."""
         outbox: dict[str, list[VerifierMessage]] = {}
+        num_rounds: collections.Counter[str] = collections.Counter()
+        # while nobody's drafts can pay, rounds without any say nothing of a drafter
+        is_closed = self._pricing is not None and self._pricing.price == NEVER
         for request in requests:
+            if not request.plan.is_off and (request.plan.is_pinned or not is_closed):
+                num_rounds[self._likely_drafter(request)] += 1
             length = self._draft_length(request)
             self.num_asks += 1
-            self._note_round(request, now_s)
             if request.plan.is_off:
                 self._end_session(request.request_id, outbox)
             elif length > 0 and self._ask_one(request, length, now_s, outbox):
                 self.num_asked_tokens += length
             else:
                 self._end_round(request)
+        for drafter_id in num_rounds.keys() & self._drafters.keys():
+            self._drafters[drafter_id].draft_yield.observe_rounds(num_rounds[drafter_id], now_s)
         for drafter_id, messages in outbox.items():
             self._client.send(drafter_id, messages)
-
-    def _note_round(self, request: Request, now_s: float) -> None:
-        """Count a round of the drafter that a request has; while nobody's drafts can pay, none says anything of it."""
-        is_closed = self._pricing is not None and self._pricing.price == NEVER
-        if request.plan.is_off or (is_closed and not request.plan.is_pinned):
-            return
-        if (drafter := self._drafters.get(self._likely_drafter(request))) is not None:
-            drafter.draft_yield.observe_round(now_s)
 
     def _ask_one(
         self, request: Request, length: int, now_s: float, outbox: dict[str, list[VerifierMessage]]

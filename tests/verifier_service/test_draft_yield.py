@@ -6,10 +6,10 @@ from outrider.verifier_service.draft_yield import MEMORY_S, MIN_ROUNDS, DraftYie
 
 
 def after_rounds(num_rounds: int, *, accepted: int, now_s: float = 0.0) -> DraftYield:
+    """`accepted`: in each."""
     found = DraftYield()
-    for _ in range(num_rounds):
-        found.observe_round(now_s)
-        found.observe_accepted(accepted, now_s)
+    found.observe_rounds(num_rounds, now_s)
+    found.observe_accepted(accepted * num_rounds, now_s)
     return found
 
 
@@ -21,15 +21,13 @@ def test_few_rounds_say_nothing():
 
 def test_rounds_in_which_nothing_is_accepted_count():
     found = after_rounds(16, accepted=2)
-    for _ in range(16):
-        found.observe_round(0.0)
+    found.observe_rounds(16, 0.0)
     assert found.at(0.0) == 1.0
 
 
 def test_newer_rounds_count_more_and_old_ones_are_forgotten():
     found = after_rounds(100, accepted=4)
-    for _ in range(100):
-        found.observe_round(MEMORY_S)
+    found.observe_rounds(100, MEMORY_S)
     assert found.at(MEMORY_S) == pytest.approx(4.0 * 0.368 / 1.368, rel=1e-3)
     assert found.at(MEMORY_S * 10) is None
 

@@ -387,7 +387,7 @@ def test_what_a_drafter_brings_per_round_is_known_after_some(bench: Bench):
         assert time_of_d is None or time_of_d.accepted_per_round is None
         *_, (_, commit) = bench.ask()
         bench.receive(said(answer(commit, 7, 8)))
-        bench.coordinator.observe_accepted(request, 2, bench.now_s)
+        bench.coordinator.observe_accepted([(request, 2)], bench.now_s)
         request.token_ids += [7, 8, 9]
         request.draft = None
     (time_of_d,) = bench.coordinator.drafter_times(bench.now_s)
