@@ -42,6 +42,7 @@ def build_app(options: dict[str, Any]) -> Application:
 def build(config: ServiceConfig) -> Application:
     """Build the application of a configuration."""
     config = config.settled()
+    config.verifier_spec  # noqa: B018  # refuses pools that read different states
     router = _deployment(RouterReplica, "Router", num_replicas=1).bind(config.router_policy)
     drain_s = config.drain_timeout_s
     verifier = _deployment(

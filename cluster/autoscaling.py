@@ -81,7 +81,7 @@ class VerifiersLoad:
     kv_usage: float = 0.0  # 1: as much as one verifier holds
     knee_fill: float = 0.0  # tokens of a step, drafts left out, ÷ those at the knee; of those that know them
     price: float = 0.0  # mean, each at most 1; 0: of a verifier that has nothing to decode, or no step-time profile
-    num_undrafted: float = 0.0  # requests that lack nothing for speculation but a drafter
+    num_undrafted: float = 0.0  # requests that lack nothing for speculation but a drafter; at least 1 of a pool of none
 
     @property
     def num_filled(self) -> float | None:

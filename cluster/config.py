@@ -19,7 +19,7 @@ from outrider.cluster.hints import did_you_mean
 from outrider.cluster.logs import LOG_FORMATS
 from outrider.cluster.placement import PoolPlacement
 from outrider.cluster.security import TlsConfig, link_tls, public_tls
-from outrider.cluster.speculative_options import parse_pool, parse_speculative_config, split_options
+from outrider.cluster.speculative_options import PoolOptions, parse_pool, parse_speculative_config, split_options
 from outrider.drafter_service import embedded
 from outrider.drafter_service.drafter_spec import ColocatedSpec, DrafterSpec, common_state_taps, num_scratch_blocks
 from outrider.drafter_service.speculative_config import Location, SpeculativeConfig
@@ -29,6 +29,7 @@ from outrider.verifier_service.tensor_route import GLOO, NCCL, offered_transport
 from outrider.verifier_service.verifier_spec import VerifierSpec
 
 APP_NAME = "outrider"
+DrafterPools = tuple[dict[str, Any], ...]
 _POSITIVE = (
     "tensor_parallel_size",
     "draft_tensor_parallel_size",
@@ -38,6 +39,8 @@ _POSITIVE = (
     "max_queued_requests",
     "block_size",
 )
+# what a further pool has unless it says so itself: not what the first one has
+FURTHER_POOL: dict[str, Any] = {"draft_model": None, "num_drafters": 1, "draft_tensor_parallel_size": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,7 @@ class ServiceConfig:
     drain_timeout_s: float = 30.0  # how long a replica that shall stop waits for its streams to finish or move
     num_speculative_tokens: int = 4  # the longest draft; 0: never speculate
     speculative_config: dict[str, Any] = field(default_factory=dict)  # keys of `SpeculativeConfig` but those above
-    drafter_pools: tuple[dict[str, Any], ...] = ()  # beside the one described here: see `parse_pool`
+    drafter_pools: DrafterPools = ()  # beside the one described here: see `parse_pool`
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     kv_cache_memory_bytes: int | None = None
@@ -120,15 +123,15 @@ class ServiceConfig:
                 raise ValueError(f"{name} must be at least {fewest}")
         if self.speculation not in ("auto", "always", "off"):
             raise ValueError("speculation must be auto, always or off")
-        if any(length > self.num_speculative_tokens for _, _, length in self.draft_length_by_batch_size):
-            raise ValueError("draft_length_by_batch_size must have draft lengths of at most num_speculative_tokens")
         if self.log_format not in LOG_FORMATS:
             raise ValueError("log_format must be text or json")
         if not 0.0 <= self.trace_sample_ratio <= 1.0:
             raise ValueError("trace_sample_ratio must be in [0, 1]")
         self.speculative  # noqa: B018  # refuses what no drafter takes
         self.pools  # noqa: B018
-        self.router_policy  # noqa: B018  # refuses a table that is none
+        longest = self.router_policy.max_draft_length  # refuses a table that is none
+        if any(length > longest for _, _, length in self.draft_length_by_batch_size):
+            raise ValueError("draft_length_by_batch_size must have draft lengths of at most num_speculative_tokens")
         require_hashes(self.api_key_hashes)
         public_tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)  # refuses an incomplete set
         if self.speculative.tensor_transport == NCCL and self.device == "cpu":
@@ -171,24 +174,33 @@ class ServiceConfig:
     @property
     def pools(self) -> dict[str, ServiceConfig]:
         """Every pool of drafters by its name: the service as it would be with that one alone."""
-        first = dataclasses.replace(self, drafter_pools=()) if self.drafter_pools else self
-        pools = {FIRST_POOL: first} if self.has_drafters else {}
+        if not self.drafter_pools:
+            return {FIRST_POOL: self} if self.has_drafters else {}
+        # a table of lengths is of the whole service: plans are cut to what each drafter drafts
+        alone = dataclasses.replace(self, drafter_pools=(), draft_length_by_batch_size=())
+        pools = {FIRST_POOL: alone} if self.has_drafters else {}
         for values in self.drafter_pools:
             pool = parse_pool(values, self.speculative_config)
             if pool.name in pools:
                 raise ValueError(f"drafter_pools: {pool.name}: there are two of that name")
-            alone = {"drafter_pools": (), "draft_model": None, "num_drafters": 1, "draft_tensor_parallel_size": 1}
-            kinds = get_type_hints(ServiceConfig)
             try:
-                options = {key: _parsed(key, value, kinds[key]) for key, value in pool.options.items()}
-                pools[pool.name] = dataclasses.replace(
-                    self, **{**alone, **options, "speculative_config": pool.speculative_config}
-                )
-                if not pools[pool.name].has_drafters:
-                    raise ValueError("draft_model: the method needs a checkpoint, or num_drafters: there is no drafter")
+                pools[pool.name] = alone._with_pool(pool)
             except ValueError as error:
                 raise ValueError(f"drafter_pools: {pool.name}: {error}") from error
         return pools
+
+    def _with_pool(self, pool: PoolOptions) -> ServiceConfig:
+        """Return the service, which has one pool, with another in its place."""
+        kinds = get_type_hints(ServiceConfig)
+        found = dataclasses.replace(
+            self,
+            **{name: FURTHER_POOL[name] for name in FURTHER_POOL if name not in pool.options},
+            **{name: _parsed(name, value, kinds[name]) for name, value in pool.options.items()},
+            speculative_config=pool.speculative_config,
+        )
+        if not found.has_drafters:
+            raise ValueError("it would have no drafter: model, num_drafters or num_speculative_tokens")
+        return found
 
     @property
     def tensor_transports(self) -> tuple[str, ...]:
@@ -346,7 +358,7 @@ class ServiceConfig:
         """What drafts, in a pool or in the verifier; None: nothing does."""
         speculative, path = self.speculative, self.draft_path
         is_in_pool = speculative.location is Location.POOL
-        if is_in_pool and self.drafter_range.most == 0:
+        if (is_in_pool and self.drafter_range.most == 0) or self.num_speculative_tokens == 0:
             return None
         if speculative.needs_checkpoint and path is None:
             if "method" in self.speculative_config:
@@ -381,7 +393,7 @@ def _parsed(name: str, value: Any, kind: Any) -> Any:
     """Return a value as its field's type, also from the text that `serve run module:build_app key=value` passes."""
     adapter = TypeAdapter(kind, config=ConfigDict(hide_input_in_errors=True))
     try:
-        is_json = isinstance(value, str) and (get_origin(kind) is dict or kind == BatchSizeTable)
+        is_json = isinstance(value, str) and (get_origin(kind) is dict or kind in (BatchSizeTable, DrafterPools))
         return adapter.validate_json(value) if is_json else adapter.validate_python(value)
     except ValidationError as error:
         raise ValueError(f"{name}: {error.errors(include_input=False, include_url=False)[0]['msg']}") from error

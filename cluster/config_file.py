@@ -15,7 +15,7 @@ import yaml
 from outrider.cluster.hints import did_you_mean
 from outrider.cluster.speculative_options import parse_speculative_config, split_options
 
-NULL_TAG = "tag:yaml.org,2002:null"
+NULL_TAG, INT_TAG, TEXT_TAG = (f"tag:yaml.org,2002:{kind}" for kind in ("null", "int", "str"))
 
 
 def read_config_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
@@ -81,17 +81,33 @@ def read_pools(
 def _entries(text: str) -> list[tuple[str, Any]]:
     """Return the keys and values of a YAML mapping; raises `ValueError` for anything else.
 
-    A scalar stays the text that stands there, as if typed on the command line: YAML would make 63 of a range `1:3`.
+    A scalar stays the text that stands there, as if typed on the command line; within lists and mappings only what YAML
+    would make 63 of, a range `1:3`.
     """
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(root, yaml.MappingNode):
         raise ValueError("expected options, one `name: value` a line")
+    _keep_ranges(root)
     constructor = yaml.constructor.SafeConstructor()
     return [
         (str(key.value), value.value if isinstance(value, yaml.ScalarNode) else constructor.construct_document(value))
         for key, value in root.value
         if value.tag != NULL_TAG
     ]
+
+
+def _keep_ranges(node: yaml.Node) -> None:
+    """Let whole numbers to the base of 60 be the text that they are written as."""
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag == INT_TAG and ":" in node.value:
+            node.tag = TEXT_TAG
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            _keep_ranges(key)
+            _keep_ranges(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _keep_ranges(item)
 
 
 def _options_by_name(command: click.Command, *, without: click.Parameter) -> dict[str, click.Parameter]:

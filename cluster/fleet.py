@@ -27,6 +27,8 @@ from outrider.verifier_service.engine_messages import (
 )
 from outrider.verifier_service.request import SpeculationPlan
 
+UNKNOWN_POOL = ""
+
 
 class DisabledReason(enum.StrEnum):
     """Why a request runs without drafts; the only values a `disabled_reason` takes."""
@@ -164,7 +166,7 @@ class DrafterReport:
     queue_depth: int
     max_draft_length: int
     mean_draft_s: float
-    pool: str = ""  # drafters of one draft in the same way
+    pool: str = UNKNOWN_POOL  # drafters of one draft in the same way
     draining: bool = False
     counters: DrafterCounters = field(default_factory=DrafterCounters)
     num_bad_frames: int = 0  # that verifiers sent

@@ -31,6 +31,7 @@ def fleet_load(snapshot: FleetSnapshot | None, now_s: float) -> dict[str, Any]:
     verify_idle_share       of the last two seconds, waiting for drafts
     late_share              drafts that missed their deadline / those that came; null: none came
     mean_lateness_s         of those, by how much
+    accepted_per_round      tokens that a drafter brings per round of its requests, lately, in the mean of verifiers
     hit_rate                asks answered from what was drafted ahead / asks that it was tried for; null: none was
     """
     if snapshot is None:
@@ -101,9 +102,20 @@ def _drafter(report: DrafterReport, verifiers: tuple[VerifierState, ...]) -> dic
         "queue_depth": report.queue_depth,
         "mean_draft_s": report.mean_draft_s,
         "hit_rate": _hit_rate([report]),
+        "accepted_per_round": _mean_yield(report.drafter_id, verifiers),
         "num_links_up": sum(report.drafter_id in state.report.drafters_up for state in verifiers),
         "num_circuits_open": sum(circuit != "closed" for circuit in circuits),
     }
+
+
+def _mean_yield(drafter_id: str, verifiers: tuple[VerifierState, ...]) -> float | None:
+    found = [
+        trip.accepted_per_round
+        for state in verifiers
+        for trip in state.report.round_trips
+        if trip.drafter_id == drafter_id and trip.accepted_per_round is not None
+    ]
+    return sum(found) / len(found) if found else None
 
 
 def _totals(verifiers: tuple[VerifierState, ...], drafters: tuple[DrafterState, ...]) -> dict[str, Any]:

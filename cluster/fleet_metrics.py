@@ -73,6 +73,13 @@ def _circuits(snapshot: FleetSnapshot, now_s: float) -> Rows:
             yield (state.report.verifier_id, circuit.drafter_id), CIRCUIT_STATES[circuit.state]
 
 
+def _yields(snapshot: FleetSnapshot, now_s: float) -> Rows:
+    for state in snapshot.verifiers:
+        for trip in state.report.round_trips:
+            if trip.accepted_per_round is not None:
+                yield (state.report.verifier_id, trip.drafter_id), trip.accepted_per_round
+
+
 def _bad_frames(snapshot: FleetSnapshot, now_s: float) -> Rows:
     for verifier in snapshot.verifiers:
         yield (verifier.report.verifier_id, "verifier"), verifier.report.num_bad_frames
@@ -322,6 +329,15 @@ _DRAFTING = (
             labels=(*LABELS, "drafter"),
         ),
         _circuits,
+    ),
+    _FleetMetric(
+        Definition(
+            name="draft_yield",
+            kind="gauge",
+            formula="Tokens that a drafter lately brought a verifier's requests per round: pools are chosen by it",
+            labels=(*LABELS, "drafter"),
+        ),
+        _yields,
     ),
     _FleetMetric(
         Definition(

@@ -172,7 +172,10 @@ def _capped(plan: SpeculationPlan, request: RequestLoad) -> SpeculationPlan:
 
 
 def _exposed_s(report: VerifierReport, desk: DrafterDesk, policy: RouterPolicy) -> float:
-    """Return how long a batch waits for its drafts: the mean round trip, at first the drafters' own time."""
-    measured = [trip.seconds for trip in report.round_trips if trip.drafter_id in desk.linked]
-    times_s = measured or [state.report.mean_draft_s for state in desk.linked.values()]
+    """Return how long a batch waits for its drafts: the mean round trip, at first the drafters' own time.
+
+    Drafters that requests leave do not count.
+    """
+    measured = [trip.seconds for trip in report.round_trips if trip.drafter_id in desk.preferred]
+    times_s = measured or [desk.linked[drafter_id].report.mean_draft_s for drafter_id in desk.preferred]
     return policy.exposed_draft_share * sum(times_s) / len(times_s) if times_s else 0.0

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from outrider.cluster.fleet import (
+    UNKNOWN_POOL,
     Assignment,
     DisabledReason,
     DrafterReport,
@@ -176,8 +177,8 @@ class DrafterDesk:
         # of a link that was never used the best is hoped, or it never would be
         self._hoped_s = min((self._round_trips_s.get(id_, math.inf) for id_ in self.linked), default=math.inf)
         self._pools_s = self._token_times(verifier)
-        best_s = min(self._pools_s.values(), default=0.0)
-        self._worse = {pool for pool, token_s in self._pools_s.items() if token_s > WORSE_POOL * best_s}
+        self._worse = self._worse_pools()
+        self.preferred = frozenset(id_ for id_, state in self.linked.items() if state.report.pool not in self._worse)
         self._crowded = {id_ for id_, state in self.linked.items() if state.report.queue_depth > policy.max_queue_depth}
         self._open = [
             self._ranked(state, _num_requests(state), verifier.verifier_id)
@@ -209,6 +210,11 @@ class DrafterDesk:
         self._worse.remove(pool)
         return True
 
+    def _worse_pools(self) -> set[str]:
+        """Return the pools that are clearly worse than another."""
+        best_s = min(self._pools_s.values(), default=0.0)
+        return {pool for pool, token_s in self._pools_s.items() if token_s > WORSE_POOL * best_s}
+
     def _ranked(self, state: DrafterState, load: int, verifier_id: str) -> _Ranked:
         drafter_id, pool = state.report.drafter_id, state.report.pool
         spread = stable_hash(f"{verifier_id}/{drafter_id}")
@@ -220,11 +226,16 @@ class DrafterDesk:
         return (load + 1) * self._round_trips_s.get(drafter_id, hoped_s)
 
     def _token_times(self, verifier: VerifierReport) -> dict[str, float]:
-        """Return the time per token of a request that has a drafter of each pool, as long as its queue is no longer."""
+        """Return the time per token of a request that has a drafter of each pool, while nobody waits there.
+
+        All are alike as long as it is not known which drafters are of which pool: a router may have just started.
+        """
         shortest_s: dict[str, float] = {}
         for drafter_id, state in self.linked.items():
             delay_s = self._delay(drafter_id, load=0)
             shortest_s[state.report.pool] = min(delay_s, shortest_s.get(state.report.pool, math.inf))
+        if UNKNOWN_POOL in shortest_s:
+            return dict.fromkeys(shortest_s, 0.0)
         yields, step_s = _yields(self.linked, verifier.round_trips), verifier.mean_step_s or 0.0
         return {pool: (step_s + delay_s) / (1.0 + yields[pool]) for pool, delay_s in shortest_s.items()}
 
@@ -260,5 +271,6 @@ def _own_drafters(verifier: VerifierReport) -> list[DrafterState]:
         queue_depth=0,
         max_draft_length=verifier.own_draft_length,
         mean_draft_s=0.0,
+        pool=LOCAL_DRAFTER_ID,
     )
     return [DrafterState(report=report, reported_s=0.0)]

@@ -34,6 +34,7 @@ class VerifierFigures:
             "knee_fill": knee_fill(before, load.counters, load.knee),
             "num_with_knee": float(bool(load.knee)),
             "price": min(1.0, load.price) if load.price is not None and load.num_decoding > 0 else 0.0,
+            "num_willing": float(num_willing),
             "num_undrafted": float(num_willing) if lacks_drafter else 0.0,
             "num_drafts_in_time": float(_num_between(before.round_trip_s.counts, load.counters.round_trip_s.counts)),
             "num_drafts_late": float(_num_between(before.lateness_s.counts, load.counters.lateness_s.counts)),
@@ -49,6 +50,9 @@ def pools_load(verifiers: Figures, drafters: Figures, *, num_verifiers: int, num
     """Add up what the replicas say; the numbers are those of replicas that are wanted, reporting or not."""
     num_ready = len(verifiers.get("num_requests", {}))
     num_in_time, num_late = _total(verifiers, "num_drafts_in_time"), _total(verifiers, "num_drafts_late")
+    num_undrafted = _total(verifiers, "num_undrafted")
+    if num_drafters == 0 and _total(verifiers, "num_willing") > 0.0:
+        num_undrafted = max(num_undrafted, 1.0)  # drafters of another pool may be there, but nobody can try these
     return PoolsLoad(
         verifiers=VerifiersLoad(
             num_replicas=num_verifiers,
@@ -58,7 +62,7 @@ def pools_load(verifiers: Figures, drafters: Figures, *, num_verifiers: int, num
             kv_usage=_total(verifiers, "kv_usage"),
             knee_fill=_total(verifiers, "knee_fill"),
             price=_total(verifiers, "price") / max(1, num_ready),
-            num_undrafted=_total(verifiers, "num_undrafted"),
+            num_undrafted=num_undrafted,
         ),
         drafters=DraftersLoad(
             num_replicas=num_drafters,

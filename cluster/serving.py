@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -146,15 +147,15 @@ def check_models(config: ServiceConfig) -> None:
 
 def serve_until_interrupted(config: ServiceConfig) -> None:
     """Serve until SIGINT or SIGTERM; leave no process behind."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt_once)
     with running_service(config):
+        for number in (signal.SIGINT, signal.SIGTERM):  # not before: Ray has set a handler of its own by now
+            signal.signal(number, _interrupt_once)
         scheme = "http" if config.tls is None else "https"
         address = f"{scheme}://{config.host}:{config.port} and grpc {config.host}:{config.grpc_port}"
         with contextlib.suppress(KeyboardInterrupt):
             click.echo(f"serving {config.model_name} on {address}")
             while True:
-                signal.pause()
+                time.sleep(1.0)  # `signal.pause` sleeps through a signal that came just before it
         click.echo("stopping")
 
 

@@ -69,30 +69,19 @@ def run(dashboard_port: int) -> None:
     if (pid := running_pid()) is not None:
         raise click.ClickException(f"a local cluster is running already, as process {pid}; --stop ends it")
     PID_FILE.write_text(str(os.getpid()))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt_once)
     cluster = Cluster()
     try:
         start(cluster, dashboard_port)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # not before: every node sets a handler of its own
         click.echo(f"RAY_ADDRESS={cluster.address}")
         click.echo(f"RAY_DASHBOARD_ADDRESS=http://127.0.0.1:{dashboard_port}")
         while True:
-            signal.pause()
+            time.sleep(1.0)
     except KeyboardInterrupt:
         click.echo("stopping")
     finally:
         cluster.shutdown()
         PID_FILE.unlink()
-
-
-def interrupt_once(*_: object) -> None:
-    """End what this process does, and let nothing cut the stopping short.
-
-    A handler that set an event would wait for the event's lock for ever where it interrupts the wait for that event.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 @click.command(help=__doc__)

@@ -13,7 +13,7 @@ from outrider.cluster.fleet import (
     VerifierState,
 )
 from outrider.drafter_service.drafter_load import DrafterCounters
-from outrider.verifier_service.engine_messages import DrafterCircuit, EngineCounters
+from outrider.verifier_service.engine_messages import DrafterCircuit, DrafterTime, EngineCounters
 from outrider.verifier_service.histogram import HistogramCounts
 from outrider.verifier_service.request import SpeculationPlan
 
@@ -51,6 +51,7 @@ BUSY_VERIFIER = VerifierReport(
     num_decoding=5,
     kv_usage=0.625,
     drafters_up=("d0",),
+    round_trips=(DrafterTime(drafter_id="d0", seconds=0.01, accepted_per_round=1.5),),
     tokens_per_s=120.0,
     mean_step_s=0.05,
     counters=COUNTERS,

@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-MEMORY_S = 20.0  # what is longer ago counts e times less
-MIN_ROUNDS = 16.0  # that still count: of fewer nothing is said
+MIN_ROUNDS = 16.0  # of fewer nothing is said
+FADE = 1.0 - 1.0 / 128.0  # per round
+RETRY_STEPS = 2000  # without a round: what is known then is too old
 
 
 @dataclass(slots=True)
 class DraftYield:
     """Accepted tokens per round of a drafter's requests, those in which it was not worth asking included.
 
-    What is long ago counts less, and in the end not at all: so a drafter that was found to be poor and has no requests
-    any more is given another chance.
+    A drafter that was found to be poor, and has no requests any more, is so given another chance. Age is counted in the
+    verifier's steps with such rounds, of whichever drafter: while nobody can draft, nothing is forgotten.
     """
 
     _num_rounds: float = 0.0
     _num_accepted: float = 0.0
-    _at_s: float = 0.0  # when these counts were right
+    _last_step: int = 0
 
-    def observe_rounds(self, num_rounds: int, now_s: float) -> None:
-        """Count rounds, however much is asked for in them."""
-        self._fade(now_s)
-        self._num_rounds += num_rounds
+    def observe_rounds(self, num_rounds: int, step: int) -> None:
+        """Count a step's rounds, however much is asked for in them."""
+        if self._is_old(step):
+            self._num_rounds = self._num_accepted = 0.0
+        faded = FADE**num_rounds
+        self._num_rounds = self._num_rounds * faded + num_rounds
+        self._num_accepted *= faded
+        self._last_step = step
 
-    def observe_accepted(self, num_tokens: int, now_s: float) -> None:
+    def observe_accepted(self, num_tokens: int) -> None:
         """Take in how many tokens of counted rounds' drafts were accepted."""
-        self._fade(now_s)
         self._num_accepted += num_tokens
 
-    def at(self, now_s: float) -> float | None:
-        """Return the accepted tokens per round; None: there were too few rounds lately."""
-        self._fade(now_s)
-        return self._num_accepted / self._num_rounds if self._num_rounds >= MIN_ROUNDS else None
+    def at(self, step: int) -> float | None:
+        """Return the accepted tokens per round; None: there were too few rounds, or none for long."""
+        if self._num_rounds < MIN_ROUNDS or self._is_old(step):
+            return None
+        return self._num_accepted / self._num_rounds
 
-    def _fade(self, now_s: float) -> None:
-        left = math.exp(min(0.0, self._at_s - now_s) / MEMORY_S)
-        self._num_rounds, self._num_accepted = left * self._num_rounds, left * self._num_accepted
-        self._at_s = max(self._at_s, now_s)
+    def _is_old(self, step: int) -> bool:
+        return step - self._last_step > RETRY_STEPS

@@ -60,13 +60,13 @@ class DrafterRecord:
     def timer_of(self, session: DraftSession) -> RoundTimer:
         return self.timer if session.has_answered else self.opening_timer
 
-    def time(self, drafter_id: str, now_s: float) -> DrafterTime | None:
-        """Return how it serves; None: it has not answered yet."""
+    def time(self, drafter_id: str, now_s: float, step: int) -> DrafterTime | None:
+        """Return how it serves, by the step of `DraftYield`; None: it has not answered yet."""
         if self.timer.smoothed_s is None:
             return None
         return DrafterTime(
             drafter_id=drafter_id,
             seconds=self.timer.smoothed_s,
             late_share=self.late_share.at(now_s),
-            accepted_per_round=self.draft_yield.at(now_s),
+            accepted_per_round=self.draft_yield.at(step),
         )

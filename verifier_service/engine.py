@@ -209,7 +209,7 @@ class VerifierEngine:
         logprobs = _output_logprobs(outcomes, logits)
         timings = [self._timing(schedule, item, begin_s) for item in schedule.items]
         accepted = ((outcome.item.request, len(outcome.path)) for outcome in outcomes if outcome.path)
-        self.drafting.observe_accepted(accepted, verified_s)
+        self.drafting.observe_accepted(accepted)
         committed = [self._commit(*result) for result in zip(outcomes, logprobs, timings, strict=True)]
         outputs = [output for output in committed if output is not None]
         self._move_states()

@@ -83,6 +83,7 @@ class DraftCoordinator:
         self._sessions: dict[str, DraftSession] = {}
         self._answered: dict[str, AnsweredRound] = {}  # by request; outlives the drafter
         self._num_rounds = 0
+        self._num_steps = 0  # in which somebody could draft
         self.fallbacks: collections.Counter[str] = collections.Counter()  # rounds that ended without a draft, by reason
         self.num_stale_drafts = 0
         self.num_resyncs = 0
@@ -93,7 +94,7 @@ class DraftCoordinator:
 
     def drafter_times(self, now_s: float) -> tuple[DrafterTime, ...]:
         """Return how every drafter serves that has answered."""
-        times = (drafter.time(drafter_id, now_s) for drafter_id, drafter in self._drafters.items())
+        times = (drafter.time(drafter_id, now_s, self._num_steps) for drafter_id, drafter in self._drafters.items())
         return tuple(found for found in times if found is not None)
 
     @property
@@ -249,14 +250,14 @@ class DraftCoordinator:
 
     # --- after committing ---
 
-    def observe_accepted(self, accepted: Iterable[tuple[Request, int]], now_s: float) -> None:
+    def observe_accepted(self, accepted: Iterable[tuple[Request, int]]) -> None:
         """Take in how many tokens of each request's last draft were accepted."""
         num_tokens: collections.Counter[str] = collections.Counter()
         for request, num_accepted in accepted:
             if (answered := self._answered.get(request.request_id)) is not None:
                 num_tokens[answered.drafter_id] += num_accepted
         for drafter_id in num_tokens.keys() & self._drafters.keys():
-            self._drafters[drafter_id].draft_yield.observe_accepted(num_tokens[drafter_id], now_s)
+            self._drafters[drafter_id].draft_yield.observe_accepted(num_tokens[drafter_id])
 
     def ask(self, requests: Iterable[Request], now_s: float) -> None:
         """Send each request's new tokens to its drafter and hold the request until the draft's deadline."""
@@ -265,18 +266,20 @@ class DraftCoordinator:
         # while nobody's drafts can pay, rounds without any say nothing of a drafter
         is_closed = self._pricing is not None and self._pricing.price == NEVER
         for request in requests:
-            if not request.plan.is_off and (request.plan.is_pinned or not is_closed):
-                num_rounds[self._likely_drafter(request)] += 1
-            length = self._draft_length(request)
+            drafter_id = self._likely_drafter(request, now_s)
+            length = self._draft_length(request, drafter_id)
             self.num_asks += 1
+            if length or not (is_closed or request.plan.is_off):
+                num_rounds[drafter_id] += 1
             if request.plan.is_off:
                 self._end_session(request.request_id, outbox)
             elif length > 0 and self._ask_one(request, length, now_s, outbox):
                 self.num_asked_tokens += length
             else:
                 self._end_round(request)
+        self._num_steps += bool(num_rounds)
         for drafter_id in num_rounds.keys() & self._drafters.keys():
-            self._drafters[drafter_id].draft_yield.observe_rounds(num_rounds[drafter_id], now_s)
+            self._drafters[drafter_id].draft_yield.observe_rounds(num_rounds[drafter_id], self._num_steps)
         for drafter_id, messages in outbox.items():
             self._client.send(drafter_id, messages)
 
@@ -310,7 +313,7 @@ class DraftCoordinator:
         for drafter_id, messages in outbox.items():
             self._client.send(drafter_id, messages)
 
-    def _draft_length(self, request: Request) -> int:
+    def _draft_length(self, request: Request, drafter_id: str) -> int:
         """Return how many tokens to ask for; only counts decide, never what a drafter drew."""
         sampling = request.sampling
         if sampling.num_speculative_tokens == 0:
@@ -327,12 +330,15 @@ class DraftCoordinator:
         bound = max(0, min(length, remaining_output, remaining_context))
         if bound > 0:
             request.metrics.disabled_reason = None
-        return bound if self._pricing is None else self._pricing.length(request, self._likely_drafter(request), bound)
+        return bound if self._pricing is None else self._pricing.length(request, drafter_id, bound)
 
-    def _likely_drafter(self, request: Request) -> str:
-        """Return the drafter whose record speaks for a request's next draft."""
-        session = self._sessions.get(request.request_id)
-        return (request.plan.drafter_id or "") if session is None else session.drafter_id
+    def _likely_drafter(self, request: Request, now_s: float) -> str:
+        """Return the drafter whose record speaks for a request's next draft: that of its plan, if that may be asked."""
+        planned = request.plan.drafter_id or ""
+        drafter, session = self._drafters.get(planned), self._sessions.get(request.request_id)
+        if session is None or (drafter is not None and drafter.breaker.state_at(now_s) is BreakerState.CLOSED):
+            return planned
+        return session.drafter_id
 
     def _choose_drafter(self, request: Request, now_s: float) -> str | None:
         """Return the planned drafter if it is usable, else the usable one with the fewest sessions."""

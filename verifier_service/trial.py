@@ -16,6 +16,7 @@ TRIAL_DRAFTS = 16  # that were asked for
 MAX_LOSS = 2.0  # until drafting ends, in steps without drafts
 FIRST_CREDIT = 4.0  # the same: how much more the first trial may lose, when all is cold and nothing is known
 MAX_CREDIT = 16.0  # the same: what was gained beyond it excuses no loss
+MAX_DEBT = 8.0  # the same: what is to be paid back at most; steps at a load's begin were asked for at another price
 PAYBACK = 0.005  # of every step without drafts
 
 
@@ -50,7 +51,7 @@ class Trial:
     def observe(self, num_drafts: int, lost: float) -> None:
         """Take in a step for which so many drafts were asked: how much longer it took than its tokens would without."""
         self._num_left = max(0, self._num_left - num_drafts)
-        self._lost = max(self._lost + lost, -MAX_CREDIT)
+        self._lost = min(max(self._lost + lost, -MAX_CREDIT), MAX_DEBT)
 
     def observe_plain(self) -> None:
         """Take in a step for which no drafts were asked."""

@@ -110,6 +110,25 @@ def test_further_pools_of_drafters_are_services_with_another_way_of_drafting():
     assert (config.num_ranks, config.num_shells) == (1 + 2 + 2, 1 + 4 + 1)
 
 
+def test_a_table_is_of_the_whole_service_and_bounded_by_its_longest_drafts():
+    short, long = LOOKUP | {"num_speculative_tokens": 2}, LOOKUP | {"num_speculative_tokens": 8}
+    assert ServiceConfig(drafter_pools=(short,), draft_length_by_batch_size=((1, 8, 4),)).pools["lookup"]
+    assert ServiceConfig(drafter_pools=(long,), draft_length_by_batch_size=((1, 8, 6),)).pools["lookup"]
+    with pytest.raises(ValueError, match="at most num_speculative_tokens"):
+        ServiceConfig(drafter_pools=(short,), draft_length_by_batch_size=((1, 8, 6),))
+
+
+def test_who_never_speculates_has_no_drafters():
+    config = ServiceConfig(num_speculative_tokens=0, drafter_pools=(LOOKUP | {"num_speculative_tokens": 4},))
+    assert [*config.pools] == ["lookup"]
+    assert not ServiceConfig(num_speculative_tokens=0).pools
+
+
+def test_pools_come_as_json_from_the_serve_command_line():
+    config = ServiceConfig.from_mapping({"drafter_pools": '[{"name": "lookup", "method": "ngram"}]'})
+    assert [*config.pools] == ["default", "lookup"]
+
+
 def test_a_pool_may_stand_beside_a_drafter_in_the_verifier_or_alone():
     beside = ServiceConfig(speculative_config={"method": "suffix", "location": "verifier"}, drafter_pools=(LOOKUP,))
     alone = ServiceConfig(num_drafters=0, drafter_pools=(LOOKUP,))
@@ -143,7 +162,8 @@ def test_pools_that_read_other_states_are_refused():
         ({"name": "x", "method": "ngam"}, "x: speculative_config: unknown method 'ngam'; did you mean 'ngram'"),
         ({"name": "x", "num_drafter": 1}, "x: speculative_config: unknown key 'num_drafter'"),
         ({"name": "x", "method": "ngram", "num_drafters": "2:1"}, "x: num_drafters must be a number, or min:max"),
-        ({"name": "x", "method": "ngram", "num_drafters": 0}, "x: .*there is no drafter"),
+        ({"name": "x", "method": "ngram", "num_drafters": 0}, "x: it would have no drafter"),
+        ({"name": "x", "method": "ngram", "num_speculative_tokens": 0}, "x: it would have no drafter"),
         ({"name": "x", "method": "suffix", "location": "verifier"}, "x: location: a drafter in the verifier is no"),
         ({"name": "x", "method": "ngram", "state_dtype": "float32"}, "x: 'state_dtype' is of the whole service"),
         ({"name": "x", "num_speculative_tokens_per_batch_size": []}, "x: 'num_spec.*' is of the whole service"),

@@ -66,7 +66,7 @@ def test_the_file_gives_values_of_every_type(file: Path):
 
 def test_pools_are_objects_in_a_file_and_json_on_the_command_line(file: Path):
     pool = {"name": "lookup", "method": "ngram", "num_drafters": "1:3"}
-    file.write_text(f"drafter_pool:\n  - {json.dumps(pool)}\n")
+    file.write_text("drafter_pool:\n  - name: lookup\n    method: ngram\n    num_drafters: 1:3\n")
     assert values("--config", file)["drafter_pools"] == [pool]
     assert values("--drafter-pool", json.dumps(pool))["drafter_pools"] == [pool]
 

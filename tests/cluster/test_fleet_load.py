@@ -46,6 +46,7 @@ def test_every_replica_is_described():
         "queue_depth": 1,
         "mean_draft_s": 0.004,
         "hit_rate": 0.75,
+        "accepted_per_round": 1.5,
         "num_links_up": 2,
         "num_circuits_open": 0,
     }

@@ -86,6 +86,7 @@ def test_steps_and_drafts_are_counted():
         "draft_tensor_fallbacks_total{engine=v0}": 2,
         "drafter_circuit_state{drafter=d0,engine=v0}": 0,
         "drafter_circuit_state{drafter=d1,engine=v0}": 2,
+        "draft_yield{drafter=d0,engine=v0}": 1.5,
         "link_bad_frames_total{engine=v0,role=verifier}": 4,
         "link_bad_frames_total{engine=d0,role=drafter}": 9,
         "draft_sessions{engine=d0}": 6,

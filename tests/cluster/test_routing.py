@@ -13,6 +13,7 @@ from outrider.cluster.fleet import (
     VerifierState,
 )
 from outrider.cluster.routing import DrafterDesk, NoVerifierError, route, with_assignment
+from outrider.verifier_service.draft_yield import DraftYield
 from outrider.verifier_service.engine_messages import DrafterCircuit, DrafterTime
 from outrider.verifier_service.request import SpeculationPlan
 from outrider.verifier_service.wire import decode, encode
@@ -324,6 +325,39 @@ class TestSeveralPools:
     def test_a_better_pool_is_better_however_many_requests_it_has(self):
         """How long its drafts take with them was measured; only of its own drafters the least busy one is taken."""
         assert self.goes_to(num_sessions=40) == "model"
+
+    def test_pools_are_alike_while_it_is_not_known_who_is_of_which(self):
+        """A router that has just started believes its verifiers: only the delay counts, and nobody is moved."""
+        desk = self.desk()
+        state = desk.linked["lookup"]
+        unheard = dataclasses.replace(state, report=dataclasses.replace(state.report, pool=""))
+        trips = (
+            DrafterTime(drafter_id="model", seconds=0.010, accepted_per_round=1.5),
+            DrafterTime(drafter_id="lookup", seconds=0.001, accepted_per_round=0.2),
+        )
+        report = dataclasses.replace(verifier("v").report, round_trips=trips, drafters_up=("model", "lookup"))
+        desk = DrafterDesk([desk.linked["model"], unheard], report, POLICY)
+        assert desk.choose("lookup").report.drafter_id == desk.choose(None).report.drafter_id == "lookup"
+
+    def test_a_slow_pool_that_requests_leave_is_not_waited_for(self):
+        assert self.desk().preferred == {"model"}
+        assert self.desk(lookup=1.0).preferred == {"model", "lookup"}
+
+    @pytest.mark.parametrize("first", ["model", "lookup"])
+    def test_a_poor_pool_is_tried_again_now_and_then_and_no_more(self, first):
+        """One stream, a report every eight steps: nearly all rounds are the model's, and the lookup's never end."""
+        yields = {"model": DraftYield(), "lookup": DraftYield()}
+        tokens = {"model": 1.5, "lookup": 0.2}
+        current, rounds = first, []
+        for step in range(1, 20_001):
+            if step % 8 == 0:
+                current = self.desk(**{name: found.at(step) for name, found in yields.items()}).choose(current)
+                current = current.report.drafter_id
+            yields[current].observe_rounds(1, step)
+            yields[current].observe_accepted(tokens[current])
+            rounds.append(current)
+        assert 0.97 < rounds[200:].count("model") / len(rounds[200:]) < 0.995
+        assert "lookup" in rounds[15_000:]
 
     def test_drafters_of_one_pool_share_what_is_known_of_it(self):
         """A replica that has just joined is as good as its pool: nobody is moved to it for being new."""

@@ -109,6 +109,15 @@ def test_every_pool_of_drafters_is_sized_by_its_own_figures():
     assert wanted(policy, **pools) == {"Verifier": 2, "Drafter-lookup": 0}
 
 
+def test_a_pool_that_is_gone_comes_back_while_another_serves_everybody():
+    """Or nobody would ever try it again; where drafts do not pay it stays away."""
+    calm = BUSY | DRAFTS | {"num_willing": 5.0}
+    pools = {"Drafter": Context.of(drafter(num_sessions=4.0)), "Drafter-lookup": Context.of()}
+    assert wanted(ServicePolicy(), Verifier=Context.of(calm), **pools)["Drafter-lookup"] == 1
+    for stays_away in ({"num_willing": 0.0}, {"price": 0.7}):
+        assert wanted(ServicePolicy(), Verifier=Context.of(calm | stays_away), **pools)["Drafter-lookup"] == 0
+
+
 def test_every_pool_is_recorded_by_its_name(tmp_path: Path):
     path = tmp_path / "day.jsonl"
     policy = ServicePolicy(recorded_to=str(path))

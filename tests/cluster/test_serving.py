@@ -30,8 +30,12 @@ from outrider.verifier_service.ranks import free_ports
 pytestmark = pytest.mark.service
 
 
-def test_interrupted_server_leaves_no_process_behind():
-    """`outrider serve` in a process group of its own: after SIGINT nothing of it is left."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_server_leaves_no_process_behind(number: signal.Signals):
+    """`outrider serve` in a process group of its own: after Ctrl-C, or what an operating system sends, nothing is left.
+
+    The signal comes twice: an impatient user does not cut the stopping short.
+    """
     port, grpc_port = free_ports(2)
     arguments = ["serve", "--port", str(port), "--grpc-port", str(grpc_port)]
     command = [str(Path(sys.executable).with_name("outrider")), *arguments]
@@ -41,7 +45,9 @@ def test_interrupted_server_leaves_no_process_behind():
     assert server.stdout is not None
     assert "serving" in server.stdout.readline()
     assert len(marked_processes(mark)) > 5, "Ray, replicas and ranks carry the mark of the process that started them"
-    server.send_signal(signal.SIGINT)
+    server.send_signal(number)
+    assert "stopping" in server.stdout.readline()
+    server.send_signal(number)
     try:
         assert server.wait(timeout=60) == 0
     except subprocess.TimeoutExpired:

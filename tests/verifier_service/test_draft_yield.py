@@ -2,36 +2,41 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.verifier_service.draft_yield import MEMORY_S, MIN_ROUNDS, DraftYield
+from outrider.verifier_service.draft_yield import MIN_ROUNDS, RETRY_STEPS, DraftYield
 
 
-def after_rounds(num_rounds: int, *, accepted: int, now_s: float = 0.0) -> DraftYield:
+def after_rounds(num_rounds: int, *, accepted: int, step: int = 0) -> DraftYield:
     """`accepted`: in each."""
     found = DraftYield()
-    found.observe_rounds(num_rounds, now_s)
-    found.observe_accepted(accepted * num_rounds, now_s)
+    for _ in range(num_rounds):
+        found.observe_rounds(1, step)
+        found.observe_accepted(accepted)
     return found
 
 
 def test_few_rounds_say_nothing():
-    few = int(MIN_ROUNDS) - 1
-    assert after_rounds(few, accepted=3).at(0.0) is None
-    assert after_rounds(few + 1, accepted=3).at(0.0) == 3.0
+    few = int(MIN_ROUNDS)
+    assert after_rounds(few, accepted=3).at(0) is None, "they fade a little"
+    assert after_rounds(few + 2, accepted=3).at(0) == pytest.approx(3.0, rel=0.01)
 
 
 def test_rounds_in_which_nothing_is_accepted_count():
-    found = after_rounds(16, accepted=2)
-    found.observe_rounds(16, 0.0)
-    assert found.at(0.0) == 1.0
+    found = after_rounds(20, accepted=2)
+    found.observe_rounds(20, 1)
+    assert found.at(1) == pytest.approx(2.0 * 0.855 * 18.6 / 36, rel=0.05)
 
 
-def test_newer_rounds_count_more_and_old_ones_are_forgotten():
+def test_newer_rounds_count_more():
+    found = after_rounds(1000, accepted=4)
+    assert found.at(0) == pytest.approx(4.0, rel=0.01)
+    for _ in range(400):
+        found.observe_rounds(1, 0)
+    assert found.at(0) < 0.3
+
+
+def test_what_is_known_is_forgotten_after_many_steps_and_then_begins_anew():
     found = after_rounds(100, accepted=4)
-    found.observe_rounds(100, MEMORY_S)
-    assert found.at(MEMORY_S) == pytest.approx(4.0 * 0.368 / 1.368, rel=1e-3)
-    assert found.at(MEMORY_S * 10) is None
-
-
-def test_a_clock_that_stands_still_or_is_set_back_loses_nothing():
-    found = after_rounds(16, accepted=1, now_s=50.0)
-    assert found.at(40.0) == 1.0
+    assert found.at(RETRY_STEPS) is not None
+    assert found.at(RETRY_STEPS + 1) is None
+    found.observe_rounds(20, RETRY_STEPS + 1)
+    assert found.at(RETRY_STEPS + 1) == 0.0

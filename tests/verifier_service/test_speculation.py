@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
 
 from engine_bench import MemoryDrafts
 from outrider.verifier_service.circuit_breaker import BreakerConfig, BreakerState
+from outrider.verifier_service.draft_yield import RETRY_STEPS
 from outrider.verifier_service.drafting import (
     DRAFT_PROB_SCALE,
     Close,
@@ -30,6 +32,7 @@ from outrider.verifier_service.request import (
     SpeculationPlan,
 )
 from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig, StateSource
+from outrider.verifier_service.step_price import NEVER
 
 VOCAB_SIZE = 100
 
@@ -382,19 +385,62 @@ def test_a_draft_that_is_late_says_how_long_the_next_one_may_take():
 
 def test_what_a_drafter_brings_per_round_is_known_after_some(bench: Bench):
     request = bench.request(max_tokens=100, drafter_id="d")
-    for _ in range(16):
+    for _ in range(18):  # those before fade a little
         (time_of_d,) = bench.coordinator.drafter_times(bench.now_s) or (None,)
         assert time_of_d is None or time_of_d.accepted_per_round is None
         *_, (_, commit) = bench.ask()
         bench.receive(said(answer(commit, 7, 8)))
-        bench.coordinator.observe_accepted([(request, 2)], bench.now_s)
+        bench.coordinator.observe_accepted([(request, 2)])
         request.token_ids += [7, 8, 9]
         request.draft = None
     (time_of_d,) = bench.coordinator.drafter_times(bench.now_s)
-    assert time_of_d.accepted_per_round == 2.0
+    assert time_of_d.accepted_per_round == pytest.approx(2.0, rel=0.01)
     request.plan = SpeculationPlan(disabled_reason="load")
     bench.ask()
     assert bench.coordinator.drafter_times(bench.now_s) == (time_of_d,), "a round without a drafter is nobody's"
+
+
+class ClosedPricing:
+    """A price that nothing exceeds; `probe_length` is asked for all the same."""
+
+    price = NEVER
+
+    def __init__(self) -> None:
+        self.probe_length = 0
+
+    def length(self, request: Request, drafter_id: str, bound: int) -> int:
+        return self.probe_length
+
+    def choose(self, request_id: str, drafter_id: str | None, *, has_predictions: bool = False) -> None:
+        pass
+
+
+def test_while_no_draft_pays_only_rounds_with_one_are_counted_and_nothing_is_forgotten(bench: Bench):
+    pricing = ClosedPricing()
+    bench.coordinator._pricing = pricing
+    request = bench.request(max_tokens=100, drafter_id="d")
+    for _ in range(RETRY_STEPS + 1):
+        bench.ask()
+    assert bench.coordinator._num_steps == 0
+    pricing.probe_length = 2
+    for _ in range(18):
+        *_, (_, commit) = bench.ask()
+        bench.receive(said(answer(commit, 7, 8)))
+        request.token_ids.append(9)
+        request.draft = None
+    (time_of_d,) = bench.coordinator.drafter_times(bench.now_s)
+    assert time_of_d.accepted_per_round == 0.0
+
+
+def test_a_request_that_is_sent_to_another_drafter_is_priced_by_that_ones_record(bench: Bench):
+    bench.receive(up("e"))
+    request = bench.request(drafter_id="d")
+    bench.ask()
+    assert bench.coordinator._likely_drafter(request, bench.now_s) == "d"
+    request.plan = dataclasses.replace(request.plan, drafter_id="e")
+    assert bench.coordinator._likely_drafter(request, bench.now_s) == "e"
+    bench.receive(down("e"))
+    assert bench.coordinator._likely_drafter(request, bench.now_s) == "d", "it goes on with the one that it has"
 
 
 @pytest.mark.parametrize("slow_s", [0.0, 10.0])

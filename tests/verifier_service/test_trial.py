@@ -4,7 +4,7 @@ import pytest
 
 from engine_bench import make_request
 from outrider.verifier_service.step_price import NEVER
-from outrider.verifier_service.trial import FIRST_CREDIT, MAX_CREDIT, MAX_LOSS, PAYBACK, TRIAL_DRAFTS, Trial
+from outrider.verifier_service.trial import FIRST_CREDIT, MAX_CREDIT, MAX_DEBT, MAX_LOSS, PAYBACK, TRIAL_DRAFTS, Trial
 from priced_bench import FREE, ONE_CORE, Bench, FarBench, FarDrafts, GuessingDrafts
 
 OPEN = 0.3  # a price that lets drafts through
@@ -85,6 +85,15 @@ def test_later_trials_may_lose_less_than_the_first():
     assert trial.settle(NEVER, OPEN, OPEN) == OPEN
     trial.observe(1, MAX_LOSS)
     assert trial.settle(OPEN, NEVER, OPEN) == NEVER
+
+
+def test_what_steps_lose_that_another_price_let_through_is_paid_back_in_the_end():
+    trial = closed()
+    for _ in range(1000):
+        trial.observe(1, 1.0)
+    for _ in range(round(MAX_DEBT / PAYBACK) + 1):
+        trial.observe_plain()
+    assert trial.settle(NEVER, OPEN, OPEN) == OPEN
 
 
 def test_nothing_is_paid_back_while_drafts_go_on():
