@@ -35,6 +35,11 @@ class Offer(NamedTuple):
             return list(itertools.islice(slots, depth))
         return [slot for slot in slots if slot[0] > self.levels[depth]]
 
+    def num_first_paying(self, price: float) -> int:
+        """Return how many first nodes to verify: all if they pay on the whole, else those that pay most together."""
+        gains = list(itertools.accumulate((worth - price for worth in self.worths), initial=0.0))
+        return len(self.worths) if gains[-1] > 0.0 else gains.index(max(gains))
+
 
 @dataclass(slots=True)
 class Round:

@@ -2,12 +2,13 @@
 
 Before drafting, a request asks for the positions whose survival, by history alone, exceeds the price; when its draft is
 there, those are verified whose survival, by the draft's own confidences, exceeds what verifying alone costs: waiting is
-past by then. Whatever was on offer is remembered and makes the price of later steps. Nothing here looks at a drawn
-token: its confidence is the largest weight of the row that it was drawn from, and the price comes from steps before the
-one that verifies it. Drawn trees, whose shape must not depend on what was drawn, are cut by depth and history alone;
-trees of point masses lose any node that does not pay, and all below it. Those of a drafter that learns from what the
-target predicts after each node are verified whole while they pay on the whole, since nodes that do not are worth what
-they teach, and are else cut at their end alone, or nobody could tell which prediction is of which node.
+past by then. (In a trial the first at least: what drafts claim is not known to mean anything yet.) Whatever was on
+offer is remembered and makes the price of later steps. Nothing here looks at a drawn token: its confidence is the
+largest weight of the row that it was drawn from, and the price comes from steps before the one that verifies it. Drawn
+trees, whose shape must not depend on what was drawn, are cut by depth and history alone; trees of point masses lose any
+node that does not pay, and all below it. Those of a drafter that learns from what the target predicts after each node
+are verified whole while they pay on the whole, since nodes that do not are worth what they teach, and are else cut at
+their end alone, or nobody could tell which prediction is of which node.
 
 While nothing pays, a request now and then drafts a little all the same, so that its survival stays known. These probes
 have a budget, a share of the time that steps take, and are charged what they were seen to cost. Requests that the
@@ -17,7 +18,6 @@ times nothing is priced: the plan's length stands.
 
 from __future__ import annotations
 
-import itertools
 import math
 import zlib
 from collections.abc import Sequence
@@ -206,6 +206,7 @@ class DraftPricing:
         if asked.is_probe or asked.is_pinned:
             return draft
         num_paying = self._level.price.verified(asked.offered.levels[:num_levels])
+        num_paying = max(num_paying, int(self._level.trial.goes_on))
         if is_chain and num_paying == num_levels:
             return draft
         return first_nodes(draft, max_nodes=num_paying if is_chain else len(draft.token_ids), max_depth=num_paying)
@@ -229,9 +230,12 @@ class DraftPricing:
         if asked.is_probe or asked.is_pinned:
             return draft
         price = self._level.price.verifying_price
+        num_least = int(self._level.trial.goes_on)
         if asked.has_predictions:
-            return first_nodes(draft, max_nodes=_num_first_paying(worths, price), max_depth=len(worths))
-        return kept_nodes(draft, [node for node, worth in enumerate(worths) if worth > price])
+            num_nodes = max(asked.offered.num_first_paying(price), num_least)
+            return first_nodes(draft, max_nodes=num_nodes, max_depth=len(worths))
+        paying = [node for node, worth in enumerate(worths) if worth > price]
+        return kept_nodes(draft, paying or [worths.index(max(worths))][:num_least])
 
     def end_step(self, step: PricedStep) -> None:
         """Note how a step's drafts went, before its requests ask again: all else that it says waits for `learn`."""
@@ -319,7 +323,11 @@ class DraftPricing:
         if priced:
             self._observe_loss(level, step, priced, asking, base, num_drafted)
         self._observe_offers(level, base, [self._offer(step, item.request) for item in priced], num_alike)
-        rounds = (_round(outcome) for outcome in outcomes if outcome.item.samples)
+        rounds = (
+            (outcome.item.request.request_id, len(outcome.committed), num_draft_tokens(outcome.item))
+            for outcome in outcomes
+            if outcome.item.samples
+        )
         self.worth.observe(rounds, level.price.price, num_alike)
         for outcome in outcomes:
             if (asked := step.rounds.get(outcome.item.request.request_id)) is not None:
@@ -429,12 +437,6 @@ class DraftPricing:
         self.worth.forget(request_id)
 
 
-def _num_first_paying(worths: Sequence[float], price: float) -> int:
-    """Return how many of the first nodes to verify: all if they pay on the whole, else those that pay most together."""
-    gains = list(itertools.accumulate((worth - price for worth in worths), initial=0.0))
-    return len(worths) if gains[-1] > 0.0 else gains.index(max(gains))
-
-
 def _num_alike(num_plain_steps: int) -> int:
     """Return how many steps the last of so many plain ones in a row stands for; 0: it is left out.
 
@@ -443,8 +445,3 @@ def _num_alike(num_plain_steps: int) -> int:
     if num_plain_steps <= FIRST_PLAIN_STEPS:
         return 1
     return PLAIN_STRIDE if (num_plain_steps - FIRST_PLAIN_STEPS) % PLAIN_STRIDE == 0 else 0
-
-
-def _round(outcome: Outcome) -> tuple[str, int, int]:
-    """Return whose a round was, and how many tokens it committed and drafted."""
-    return outcome.item.request.request_id, len(outcome.committed), num_draft_tokens(outcome.item)

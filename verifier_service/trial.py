@@ -1,8 +1,9 @@
 """What drafting may lose: a trial when it begins, and never much more than it has gained.
 
 The first drafts after a pause are dearer than those that follow: drafters read what they missed, their machines are
-cold. To stop at what these cost and begin again later is to see nothing but first drafts. So a price that lets some
-drafts through holds for a number of drafts, until too much is lost. Later, too, drafting ends once it has lost too
+cold, and what they claim of themselves has not been put to the test. To stop at what these cost and begin again later
+is to see nothing but first drafts. So a price that lets some drafts through holds for a number of drafts, until too
+much is lost, and something of these is verified whatever they claim. Later, too, drafting ends once it has lost too
 much, whatever past steps promise; and what it has lost is paid back before it begins again, by a share of the time.
 """
 
@@ -31,6 +32,11 @@ class Trial:
     _is_open: bool = False  # some drafts are admitted
     _num_left: int = 0  # drafts of the trial
     _lost: float = -FIRST_CREDIT  # by all drafts, less what has been paid back
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether drafts are being tried: at least a token of each is verified, or they would teach nothing."""
+        return self._num_left > 0
 
     def settle(self, price: float, best: float, best_if_free: float) -> float:
         """Return the price that holds after `price`, where past steps say `best`.

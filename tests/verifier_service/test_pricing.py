@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -327,6 +328,19 @@ def test_a_drawn_tree_is_cut_by_depth_alone():
     for claims in ((0.9,) * 4, (0.1,) * 4):
         draft = make_draft(parents=(-1, -1, 0, 1), draft_probs=(row, row, row), confidences=claims)
         assert pricing.admitted(request, draft).token_ids == (1, 2)
+
+
+@pytest.mark.parametrize("fields", [{}, {"parents": (-1, -1, 0, 1)}, {"parents": (-1, 0, 1, 2), "is_told": True}])
+def test_in_a_trial_a_token_is_verified_whatever_drafts_claim(fields: dict[str, Any]):
+    """Drafts that are waited for and thrown away would use it up, and teach nothing."""
+    is_told = fields.pop("is_told", False)
+    draft = make_draft(confidences=(0.3, 0.35, 0.1, 0.2), **fields)
+    best = (1,) if is_told or not fields else (2,)
+    for is_trying, kept in ((False, ()), (True, best)):
+        pricing, request = priced_at(0.95)
+        pricing.choose(request.request_id, "d", has_predictions=is_told)
+        pricing._level.trial._num_left = int(is_trying)
+        assert pricing.admitted(request, draft).token_ids == kept
 
 
 def test_a_plan_of_nothing_keeps_its_reason():
