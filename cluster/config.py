@@ -325,9 +325,7 @@ class ServiceConfig:
     @property
     def verifier_spec(self) -> VerifierSpec:
         model = self._model(self.target_path, self.tensor_parallel_size)
-        own = self.drafter_spec
-        specs = [] if own is None else [own]
-        specs += [spec for pool in self.pools.values() if (spec := pool.drafter_spec) is not None and spec != own]
+        specs = self.drafter_specs
         if specs:
             model = dataclasses.replace(
                 model,
@@ -352,6 +350,12 @@ class ServiceConfig:
         if drafter is None or self.has_drafters:
             return self.verifier_spec
         return ColocatedSpec(verifier=self.verifier_spec, drafter=drafter)
+
+    @property
+    def drafter_specs(self) -> list[DrafterSpec]:
+        """What drafts in all pools and in the verifiers; one may be named twice."""
+        found = (config.drafter_spec for config in (self, *self.pools.values()))
+        return [spec for spec in found if spec is not None]
 
     @property
     def drafter_spec(self) -> DrafterSpec | None:

@@ -48,13 +48,9 @@ def read_speculative_config(
     if text is None:
         return {}
     try:
-        values = json.loads(text)
-        if not isinstance(values, dict):
-            raise ValueError("expected a JSON object")
+        values = _json_object(text)
         options, rest = split_options(values)
         parse_speculative_config(rest)
-    except json.JSONDecodeError as error:
-        raise click.BadParameter(f"not JSON: {error}", context, parameter) from error
     except ValueError as error:
         raise click.BadParameter(str(error), context, parameter) from error
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()}
@@ -66,16 +62,21 @@ def read_pools(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> tuple[dict[str, Any], ...]:
     """Return the objects of further drafter pools."""
-    pools: list[dict[str, Any]] = []
-    for text in texts:
-        try:
-            pool = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise click.BadParameter(f"not JSON: {error}", context, parameter) from error
-        if not isinstance(pool, dict):
-            raise click.BadParameter("expected a JSON object", context, parameter)
-        pools.append(pool)
-    return tuple(pools)
+    try:
+        return tuple(map(_json_object, texts))
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, parameter) from error
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Read an object; raises `ValueError` saying what is wrong."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError("expected a JSON object")
+    return value
 
 
 def _entries(text: str) -> list[tuple[str, Any]]:

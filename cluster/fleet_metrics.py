@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from outrider.cluster.fleet import DrafterReport, FleetSnapshot, ReplicaState, VerifierState
+from outrider.cluster.fleet import DrafterReport, FleetSnapshot, ReplicaState, VerifierReport, VerifierState
 from outrider.cluster.fleet_load import tokens_per_accelerator
 from outrider.cluster.metrics import LABELS, OWN_PREFIX, Definition, alias_of
 from outrider.verifier_service.circuit_breaker import BreakerState
@@ -55,29 +55,26 @@ def _of_drafters(name: str, kind: str, formula: str, read: Callable[[DrafterRepo
     return _FleetMetric(Definition(name=name, kind=kind, formula=formula), rows)
 
 
-def _fallbacks(snapshot: FleetSnapshot, now_s: float) -> Rows:
-    for state in snapshot.verifiers:
-        for reason, count in state.report.counters.fallbacks.items():
-            yield (state.report.verifier_id, reason), count
+def _of_verifiers_by(
+    label: str,
+    name: str,
+    kind: str,
+    formula: str,
+    read: Callable[[VerifierReport], Iterable[tuple[str, Value]]],
+) -> _FleetMetric:
+    """Define a metric of verifiers by another label: what it reads are that label's values and the samples."""
+
+    def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
+        reports = (state.report for state in snapshot.verifiers)
+        return [((report.verifier_id, key), value) for report in reports for key, value in read(report)]
+
+    return _FleetMetric(Definition(name=name, kind=kind, formula=formula, labels=(*LABELS, label)), rows)
 
 
-def _state_bytes(snapshot: FleetSnapshot, now_s: float) -> Rows:
-    for state in snapshot.verifiers:
-        for transport, num_bytes in state.report.counters.num_state_bytes.items():
-            yield (state.report.verifier_id, transport), num_bytes
-
-
-def _circuits(snapshot: FleetSnapshot, now_s: float) -> Rows:
-    for state in snapshot.verifiers:
-        for circuit in state.report.circuits:
-            yield (state.report.verifier_id, circuit.drafter_id), CIRCUIT_STATES[circuit.state]
-
-
-def _yields(snapshot: FleetSnapshot, now_s: float) -> Rows:
-    for state in snapshot.verifiers:
-        for trip in state.report.round_trips:
-            if trip.accepted_per_round is not None:
-                yield (state.report.verifier_id, trip.drafter_id), trip.accepted_per_round
+def _yields(report: VerifierReport) -> Iterable[tuple[str, Value]]:
+    for trip in report.round_trips:
+        if trip.accepted_per_round is not None:
+            yield trip.drafter_id, trip.accepted_per_round
 
 
 def _bad_frames(snapshot: FleetSnapshot, now_s: float) -> Rows:
@@ -291,14 +288,12 @@ _DRAFTING = (
         "Drafts dropped because their round was over",
         lambda state: state.report.counters.num_stale_drafts,
     ),
-    _FleetMetric(
-        Definition(
-            name="draft_fallback",
-            kind="counter",
-            formula="Rounds that ended without a usable draft, by reason; the request then decoded plainly",
-            labels=(*LABELS, "reason"),
-        ),
-        _fallbacks,
+    _of_verifiers_by(
+        "reason",
+        "draft_fallback",
+        "counter",
+        "Rounds that ended without a usable draft, by reason; the request then decoded plainly",
+        lambda report: report.counters.fallbacks.items(),
     ),
     _of_verifiers(
         "draft_resyncs",
@@ -306,14 +301,12 @@ _DRAFTING = (
         "Times a drafter asked for a request's whole prefix again",
         lambda state: state.report.counters.num_resyncs,
     ),
-    _FleetMetric(
-        Definition(
-            name="draft_state_bytes",
-            kind="counter",
-            formula="Bytes of the target's hidden states sent to drafters, by transport",
-            labels=(*LABELS, "transport"),
-        ),
-        _state_bytes,
+    _of_verifiers_by(
+        "transport",
+        "draft_state_bytes",
+        "counter",
+        "Bytes of the target's hidden states sent to drafters, by transport",
+        lambda report: report.counters.num_state_bytes.items(),
     ),
     _of_verifiers(
         "draft_tensor_fallbacks",
@@ -321,22 +314,18 @@ _DRAFTING = (
         "Hidden states that went in frames because their channel was full or had failed",
         lambda state: state.report.counters.num_tensor_fallbacks,
     ),
-    _FleetMetric(
-        Definition(
-            name="drafter_circuit_state",
-            kind="gauge",
-            formula="A verifier's circuit breaker in front of a drafter: 0 closed, 1 half open, 2 open",
-            labels=(*LABELS, "drafter"),
-        ),
-        _circuits,
+    _of_verifiers_by(
+        "drafter",
+        "drafter_circuit_state",
+        "gauge",
+        "A verifier's circuit breaker in front of a drafter: 0 closed, 1 half open, 2 open",
+        lambda report: [(circuit.drafter_id, CIRCUIT_STATES[circuit.state]) for circuit in report.circuits],
     ),
-    _FleetMetric(
-        Definition(
-            name="draft_yield",
-            kind="gauge",
-            formula="Tokens that a drafter lately brought a verifier's requests per round: pools are chosen by it",
-            labels=(*LABELS, "drafter"),
-        ),
+    _of_verifiers_by(
+        "drafter",
+        "draft_yield",
+        "gauge",
+        "Tokens that a drafter lately brought a verifier's requests per round: pools are chosen by it",
         _yields,
     ),
     _FleetMetric(

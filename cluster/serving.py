@@ -138,8 +138,7 @@ def check_ports(config: ServiceConfig) -> None:
 
 def check_models(config: ServiceConfig) -> None:
     """Refuse a model that cannot be served before anything is started; raises `UnsupportedModelError` or `OSError`."""
-    drafters = [config.drafter_spec, *(pool.drafter_spec for pool in config.pools.values())]
-    models = {drafter.model for drafter in drafters if drafter is not None and drafter.model is not None}
+    models = {drafter.model for drafter in config.drafter_specs if drafter.model is not None}
     for model in (config.verifier_spec.model, *models):
         description = load_model_description(resolve_folder(model), model)
         require_supported(description, model.tensor_parallel_size)
