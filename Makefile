@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 PACKAGES := proto verifier_service drafter_service cluster
 ARGS ?=
 
-.PHONY: help demo serve bench train test soak fuzz lint proto install install-dev system-deps clean
+.PHONY: help demo serve bench study train test soak fuzz lint proto install install-dev system-deps clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -26,6 +26,10 @@ serve: install  ## Serve the shipped model pair, or ARGS="MODEL --draft-model DR
 bench: install  ## Measure latency with and without speculation; ARGS="throughput" for the whole table
 	$(BIN)/outrider bench $(or $(ARGS),latency)
 
+study: install-dev  ## Run a study for developers: NAME=adaptive|ahead|policy|pricing|router|step, ARGS="..."
+	@test -n "$(NAME)" || { echo 'say which: make study NAME=adaptive' >&2; exit 2; }
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.study $(NAME) $(ARGS)
+
 train: install  ## Train the shipped model pair again from the standard library's sources
 	$(BIN)/python -m outrider.drafter_service.embedded.train $(ARGS)
 
@@ -36,7 +40,7 @@ soak: install-dev  ## Repeat failures many times
 	$(BIN)/python -m pytest -m soak -rs $(ARGS)
 
 # atheris has wheels for few Pythons, so that it is no part of the development environment.
-fuzz: install-dev  ## Fuzz frames, gRPC calls, HTTP bodies and the isolation of requests; rewrites tests/FUZZ.md
+fuzz: install-dev  ## Fuzz frames, gRPC calls, HTTP bodies and the isolation of requests; rewrites docs/results/fuzz.md
 	$(PIP) atheris
 	$(BIN)/python -m pytest tests/fuzz -o python_files="test_*.py guided.py" --hypothesis-profile=fuzz --timeout=0 -q $(ARGS)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import trustme
 
-from outrider.cluster.security import TlsConfig, link_tls
+from outrider.cluster.common.security import TlsConfig, link_tls
 
 EXPIRED = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.drafter_service.engine import Ask, Drafter, DraftResult
-from outrider.drafter_service.sessions import SessionKey
-from outrider.verifier_service.drafting import ROOT, DraftSampling
+from outrider.drafter_service.engine.engine import Ask, Drafter, DraftResult
+from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.verifier_service.messages.draft import ROOT, DraftSampling
 
 GREEDY = DraftSampling(temperature=0.0)
 KEY = SessionKey("peer", "request")

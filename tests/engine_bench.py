@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from fake_runner import FakeRunner, continuation
-from outrider.verifier_service.drafting import Commit, Draft, DrafterEvent, DraftNeeds, VerifierMessage
-from outrider.verifier_service.engine import VerifierEngine
-from outrider.verifier_service.kv_cache import BlockPool
-from outrider.verifier_service.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
-from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
-from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent, DraftNeeds, VerifierMessage
+from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
+from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 
 PROMPT = (5, 9, 2)
 

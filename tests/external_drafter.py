@@ -19,20 +19,20 @@ import grpc
 from ray import serve
 
 from live_service import LiveService
-from outrider.cluster.config import APP_NAME, ServiceConfig
-from outrider.cluster.fleet import DrafterReport
-from outrider.drafter_service.drafter_load import DrafterLoad
-from outrider.drafter_service.engine import DraftEngine
-from outrider.drafter_service.in_process_port import InProcessPort
-from outrider.drafter_service.rank_main import build_draft_engine
-from outrider.drafter_service.service import DrafterLinkServicer
+from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
+from outrider.cluster.router.fleet import DrafterReport
+from outrider.drafter_service.engine.engine import DraftEngine
+from outrider.drafter_service.engine.load import DrafterLoad
+from outrider.drafter_service.service.in_process_port import InProcessPort
+from outrider.drafter_service.service.rank_main import build_draft_engine
+from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2_grpc
-from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft, Resync, SparseRow
-from outrider.verifier_service.link_messages import CHANNEL_OPTIONS, DrafterIdentity
-from outrider.verifier_service.model_runner import ModelRunner
-from outrider.verifier_service.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.tokenizer import fingerprint_of
-from outrider.verifier_service.wire import decode, encode
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, Resync, SparseRow
+from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterIdentity
+from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.model.runner import ModelRunner
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+from outrider.verifier_service.model.tokenizer import fingerprint_of
 
 REPORT_INTERVAL_S = 0.2
 

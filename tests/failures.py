@@ -1,7 +1,7 @@
 """Failures of real processes and links, each driven against a live service while streams run.
 
 `Drill.run` is one run of one case: streams begin, the failure strikes after some chunks, every stream is compared with
-what plain decoding gives, the fleet is waited for. tests/cluster/test_failures.py runs each case once, the soak twenty
+what plain decoding gives, the fleet is waited for. tests/services/test_failures.py runs each case once, the soak twenty
 times.
 """
 

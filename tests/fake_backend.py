@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.cluster.gateway import Gateway, ModelInfo
-from outrider.cluster.metrics import GatewayMetrics
-from outrider.verifier_service.request import (
+from outrider.cluster.gateway.gateway import Gateway, ModelInfo
+from outrider.cluster.monitoring.metrics import GatewayMetrics
+from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
     RequestOutput,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from outrider.verifier_service.batch import ScheduledBatch
-from outrider.verifier_service.state_pool import StatePool
+from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.model.state_pool import StatePool
 
 _MASK = (1 << 61) - 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.cluster.fleet import (
+from outrider.cluster.router.fleet import (
     DecisionCount,
     DrafterReport,
     DrafterState,
@@ -12,10 +12,10 @@ from outrider.cluster.fleet import (
     VerifierReport,
     VerifierState,
 )
-from outrider.drafter_service.drafter_load import DrafterCounters
-from outrider.verifier_service.engine_messages import DrafterCircuit, DrafterTime, EngineCounters
-from outrider.verifier_service.histogram import HistogramCounts
-from outrider.verifier_service.request import SpeculationPlan
+from outrider.drafter_service.engine.load import DrafterCounters
+from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterTime, EngineCounters
+from outrider.verifier_service.messages.histogram import HistogramCounts
+from outrider.verifier_service.messages.request import SpeculationPlan
 
 DECIDED_AT_S = 1000.0
 COUNTERS = EngineCounters(

@@ -11,9 +11,15 @@ from collections.abc import Callable
 
 import torch
 
-from outrider.verifier_service.attention import AttentionContext, AttentionHandler, AttentionOptions, KVPool, LayerShape
-from outrider.verifier_service.batch import ScheduledBatch
-from outrider.verifier_service.triton_attention import TritonContext
+from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.model.attention import (
+    AttentionContext,
+    AttentionHandler,
+    AttentionOptions,
+    KVPool,
+    LayerShape,
+)
+from outrider.verifier_service.model.triton_attention import TritonContext
 
 BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 32, 8, 128
 STEPS = ((1, 1, 32_768), (64, 1, 4_096), (64, 5, 4_096), (8, 64, 8_192), (1, 2_048, 8_192))  # sequences, query, context

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 from ray import serve
 
-from outrider.cluster.config import APP_NAME, ServiceConfig
-from outrider.cluster.fleet import DrafterState, VerifierState
-from outrider.cluster.reports import ROUTER_ERRORS
-from outrider.cluster.serving import running_service
-from outrider.verifier_service.ranks import free_ports
+from outrider.cluster.common.reports import ROUTER_ERRORS
+from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
+from outrider.cluster.replicas.serving import running_service
+from outrider.cluster.router.fleet import DrafterState, VerifierState
+from outrider.verifier_service.model.ranks import free_ports
 
 
 @dataclass

@@ -11,7 +11,9 @@ from typing import Any
 import grpc
 
 from engine_bench import EngineBench
-from outrider.cluster.fleet import (
+from outrider.cluster.gateway.gateway import ModelInfo
+from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
+from outrider.cluster.router.fleet import (
     Assignment,
     FleetSnapshot,
     PlacementReason,
@@ -21,20 +23,18 @@ from outrider.cluster.fleet import (
     VerifierReport,
     VerifierState,
 )
-from outrider.cluster.gateway import ModelInfo
-from outrider.cluster.routed_backend import RoutedBackend, RouterClient
 from outrider.proto import link_pb2, link_pb2_grpc
-from outrider.verifier_service.engine_messages import Cancel
-from outrider.verifier_service.link_messages import ACCEPTED, CHANNEL_OPTIONS
-from outrider.verifier_service.request import (
+from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.messages.engine import Cancel
+from outrider.verifier_service.messages.link import ACCEPTED, CHANNEL_OPTIONS
+from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
     RequestOutput,
     SamplingParams,
     SpeculationPlan,
 )
-from outrider.verifier_service.service import RequestTable, VerifierLinkServicer
-from outrider.verifier_service.wire import decode, encode
+from outrider.verifier_service.messages.wire import decode, encode
 
 HANGS = object()
 PLAN = SpeculationPlan(drafter_id="d", draft_length=4)

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engine_bench import MemoryDrafts, greedy_tokens, make_request, make_runner, tokens_of
-from outrider.verifier_service.cost_model import StepTimeModel
-from outrider.verifier_service.drafting import Commit, Draft, DrafterEvent
-from outrider.verifier_service.engine import VerifierEngine
-from outrider.verifier_service.engine_messages import StepTime
-from outrider.verifier_service.kv_cache import BlockPool
-from outrider.verifier_service.pricing import DraftPricing
-from outrider.verifier_service.request import RequestOutput
-from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
-from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent
+from outrider.verifier_service.messages.engine import StepTime
+from outrider.verifier_service.messages.request import RequestOutput
+from outrider.verifier_service.pricing.cost_model import StepTimeModel
+from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 
 FREE = (StepTime(num_tokens=1, seconds=0.020), StepTime(num_tokens=64, seconds=0.020))
 DEAR = (StepTime(num_tokens=1, seconds=0.010), StepTime(num_tokens=64, seconds=0.640))

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from outrider.verifier_service.request import SamplingParams
+from outrider.verifier_service.messages.request import SamplingParams
 
 
 def processed_row(

@@ -15,8 +15,8 @@ import yaml
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from live_service import LiveService, Streamed, wait_for
-from outrider.cluster.config import APP_NAME, ServiceConfig
-from outrider.verifier_service.ranks import free_port, free_ports
+from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
+from outrider.verifier_service.model.ranks import free_port, free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 WAIT_S = 180.0  # a replica takes seconds to start, on a busy machine a minute

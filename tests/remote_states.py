@@ -28,26 +28,26 @@ import torch
 from transformers import LlamaConfig
 
 from by_channel import ByChannel
-from outrider.cluster.fleet import DrafterEndpoint
-from outrider.cluster.link_pool import LinkPool
-from outrider.drafter_service.colocated import open_local_drafter
-from outrider.drafter_service.drafter_spec import DrafterSpec
+from outrider.cluster.replicas.link_pool import LinkPool
+from outrider.cluster.router.fleet import DrafterEndpoint
 from outrider.drafter_service.heads.eagle3 import Eagle3Config, Eagle3Head
-from outrider.drafter_service.speculative_config import Method, SpeculativeConfig
-from outrider.verifier_service.drafting import Draft, DraftClient, DrafterEvent, States, VerifierMessage
-from outrider.verifier_service.engine import VerifierEngine
-from outrider.verifier_service.engine_factory import load_rank
-from outrider.verifier_service.kv_cache import BlockPool
-from outrider.verifier_service.link_messages import Hello
-from outrider.verifier_service.model_config import ModelConfig
-from outrider.verifier_service.model_runner import ParallelRunner
-from outrider.verifier_service.ranks import RankSpec
-from outrider.verifier_service.relay_client import RelayDraftClient
-from outrider.verifier_service.request import FinishReason, GenerationRequest, SamplingParams, SpeculationPlan
-from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
-from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
-from outrider.verifier_service.tensor_channel import ChannelLimits, TensorSender
-from outrider.verifier_service.verifier_spec import VerifierSpec
+from outrider.drafter_service.service.colocated import open_local_drafter
+from outrider.drafter_service.service.drafter_spec import DrafterSpec
+from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.engine.factory import load_rank
+from outrider.verifier_service.engine.verifier_spec import VerifierSpec
+from outrider.verifier_service.links.relay_client import RelayDraftClient
+from outrider.verifier_service.links.tensor_channel import ChannelLimits, TensorSender
+from outrider.verifier_service.messages.draft import Draft, DraftClient, DrafterEvent, States, VerifierMessage
+from outrider.verifier_service.messages.link import Hello
+from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, SamplingParams, SpeculationPlan
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.ranks import RankSpec
+from outrider.verifier_service.model.runner import ParallelRunner
+from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 from tiny_heads import randomised
 from tiny_models import make_checkpoint
 
@@ -100,13 +100,13 @@ def head_spec(target: Path, head: Path, *, tensor_host: str = "", num_speculativ
 
 async def _serve(spec: DrafterSpec, rank: RankSpec, transports: tuple[str, ...]) -> None:
     """Be the shell of a drafter: what `DrafterReplica` does, without Ray."""
-    from outrider.cluster.drafter_replica import ShellPort
-    from outrider.cluster.engine_shell import EngineShell
-    from outrider.drafter_service.engine_messages import FROM_DRAFT_ENGINE, DrafterReady
-    from outrider.drafter_service.service import DrafterLinkServicer
+    from outrider.cluster.replicas.drafter_replica import ShellPort
+    from outrider.cluster.replicas.engine_shell import EngineShell
+    from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, DrafterReady
+    from outrider.drafter_service.service.service import DrafterLinkServicer
     from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
-    from outrider.verifier_service.link_messages import CHANNEL_OPTIONS, DrafterIdentity
-    from outrider.verifier_service.ranks import PipeListener
+    from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterIdentity
+    from outrider.verifier_service.model.ranks import PipeListener
 
     with PipeListener(rank.shell_address) as listener:
         pipe = await asyncio.to_thread(listener.accept)
@@ -144,7 +144,7 @@ async def _serve(spec: DrafterSpec, rank: RankSpec, transports: tuple[str, ...])
 
 def drafter_main(arguments: str) -> None:
     """Run a drafter: its engine on the main thread, its shell on another."""
-    from outrider.drafter_service.rank_main import run_drafter_rank
+    from outrider.drafter_service.service.rank_main import run_drafter_rank
 
     options = json.loads(arguments)
     torch.set_num_threads(1)
@@ -263,7 +263,7 @@ def build_patient_engine(runner: ParallelRunner, spec: VerifierSpec, drafts: Dra
 
 
 def verifier_spec(target: Path, head: Path, state_dtype: str = "auto", **options: Any) -> VerifierSpec:
-    from outrider.drafter_service.drafter_spec import state_taps
+    from outrider.drafter_service.service.drafter_spec import state_taps
 
     model = replace(head_spec(target, head).target, state_taps=state_taps(head_spec(target, head)))
     model = replace(model, state_dtype=state_dtype)

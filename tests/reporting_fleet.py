@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from outrider.cluster.fleet import Directive, DrafterReport, RouterPolicy, VerifierReport
-from outrider.cluster.router import RouterCore
-from outrider.verifier_service.engine_messages import DrafterTime, RequestLoad, StepTime
-from outrider.verifier_service.request import SpeculationPlan
+from outrider.cluster.router.fleet import Directive, DrafterReport, RouterPolicy, VerifierReport
+from outrider.cluster.router.router import RouterCore
+from outrider.verifier_service.messages.engine import DrafterTime, RequestLoad, StepTime
+from outrider.verifier_service.messages.request import SpeculationPlan
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 

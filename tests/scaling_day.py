@@ -1,6 +1,6 @@
 """A day of a service whose pools follow the price: a real one on three raylets, recorded as its policy saw it.
 
-    python tests/scaling_day.py --record tests/cluster/recorded_day.jsonl.gz
+    python tests/scaling_day.py --record tests/cluster/router/recorded_day.jsonl.gz
 
 The table goes into SCALING.md. The target is inflated so that drafts pay for one stream and not for many; targets per
 replica are out of reach, so that nothing but the price moves the pools. Every stream is compared with plain decoding.
@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 import httpx
 
-from outrider.cluster.inflate import inflate
+from outrider.cluster.bench.inflate import inflate
 from outrider.drafter_service.embedded import draft_path, held_out_prompts, target_path
 from raylets import QUICK, Deployed, deployed_service
 

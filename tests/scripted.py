@@ -19,28 +19,28 @@ import grpc
 import numpy as np
 import torch
 
-from outrider.cluster.fleet import DrafterEndpoint
-from outrider.cluster.link_pool import LinkPool
-from outrider.drafter_service.drafter_load import DrafterLoad
-from outrider.drafter_service.service import DrafterLinkServicer
+from outrider.cluster.replicas.link_pool import LinkPool
+from outrider.cluster.router.fleet import DrafterEndpoint
+from outrider.drafter_service.engine.load import DrafterLoad
+from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
-from outrider.verifier_service.batch import ScheduledBatch
-from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Close, Commit, Draft, Open, SparseRow
-from outrider.verifier_service.engine import VerifierEngine
-from outrider.verifier_service.engine_messages import PeerState, Relay
-from outrider.verifier_service.kv_cache import BlockPool
-from outrider.verifier_service.link_messages import (
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.links.relay_client import RelayDraftClient
+from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Close, Commit, Draft, Open, SparseRow
+from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.link import (
     CHANNEL_OPTIONS,
     VERIFIER_MESSAGES,
     DrafterIdentity,
     Hello,
     peek_type,
 )
-from outrider.verifier_service.relay_client import RelayDraftClient
-from outrider.verifier_service.request import GenerationRequest, RequestOutput
-from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
-from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
-from outrider.verifier_service.wire import decode, encode
+from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
+from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 
 PERIOD = 3  # tokens of one independent draw
 DRAFTER_ID = "scripted"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from outrider.verifier_service.ranks import free_port
+from outrider.verifier_service.model.ranks import free_port
 
 START_TIMEOUT_S = 20.0
 

@@ -70,8 +70,8 @@ class Peer:
 def main() -> None:
     import torch
 
-    from outrider.verifier_service.tensor_channel import ChannelLimits, TensorReceiver, TensorSender, TensorStore
-    from outrider.verifier_service.tensor_route import TensorRoute
+    from outrider.verifier_service.links.tensor_channel import ChannelLimits, TensorReceiver, TensorSender, TensorStore
+    from outrider.verifier_service.messages.tensor_route import TensorRoute
 
     def say(*words: object) -> None:
         sys.stdout.write(" ".join(map(str, words)) + "\n")

@@ -96,14 +96,14 @@ def test_make_targets_of_a_page_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_outrider_commands_of_a_page_exist(page: Path) -> None:
-    from outrider.cluster.cli import main
+    from outrider.cluster.cli.main import main
 
     asked = [words for words in commands(page.read_text()) if words[0] == "outrider"]
     assert not [problem for words in asked for problem in cli_problems(words, main)]
 
 
 def test_the_makefile_runs_verbs_that_exist() -> None:
-    from outrider.cluster.cli import main
+    from outrider.cluster.cli.main import main
 
     verbs = re.findall(r"^\t\$\(BIN\)/outrider ([a-z-]+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert "demo" in verbs

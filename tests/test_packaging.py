@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("cluster", "drafter_service", "proto", "verifier_service")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-ENTRY_POINT = "outrider.cluster.cli:main"
+ENTRY_POINT = "outrider.cluster.cli.main:main"
 
 
 def package_folders() -> list[Path]:
@@ -86,7 +86,8 @@ def test_the_wheel_holds_the_embedded_models(wheel: Path) -> None:
 
 def test_the_wheel_holds_the_web_page(wheel: Path) -> None:
     shipped = set(zipfile.ZipFile(wheel).namelist())
-    assert {f"outrider/{path.relative_to(ROOT)}" for path in (ROOT / "cluster" / "web").iterdir()} <= shipped
+    page = {path for path in (ROOT / "cluster" / "web").iterdir() if path.is_file()}
+    assert {f"outrider/{path.relative_to(ROOT)}" for path in page} <= shipped
 
 
 def test_the_wheel_holds_nothing_else(wheel: Path) -> None:
@@ -100,7 +101,7 @@ def test_the_wheel_holds_nothing_else(wheel: Path) -> None:
 IMPORT_BESIDE_PROTO_PLUS = """
 import sys
 sys.path[:0] = sys.argv[1:]
-import outrider.cluster, outrider.drafter_service, outrider.verifier_service.wire
+import outrider.cluster, outrider.drafter_service, outrider.verifier_service.messages.wire
 from outrider.proto import generation_pb2_grpc, link_pb2_grpc
 import proto, google.api_core.rest_streaming
 assert issubclass(proto.Message, object)

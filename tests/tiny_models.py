@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from outrider.verifier_service.batch import ScheduledBatch
+from outrider.verifier_service.messages.batch import ScheduledBatch
 
 VOCAB_SIZE = 256
 COMMON: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from outrider.drafter_service.speculative_config import Method
+from outrider.drafter_service.service.speculative_config import Method
 
 HERE = Path(__file__).resolve().parent
 

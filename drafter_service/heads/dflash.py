@@ -38,7 +38,7 @@ from outrider.drafter_service.heads.head_layer import (
     fill,
     make_norm,
 )
-from outrider.verifier_service.weights import TensorSource
+from outrider.verifier_service.model.weights import TensorSource
 
 SKIPPED = re.compile(r"^t2d$|^verifier_(norm|lm_head)\.|rotary_emb\.inv_freq$")
 _MASK_EMBEDDING = "mask_embedding.pt"

@@ -25,8 +25,8 @@ from outrider.drafter_service.heads.head_layer import (
     fill,
     unborrowed,
 )
-from outrider.verifier_service.drafting import FINAL_TAP
-from outrider.verifier_service.weights import TensorSource
+from outrider.verifier_service.messages.draft import FINAL_TAP
+from outrider.verifier_service.model.weights import TensorSource
 
 
 class EagleHead(DraftHead):

@@ -32,7 +32,7 @@ from outrider.drafter_service.heads.head_layer import (
     make_norm,
     unborrowed,
 )
-from outrider.verifier_service.weights import TensorSource
+from outrider.verifier_service.model.weights import TensorSource
 
 ORIGINAL_LAYER, SPECULATORS_LAYER = "midlayer.", "layers.0."
 SKIPPED = re.compile(r"^t2d$|^verifier_(norm|lm_head)\.|rotary_emb\.inv_freq$")

@@ -27,9 +27,9 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from outrider.drafter_service.heads.head_files import HeadFiles
-from outrider.verifier_service.architectures import batch_dependent_rope
-from outrider.verifier_service.attention import LayerShape
-from outrider.verifier_service.weights import TensorSource, WeightError
+from outrider.verifier_service.model.architectures import batch_dependent_rope
+from outrider.verifier_service.model.attention import LayerShape
+from outrider.verifier_service.model.weights import TensorSource, WeightError
 
 LAYER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # pre-norm, RMSNorm, gated SiLU: what `HeadLayer` computes
 # which of a target's tensors a head without its own reads; many a target's output embedding is its embedding

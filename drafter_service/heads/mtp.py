@@ -30,8 +30,8 @@ from outrider.drafter_service.heads.head_layer import (
     fill,
     make_norm,
 )
-from outrider.verifier_service.drafting import FINAL_TAP
-from outrider.verifier_service.weights import Checkpoint, TensorSource
+from outrider.verifier_service.messages.draft import FINAL_TAP
+from outrider.verifier_service.model.weights import Checkpoint, TensorSource
 
 # (pattern, replacement) of our names; what no pattern meets is the block's and follows the prefix as it is
 Layout = Sequence[tuple[str, str]]

@@ -17,13 +17,13 @@ import torch
 from rich.logging import RichHandler
 from transformers import PreTrainedTokenizerFast
 
-from outrider.drafter_service.drafter_spec import DrafterSpec
-from outrider.drafter_service.drafters import build_drafter
 from outrider.drafter_service.embedded import corpus, draft_path, held_out_prompts, target_path
 from outrider.drafter_service.embedded.evaluate import DRAFT_LENGTH, NUM_NEW_TOKENS
-from outrider.drafter_service.engine import Drafter
-from outrider.drafter_service.speculative_config import Location, SpeculativeConfig
-from outrider.drafter_service.speculative_config import Method as ServedMethod
+from outrider.drafter_service.engine.engine import Drafter
+from outrider.drafter_service.service.drafter_spec import DrafterSpec
+from outrider.drafter_service.service.drafters import build_drafter
+from outrider.drafter_service.service.speculative_config import Location, SpeculativeConfig
+from outrider.drafter_service.service.speculative_config import Method as ServedMethod
 from outrider.drafter_service.training.corpus_windows import Corpus, TokenStream
 from outrider.drafter_service.training.distil import METHODS, DistilOptions, Method, distil_from
 from outrider.drafter_service.training.eagle3 import Eagle3Shape
@@ -31,9 +31,9 @@ from outrider.drafter_service.training.medusa import MedusaShape
 from outrider.drafter_service.training.served import play_greedily
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.drafter_service.training.trainer import Budget, StepReport
-from outrider.verifier_service.model_config import ModelConfig
-from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner
-from outrider.verifier_service.tensor_parallel import TensorParallelGroup
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.drafter_service.training.corpus_windows import TokenStream, frequent_ids
 from outrider.drafter_service.training.pupil import SAVED_DTYPE, num_roots, position_loss
 from outrider.drafter_service.training.teacher import Lesson, Teacher
-from outrider.verifier_service.drafting import FINAL_TAP
+from outrider.verifier_service.messages.draft import FINAL_TAP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.training.head_start import copy_if_it_fits
 from outrider.drafter_service.training.pupil import SAVED_DTYPE, num_roots, position_loss
 from outrider.drafter_service.training.teacher import Lesson, Teacher
-from outrider.verifier_service.drafting import FINAL_TAP
+from outrider.verifier_service.messages.draft import FINAL_TAP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

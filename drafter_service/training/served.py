@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.drafter_service.engine import Ask, Drafter
-from outrider.drafter_service.sessions import SessionKey
+from outrider.drafter_service.engine.engine import Ask, Drafter
+from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.training.teacher import Teacher
-from outrider.verifier_service.drafting import DraftSampling
+from outrider.verifier_service.messages.draft import DraftSampling
 
 GREEDY = DraftSampling(temperature=0.0)
 MAX_NUM_TOKENS = 512  # of one step of the drafter

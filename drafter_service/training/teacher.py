@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from outrider.verifier_service.drafting import FINAL_TAP
+from outrider.verifier_service.messages.draft import FINAL_TAP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from outrider.cluster.config import ServiceConfig
+from outrider.cluster.config.service_config import ServiceConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"

@@ -16,8 +16,8 @@ import ray
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from outrider.cluster.app import build_app
-from outrider.cluster.config import ServiceConfig
+from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.replicas.app import build_app
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 KUBERNETES_VERSION = "1.33"

@@ -14,8 +14,8 @@ import jsonschema
 import pytest
 import yaml
 
-from outrider.cluster.fleet_metrics import FLEET_DEFINITIONS
-from outrider.cluster.metrics import GATEWAY_DEFINITIONS, OWN_PREFIX
+from outrider.cluster.monitoring.fleet_metrics import FLEET_DEFINITIONS
+from outrider.cluster.monitoring.metrics import GATEWAY_DEFINITIONS, OWN_PREFIX
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 ALERTS = DEPLOY / "prometheus" / "alerts.yml"

@@ -17,25 +17,25 @@ from typing import Any
 
 from exactness.drafter_checkpoints import head_folder, masked_draft_model
 from exactness.small_engines import Generated
-from outrider.cluster.config import ServiceConfig
-from outrider.cluster.offline import NoDrafters, PipeDraftClient, RankProcesses
-from outrider.drafter_service.colocated import open_local_drafter
-from outrider.drafter_service.drafter_spec import DrafterSpec
-from outrider.drafter_service.engine import DraftEngine, handle_payload
-from outrider.drafter_service.engine_messages import DrafterReady
-from outrider.drafter_service.rank_main import build_draft_engine, run_drafter_rank
-from outrider.drafter_service.speculative_config import Method
-from outrider.verifier_service.drafting import DraftClient, DrafterEvent, VerifierMessage
-from outrider.verifier_service.engine import VerifierEngine
-from outrider.verifier_service.engine_factory import build_engine
-from outrider.verifier_service.link_messages import DRAFTER_MESSAGES
-from outrider.verifier_service.model_config import ModelConfig
-from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner
-from outrider.verifier_service.ranks import PipeListener
-from outrider.verifier_service.request import GenerationRequest, VerificationMode
-from outrider.verifier_service.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.verifier_spec import VerifierSpec
-from outrider.verifier_service.wire import decode, encode
+from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.offline.engine import NoDrafters, PipeDraftClient, RankProcesses
+from outrider.drafter_service.engine.engine import DraftEngine, handle_payload
+from outrider.drafter_service.engine.messages import DrafterReady
+from outrider.drafter_service.service.colocated import open_local_drafter
+from outrider.drafter_service.service.drafter_spec import DrafterSpec
+from outrider.drafter_service.service.rank_main import build_draft_engine, run_drafter_rank
+from outrider.drafter_service.service.speculative_config import Method
+from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.engine.factory import build_engine
+from outrider.verifier_service.engine.verifier_spec import VerifierSpec
+from outrider.verifier_service.messages.draft import DraftClient, DrafterEvent, VerifierMessage
+from outrider.verifier_service.messages.link import DRAFTER_MESSAGES
+from outrider.verifier_service.messages.request import GenerationRequest, VerificationMode
+from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.ranks import PipeListener
+from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 
 DRAFT_LENGTH = 3
 NUM_TREE_NODES = 7

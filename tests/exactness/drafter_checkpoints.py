@@ -20,7 +20,7 @@ from outrider.drafter_service.heads.head_files import write_head
 from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.heads.mtp import MtpHead
-from outrider.drafter_service.speculative_config import Method
+from outrider.drafter_service.service.speculative_config import Method
 
 NUM_GUESSES = 4  # of heads that have one part for each draft position
 PERTURBATION = 0.1

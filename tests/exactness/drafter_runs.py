@@ -16,9 +16,9 @@ from exactness.drafter_checkpoints import perturbed_draft_model, renumbered_draf
 from exactness.markov_target import VOCAB_SIZE, count_transitions, make_target, transition_p_value
 from exactness.small_engines import Generated
 from outrider.drafter_service import embedded
-from outrider.verifier_service.drafting import DraftClient
-from outrider.verifier_service.engine import VerifierEngine
-from outrider.verifier_service.request import (
+from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.messages.draft import DraftClient
+from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     GenerationRequest,
     SamplingParams,

@@ -1,4 +1,4 @@
-"""Write and read `tests/MATRIX.md`: `PYTHONPATH=tests python -m exactness.drafter_table` runs every cell, minutes."""
+"""Write and read `docs/results/matrix.md`: `PYTHONPATH=tests python -m exactness.drafter_table` runs all cells."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from exactness.drafter_cells import CELLS, MODES, Bench, Cell, refusal
 from exactness.drafter_runs import ALPHA, NUM_LAW_TOKENS, NUM_NEW_TOKENS, EmbeddedRuns, MarkovRuns, Run
-from outrider.verifier_service.request import VerificationMode
+from outrider.verifier_service.messages.request import VerificationMode
 
-PATH = Path(__file__).resolve().parents[1] / "MATRIX.md"
+PATH = Path(__file__).resolve().parents[2] / "docs" / "results" / "matrix.md"
 HEADER = f"""# Every drafter, every mode, chains and trees, near and far
 
 Written by `PYTHONPATH=tests python -m exactness.drafter_table`; tested by `tests/exactness/test_drafter_matrix.py`.

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 import law
-from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, SparseRow
-from outrider.verifier_service.request import GenerationRequest, SamplingParams, SpeculationPlan
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, SparseRow
+from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from scripted import PERIOD, DraftScript, Drawn, Result, Scenario, random_laws, run_scenario, sparse_row, triple_law
 
 VOCAB_SIZE = 6

@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig
-from outrider.drafter_service.local_client import LocalDraftClient
-from outrider.drafter_service.model_drafter import ModelDrafter
-from outrider.verifier_service.drafting import Commit, Draft, DrafterEvent, Open, VerifierMessage
-from outrider.verifier_service.engine import Runner, VerifierEngine
-from outrider.verifier_service.kv_cache import BlockPool
-from outrider.verifier_service.model_config import ModelConfig
-from outrider.verifier_service.model_runner import ModelRunner
-from outrider.verifier_service.request import FinishReason, GenerationRequest, RequestOutput
-from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
-from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
-from outrider.verifier_service.tensor_parallel import TensorParallelGroup
+from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.service.local_client import LocalDraftClient
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.engine.engine import Runner, VerifierEngine
+from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent, Open, VerifierMessage
+from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.runner import ModelRunner
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 from tiny_models import make_model
 
 BLOCK_SIZE = 4

@@ -6,7 +6,7 @@ in the same batches; remote drafters run in a process of their own, and hidden s
 Rejection: the law, on 5 ids (`markov_target`): each token is one of 12,000 draws from the law of what follows the two
 before it, 25 laws, Pearson's chi-square. There remote drafters are reached through the link's encoded frames.
 alpha: 1e-5 per comparison, with fewer than 100 comparisons 1e-3 for any false alarm; `test_power` says what is caught.
-`tests/MATRIX.md` is the table of all cells (`drafter_table.py` writes it).
+`docs/results/matrix.md` is the table of all cells (`drafter_table.py` writes it).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from exactness.drafter_runs import (
 )
 from exactness.drafter_table import read_table, verdicts_of
 from exactness.markov_target import power
-from outrider.drafter_service.speculative_config import Method
-from outrider.verifier_service.request import VerificationMode
+from outrider.drafter_service.service.speculative_config import Method
+from outrider.verifier_service.messages.request import VerificationMode
 
 pytestmark = pytest.mark.timeout(3600)
 EQUAL_MODES = (VerificationMode.GREEDY, VerificationMode.COUPLED)

@@ -25,10 +25,10 @@ from exactness.small_engines import (
     make_lively_model,
     perturbed_copy,
 )
-from outrider.verifier_service.attention import AttentionContext, AttentionOptions, entered
-from outrider.verifier_service.batch import ScheduledBatch
-from outrider.verifier_service.model_runner import ModelRunner, forward_packed
-from outrider.verifier_service.request import GenerationRequest, SamplingParams, SpeculationPlan
+from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
+from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, entered
+from outrider.verifier_service.model.runner import ModelRunner, forward_packed
 from tiny_models import TINY_ARCHITECTURES, random_sequences
 
 NUM_NEW_TOKENS = 20

@@ -19,20 +19,20 @@ from transformers import PreTrainedModel, Qwen3Config
 
 import law
 from exactness.small_engines import load
-from outrider.drafter_service.dflash_drafter import DFlashModel, dflash_drafter
-from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig, Drafter
+from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig, Drafter
 from outrider.drafter_service.heads.dflash import DFlashConfig, DFlashHead
-from outrider.drafter_service.local_client import LocalDraftClient
-from outrider.drafter_service.parallel_drafter import parallel_drafter
-from outrider.verifier_service.drafting import Draft, DrafterEvent, VerifierMessage
-from outrider.verifier_service.engine import VerifierEngine
-from outrider.verifier_service.kv_cache import BlockPool
-from outrider.verifier_service.model_config import ModelConfig
-from outrider.verifier_service.model_runner import ModelRunner
-from outrider.verifier_service.request import GenerationRequest, SamplingParams, SpeculationPlan
-from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
-from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
-from outrider.verifier_service.tensor_parallel import TensorParallelGroup
+from outrider.drafter_service.models.dflash_drafter import DFlashModel, dflash_drafter
+from outrider.drafter_service.models.parallel_drafter import parallel_drafter
+from outrider.drafter_service.service.local_client import LocalDraftClient
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.messages.draft import Draft, DrafterEvent, VerifierMessage
+from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.runner import ModelRunner
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 from tiny_heads import randomised
 from tiny_models import full_logits, make_model
 

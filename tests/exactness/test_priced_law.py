@@ -17,17 +17,17 @@ import torch
 
 import law
 from exactness.law_cases import GOOD_LAWS, PROMPT, TARGET_LAWS, VOCAB_SIZE, Population, weight_of
-from outrider.verifier_service.batch import ScheduledBatch
-from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Draft, DrafterEvent, Resync, VerifierMessage
-from outrider.verifier_service.engine import VerifierEngine
-from outrider.verifier_service.engine_messages import StepTime
-from outrider.verifier_service.kv_cache import BlockPool
-from outrider.verifier_service.pricing import DraftPricing
-from outrider.verifier_service.request import Request
-from outrider.verifier_service.schedule import first_nodes
-from outrider.verifier_service.scheduler import Scheduler, SchedulerConfig
-from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
-from outrider.verifier_service.wire import decode, encode
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DrafterEvent, Resync, VerifierMessage
+from outrider.verifier_service.messages.engine import StepTime
+from outrider.verifier_service.messages.request import Request
+from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.scheduling.schedule import first_nodes
+from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 from scripted import PERIOD, DraftScript, ScriptedDrafter, ScriptedTarget, VirtualClock
 
 ALPHA = 1e-4

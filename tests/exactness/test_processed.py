@@ -28,9 +28,7 @@ from exactness.small_engines import (
     make_lively_model,
     perturbed_copy,
 )
-from outrider.verifier_service.coupled_sampler import coupled_choice, gumbel_noise
-from outrider.verifier_service.model_runner import ModelRunner
-from outrider.verifier_service.request import (
+from outrider.verifier_service.messages.request import (
     GenerationRequest,
     LogitBias,
     SamplingParams,
@@ -38,7 +36,9 @@ from outrider.verifier_service.request import (
     TokenLogprobs,
     VerificationMode,
 )
-from outrider.verifier_service.sampler import target_probs
+from outrider.verifier_service.model.runner import ModelRunner
+from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
+from outrider.verifier_service.sampling.sampler import target_probs
 from processed import processed_row
 from tiny_models import VOCAB_SIZE, full_logits, random_sequences
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from law import assert_law, draw_rows, joint_counts, many_small_objects, power, rejects_law, shifted
-from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, Draft
-from outrider.verifier_service.logits_processors import LogitEdits, LogitsProcessor
-from outrider.verifier_service.request import LogitBias, SamplingParams
-from outrider.verifier_service.sampler import target_probs
-from outrider.verifier_service.verification import VerificationEntry, verify
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft
+from outrider.verifier_service.messages.request import LogitBias, SamplingParams
+from outrider.verifier_service.sampling.logits_processors import LogitEdits, LogitsProcessor
+from outrider.verifier_service.sampling.sampler import target_probs
+from outrider.verifier_service.sampling.verification import VerificationEntry, verify
 from processed import processed_row
 from scripted import softmax, sparse_row
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from outrider.verifier_service.drafting import Resync
-from outrider.verifier_service.engine_messages import Relay
-from outrider.verifier_service.request import GenerationRequest
-from outrider.verifier_service.tensor_channel import ChannelLimits
-from outrider.verifier_service.wire import encode
+from outrider.verifier_service.links.tensor_channel import ChannelLimits
+from outrider.verifier_service.messages.draft import Resync
+from outrider.verifier_service.messages.engine import Relay
+from outrider.verifier_service.messages.request import GenerationRequest
+from outrider.verifier_service.messages.wire import encode
 from remote_states import (
     DRAFT_DEADLINE_S,
     Colocated,

@@ -18,16 +18,21 @@ from exactness.drafter_cells import CELLS, Bench, Place, Shape
 from exactness.drafter_runs import ALPHA, MarkovRuns, Run, law_requests
 from exactness.small_engines import Limits as EngineLimits
 from exactness.small_engines import NoDrafts, generate, load, make_engine, perturbed_copy
-from outrider.drafter_service.draft_batch import DraftState
-from outrider.drafter_service.drafter_spec import DrafterSpec
-from outrider.drafter_service.drafters import build_drafter
-from outrider.drafter_service.eagle_drafter import EagleDrafter
-from outrider.drafter_service.engine import Ask, DraftEngine, DraftEngineConfig
-from outrider.drafter_service.local_client import LocalDraftClient
-from outrider.drafter_service.model_drafter import ModelDrafter
-from outrider.drafter_service.speculative_config import Method
-from outrider.verifier_service.drafting import LOCAL_DRAFTER_ID, DrafterEvent, VerifierMessage
-from outrider.verifier_service.request import GenerationRequest, SamplingParams, SpeculationPlan, VerificationMode
+from outrider.drafter_service.engine.draft_batch import DraftState
+from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig
+from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
+from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.service.drafter_spec import DrafterSpec
+from outrider.drafter_service.service.drafters import build_drafter
+from outrider.drafter_service.service.local_client import LocalDraftClient
+from outrider.drafter_service.service.speculative_config import Method
+from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, DrafterEvent, VerifierMessage
+from outrider.verifier_service.messages.request import (
+    GenerationRequest,
+    SamplingParams,
+    SpeculationPlan,
+    VerificationMode,
+)
 from tiny_models import make_model, random_sequences
 
 NUM_BRANCHES = 6

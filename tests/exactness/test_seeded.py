@@ -22,10 +22,10 @@ from exactness.small_engines import (
     make_engine,
     perturbed_copy,
 )
-from outrider.verifier_service.coupled_sampler import coupled_choice, gumbel_noise
-from outrider.verifier_service.model_runner import ModelRunner
-from outrider.verifier_service.request import GenerationRequest, SamplingParams, SpeculationPlan
-from outrider.verifier_service.sampler import target_probs
+from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
+from outrider.verifier_service.model.runner import ModelRunner
+from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
+from outrider.verifier_service.sampling.sampler import target_probs
 from tiny_models import full_logits, make_model, random_sequences
 
 NUM_NEW_TOKENS = 24

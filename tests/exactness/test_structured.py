@@ -28,11 +28,9 @@ from exactness.small_engines import (
     make_lively_model,
     perturbed_copy,
 )
-from outrider.verifier_service.coupled_sampler import coupled_choice, gumbel_noise
-from outrider.verifier_service.drafting import ROOT, Commit, Draft
-from outrider.verifier_service.grammar import GrammarCompiler
-from outrider.verifier_service.model_runner import ModelRunner
-from outrider.verifier_service.request import (
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.messages.draft import ROOT, Commit, Draft
+from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
@@ -41,8 +39,10 @@ from outrider.verifier_service.request import (
     StructuredOutput,
     VerificationMode,
 )
-from outrider.verifier_service.sampler import target_probs
-from outrider.verifier_service.speculation import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.model.runner import ModelRunner
+from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
+from outrider.verifier_service.sampling.grammar import GrammarCompiler
+from outrider.verifier_service.sampling.sampler import target_probs
 from processed import processed_row
 from tiny_models import VOCAB_SIZE, full_logits, random_sequences
 

@@ -14,19 +14,19 @@ from typing import Any
 import msgpack
 from hypothesis import strategies as st
 
-from outrider.drafter_service.engine_messages import FROM_DRAFT_ENGINE, TO_DRAFT_ENGINE
-from outrider.verifier_service.batch import ScheduledBatch
-from outrider.verifier_service.drafting import DraftSampling
-from outrider.verifier_service.engine_messages import FROM_ENGINE, TO_ENGINE
-from outrider.verifier_service.link_messages import DRAFTER_MESSAGES, VERIFIER_MESSAGES, Hello, Ping, Refuse, Welcome
-from outrider.verifier_service.request import (
+from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, TO_DRAFT_ENGINE
+from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.messages.draft import DraftSampling
+from outrider.verifier_service.messages.engine import FROM_ENGINE, TO_ENGINE
+from outrider.verifier_service.messages.link import DRAFTER_MESSAGES, VERIFIER_MESSAGES, Hello, Ping, Refuse, Welcome
+from outrider.verifier_service.messages.request import (
     GenerationRequest,
     LogitBias,
     RequestOutput,
     SamplingParams,
     StructuredOutput,
 )
-from outrider.verifier_service.wire import encode
+from outrider.verifier_service.messages.wire import encode
 
 LINK_TYPES = (Hello, Welcome, Refuse, Ping, *VERIFIER_MESSAGES, *DRAFTER_MESSAGES)
 MESSAGE_TYPES = tuple(

@@ -13,7 +13,7 @@ from hypothesis import find
 from fuzz.budget import SECONDS_GUIDED
 from fuzz.frames import MESSAGE_TYPES, values_of
 from fuzz.tally import GUIDED, TALLY
-from outrider.verifier_service.wire import encode
+from outrider.verifier_service.messages.wire import encode
 
 FOLDER = Path(__file__).parent
 

@@ -9,7 +9,8 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["outrider.verifier_service.wire", "outrider.verifier_service.link_messages"]):
+MESSAGES = "outrider.verifier_service.messages"
+with atheris.instrument_imports(include=[f"{MESSAGES}.wire", f"{MESSAGES}.link"]):
     from fuzz.tally import GUIDED
     from fuzz.test_wire_frames import decodes_or_is_refused
 

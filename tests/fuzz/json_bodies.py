@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from outrider.cluster.openai_protocol import (
+from outrider.cluster.api.openai.protocol import (
     NEUTRAL_VALUES,
     TOOL_VALUES,
     ChatBody,

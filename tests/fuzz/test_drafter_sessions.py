@@ -18,26 +18,26 @@ from fake_runner import FakeRunner
 from fuzz.budget import examples
 from fuzz.frames import values_of
 from fuzz.tally import TALLY
-from outrider.drafter_service.dflash_drafter import DFlashModel, dflash_drafter
-from outrider.drafter_service.eagle_drafter import EagleDrafter
-from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig, Drafter
-from outrider.drafter_service.head_runner import HeadRunner
+from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig, Drafter
+from outrider.drafter_service.engine.tree_growth import TreeConfig
+from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
+from outrider.drafter_service.head_drafters.head_runner import HeadRunner
+from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
+from outrider.drafter_service.head_drafters.mlp_drafter import MlpDrafter
 from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.heads.switched import SwitchedHeads
-from outrider.drafter_service.hybrid_drafter import HybridDrafter
-from outrider.drafter_service.lookahead_drafter import LookaheadDrafter
-from outrider.drafter_service.medusa_drafter import MedusaDrafter
-from outrider.drafter_service.mlp_drafter import MlpDrafter
-from outrider.drafter_service.model_drafter import ModelDrafter
-from outrider.drafter_service.ngram_drafter import NgramDrafter
-from outrider.drafter_service.parallel_drafter import parallel_drafter
-from outrider.drafter_service.suffix_drafter import SuffixDrafter
-from outrider.drafter_service.translated_drafter import IntersectionDrafter, TextDrafter
-from outrider.drafter_service.tree_growth import TreeConfig
-from outrider.drafter_service.vocabulary_map import VocabularyMap
-from outrider.verifier_service.drafting import (
+from outrider.drafter_service.lookup.lookahead_drafter import LookaheadDrafter
+from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
+from outrider.drafter_service.lookup.suffix_drafter import SuffixDrafter
+from outrider.drafter_service.models.dflash_drafter import DFlashModel, dflash_drafter
+from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.models.parallel_drafter import parallel_drafter
+from outrider.drafter_service.models.translated_drafter import IntersectionDrafter, TextDrafter
+from outrider.drafter_service.models.vocabulary_map import VocabularyMap
+from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
+from outrider.verifier_service.messages.draft import (
     Close,
     Commit,
     Draft,
@@ -49,7 +49,7 @@ from outrider.verifier_service.drafting import (
     VerifierMessage,
     check_draft,
 )
-from outrider.verifier_service.wire import decode, encode
+from outrider.verifier_service.messages.wire import decode, encode
 from tiny_dflash import dflash_head
 from tiny_heads import VOCAB_SIZE, eagle3_head, eagle_head
 

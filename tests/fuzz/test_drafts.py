@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from external_drafter import FAULTS, Fault
 from fuzz.budget import examples
 from fuzz.tally import TALLY
-from outrider.verifier_service.drafting import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow, check_draft
-from outrider.verifier_service.request import AcceptanceRule, SamplingParams
-from outrider.verifier_service.schedule import first_nodes
-from outrider.verifier_service.tree import parents_of
-from outrider.verifier_service.verification import VerificationEntry, verify
-from outrider.verifier_service.wire import WireError, decode
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow, check_draft
+from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams
+from outrider.verifier_service.messages.tree import parents_of
+from outrider.verifier_service.messages.wire import WireError, decode
+from outrider.verifier_service.sampling.verification import VerificationEntry, verify
+from outrider.verifier_service.scheduling.schedule import first_nodes
 
 VOCAB_SIZE, DRAFT_VOCAB_SIZE = 7, 9  # the drafter's is padded
 MAX_LENGTH, MAX_NODES = 4, 6

@@ -16,9 +16,9 @@ from fake_backend import FakeBackend, build_gateway, build_tokenizer
 from fuzz.budget import examples
 from fuzz.protobufs import messages_of, spoilt
 from fuzz.servers import CALL_TIMEOUT_S, Loop, kept_open, status_of
-from outrider.cluster.grpc_api import start_grpc_server
+from outrider.cluster.api.grpc_api import start_grpc_server
 from outrider.proto import generation_pb2
-from outrider.verifier_service.request import GenerationRequest
+from outrider.verifier_service.messages.request import GenerationRequest
 
 SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["Inference"],

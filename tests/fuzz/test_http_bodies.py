@@ -28,9 +28,9 @@ from fuzz.json_bodies import (
     text_of,
 )
 from fuzz.tally import TALLY
-from outrider.cluster.openai_api import build_api
-from outrider.cluster.request_ids import RequestIdMiddleware
-from outrider.verifier_service.request import GenerationRequest
+from outrider.cluster.api.openai.endpoints import build_api
+from outrider.cluster.api.request_ids import RequestIdMiddleware
+from outrider.verifier_service.messages.request import GenerationRequest
 
 STATUSES = frozenset({200, 400, 404, 405, 413})
 ALIASES = {"disable_spec_decode": "disable_speculative_decoding"}

@@ -17,9 +17,9 @@ from fake_backend import FakeBackend, build_gateway, build_tokenizer
 from fake_runner import continuation
 from fuzz.budget import examples
 from fuzz.tally import TALLY
-from outrider.cluster.gateway import Gateway, RequestInput
-from outrider.verifier_service.drafting import Commit, Draft, DrafterEvent
-from outrider.verifier_service.request import FinishReason, GenerationRequest, RequestOutput
+from outrider.cluster.gateway.gateway import Gateway, RequestInput
+from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent
+from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
 
 # --- the gateway ---
 

@@ -17,15 +17,16 @@ from fake_runner import FakeRunner
 from fuzz.budget import examples
 from fuzz.frames import FRAMES, INTEGERS, spoilt_frames, values_of
 from fuzz.servers import CALL_TIMEOUT_S, Loop, kept_open, status_of
-from outrider.cluster.malformed_calls import MalformedCallInterceptor
-from outrider.drafter_service.engine import DraftEngine, DraftEngineConfig
-from outrider.drafter_service.in_process_port import InProcessPort
-from outrider.drafter_service.model_drafter import ModelDrafter
-from outrider.drafter_service.service import DrafterLinkServicer
+from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
+from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.service.in_process_port import InProcessPort
+from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2, link_pb2_grpc
-from outrider.verifier_service.drafting import Close, Commit, Draft, DraftSampling, Open, States
-from outrider.verifier_service.engine_messages import Cancel
-from outrider.verifier_service.link_messages import (
+from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, States
+from outrider.verifier_service.messages.engine import Cancel
+from outrider.verifier_service.messages.link import (
     ACCEPTED,
     CHANNEL_OPTIONS,
     DrafterIdentity,
@@ -34,9 +35,8 @@ from outrider.verifier_service.link_messages import (
     Welcome,
     frame_of,
 )
-from outrider.verifier_service.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams
-from outrider.verifier_service.service import RequestTable, VerifierLinkServicer
-from outrider.verifier_service.wire import decode, encode
+from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams
+from outrider.verifier_service.messages.wire import decode, encode
 
 VOCAB_SIZE = 97
 IDENTITY = DrafterIdentity(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from fuzz.budget import examples
 from fuzz.frames import FRAMES, MESSAGE_TYPES, MESSAGES, PLAIN, replace_value, spoilt_frames
 from fuzz.tally import TALLY
-from outrider.verifier_service.link_messages import peek_request_id, peek_type
-from outrider.verifier_service.wire import WireError, decode, encode
+from outrider.verifier_service.messages.link import peek_request_id, peek_type
+from outrider.verifier_service.messages.wire import WireError, decode, encode
 
 MAX_BYTES_PER_BYTE = 160  # the worst is a one-byte empty map, which Python holds in 64 bytes and a place in a list
 FIXED_BYTES = 1 << 18

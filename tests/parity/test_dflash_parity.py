@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.drafter_service.dflash_drafter import DFlashModel
-from outrider.drafter_service.engine import Ask
+from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.heads.dflash import DFlashHead
-from outrider.drafter_service.one_pass_drafter import Canvas, Chunk
-from outrider.drafter_service.sessions import SessionKey
-from outrider.verifier_service.drafting import DraftSampling
-from outrider.verifier_service.weights import StateDictSource
+from outrider.drafter_service.models.dflash_drafter import DFlashModel
+from outrider.drafter_service.models.one_pass_drafter import Canvas, Chunk
+from outrider.verifier_service.messages.draft import DraftSampling
+from outrider.verifier_service.model.weights import StateDictSource
 
 DATA = Path(__file__).parent / "data"
 

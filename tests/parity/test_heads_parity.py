@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.drafter_service.engine import Ask
+from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
+from outrider.drafter_service.head_drafters.mlp_drafter import MlpDrafter
 from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
-from outrider.drafter_service.medusa_drafter import MedusaDrafter
-from outrider.drafter_service.mlp_drafter import MlpDrafter
-from outrider.drafter_service.sessions import SessionKey
-from outrider.verifier_service.drafting import DraftSampling
+from outrider.verifier_service.messages.draft import DraftSampling
 
 DATA = Path(__file__).parent / "data"
 MEDUSA = (

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.drafter_service.heads.dflash import DFlashHead, parse_config
-from outrider.verifier_service.weights import StateDictSource
+from outrider.verifier_service.model.weights import StateDictSource
 from tiny_dflash import BLOCK_SIZE, MASK_ID, dflash_head, slow_block
 from tiny_heads import HIDDEN_SIZE, SHAPE, VOCAB_SIZE
 

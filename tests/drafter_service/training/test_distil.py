@@ -15,14 +15,14 @@ from outrider.drafter_service.heads.eagle3 import Eagle3Head
 from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.heads.mtp import MtpHead
-from outrider.drafter_service.parallel_drafter import parse_mask_token_id
+from outrider.drafter_service.models.parallel_drafter import parse_mask_token_id
 from outrider.drafter_service.training.dflash import DFlashShape
 from outrider.drafter_service.training.distil import METHODS, distil, pick_device, recipe_for
 from outrider.drafter_service.training.draft_model import DraftModelPupil, DraftShape
 from outrider.drafter_service.training.medusa import MedusaShape
 from outrider.drafter_service.training.mlp_speculator import MlpShape
 from outrider.drafter_service.training.trainer import Budget
-from outrider.verifier_service.weights import Checkpoint
+from outrider.verifier_service.model.weights import Checkpoint
 from tiny_training import DRAFT_VOCAB_SIZE, VOCAB_SIZE, make_teacher, options_for, write_target, write_text
 
 

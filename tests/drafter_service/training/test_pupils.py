@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from fake_backend import build_tokenizer
-from outrider.drafter_service.drafter_spec import DrafterSpec
-from outrider.drafter_service.drafters import build_drafter
-from outrider.drafter_service.eagle_drafter import EagleDrafter
-from outrider.drafter_service.engine import Ask
-from outrider.drafter_service.head_runner import HeadRunner
+from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
+from outrider.drafter_service.head_drafters.head_runner import HeadRunner
+from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
 from outrider.drafter_service.heads.eagle3 import Eagle3Head
 from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.drafter_service.heads.switched import SwitchedHeads
-from outrider.drafter_service.medusa_drafter import MedusaDrafter
-from outrider.drafter_service.sessions import SessionKey
-from outrider.drafter_service.speculative_config import Location, SpeculativeConfig
-from outrider.drafter_service.speculative_config import Method as ServedMethod
+from outrider.drafter_service.service.drafter_spec import DrafterSpec
+from outrider.drafter_service.service.drafters import build_drafter
+from outrider.drafter_service.service.speculative_config import Location, SpeculativeConfig
+from outrider.drafter_service.service.speculative_config import Method as ServedMethod
 from outrider.drafter_service.training.distil import make_pupil
 from outrider.drafter_service.training.draft_model import DraftModelPupil
 from outrider.drafter_service.training.eagle import eagle_pupil
@@ -25,11 +25,11 @@ from outrider.drafter_service.training.parallel_draft import ParallelPupil, canv
 from outrider.drafter_service.training.pupil import FIRST_DRAFTED_ROW, MAX_SPAN, TargetLaw, decayed_loss, position_loss
 from outrider.drafter_service.training.teacher import FINAL_TAP, Teacher, check_taps, default_taps
 from outrider.drafter_service.training.unrolled import UnrolledAttention
-from outrider.verifier_service.drafting import DraftSampling
-from outrider.verifier_service.model_config import ModelConfig
-from outrider.verifier_service.model_runner import ModelRunner, ParallelRunner
-from outrider.verifier_service.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.weights import StateDictSource
+from outrider.verifier_service.messages.draft import DraftSampling
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+from outrider.verifier_service.model.weights import StateDictSource
 from tiny_dflash import slow_block
 from tiny_models import make_model
 from tiny_training import (

@@ -1,0 +1,1 @@
+"""The public protocols: HTTP and gRPC servers, who may call, request ids."""

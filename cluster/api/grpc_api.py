@@ -1,0 +1,262 @@
+"""The gRPC interface `outrider.v1.Inference`: a thin shell that translates between protobuf and a gateway."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf import json_format
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from outrider.cluster.api import vllm_grpc
+from outrider.cluster.api.grpc_errors import abort
+from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
+from outrider.cluster.common.errors import InvalidRequest, OutriderError
+from outrider.cluster.common.security import bind
+from outrider.cluster.common.version import VERSION
+from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
+from outrider.cluster.gateway.gateway import Gateway, RequestInput
+from outrider.cluster.gateway.structured_format import structure_of
+from outrider.proto import generation_pb2 as pb
+from outrider.proto import generation_pb2_grpc
+from outrider.verifier_service.messages.request import (
+    FinishReason,
+    SpeculationMetrics,
+    StructuredKind,
+    StructuredOutput,
+    TokenLogprobs,
+    TokenOrigin,
+)
+
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+MAX_MESSAGE_BYTES = 16 << 20
+SERVER_OPTIONS: Mapping[str, int] = {
+    "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
+    "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
+    "grpc.keepalive_time_ms": 30_000,
+    "grpc.keepalive_timeout_ms": 10_000,
+    "grpc.keepalive_permit_without_calls": 1,
+    "grpc.http2.min_ping_interval_without_data_ms": 10_000,  # clients that ping more often are sent away
+    "grpc.so_reuseport": 0,  # two servers on one port would share its calls unnoticed
+}
+FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+}
+TOKEN_ORIGINS = {
+    TokenOrigin.ACCEPTED: pb.TOKEN_ORIGIN_ACCEPTED,
+    TokenOrigin.RECOVERED: pb.TOKEN_ORIGIN_RECOVERED,
+    TokenOrigin.BONUS: pb.TOKEN_ORIGIN_BONUS,
+    TokenOrigin.PLAIN: pb.TOKEN_ORIGIN_PLAIN,
+}
+
+Context: TypeAlias = grpc.aio.ServicerContext
+
+
+class InferenceServicer(generation_pb2_grpc.InferenceServicer):
+    """The calls of the service. A cancelled call, or one past its deadline, stops its generation."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateChunk]:
+        try:
+            async with aclosing(self._chunks(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield _chunk_message(chunk)
+        except OutriderError as error:
+            await abort(context, error)
+
+    async def GenerateUnary(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        choices: dict[int, list[GatewayChunk]] = {}
+        try:
+            async with aclosing(self._chunks(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    choices.setdefault(chunk.index, []).append(chunk)
+        except OutriderError as error:
+            await abort(context, error)
+        return _response_message([choices[index] for index in sorted(choices)])
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        return pb.AbortResponse(aborted=[id_ for id_ in request.request_ids if self._gateway.abort(id_)])
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        model = self._gateway.model
+        return pb.GetModelInfoResponse(
+            model_name=model.name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+        )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(
+            version=VERSION,
+            is_draining=self._gateway.is_draining,
+            num_running_requests=self._gateway.num_running,
+        )
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
+        return json_format.ParseDict({"load": self._gateway.load()}, pb.GetLoadsResponse())
+
+    async def _chunks(self, request: pb.GenerateRequest) -> AsyncIterator[GatewayChunk]:
+        valid = await self._gateway.parse(request_input(request))
+        async with aclosing(self._gateway.generate(valid)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                yield chunk
+
+
+def request_input(request: pb.GenerateRequest) -> RequestInput:
+    """Read a message; absent fields stay absent, since proto3's zero is not a default."""
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("prompt must be given as text or token_ids", "prompt")
+    sampling = request.sampling
+    return RequestInput(
+        request_id=request.request_id or None,
+        prompt=request.text if kind == "text" else list(request.token_ids.ids),
+        prompt_field=kind,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        logit_bias=dict(sampling.logit_bias),
+        structured=_structured_output(sampling),
+        **_optional_fields(sampling),
+        **_optional_fields(request),
+    )
+
+
+def _structured_output(sampling: pb.SamplingParams) -> StructuredOutput | None:
+    name = sampling.WhichOneof("structured_output")
+    if name is None:
+        return None
+    value = list(sampling.choice.choices) if name == "choice" else getattr(sampling, name)
+    structure = structure_of(StructuredKind(name), value, name)
+    return None if structure is None else structure.output
+
+
+def _optional_fields(message: pb.SamplingParams | pb.GenerateRequest) -> dict[str, Any]:
+    """Return the `optional` fields that are set; their names are those of `RequestInput`."""
+    names = [
+        field.name
+        for field in message.DESCRIPTOR.fields
+        if field.has_presence and field.message_type is None and field.containing_oneof.name.startswith("_")
+    ]
+    return {name: getattr(message, name) for name in names if message.HasField(name)}
+
+
+def _chunk_message(chunk: GatewayChunk) -> pb.GenerateChunk:
+    message = pb.GenerateChunk(request_id=chunk.request_id, index=chunk.index)
+    _fill(message, chunk)
+    if chunk.usage is not None:
+        message.usage.CopyFrom(_usage_message([chunk.usage]))
+    return message
+
+
+def _response_message(choices: list[list[GatewayChunk]]) -> pb.GenerateResponse:
+    usages = [chunks[-1].usage for chunks in choices]
+    return pb.GenerateResponse(
+        request_id=choices[0][0].request_id,
+        choices=[_choice_message(joined(chunks)) for chunks in choices],
+        usage=_usage_message([usage for usage in usages if usage is not None]),
+    )
+
+
+def _choice_message(chunk: GatewayChunk) -> pb.Choice:
+    message = pb.Choice(index=chunk.index)
+    _fill(message, chunk)
+    return message
+
+
+def _fill(message: pb.GenerateChunk | pb.Choice, chunk: GatewayChunk) -> None:
+    """Set what a chunk and a whole choice have in common."""
+    message.text = chunk.text
+    message.token_ids.extend(chunk.token_ids)
+    message.token_origins.extend(TOKEN_ORIGINS[origin] for origin in chunk.origins)
+    message.logprobs.extend(_logprobs_message(token.logprobs) for token in chunk.tokens if token.logprobs is not None)
+    message.prompt_logprobs.extend(
+        pb.TokenLogprobs() if entry is None else _logprobs_message(entry) for entry in chunk.prompt_logprobs or ()
+    )
+    if chunk.finish_reason is not None:
+        message.finish_reason = FINISH_REASONS[chunk.finish_reason]
+    if chunk.speculation is not None:
+        message.speculative_decoding.CopyFrom(_speculation_message(chunk.speculation))
+
+
+def _logprobs_message(entry: TokenLogprobs) -> pb.TokenLogprobs:
+    top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+    return pb.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top=[pb.TopLogprob(token_id=id_, logprob=logprob) for id_, logprob in top],
+    )
+
+
+def _usage_message(usages: list[Usage]) -> pb.Usage:
+    """Sum the output of one prompt's choices; the prompt counts once."""
+    return pb.Usage(
+        prompt_tokens=usages[0].num_prompt_tokens,
+        completion_tokens=sum(usage.num_completion_tokens for usage in usages),
+        cached_tokens=usages[0].num_cached_tokens,
+    )
+
+
+def _speculation_message(speculation: SpeculationMetrics) -> pb.SpeculativeDecodingMetrics:
+    return pb.SpeculativeDecodingMetrics(
+        enabled=speculation.enabled,
+        disabled_reason=speculation.disabled_reason or "",
+        mean_acceptance_length=speculation.mean_acceptance_length,
+        draft_acceptance_rate=speculation.draft_acceptance_rate,
+        num_drafts=speculation.num_drafts,
+        num_draft_tokens=speculation.num_draft_tokens,
+        num_accepted_tokens=speculation.num_accepted_tokens,
+        rejection_sample_method=speculation.acceptance.value,
+        is_lossy=speculation.is_lossy,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RunningGrpcServer:
+    """A server that has started; `port` is the one that was bound, of interest when port 0 was asked for."""
+
+    server: grpc.aio.Server
+    port: int
+    health: health_aio.HealthServicer
+
+    async def drain(self, grace_s: float) -> None:
+        """Answer NOT_SERVING, refuse new calls, give running ones `grace_s`, then stop."""
+        await self.health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+async def start_grpc_server(
+    gateway: Gateway,
+    address: str,
+    *,
+    credentials: grpc.ServerCredentials | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    options: Mapping[str, int] = SERVER_OPTIONS,
+) -> RunningGrpcServer:
+    """Serve the gateway at `address` ("host:port"), with health and reflection; plaintext without credentials.
+
+    Raises `RuntimeError` when the address cannot be bound.
+    """
+    server = grpc.aio.server(interceptors=(*interceptors, MalformedCallInterceptor()), options=list(options.items()))
+    generation_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), server)
+    vllm_grpc.add_to_server(gateway, server)
+    health = health_aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+    names = (SERVICE_NAME, vllm_grpc.SERVICE_NAME, health_name, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    port = bind(server, address, credentials)
+    for name in ("", *names):
+        await health.set(name, health_pb2.HealthCheckResponse.SERVING)
+    await server.start()
+    return RunningGrpcServer(server, port, health)

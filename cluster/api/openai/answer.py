@@ -1,0 +1,238 @@
+"""One HTTP answer: the chunks of all its prompts as a JSON object or a stream of events, cancelled with its client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from outrider.cluster.api.openai.format import Format, ShownChoice, error_object, metrics_object, usage_object
+from outrider.cluster.common.errors import OutriderError, Unauthenticated, mapping_of, retry_after
+from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
+from outrider.cluster.gateway.gateway import Gateway, ValidRequest
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one HTTP request is answered with: the chunks of all its prompts, and what they share."""
+
+    gateway: Gateway
+    format: Format
+    created: int
+    include_usage: bool
+    return_token_ids: bool
+    requests: list[ValidRequest] = field(default_factory=list)
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        # Ours, not X-Request-Id: a client may send that twice, and the id names a generation in the cluster.
+        self.id = self.format.id_prefix + uuid.uuid4().hex
+
+    async def unary(self) -> dict[str, Any]:
+        """Run to the end and return the one response object."""
+        parts: dict[int, list[GatewayChunk]] = {}
+        async with aclosing(self._chunks()) as chunks:  # type: ignore[type-var]
+            async for index, chunk in chunks:
+                parts.setdefault(index, []).append(chunk)
+        whole = {index: joined(parts[index]) for index in sorted(parts)}
+        answer: dict[str, Any] = {}
+        choices = []
+        for index, chunk in whole.items():
+            choice, extra = self.format.object(self._shown(index), chunk, streamed=False)
+            choices.append(choice)
+            answer = {**extra, **answer}  # the first choice speaks for the prompt
+        return {
+            **self._envelope(self.format.object_name, choices),
+            **answer,
+            "usage": self._usage({index: chunk.usage for index, chunk in whole.items() if chunk.usage}),
+            "metrics": metrics_object([chunk.speculation for chunk in whole.values()]),
+        }
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the SSE events of a stream, `[DONE]` last."""
+        usages: dict[int, Usage] = {}
+        shown: dict[int, ShownChoice] = {}
+        async with aclosing(self._chunks()) as chunks:  # type: ignore[type-var]
+            async for index, chunk in chunks:
+                if chunk.usage is not None:
+                    usages[index] = chunk.usage
+                choice = shown.setdefault(index, self._shown(index))
+                if choice.shows(chunk):
+                    yield event_of(self._chunk_object(choice, chunk))
+        if self.include_usage:
+            usage = self._usage(usages)
+            yield event_of({**self._envelope(self.format.chunk_object_name, []), "usage": usage})
+        yield b"data: [DONE]\n\n"
+
+    async def _chunks(self) -> AsyncIterator[tuple[int, GatewayChunk]]:
+        """Yield chunks with their choice's index in the answer: choice i of prompt p is p * n + i."""
+        async with _merged([self.gateway.generate(request) for request in self.requests]) as chunks:
+            async for prompt_index, chunk in chunks:
+                yield prompt_index * self.requests[0].n + chunk.index, chunk
+
+    def _shown(self, index: int) -> ShownChoice:
+        request = self.requests[index // self.requests[0].n]
+        codec = self.gateway.text
+        return ShownChoice(index=index, request=request, codec=codec, return_token_ids=self.return_token_ids)
+
+    def _envelope(self, object_name: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        model = self.gateway.model.name
+        return {"id": self.id, "object": object_name, "created": self.created, "model": model, "choices": choices}
+
+    def _chunk_object(self, shown: ShownChoice, chunk: GatewayChunk) -> dict[str, Any]:
+        choice, extra = self.format.object(shown, chunk, streamed=True)
+        answer = {**self._envelope(self.format.chunk_object_name, [choice]), **extra}
+        if self.include_usage:
+            answer["usage"] = None  # as OpenAI: null on all chunks but the last
+        if chunk.finish_reason is not None:
+            answer["metrics"] = metrics_object([chunk.speculation])
+        return answer
+
+    def _usage(self, usages: dict[int, Usage]) -> dict[str, Any]:
+        num_choices = self.requests[0].n
+        return usage_object(usages.values(), (usage for index, usage in usages.items() if index % num_choices == 0))
+
+
+def event_of(message: dict[str, Any]) -> bytes:
+    """Return a message as a server-sent event."""
+    return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def error_response(error: OutriderError) -> JSONResponse:
+    """Render an error with its status, and when to come back where that is known."""
+    headers = {}
+    if (seconds := retry_after(error)) is not None:
+        headers["Retry-After"] = seconds
+    if isinstance(error, Unauthenticated):
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_object(error), status_code=mapping_of(error).http_status, headers=headers)
+
+
+class GenerationResponse(Response):
+    """An answer that is generated while it is sent, and cancelled when the client goes away.
+
+    The status line waits for the first event, so that a refusal has its right status in a stream too.
+    """
+
+    def __init__(self, answer: Answer, *, stream: bool) -> None:
+        super().__init__()
+        self._answer = answer
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = self._send_events(scope, receive, send) if self._stream else self._send_object(scope, receive, send)
+        try:
+            await _unless_disconnected(receive, work)
+        except ClientDisconnected:
+            logger.info("client of %s disconnected", self._answer.id)
+
+    async def _send_object(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = JSONResponse(await self._answer.unary())
+        except OutriderError as error:
+            response = error_response(error)
+        await response(scope, receive, send)
+
+    async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        async with aclosing(self._answer.events()) as events:  # type: ignore[type-var]
+            try:
+                async for event in events:
+                    if not started:
+                        await send(self._start_message())
+                        started = True
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            except OutriderError as error:
+                if not started:
+                    await error_response(error)(scope, receive, send)
+                    return
+                await send({"type": "http.response.body", "body": event_of(error_object(error)), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _start_message(self) -> dict[str, Any]:
+        headers = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",  # a buffering proxy would defeat streaming
+        }
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        return {"type": "http.response.start", "status": 200, "headers": raw}
+
+
+class ClientDisconnected(Exception):
+    """The client went away before its answer was complete."""
+
+
+async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Run `work`, cancelling it when the client disconnects; raises `ClientDisconnected` then."""
+    task, watcher = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        for part in (task, watcher):
+            part.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@asynccontextmanager
+async def _merged(
+    streams: Sequence[AsyncIterator[GatewayChunk]],
+) -> AsyncIterator[AsyncIterator[tuple[int, GatewayChunk]]]:
+    """Merge the prompts' streams as their chunks come; leaving the context closes all of them."""
+    # one place: what a slow client does not take waits in its generation, where it is joined
+    queue: asyncio.Queue[tuple[int, GatewayChunk | Exception | None]] = asyncio.Queue(maxsize=1)
+    async with AsyncExitStack() as stack:
+        tasks = [asyncio.create_task(_pump(index, stream, queue)) for index, stream in enumerate(streams)]
+        stack.push_async_callback(_cancel_all, tasks)
+        yield _drain(queue, num_streams=len(streams))
+
+
+async def _pump(
+    index: int, stream: AsyncIterator[GatewayChunk], queue: asyncio.Queue[tuple[int, GatewayChunk | Exception | None]]
+) -> None:
+    try:
+        async with aclosing(stream):  # type: ignore[type-var]
+            async for chunk in stream:
+                await queue.put((index, chunk))
+        await queue.put((index, None))
+    except Exception as error:  # raised again by `_drain`, at the consumer
+        await queue.put((index, error))
+
+
+async def _drain(
+    queue: asyncio.Queue[tuple[int, GatewayChunk | Exception | None]], num_streams: int
+) -> AsyncIterator[tuple[int, GatewayChunk]]:
+    while num_streams:
+        index, item = await queue.get()
+        if isinstance(item, Exception):
+            raise item
+        if item is None:
+            num_streams -= 1
+        else:
+            yield index, item
+
+
+async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,203 @@
+"""The OpenAI-compatible HTTP interface: a thin shell that translates between JSON or SSE and a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from outrider.cluster.api.openai.answer import Answer, GenerationResponse, error_response
+from outrider.cluster.api.openai.format import ChatFormat, CompletionFormat
+from outrider.cluster.api.openai.protocol import (
+    MAX_TOKENIZED_CHARS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse_body,
+    parse_json,
+    template_input,
+)
+from outrider.cluster.common.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, OutriderError, RequestFailed
+from outrider.cluster.common.version import VERSION
+from outrider.cluster.gateway.gateway import Gateway
+from outrider.cluster.web.page import add_web_page
+
+MAX_BODY_BYTES = 16 << 20
+BODY_TIMEOUT_S = 60.0  # a client that sends no more holds a connection and what it has sent
+
+HealthCheck = Callable[[], Awaitable[bool]]
+
+
+def build_api(
+    gateway: Gateway,
+    is_healthy: HealthCheck,
+    *,
+    metrics: Collector | None = None,
+    wall_clock: Callable[[], float] = time.time,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+) -> FastAPI:
+    """Return the FastAPI application of a gateway.
+
+    `is_healthy` answers /health and, unless it drains, /ready. /metrics shows `metrics`; None: the gateway's own.
+    """
+    app = FastAPI(title="Outrider", version=VERSION, docs_url=None, redoc_url=None)
+    app.state.body_timeout_s = body_timeout_s
+    _add_generation_routes(app, gateway, wall_clock)
+    _add_token_routes(app, gateway)
+    _add_model_routes(app, gateway)
+    _add_status_routes(app, gateway, is_healthy, gateway.metrics.registry if metrics is None else metrics)
+    add_web_page(app)
+    app.add_exception_handler(OutriderError, _on_outrider_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_unexpected_error)
+    return app
+
+
+def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[], float]) -> None:
+    @app.post("/v1/completions", openapi_extra=_body_schema("/v1/completions", CompletionBody))
+    async def completions(request: Request) -> Response:
+        body = parse_body(await read_json(request), CompletionBody)
+        gateway.check_model_name(body.model)
+        answer = Answer(gateway, CompletionFormat(), int(wall_clock()), body.include_usage, bool(body.return_token_ids))
+        answer.requests = [await gateway.parse(item) for item in body.inputs(answer.id)]
+        return GenerationResponse(answer, stream=bool(body.stream))
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema("/v1/chat/completions", ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        body = parse_body(await read_json(request), ChatBody)
+        gateway.check_model_name(body.model)
+        answer = Answer(gateway, ChatFormat(), int(wall_clock()), body.include_usage, bool(body.return_token_ids))
+        prompt = await gateway.text.render_chat(template_input(body.messages))
+        answer.requests = [await gateway.parse(body.input(answer.id, prompt))]
+        return GenerationResponse(answer, stream=bool(body.stream))
+
+
+def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Add vLLM's /tokenize and /detokenize."""
+
+    @app.post("/tokenize", openapi_extra=_body_schema("/tokenize", TokenizeBody))
+    async def tokenize(request: Request) -> dict[str, Any]:
+        body = parse_body(await read_json(request), TokenizeBody)
+        gateway.check_model_name(body.model)
+        add_special_tokens, text = body.add_special_tokens, body.prompt
+        if body.messages is not None:  # a chat template writes its special tokens itself
+            add_special_tokens = bool(add_special_tokens)
+            messages = template_input(body.messages)
+            text = await gateway.text.render_chat(messages, add_generation_prompt=body.add_generation_prompt)
+            if len(text) > MAX_TOKENIZED_CHARS:
+                raise InvalidRequest(f"messages must have at most {MAX_TOKENIZED_CHARS} characters", "messages")
+        ids = await gateway.text.encode(text or "", add_special_tokens=add_special_tokens is not False)
+        return {
+            "count": len(ids),
+            "max_model_len": gateway.model.max_model_len,
+            "tokens": ids,
+            "token_strs": gateway.text.pieces(ids) if body.return_token_strs else None,
+        }
+
+    @app.post("/detokenize", openapi_extra=_body_schema("/detokenize", DetokenizeBody))
+    async def detokenize(request: Request) -> dict[str, Any]:
+        body = parse_body(await read_json(request), DetokenizeBody)
+        gateway.check_model_name(body.model)
+        gateway.require_in_vocabulary(body.tokens, "tokens")
+        return {"prompt": await gateway.text.decode(body.tokens)}
+
+
+def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_object(gateway)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        gateway.check_model_name(name)
+        return _model_object(gateway)
+
+
+def _add_status_routes(app: FastAPI, gateway: Gateway, is_healthy: HealthCheck, collector: Collector) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if await is_healthy() else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return Response(status_code=200 if not gateway.is_draining and await is_healthy() else 503)
+
+    @app.get("/live")
+    async def live() -> Response:
+        return Response(status_code=200)
+
+    @app.get("/load")
+    async def load() -> dict[str, Any]:
+        return gateway.load()
+
+    @app.get("/version")
+    async def version() -> dict[str, Any]:
+        return {"version": VERSION}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(collector), media_type=CONTENT_TYPE_LATEST)
+
+
+def _model_object(gateway: Gateway) -> dict[str, Any]:
+    model = gateway.model
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "outrider",
+        "max_model_len": model.max_model_len,
+    }
+
+
+def _body_schema(path: str, kind: type[BaseModel]) -> dict[str, Any]:
+    """Describe a route's body in the OpenAPI document: routes read it themselves, for its bounds and its errors."""
+    place = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema/$defs/{{model}}"
+    schema = kind.model_json_schema(ref_template=place)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+async def read_json(request: Request) -> object:
+    """Read a JSON body of at most `MAX_BODY_BYTES`, whatever its headers say; raises `InvalidRequest`."""
+    body, timeout_s = bytearray(), request.app.state.body_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise BodyTooLarge(f"the body must have at most {MAX_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise BodyTooSlow(f"the body must come within {timeout_s:g} s") from None
+    return parse_json(bytes(body))
+
+
+async def _on_outrider_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OutriderError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Give the framework's own refusals (no such path, wrong method) OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    content = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": content}, status_code=error.status_code, headers=error.headers)
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    """Answer a client that went away within its body: nobody reads it, and it is no fault of ours."""
+    return Response(status_code=400)
+
+
+async def _on_unexpected_error(request: Request, error: Exception) -> Response:
+    return error_response(RequestFailed("internal error"))

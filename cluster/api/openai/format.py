@@ -1,0 +1,195 @@
+"""The OpenAI wire format, answer side: chunks become response objects. openai_protocol.py has the other side.
+
+With `return_token_ids` every choice also carries `token_ids` (as vLLM) and `token_origins`, and in a stream `tokens`:
+`[{"id", "text", "origin"}]`, whose texts concatenate to the text of the choice. `origin` is "accepted", "recovered",
+"bonus" or "plain".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from outrider.cluster.common.errors import OutriderError, field_of, mapping_of, text_of
+from outrider.cluster.gateway.choice import GatewayChunk, Usage
+from outrider.cluster.gateway.gateway import ValidRequest
+from outrider.cluster.gateway.logprobs_format import ShownToken, chat_logprobs, completion_logprobs, prompt_logprobs
+from outrider.cluster.gateway.text_codec import TextCodec
+from outrider.verifier_service.messages.request import SpeculationMetrics
+
+
+def error_object(error: OutriderError) -> dict[str, Any]:
+    """Render an error as OpenAI does."""
+    mapping = mapping_of(error)
+    content = {"type": mapping.openai_type, "param": field_of(error), "code": mapping.openai_code}
+    return {"error": {"message": text_of(error), **content}}
+
+
+def usage_object(usages: Iterable[Usage], prompts: Iterable[Usage]) -> dict[str, Any]:
+    """Sum the choices' completion tokens, and count each prompt once: `prompts` has one usage per prompt."""
+    prompts = list(prompts)
+    num_prompt_tokens = sum(usage.num_prompt_tokens for usage in prompts)
+    num_completion_tokens = sum(usage.num_completion_tokens for usage in usages)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.num_cached_tokens for usage in prompts)},
+    }
+
+
+def metrics_object(speculations: Sequence[SpeculationMetrics | None]) -> dict[str, Any]:
+    """Render the speculation of one or several choices; null where the engine reported none."""
+    known = [speculation for speculation in speculations if speculation is not None]
+    total = _speculation_object(functools.reduce(SpeculationMetrics.plus, known)) if known else None
+    return {"speculative_decoding": total}
+
+
+def _speculation_object(speculation: SpeculationMetrics) -> dict[str, Any]:
+    return {
+        "enabled": speculation.enabled,
+        "disabled_reason": speculation.disabled_reason,
+        "rejection_sample_method": speculation.acceptance.value,
+        "is_lossy": speculation.is_lossy,
+        "mean_acceptance_length": speculation.mean_acceptance_length,
+        "draft_acceptance_rate": speculation.draft_acceptance_rate,
+        "num_drafts": speculation.num_drafts,
+        "num_draft_tokens": speculation.num_draft_tokens,
+        "num_accepted_tokens": speculation.num_accepted_tokens,
+        "num_cut_tokens": speculation.num_cut_tokens,
+        "num_empty_rounds": speculation.num_empty_rounds,
+        "num_accepted_per_position": list(speculation.num_accepted_per_position),
+    }
+
+
+@dataclass(slots=True, kw_only=True)
+class ShownChoice:
+    """One choice as its client sees it grow."""
+
+    index: int  # in the answer
+    request: ValidRequest
+    codec: TextCodec
+    return_token_ids: bool
+    num_chars: int = 0  # of text already shown
+    is_begun: bool = False
+
+    def advance(self, text: str) -> None:
+        self.is_begun = True
+        self.num_chars += len(text)
+
+    def shows(self, chunk: GatewayChunk) -> bool:
+        """Return whether a chunk is worth an event of a stream."""
+        wants_tokens = self.return_token_ids or self.request.sampling.logprobs is not None
+        return not self.is_begun or bool(chunk.text or chunk.finish_reason or (chunk.tokens and wants_tokens))
+
+    def token_fields(self, chunk: GatewayChunk, *, streamed: bool) -> dict[str, Any]:
+        if not self.return_token_ids:
+            return {}
+        fields: dict[str, Any] = {
+            "token_ids": list(chunk.token_ids),
+            "token_origins": [origin.value for origin in chunk.origins],
+        }
+        if streamed:
+            fields["tokens"] = [{"id": t.id, "text": t.text, "origin": t.origin.value} for t in chunk.tokens]
+        return fields
+
+    def prompt_fields(self, chunk: GatewayChunk) -> dict[str, Any]:
+        """Return what the client asked to know of the prompt, for the first object of a choice."""
+        fields: dict[str, Any] = {}
+        if self.return_token_ids and not self.is_begun:
+            fields["prompt_token_ids"] = list(self.request.prompt_token_ids)
+        num_top = self.request.num_prompt_logprobs
+        if num_top is not None and chunk.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(chunk.prompt_logprobs, self.codec, num_top=num_top)
+        return fields
+
+
+class Format(Protocol):
+    """How an endpoint shapes its objects."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+
+    def object(
+        self, shown: ShownChoice, chunk: GatewayChunk, *, streamed: bool
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return a chunk as one of the answer's `choices`, and the fields it adds to the answer itself."""
+        ...
+
+
+class CompletionFormat:
+    """How /v1/completions shapes its objects; an echoed prompt is the text's beginning."""
+
+    id_prefix = "cmpl-"
+    object_name = chunk_object_name = "text_completion"
+
+    def object(
+        self, shown: ShownChoice, chunk: GatewayChunk, *, streamed: bool
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        echo = () if shown.is_begun else shown.request.echo
+        text = "".join(echo) + chunk.text
+        choice = {
+            "index": shown.index,
+            "text": text,
+            "logprobs": _completion_logprobs(shown, chunk, echo),
+            "finish_reason": _reason(chunk),
+            **shown.token_fields(chunk, streamed=streamed),
+            **shown.prompt_fields(chunk),
+        }
+        shown.advance(text)
+        return choice, {}
+
+
+class ChatFormat:
+    """How /v1/chat/completions shapes its objects: the first chunk of a choice carries the role."""
+
+    id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+
+    def object(
+        self, shown: ShownChoice, chunk: GatewayChunk, *, streamed: bool
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        if streamed:
+            role = {} if shown.is_begun else {"role": "assistant"}
+            content = {"content": chunk.text} if chunk.text or not shown.is_begun else {}
+            body: dict[str, Any] = {"delta": {**role, **content}}
+        else:
+            body = {"message": {"role": "assistant", "content": chunk.text, "refusal": None}}
+        choice = {
+            "index": shown.index,
+            **body,
+            "logprobs": _chat_logprobs(shown, chunk),
+            "finish_reason": _reason(chunk),
+            **shown.token_fields(chunk, streamed=streamed),
+        }
+        prompt_fields = shown.prompt_fields(chunk)
+        shown.advance(chunk.text)
+        return choice, prompt_fields
+
+
+def _completion_logprobs(shown: ShownChoice, chunk: GatewayChunk, echo: Sequence[str]) -> dict[str, Any] | None:
+    num_top = shown.request.sampling.logprobs
+    if num_top is None:
+        return None
+    tokens = [ShownToken(id=token.id, text=token.text, logprobs=token.logprobs) for token in chunk.tokens]
+    if echo:
+        entries = chunk.prompt_logprobs or ()
+        prompt = zip(shown.request.prompt_token_ids, echo, entries, strict=True)
+        tokens = [ShownToken(id=id_, text=text, logprobs=entry) for id_, text, entry in prompt] + tokens
+    return completion_logprobs(tokens, shown.codec, num_top=num_top, first_offset=shown.num_chars)
+
+
+def _chat_logprobs(shown: ShownChoice, chunk: GatewayChunk) -> dict[str, Any] | None:
+    num_top = shown.request.sampling.logprobs
+    if num_top is None:
+        return None
+    entries = [token.logprobs for token in chunk.tokens if token.logprobs is not None]
+    return chat_logprobs(entries, shown.codec, num_top=num_top)
+
+
+def _reason(chunk: GatewayChunk) -> str | None:
+    return chunk.finish_reason.value if chunk.finish_reason else None

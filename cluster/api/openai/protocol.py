@@ -1,0 +1,291 @@
+"""The OpenAI wire format, request side: JSON bodies become `RequestInput`s. openai_format.py has the other side."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+
+from outrider.cluster.common.errors import InvalidRequest
+from outrider.cluster.common.hints import did_you_mean
+from outrider.cluster.gateway.gateway import RequestInput
+from outrider.cluster.gateway.structured_format import OPENAI_FIELDS, openai_structure
+
+MAX_PROMPTS = 256  # of one completions body
+MAX_TOTAL_CHOICES = 1024  # of all prompts of one completions body
+MAX_MESSAGES = 4096  # of one chat
+MAX_TOKENIZED_CHARS = 1 << 20  # of /tokenize, chats as their templates write them
+MAX_DETOKENIZED_TOKENS = 1 << 20
+
+# Accepted and without effect on the tokens.
+IGNORED_FIELDS = frozenset(
+    (
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+        "prediction",
+    )
+)
+# Would change the result and are not served yet: only these values, which change nothing, are accepted.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "length_penalty": (1,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "echo": (False,),
+    "truncate_prompt_tokens": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+# The same, of tool calls.
+TOOL_VALUES: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+}
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one complaint is enough, whatever the length of the list
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None  # OpenAI's, and
+    continuous_usage_stats: bool | None = None  # vLLM's: accepted, without effect
+
+    def model_post_init(self, _: Any) -> None:
+        for name in self.model_extra or {}:
+            hint = did_you_mean(name, StreamOptions.model_fields)
+            raise InvalidRequest(f"stream_options: unknown field {name!r}{hint}", "stream_options")
+
+
+class _ModelBody(BaseModel):
+    """What all bodies share. Unknown fields are kept, to be refused by name."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+
+
+class _Body(_ModelBody):
+    """What completions and chat completions share."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    target_inter_token_ms: float | None = None
+    session_id: str | None = None
+    cache_salt: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    disable_spec_decode: bool | None = Field(
+        default=None, validation_alias=AliasChoices("disable_spec_decode", "disable_speculative_decoding")
+    )
+    num_speculative_tokens: int | None = None
+    rejection_sample_method: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def shared_fields(self) -> dict[str, Any]:
+        """Return the fields that `RequestInput` has under the same name."""
+        shared = {field.name for field in dataclasses.fields(RequestInput)} & _Body.model_fields.keys()
+        fields: dict[str, Any] = {name: getattr(self, name) for name in shared}
+        structure = openai_structure({name: getattr(self, name) for name in OPENAI_FIELDS})
+        structured = None if structure is None else structure.output
+        return fields | {"logit_bias": _token_biases(self.logit_bias or {}), "structured": structured}
+
+
+def _token_biases(logit_bias: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token_id): bias for token_id, bias in logit_bias.items()}
+    except ValueError as error:
+        raise InvalidRequest("logit_bias must have token ids as keys", "logit_bias") from error
+
+
+class CompletionBody(_Body):
+    prompt: (
+        str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts one by one, whichever of the four forms they came in."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]
+        if not 1 <= len(prompt) <= MAX_PROMPTS:
+            raise InvalidRequest(f"prompt must be 1 to {MAX_PROMPTS} prompts and not empty", "prompt")
+        return list(prompt)  # type: ignore[arg-type]
+
+    def inputs(self, request_id: str) -> list[RequestInput]:
+        prompts = self.prompts()
+        if len(prompts) * (self.n or 1) > MAX_TOTAL_CHOICES:
+            raise InvalidRequest(f"n times the number of prompts must be at most {MAX_TOTAL_CHOICES}", "n")
+        ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
+        fields = {**self.shared_fields(), "logprobs": self.logprobs, "echo": self.echo}
+        return [RequestInput(request_id=id_, prompt=prompt, **fields) for id_, prompt in zip(ids, prompts, strict=True)]
+
+
+class ContentPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None  # who speaks, where the template tells speakers apart
+
+    def as_template_input(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it, its text parts joined."""
+        for name, value in (self.model_extra or {}).items():
+            if value:  # null and empty say nothing: answers are sent back with all their fields
+                hint = did_you_mean(name, ChatMessage.model_fields)
+                raise InvalidRequest(f"messages: {name!r} is not supported{hint}", "messages")
+        message = {"role": self.role} if self.name is None else {"role": self.role, "name": self.name}
+        if isinstance(self.content, list):
+            for part in self.content:
+                if part.type != "text" or part.text is None:
+                    raise InvalidRequest(f"messages: content of type {part.type!r} is not supported", "messages")
+            return message | {"content": "".join(part.text or "" for part in self.content)}
+        return message | {"content": self.content or ""}
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class ChatBody(_Body):
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+
+    def input(self, request_id: str, prompt: str) -> RequestInput:
+        """Return the request; `prompt` is what the model's chat template made of the messages."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+        fields = self.shared_fields()
+        if self.max_completion_tokens is not None:
+            fields |= {"max_tokens": self.max_completion_tokens, "max_tokens_field": "max_completion_tokens"}
+        return RequestInput(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_field="messages",
+            add_special_tokens=False,
+            default_max_tokens=None,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            logprobs_field="top_logprobs",
+            **fields,
+        )
+
+
+class TokenizeBody(_ModelBody):
+    """The body of /tokenize: a prompt or messages."""
+
+    prompt: str | None = Field(default=None, max_length=MAX_TOKENIZED_CHARS)
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True  # of messages
+    return_token_strs: bool | None = None
+
+    def model_post_init(self, _: Any) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("prompt or messages must be given, and not both", "prompt")
+
+
+class DetokenizeBody(_ModelBody):
+    tokens: TokenIds = Field(max_length=MAX_DETOKENIZED_TOKENS)
+
+
+def template_input(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages as chat templates expect them."""
+    return [message.as_template_input() for message in messages]
+
+
+def parse_json(body: bytes) -> object:
+    """Read a JSON body; raises `InvalidRequest` where it is none, or holds text that cannot be written as UTF-8."""
+    try:
+        value: object = json.loads(body.decode("utf-8-sig"))  # of bytes, json would let surrogates and UTF-16 in
+        if b"\\u" in body:  # only an escape can smuggle half a surrogate pair in
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("the body has half of a surrogate pair in a string") from error
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequest("the body is nested too deeply") from error
+    return value
+
+
+def parse_body(body: object, kind: type[BodyT]) -> BodyT:
+    """Check a JSON body's types and refuse what would silently be left undone; raise `InvalidRequest`."""
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    try:
+        parsed = kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        field = str(first["loc"][0]) if first["loc"] else None
+        raise InvalidRequest(f"{field}: {first['msg']}", field) from error
+    for name, value in (parsed.model_extra or {}).items():
+        _check_extra(name, value, kind)
+    return parsed
+
+
+def _check_extra(name: str, value: object, kind: type[BaseModel]) -> None:
+    if value is None or name in IGNORED_FIELDS:
+        return
+    neutral_values = NEUTRAL_VALUES | TOOL_VALUES
+    if name not in neutral_values:
+        hint = did_you_mean(name, [*kind.model_fields, *neutral_values])
+        raise InvalidRequest(f"unknown field {name!r}{hint}", name)
+    # `0 == False`, but best_of=True asks for nothing that is known
+    if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral_values[name]):
+        comes_with = ": it comes with tool calls" if name in TOOL_VALUES else ""
+        raise InvalidRequest(f"{name} is not supported yet{comes_with}", name)

@@ -1,0 +1,345 @@
+"""The gRPC interface `vllm.grpc.engine.VllmEngine`: what gateways that speak to vLLM's engine speak to us.
+
+Messages come from the package smg-grpc-proto and share nothing with `outrider.v1`. Tokens go over the wire, not text.
+Our own switches per request travel in the call's metadata:
+
+x-outrider-disable-spec-decode       true | false
+x-outrider-num-speculative-tokens    a cap on the draft length; 0: off
+x-outrider-priority                  lower is served earlier
+x-outrider-target-inter-token-ms     while it is slower its drafts matter more, while far faster less
+x-outrider-session-id                of requests that share a prefix
+x-outrider-cache-salt                prefixes are shared within one salt only
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import time
+import zipfile
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
+
+from outrider.cluster.api.grpc_errors import abort
+from outrider.cluster.common.errors import InvalidRequest, OutriderError
+from outrider.cluster.common.version import VERSION
+from outrider.cluster.gateway.choice import GatewayChunk, joined
+from outrider.cluster.gateway.gateway import Gateway, RequestInput, ValidRequest
+from outrider.cluster.gateway.structured_format import structure_of
+from outrider.verifier_service.messages.request import FinishReason, StructuredKind, StructuredOutput, TokenLogprobs
+
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+METADATA_PREFIX = "x-outrider-"
+TOKENIZER_CHUNK_BYTES = 64 << 10  # as vLLM's own server
+
+SAMPLING_FIELDS = (  # the same in RequestInput; where a zero means "not given", its default is what zero means to vLLM
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("max_tokens", "min_tokens", "ignore_eos", "n", "logprobs", "prompt_logprobs", "seed"),
+    "include_stop_str_in_output",
+)
+UNSUPPORTED_SAMPLING_FIELDS = frozenset(
+    {"structural_tag", "grammar_from_first_token", "truncate_prompt_tokens"}
+)
+STRUCTURED_FIELDS = frozenset(StructuredKind)  # named as in the message
+UNSUPPORTED_FIELDS = frozenset(
+    {"kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs", "media_refs"}
+)
+
+Context: TypeAlias = grpc.aio.ServicerContext
+
+
+def add_to_server(gateway: Gateway, server: grpc.aio.Server) -> None:
+    """Serve the gateway under vLLM's name, too."""
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(gateway, time.time), server)
+
+
+class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
+    """The calls of the service. A cancelled call, or one past its deadline, stops its generation."""
+
+    def __init__(self, gateway: Gateway, wall_clock: Callable[[], float]) -> None:  # Unix time, seconds
+        self._gateway = gateway
+        self._wall_clock = wall_clock
+        self._started_s = wall_clock()
+        self._last_request_s = 0.0
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Yield chunks and, for each choice, a `complete`; without `stream` nothing but these, ordered by index."""
+        self._last_request_s = self._wall_clock()
+        try:
+            valid = await self._gateway.parse(request_input(request, context.invocation_metadata()))
+            answer = _streamed if request.stream else _collected
+            async with aclosing(answer(self._gateway, valid)) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    yield response
+        except OutriderError as error:
+            await abort(context, error)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        for request_id in request.request_ids:
+            self._gateway.abort(request_id)
+        return pb.AbortResponse()
+
+    async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
+        if self._gateway.is_draining:
+            return pb.HealthCheckResponse(healthy=False, message="this server is shutting down")
+        healthy = any(verifier["state"] == "ready" for verifier in self._gateway.load().get("verifiers", ()))
+        return pb.HealthCheckResponse(healthy=healthy, message="serving" if healthy else "no verifier is ready")
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        model = self._gateway.model
+        return pb.GetModelInfoResponse(
+            model_path=model.name,
+            served_model_name=model.name,
+            tokenizer_path=model.name,
+            is_generation=True,
+            max_context_length=model.max_model_len,
+            max_req_input_len=model.max_model_len - 1,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+        )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(
+            active_requests=self._gateway.num_running,
+            is_paused=self._gateway.is_draining,
+            last_receive_timestamp=self._last_request_s,
+            uptime_seconds=self._wall_clock() - self._started_s,
+            server_type="vllm-grpc",
+            data_parallel_size=1,
+        )
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
+        loads = [] if request.dp_rank else [scheduler_load(self._gateway.load())]
+        return pb.GetLoadsResponse(
+            timestamp=datetime.fromtimestamp(self._wall_clock(), UTC).isoformat(),
+            version=VERSION,
+            dp_rank_count=len(loads),
+            loads=loads,
+        )
+
+    async def GetTokenizer(
+        self, request: common.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[common.GetTokenizerChunk]:
+        with TemporaryDirectory() as folder:
+            await self._gateway.text.save(Path(folder))
+            archive = await asyncio.to_thread(zip_of, Path(folder))
+        for chunk in tokenizer_chunks(archive):
+            yield chunk
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> NoReturn:
+        await _unimplemented(context, "this server generates text; it has no embeddings")
+
+    async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> NoReturn:
+        await _unimplemented(
+            context, f"the prefix cache cannot be flushed; keep prompts apart by {METADATA_PREFIX}cache-salt"
+        )
+
+    async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> NoReturn:
+        await _unimplemented(context, "this server has no profiler")
+
+    async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> NoReturn:
+        await _unimplemented(context, "this server has no profiler")
+
+    async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> NoReturn:
+        await _unimplemented(context, "KV cache events are not published; GetLoads has the load")
+
+
+async def _unimplemented(context: Context, text: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
+    raise AssertionError("context.abort returned")
+
+
+def request_input(request: pb.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]] = ()) -> RequestInput:
+    """Read a message and its call's metadata; raises `InvalidRequest` naming what cannot be served."""
+    sampling = _given(request.sampling_params, UNSUPPORTED_SAMPLING_FIELDS)
+    given = _given(request, UNSUPPORTED_FIELDS)
+    if given.get("data_parallel_rank"):
+        raise InvalidRequest("data_parallel_rank must be 0: this server is one rank", "data_parallel_rank")
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise InvalidRequest("input must be given as tokenized or text", "input")
+    return RequestInput(
+        request_id=request.request_id or None,
+        prompt=request.text if kind == "text" else list(request.tokenized.input_ids),
+        prompt_field="text" if kind == "text" else "input_ids",
+        default_max_tokens=None,
+        stop=list(request.sampling_params.stop),
+        stop_token_ids=list(request.sampling_params.stop_token_ids),
+        logit_bias=dict(request.sampling_params.logit_bias),
+        skip_special_tokens=request.sampling_params.skip_special_tokens,  # matters to stop strings
+        **{name: sampling[name] for name in SAMPLING_FIELDS if name in sampling},
+        structured=_structured_output(request.sampling_params),
+        **_switches(metadata),
+    )
+
+
+def _structured_output(sampling: pb.SamplingParams) -> StructuredOutput | None:
+    name = sampling.WhichOneof("constraint")
+    if name not in STRUCTURED_FIELDS:
+        return None
+    value = list(sampling.choice.choices) if name == "choice" else getattr(sampling, name)
+    structure = structure_of(StructuredKind(name), value, name)
+    return None if structure is None else structure.output
+
+
+def _given(message: pb.GenerateRequest | pb.SamplingParams, unsupported: frozenset[str]) -> dict[str, Any]:
+    """Return the fields that are set by name; plain ones of value zero are not."""
+    given = {field.name: value for field, value in message.ListFields()}
+    for name in given:
+        if name in unsupported:
+            raise InvalidRequest(f"{name} is not supported by this server", name)
+    return given
+
+
+def _switches(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:
+    """Read our own metadata into fields of `RequestInput`; a name that is not known is refused."""
+    switches = {}
+    for key, value in metadata:
+        if not key.startswith(METADATA_PREFIX):
+            continue
+        name = key.removeprefix(METADATA_PREFIX).replace("-", "_")
+        if name not in _READERS or isinstance(value, bytes):
+            known = ", ".join(METADATA_PREFIX + name.replace("_", "-") for name in _READERS)
+            raise InvalidRequest(f"{key} is not known; there are {known}", key)
+        read, expectation = _READERS[name]
+        try:
+            switches[name] = read(value)
+        except (ValueError, KeyError) as error:
+            raise InvalidRequest(f"{key} must be {expectation}", key) from error
+    return switches
+
+
+def _boolean(text: str) -> bool:
+    return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+
+
+_READERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    "disable_spec_decode": (_boolean, "true or false"),
+    "num_speculative_tokens": (int, "an integer"),
+    "priority": (int, "an integer"),
+    "target_inter_token_ms": (float, "a number"),
+    "session_id": (str, "text"),
+    "cache_salt": (str, "text"),
+}
+
+
+async def _streamed(gateway: Gateway, request: ValidRequest) -> AsyncIterator[pb.GenerateResponse]:
+    parts: dict[int, list[GatewayChunk]] = {}
+    async with aclosing(gateway.generate(request)) as chunks:  # type: ignore[type-var]
+        async for chunk in chunks:
+            parts.setdefault(chunk.index, []).append(chunk)
+            if chunk.tokens or chunk.prompt_logprobs is not None:
+                yield pb.GenerateResponse(chunk=_chunk_message(chunk, request))
+            if chunk.finish_reason is not None:
+                yield pb.GenerateResponse(complete=_complete_message(joined(parts.pop(chunk.index)), request))
+
+
+async def _collected(gateway: Gateway, request: ValidRequest) -> AsyncIterator[pb.GenerateResponse]:
+    parts: dict[int, list[GatewayChunk]] = {}
+    async with aclosing(gateway.generate(request)) as chunks:  # type: ignore[type-var]
+        async for chunk in chunks:
+            parts.setdefault(chunk.index, []).append(chunk)
+    for index in sorted(parts):
+        whole = joined(parts[index])
+        message = _complete_message(whole, request)
+        _fill_logprobs(message, whole, request)
+        yield pb.GenerateResponse(complete=message)
+
+
+def _chunk_message(chunk: GatewayChunk, request: ValidRequest) -> pb.GenerateStreamChunk:
+    """Return what is new of a choice; its count is of these tokens alone, as vLLM's own server counts."""
+    message = pb.GenerateStreamChunk(
+        index=chunk.index,
+        token_ids=chunk.token_ids,
+        prompt_tokens=len(request.prompt_token_ids),
+        completion_tokens=len(chunk.tokens),
+        cached_tokens=0 if chunk.usage is None else chunk.usage.num_cached_tokens,
+    )
+    _fill_logprobs(message, chunk, request)
+    return message
+
+
+def _complete_message(whole: GatewayChunk, request: ValidRequest) -> pb.GenerateComplete:
+    """Return the end of a choice with all its tokens; log probabilities that were streamed are not repeated."""
+    assert whole.finish_reason is not None
+    assert whole.usage is not None
+    speculation = whole.speculation
+    message = pb.GenerateComplete(
+        index=whole.index,
+        output_ids=whole.token_ids,
+        finish_reason=whole.finish_reason.value,
+        prompt_tokens=whole.usage.num_prompt_tokens,
+        completion_tokens=whole.usage.num_completion_tokens,
+        cached_tokens=whole.usage.num_cached_tokens,
+        spec_draft_tokens=0 if speculation is None else speculation.num_draft_tokens,
+        spec_accepted_tokens=0 if speculation is None else speculation.num_accepted_tokens,
+    )
+    last_ids = whole.token_ids[-1:]
+    if whole.stop_string is not None:
+        message.matched_stop_str = whole.stop_string
+    elif whole.finish_reason is FinishReason.STOP and set(last_ids) & set(request.sampling.stop_token_ids):
+        message.matched_token_id = last_ids[0]
+    return message
+
+
+def _fill_logprobs(
+    message: pb.GenerateStreamChunk | pb.GenerateComplete, chunk: GatewayChunk, request: ValidRequest
+) -> None:
+    entries = [token.logprobs for token in chunk.tokens if token.logprobs is not None]
+    if entries:
+        output = message.output_logprobs
+        output.token_ids.extend(entry.token_id for entry in entries)
+        output.token_logprobs.extend(entry.logprob for entry in entries)
+        if request.sampling.logprobs:
+            output.top_logprobs.extend(_top(entry) for entry in entries)
+    if chunk.prompt_logprobs is not None:
+        prompt = message.input_logprobs
+        prompt.token_ids.extend(request.prompt_token_ids)
+        for entry in chunk.prompt_logprobs:
+            prompt.token_logprobs.add(value=None if entry is None else entry.logprob)
+            if request.num_prompt_logprobs:
+                prompt.top_logprobs.append(pb.TopLogProbs() if entry is None else _top(entry))
+
+
+def _top(entry: TokenLogprobs) -> pb.TopLogProbs:
+    return pb.TopLogProbs(token_ids=entry.top_token_ids, values=entry.top_logprobs)
+
+
+def scheduler_load(load: Mapping[str, Any]) -> pb.SchedulerLoad:
+    """Show the fleet as one scheduler: what `fleet_load` counts in all, and the mean KV use of its verifiers."""
+    totals, verifiers = load.get("totals", {}), load.get("verifiers", ())
+    num_running, num_waiting = totals.get("num_running", 0), totals.get("num_waiting", 0)
+    return pb.SchedulerLoad(
+        num_running_reqs=num_running,
+        num_waiting_reqs=num_waiting,
+        num_total_reqs=num_running + num_waiting,
+        token_usage=sum(verifier["kv_usage"] for verifier in verifiers) / max(1, len(verifiers)),
+        gen_throughput=totals.get("tokens_per_s", 0.0),
+    )
+
+
+def zip_of(folder: Path) -> bytes:
+    """Return a folder's files as a ZIP archive; the same files give the same bytes, whenever they were written."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        for path in sorted(folder.iterdir()):
+            file.writestr(zipfile.ZipInfo(path.name), path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return archive.getvalue()
+
+
+def tokenizer_chunks(archive: bytes) -> Iterator[common.GetTokenizerChunk]:
+    """Cut an archive to messages; the last one has its fingerprint."""
+    for start in range(0, len(archive), TOKENIZER_CHUNK_BYTES):
+        data = archive[start : start + TOKENIZER_CHUNK_BYTES]
+        is_last = start + len(data) == len(archive)
+        yield common.GetTokenizerChunk(data=data, sha256=hashlib.sha256(archive).hexdigest() if is_last else "")

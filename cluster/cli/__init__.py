@@ -1,0 +1,1 @@
+"""The `outrider` command, a module per verb; nothing imports it."""

@@ -1,0 +1,1 @@
+"""What calls a running server from a terminal."""

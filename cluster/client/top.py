@@ -1,0 +1,104 @@
+"""`outrider top`: ask a running service how it is, again and again, and show it; one that goes away is shown too."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.live import Live
+
+from outrider.cluster.client.openai_client import Server, open_client
+from outrider.cluster.client.top_view import Latency, TopState, render
+
+ANSWER_TIMEOUT_S = 5.0
+HISTOGRAMS = {
+    "outrider_time_to_first_token_seconds": "time to first token",
+    "outrider_inter_token_latency_seconds": "inter-token",
+    "outrider_e2e_request_latency_seconds": "end to end",
+}
+
+
+class NoAnswerError(RuntimeError):
+    """The server did not answer, or not as an Outrider service does."""
+
+
+def run(server: Server, console: Console, *, interval_s: float, once: bool, clock: Callable[[], float]) -> TopState:
+    """Show frames until interrupted, or one; returns the last state."""
+    return asyncio.run(_watch(server, console, interval_s=interval_s, once=once, clock=clock))
+
+
+async def _watch(
+    server: Server, console: Console, *, interval_s: float, once: bool, clock: Callable[[], float]
+) -> TopState:
+    state, answered_s = TopState(url=server.base_url), clock()
+    async with open_client(server) as client:
+        if once:
+            state = await observe(client, state)
+            console.print(render(state))
+            return state
+        with Live(render(state), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                state = await observe(client, state)
+                answered_s = clock() if state.error is None else answered_s
+                state = replace(state, age_s=clock() - answered_s)
+                live.update(render(state), refresh=True)
+                await asyncio.sleep(interval_s)
+
+
+async def observe(client: httpx.AsyncClient, before: TopState) -> TopState:
+    """Ask once; without an answer the state before stays, with the error."""
+    try:
+        answer = (await _get(client, "/load")).json()
+        latencies = latencies_of((await _get(client, "/metrics")).text)
+    except (NoAnswerError, httpx.HTTPError, ValueError) as error:
+        return replace(before, error=f"{type(error).__name__}: {error}".rstrip(": "))
+    if not isinstance(answer, dict) or "verifiers" not in answer:
+        return replace(before, error="its /load is not that of an Outrider service")
+    return replace(before, load=answer, latencies=latencies, error=None)
+
+
+async def _get(client: httpx.AsyncClient, path: str) -> httpx.Response:
+    response = await client.get(path, timeout=ANSWER_TIMEOUT_S)
+    if response.status_code != httpx.codes.OK:
+        raise NoAnswerError(f"{path}: HTTP {response.status_code}")
+    return response
+
+
+def latencies_of(exposition: str) -> tuple[Latency, ...]:
+    """Return the quantiles of the known histograms; those without values are left out."""
+    found = []
+    for family in text_string_to_metric_families(exposition):
+        buckets: dict[float, float] = defaultdict(float)
+        for sample in family.samples:
+            if family.name in HISTOGRAMS and sample.name.endswith("_bucket"):
+                buckets[float(sample.labels["le"])] += sample.value
+        if buckets and buckets[math.inf]:
+            found.append(
+                Latency(
+                    name=HISTOGRAMS[family.name],
+                    p50_s=quantile(buckets, 0.5),
+                    p99_s=quantile(buckets, 0.99),
+                    count=int(buckets[math.inf]),
+                )
+            )
+    return tuple(found)
+
+
+def quantile(buckets: dict[float, float], share: float) -> float:
+    """Return a quantile of cumulative buckets (upper bound to count), interpolated as Prometheus does.
+
+    What lies above the last finite bound counts as that bound.
+    """
+    points = sorted(buckets.items())
+    rank = share * points[-1][1]
+    for (lower, below), (upper, upto) in itertools.pairwise([(0.0, 0.0), *points]):
+        if upto >= rank:
+            return lower if math.isinf(upper) else lower + (upper - lower) * (rank - below) / (upto - below)
+    raise ValueError("a histogram's last bucket holds every value")

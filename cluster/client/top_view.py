@@ -1,0 +1,198 @@
+"""What `outrider top` shows: a pure function from the state of a service to something rich can draw.
+
+All figures are of /load (see `fleet_load`) but the latencies, which are of /metrics and of this one gateway's requests
+since its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cluster.client.chat import UNSAFE
+
+BAR_CELLS = 10
+NOTHING = "-"
+FULL_KV = 0.9  # from here on requests are about to be preempted
+OLD_SNAPSHOT_S = 3.0  # the router has been silent for several intervals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Quantiles of one of a gateway's histograms."""
+
+    name: str
+    p50_s: float
+    p99_s: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopState:
+    """What is known of a service: its last answers, and why there is no newer one."""
+
+    url: str
+    load: Mapping[str, Any] | None = None  # None: it has never answered
+    latencies: Sequence[Latency] = field(default=())
+    error: str | None = None
+    age_s: float = 0.0  # of `load`
+
+
+def render(state: TopState) -> RenderableType:
+    """Draw one frame."""
+    parts: list[RenderableType] = [_title(state)]
+    if state.error is not None:
+        since = "" if state.load is None else f"; what follows is {state.age_s:.0f} s old"
+        parts.append(_safe(f"no answer: {state.error}{since}", style="bold red"))
+    if state.load is not None:
+        beside = Columns([_decisions(state.load["decisions"]), _latencies(state.latencies)], padding=(0, 4))
+        verifiers, drafters = state.load["verifiers"], state.load["drafters"]
+        parts.append(_totals(state.load["totals"]))
+        for part in (_verifiers(verifiers), _drafts(verifiers), _drafters(drafters), beside):
+            parts += [Text(), part]
+    return Group(*parts)
+
+
+def _title(state: TopState) -> Text:
+    title = Text.assemble(("Outrider ", "bold"), state.url)
+    if state.load is None:
+        return title
+    age_s = state.load["age_s"]
+    if age_s is None:
+        title.append("   no word from the router yet", style="yellow")
+    elif age_s > OLD_SNAPSHOT_S:
+        title.append(f"   the router has been silent for {age_s:.0f} s", style="yellow")
+    return title
+
+
+def _totals(totals: Mapping[str, Any]) -> Text:
+    return Text.assemble(
+        f"running {totals['num_running']}   waiting {totals['num_waiting']}   ",
+        (f"{totals['tokens_per_s']:.1f} tokens/s", "bold"),
+        f"   {_number(totals['tokens_per_s_per_accelerator'], 1)} per accelerator",
+        f"   accepted {_percent(totals['acceptance_rate'])}",
+        f"   {_number(totals['mean_acceptance_length'], 2)} tokens/verification",
+    )
+
+
+def _verifiers(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("verifiers", "state", ["running", "waiting", "KV", "tokens/s", "step", "knee", "verify idle"])
+    for row in rows:
+        table.add_row(
+            _safe(row["id"]),
+            _state(row["state"]),
+            str(row["num_running"]),
+            Text(str(row["num_waiting"]), style="yellow" if row["num_waiting"] else ""),
+            _bar(row["kv_usage"]),
+            f"{row['tokens_per_s']:.1f}",
+            _ms(row["mean_step_s"]),
+            _number(row["knee"], 0),
+            _percent(row["verify_idle_share"]),
+        )
+    return _or_empty(table)
+
+
+def _drafts(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Draw what verifiers have of their drafts."""
+    table = _table("drafts of", "plan", ["asked", "price", "accepted", "tokens/verif.", "late", "late by"])
+    for row in rows:
+        table.add_row(
+            _safe(row["id"]),
+            _speculation(row),
+            _number(row["draft_length_mean"], 1),
+            _number(row["price"], 2),
+            _percent(row["acceptance_rate"]),
+            _number(row["mean_acceptance_length"], 2),
+            _percent(row["late_share"]),
+            _ms(row["mean_lateness_s"]),
+        )
+    return _or_empty(table)
+
+
+def _drafters(rows: Sequence[Mapping[str, Any]]) -> Table:
+    figures = ["pool", "sessions", "queue", "draft", "ahead hits", "links up", "circuits open"]
+    table = _table("drafters", "state", figures)
+    for row in rows:
+        table.add_row(
+            _safe(row["id"]),
+            _state(row["state"]),
+            _safe(row["pool"]),
+            str(row["num_sessions"]),
+            str(row["queue_depth"]),
+            _ms(row["mean_draft_s"] or None),
+            _percent(row["hit_rate"]),
+            str(row["num_links_up"]),
+            Text(str(row["num_circuits_open"]), style="red" if row["num_circuits_open"] else ""),
+        )
+    return _or_empty(table)
+
+
+def _decisions(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("speculation", "reason", "decisions", "share", box=None, pad_edge=False, title_justify="left")
+    total = sum(row["count"] for row in rows)
+    for row in sorted(rows, key=lambda row: -row["count"]):
+        reason = NOTHING if row["reason"] == "none" else row["reason"]
+        style = "green" if row["decision"] == "on" else ""
+        table.add_row(
+            Text(row["decision"], style=style), _safe(reason), str(row["count"]), _percent(row["count"] / total)
+        )
+    return _or_empty(table)
+
+
+def _latencies(latencies: Sequence[Latency]) -> Table:
+    table = Table("latency", "p50", "p99", "count", box=None, pad_edge=False)
+    for latency in latencies:
+        table.add_row(latency.name, _ms(latency.p50_s), _ms(latency.p99_s), str(latency.count))
+    return _or_empty(table)
+
+
+def _table(role: str, state: str, figures: Sequence[str]) -> Table:
+    table = Table(role, state, box=None, pad_edge=False, header_style="bold cyan")
+    for column in figures:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _or_empty(table: Table) -> Table:
+    if table.row_count == 0:
+        table.add_row("none")
+    return table
+
+
+def _safe(text: str, style: str = "") -> Text:
+    """Return what a server said as plain text: it must not drive the terminal."""
+    return Text(text.translate(UNSAFE), style=style)
+
+
+def _state(state: str) -> Text:
+    return Text(state, style="green" if state == "ready" else "yellow")
+
+
+def _speculation(row: Mapping[str, Any]) -> Text:
+    if row["draft_length"]:
+        return Text(f"up to {row['draft_length']}", style="green")
+    return _safe(f"off: {row['disabled_reason'] or NOTHING}", style="yellow")
+
+
+def _bar(share: float) -> Text:
+    num_full = round(BAR_CELLS * min(max(share, 0.0), 1.0))
+    style = "red" if share >= FULL_KV else "cyan"
+    return Text.assemble(("█" * num_full, style), ("░" * (BAR_CELLS - num_full), "dim"), f" {share:4.0%}")
+
+
+def _percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{share:.0%}"
+
+
+def _number(value: float | None, num_digits: int) -> str:
+    return NOTHING if value is None else f"{value:.{num_digits}f}"
+
+
+def _ms(seconds: float | None) -> str:
+    return NOTHING if seconds is None else f"{seconds * 1e3:.1f} ms"

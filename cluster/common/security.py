@@ -1,0 +1,101 @@
+"""TLS identities: what the options name, checked at start, turned into what servers and channels take.
+
+gRPC and Python's ssl module both speak TLS 1.2 and later only. Certificates are read once, at start: renewing them is
+a rolling update.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from outrider.verifier_service.links.grpc_channel import LinkCredentials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """A certificate with its key in PEM files, and the CA whose certificates peers must present: mutual TLS.
+
+    Without `ca_certs` clients stay anonymous. `option` begins the names of the options that named the files.
+    """
+
+    option: str
+    certfile: str
+    keyfile: str
+    ca_certs: str | None = None
+
+    def check(self) -> None:
+        """Raise `ValueError` naming the option of a file that cannot be read or does not fit."""
+        for name, path in self._files():
+            try:
+                Path(path).read_bytes()
+            except OSError as error:
+                raise ValueError(f"{name}: cannot read {path}: {error.strerror}") from error
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # an empty password: a key that needs one is refused, nobody is asked on the terminal
+            context.load_cert_chain(self.certfile, self.keyfile, password="")
+        except ssl.SSLError as error:
+            problem = f"{self.certfile} and {self.keyfile} are not a certificate and its unencrypted key ({error})"
+            raise ValueError(f"{self.option}_certfile, {self.option}_keyfile: {problem}") from error
+        if self.ca_certs is not None:
+            try:
+                context.load_verify_locations(self.ca_certs)
+            except ssl.SSLError as error:
+                raise ValueError(f"{self.option}_ca_certs: {self.ca_certs} holds no certificate ({error})") from error
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Return what a gRPC server is bound with; raises `ValueError` as `check`."""
+        self.check()
+        pair = (Path(self.keyfile).read_bytes(), Path(self.certfile).read_bytes())
+        return grpc.ssl_server_credentials([pair], self._ca(), require_client_auth=self.ca_certs is not None)
+
+    def link_credentials(self, server_name: str | None) -> LinkCredentials:
+        """Return what a client opens links with, presenting this certificate; raises `ValueError` as `check`."""
+        self.check()
+        key, certificate = Path(self.keyfile).read_bytes(), Path(self.certfile).read_bytes()
+        channel = grpc.ssl_channel_credentials(self._ca(), key, certificate)
+        return LinkCredentials(channel=channel, server_name=server_name)
+
+    def _ca(self) -> bytes | None:
+        return None if self.ca_certs is None else Path(self.ca_certs).read_bytes()
+
+    def _files(self) -> Iterator[tuple[str, str]]:
+        for name in ("certfile", "keyfile", "ca_certs"):
+            if (path := getattr(self, name)) is not None:
+                yield f"{self.option}_{name}", path
+
+
+def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    """Bind a gRPC server, in plaintext without credentials; return the port. Raises `RuntimeError` as gRPC does."""
+    if credentials is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, credentials)
+
+
+def public_tls(certfile: str | None, keyfile: str | None, ca_certs: str | None) -> TlsConfig | None:
+    """Return the TLS of the public ports, None for none; raises `ValueError` naming the option that is missing."""
+    if certfile is None and keyfile is None and ca_certs is None:
+        return None
+    return _complete("ssl", certfile, keyfile, ca_certs)
+
+
+def link_tls(certfile: str | None, keyfile: str | None, ca_certs: str | None) -> TlsConfig | None:
+    """Return the TLS between our own services, which is mutual or none; raises `ValueError` as `public_tls`."""
+    if certfile is None and keyfile is None and ca_certs is None:
+        return None
+    if ca_certs is None:
+        raise ValueError("link_ssl_ca_certs is missing: between our own services TLS is mutual")
+    return _complete("link_ssl", certfile, keyfile, ca_certs)
+
+
+def _complete(option: str, certfile: str | None, keyfile: str | None, ca_certs: str | None) -> TlsConfig:
+    if certfile is None:
+        raise ValueError(f"{option}_certfile is missing")
+    if keyfile is None:
+        raise ValueError(f"{option}_keyfile is missing")
+    return TlsConfig(option=option, certfile=certfile, keyfile=keyfile, ca_certs=ca_certs)

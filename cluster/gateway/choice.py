@@ -1,0 +1,307 @@
+"""The choices of one prompt under way: a task each, their tokens turned into text, their chunks merged."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from outrider.cluster.common.errors import OutriderError, RequestFailed
+from outrider.cluster.common.reports import is_being_cancelled
+from outrider.cluster.gateway.detokenizer import Detokenizer
+from outrider.cluster.monitoring.metrics import GatewayMetrics
+from outrider.verifier_service.messages.request import (
+    FinishReason,
+    GenerationRequest,
+    RequestOutput,
+    SpeculationMetrics,
+    TokenLogprobs,
+    TokenOrigin,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Backend(Protocol):
+    """Where a gateway sends requests: routing, verifier link and failover live behind it."""
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        """Yield committed tokens, the last with a finish reason; `aclose()` of the iterator cancels the generation."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of one choice."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputToken:
+    """One token of a choice. A character that is split over several tokens is the text of the last of them."""
+
+    id: int
+    text: str
+    origin: TokenOrigin
+    logprobs: TokenLogprobs | None = None  # where the request asked for them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayChunk:
+    """What was added to one choice since its last chunk.
+
+    Tokens and text fit: a token is held back until its text is settled (see detokenizer.py), and comes with it.
+    The last chunk of a choice has a finish reason and a usage, and speculation metrics where the engine sent them.
+    """
+
+    request_id: str
+    index: int
+    tokens: tuple[OutputToken, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # on one chunk, where asked for
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None  # that ended the choice
+    usage: Usage | None = None
+    speculation: SpeculationMetrics | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(token.text for token in self.tokens)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token.id for token in self.tokens)
+
+    @property
+    def origins(self) -> tuple[TokenOrigin, ...]:
+        return tuple(token.origin for token in self.tokens)
+
+
+def merged(chunks: Iterable[GatewayChunk]) -> list[GatewayChunk]:
+    """Join the chunks of each choice into one, the choices in the order in which they first appear."""
+    parts: dict[int, list[GatewayChunk]] = {}
+    for chunk in chunks:
+        parts.setdefault(chunk.index, []).append(chunk)
+    return [joined(part) for part in parts.values()]
+
+
+def joined(chunks: Sequence[GatewayChunk]) -> GatewayChunk:
+    """Return consecutive chunks of one choice as one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return dataclasses.replace(
+        chunks[-1],
+        tokens=tuple(token for chunk in chunks for token in chunk.tokens),
+        prompt_logprobs=next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """One choice under way: what has been published of it, and when."""
+
+    request_id: str
+    index: int
+    message: GenerationRequest
+    silent_stop_ids: frozenset[int]  # tokens that end the text and are no part of it
+    detokenizer: Detokenizer
+    is_prompt_only: bool  # nothing but the prompt's log probabilities is wanted
+    metrics: GatewayMetrics
+    clock: Callable[[], float]
+    started_s: float
+    first_s: float | None = None
+    previous_s: float | None = None
+    finish_reason: FinishReason | None = None
+    num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
+    speculation: SpeculationMetrics | None = None
+    _held: list[OutputToken] = field(default_factory=list)  # tokens whose text is not settled
+
+    def absorb(self, output: RequestOutput) -> GatewayChunk:
+        """Turn one output of the backend into a chunk; its finish reason, or a stop string, makes it the last."""
+        if output.finish_reason is FinishReason.ERROR:
+            raise RequestFailed(output.error or "the engine failed")
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.speculation = output.speculation or self.speculation
+        reason = output.finish_reason
+        texts: list[str] = []
+        if self.is_prompt_only:
+            reason = FinishReason.LENGTH
+        else:
+            self._held += _tokens(output)
+            texts = self.detokenizer.push(self._shown(output))
+        if self.detokenizer.stopped:
+            reason = FinishReason.STOP
+        elif reason is not None:
+            return self._last_chunk(texts, reason, output.prompt_logprobs)
+        return self._chunk(texts, reason, output.prompt_logprobs)
+
+    def aborted_chunk(self) -> GatewayChunk:
+        """Return the last chunk of a choice that is cut off here."""
+        return self._last_chunk([], FinishReason.ABORT, None)
+
+    def count_finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self.metrics.choice_finished(reason.value, since_arrival_s=self.clock() - self.started_s)
+
+    def _shown(self, output: RequestOutput) -> tuple[int, ...]:
+        ids = output.token_ids
+        ends_in_stop = output.finish_reason is FinishReason.STOP and ids and ids[-1] in self.silent_stop_ids
+        return ids[:-1] if ends_in_stop else ids
+
+    def _last_chunk(
+        self,
+        texts: list[str],
+        reason: FinishReason,
+        prompt_logprobs: tuple[TokenLogprobs | None, ...] | None,
+    ) -> GatewayChunk:
+        texts = texts + self.detokenizer.flush()
+        if self.detokenizer.stopped:
+            return self._chunk(texts, FinishReason.STOP, prompt_logprobs)
+        silent = [""] * (len(self._held) - len(texts))  # of a stop token
+        return self._chunk(texts + silent, reason, prompt_logprobs)
+
+    def _chunk(
+        self,
+        texts: Sequence[str],
+        reason: FinishReason | None,
+        prompt_logprobs: tuple[TokenLogprobs | None, ...] | None,
+    ) -> GatewayChunk:
+        tokens = tuple(dataclasses.replace(token, text=text) for token, text in zip(self._held, texts, strict=False))
+        del self._held[: len(tokens)]
+        self._count(len(tokens))
+        usage = Usage(
+            num_prompt_tokens=len(self.message.prompt_token_ids),
+            num_completion_tokens=self.num_completion_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+        return GatewayChunk(
+            request_id=self.request_id,
+            index=self.index,
+            tokens=tokens,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
+            stop_string=self.detokenizer.stop_string,
+            usage=usage if reason is not None else None,
+            speculation=self.speculation if reason is not None else None,
+        )
+
+    def _count(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            return
+        self.num_completion_tokens += num_tokens
+        now_s = self.clock()
+        self.metrics.tokens_published(
+            num_tokens,
+            since_arrival_s=now_s - self.started_s,
+            since_previous_s=None if self.previous_s is None else now_s - self.previous_s,
+        )
+        self.previous_s = now_s
+        self.first_s = now_s if self.first_s is None else self.first_s
+
+
+def _tokens(output: RequestOutput) -> list[OutputToken]:
+    logprobs = output.logprobs if output.logprobs is not None else (None,) * len(output.token_ids)
+    items = zip(output.token_ids, output.origins, logprobs, strict=True)
+    return [OutputToken(id=id_, text="", origin=origin, logprobs=own) for id_, origin, own in items]
+
+
+class Generation:
+    """The choices of one prompt: a task each, their chunks merged.
+
+    A client that reads slowly holds no KV in a verifier and at most `max_tokens` tokens per choice here; what came
+    meanwhile is handed over as one chunk per choice.
+    """
+
+    def __init__(self, choices: Sequence[Choice], backend: Backend) -> None:
+        self.choices = choices
+        self.unfinished = {choice.index: choice for choice in choices}
+        self.backend_ids = [choice.message.request_id for choice in choices]
+        self._arrived: list[GatewayChunk] = []
+        self._error: OutriderError | None = None
+        self._is_aborted = False
+        self._news = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._run(choice, backend)) for choice in choices]
+
+    async def next_chunks(self) -> list[GatewayChunk]:
+        """Wait for news of any choice; once aborted, return the last chunk of every unfinished one.
+
+        Raises the `OutriderError` of a choice that failed, after what came before it was returned.
+        """
+        await self._news.wait()
+        arrived, self._arrived = self._arrived, []
+        if self._error is None:
+            self._news.clear()
+        elif not arrived:
+            self.unfinished.clear()
+            raise self._error
+        if self._is_aborted:
+            ended = {chunk.index for chunk in arrived if chunk.finish_reason is not None}
+            arrived += [choice.aborted_chunk() for index, choice in self.unfinished.items() if index not in ended]
+        chunks = merged(arrived)
+        for chunk in chunks:
+            if chunk.finish_reason is not None:
+                self.unfinished.pop(chunk.index).count_finish(chunk.finish_reason)
+        return chunks
+
+    def abort(self) -> None:
+        self._is_aborted = True
+        self._news.set()
+
+    async def close(self) -> None:
+        """Cancel what still runs, wait until its backend iterators are closed, and count what was left."""
+        for choice in self.unfinished.values():
+            choice.count_finish(FinishReason.ABORT)
+        for task in self._tasks:
+            task.cancel()
+        for result in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                logger.error("a backend stream failed while it was closed", exc_info=result)
+        for choice in self.choices:
+            if choice.speculation is not None:
+                choice.metrics.speculation_ended(choice.speculation)
+
+    async def _run(self, choice: Choice, backend: Backend) -> None:
+        try:
+            async with _closing(backend.generate(choice.message)) as outputs:
+                async for output in outputs:
+                    if self._error is not None:  # another choice failed: the request ends there
+                        return
+                    chunk = choice.absorb(output)
+                    self._arrived.append(chunk)
+                    self._news.set()
+                    if chunk.finish_reason is not None:
+                        return
+            raise RequestFailed("the backend ended the stream without a finish reason")
+        except OutriderError as error:
+            self._fail(error)
+        except asyncio.CancelledError:
+            if is_being_cancelled():
+                raise
+            logger.error("the backend cancelled request %s", choice.message.request_id)
+            self._fail(RequestFailed("internal error"))
+        except Exception as error:  # a fault of ours: told to the log, not to the client
+            logger.exception("request %s failed", choice.message.request_id)
+            failure = RequestFailed("internal error")
+            failure.__cause__ = error
+            self._fail(failure)
+
+    def _fail(self, error: OutriderError) -> None:
+        self._error = self._error or error
+        self._news.set()
+
+
+@asynccontextmanager
+async def _closing(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[AsyncIterator[RequestOutput]]:
+    """Close a backend's iterator in any case: that is what frees KV and draft session."""
+    try:
+        yield outputs
+    finally:
+        if (aclose := getattr(outputs, "aclose", None)) is not None:
+            await aclose()

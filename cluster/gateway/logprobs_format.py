@@ -1,0 +1,102 @@
+"""Log probabilities as clients know them: OpenAI's two shapes, and vLLM's for prompts.
+
+A token that is a part of a character is written as OpenAI does, `bytes:\\xe6`, so that two such tokens differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.cluster.gateway.detokenizer import REPLACEMENT_CHARACTER
+from outrider.cluster.gateway.text_codec import TextCodec
+from outrider.verifier_service.messages.request import TokenLogprobs
+
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownToken:
+    """A token where it stands in the text; a prompt's first one has no log probability."""
+
+    id: int
+    text: str
+    logprobs: TokenLogprobs | None
+
+
+def completion_logprobs(
+    tokens: Sequence[ShownToken], codec: TextCodec, *, num_top: int, first_offset: int
+) -> dict[str, Any]:
+    """Return /v1/completions' four lists; `first_offset` is the first token's place in the text, in characters."""
+    offsets, offset = [], first_offset
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "tokens": [token_name(token.id, codec) for token in tokens],
+        "token_logprobs": [token.logprobs and _finite(token.logprobs.logprob) for token in tokens],
+        "top_logprobs": [token.logprobs and _top_by_name(token.logprobs, codec, num_top) for token in tokens],
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(entries: Iterable[TokenLogprobs], codec: TextCodec, *, num_top: int) -> dict[str, Any]:
+    """Return /v1/chat/completions' list, an object per token."""
+    content = [
+        {
+            **_chat_token(entry.token_id, entry.logprob, codec),
+            "top_logprobs": [_chat_token(id_, logprob, codec) for id_, logprob in _top(entry, num_top)],
+        }
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(
+    entries: Iterable[TokenLogprobs | None], codec: TextCodec, *, num_top: int
+) -> list[dict[str, Any] | None]:
+    """Return vLLM's list: per prompt token an object by token id, the prompt's own token first."""
+    return [None if entry is None else _by_id(entry, codec, num_top) for entry in entries]
+
+
+def token_name(token_id: int, codec: TextCodec) -> str:
+    """Return a token's text, or its bytes where those are only a part of a character."""
+    text, values = codec.token_text(token_id), codec.token_bytes(token_id)
+    if REPLACEMENT_CHARACTER not in text or values is None:
+        return text
+    return "bytes:" + "".join(f"\\x{value:02x}" for value in values)
+
+
+def _by_id(entry: TokenLogprobs, codec: TextCodec, num_top: int) -> dict[str, Any]:
+    ranked = [(entry.token_id, entry.logprob, entry.rank)]
+    ranked += [(id_, logprob, rank) for rank, (id_, logprob) in enumerate(_top(entry, num_top), start=1)]
+    return {
+        str(id_): {"logprob": _finite(logprob), "rank": rank, "decoded_token": token_name(id_, codec)}
+        for id_, logprob, rank in ranked
+    }
+
+
+def _top_by_name(entry: TokenLogprobs, codec: TextCodec, num_top: int) -> dict[str, float]:
+    """Return the likeliest tokens and the token itself: up to `num_top` + 1, as OpenAI."""
+    named: dict[str, float] = {}
+    for id_, logprob in [*_top(entry, num_top), (entry.token_id, entry.logprob)]:
+        named.setdefault(token_name(id_, codec), _finite(logprob))  # of two tokens with one text the likelier
+    return named
+
+
+def _top(entry: TokenLogprobs, num_top: int) -> list[tuple[int, float]]:
+    return list(zip(entry.top_token_ids, entry.top_logprobs, strict=True))[:num_top]
+
+
+def _chat_token(token_id: int, logprob: float, codec: TextCodec) -> dict[str, Any]:
+    values = codec.token_bytes(token_id)
+    return {
+        "token": token_name(token_id, codec),
+        "logprob": _finite(logprob),
+        "bytes": None if values is None else list(values),
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

@@ -1,0 +1,325 @@
+"""The gateway's way to the verifiers: ask the router where, stream from there, go on elsewhere when it is lost.
+
+The router may be away: the last snapshot and the same pure function then decide here, so requests go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from typing import Any
+
+import grpc
+
+from outrider.cluster.common.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
+from outrider.cluster.common.reports import ask_router
+from outrider.cluster.gateway.admission import OwnQueue, Turnover, refusal
+from outrider.cluster.gateway.gateway import ModelInfo
+from outrider.cluster.gateway.journal import Attempts, Journal
+from outrider.cluster.router.fleet import Assignment, FleetSnapshot, RouteAnswer, RouteAsk, RouterPolicy
+from outrider.cluster.router.routing import NoVerifierError, route, with_assignment
+from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
+from outrider.verifier_service.messages.link import ACCEPTED
+from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
+from outrider.verifier_service.messages.wire import WireError, decode, encode
+
+logger = logging.getLogger(__name__)
+
+ROUTE_TIMEOUT_S = 0.5  # then the snapshot decides: admission must not hang on a frozen router
+SNAPSHOT_INTERVAL_S = 0.5
+ACCEPT_TIMEOUT_S = 5.0  # a verifier that does not even say that it has the request is not there
+AFFINITY_PREFIX_TOKENS = 256  # prompts that share so many are best served by one verifier
+# what a stream ends with when its verifier ends: anything else is about the request
+LOSS_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+class RouterClient:
+    """Route by the router's deployment; without it, by its last snapshot."""
+
+    def __init__(self, router: Any, policy: RouterPolicy) -> None:
+        self._router = router
+        self._policy = policy
+        self.snapshot: FleetSnapshot | None = None
+
+    async def route(self, ask: RouteAsk) -> Assignment:
+        """Assign a verifier; raises `Unavailable` when there is none."""
+        answer: RouteAnswer | None = await ask_router(self._router.route, ask, timeout_s=ROUTE_TIMEOUT_S)
+        assignment = self._route_alone(ask) if answer is None else answer.assignment
+        if assignment is None:
+            raise Unavailable("no verifier is ready")
+        return assignment
+
+    def _route_alone(self, ask: RouteAsk) -> Assignment | None:
+        if self.snapshot is None:
+            return None
+        try:
+            assignment = route(self.snapshot, ask, time.time(), self._policy)
+        except NoVerifierError:
+            return None
+        self.snapshot = with_assignment(self.snapshot, assignment)
+        return assignment
+
+    def refusal(self, own: OwnQueue, *, priority: int, max_queued_requests: int) -> Overloaded | None:
+        """Return why a new request is not taken, by the last snapshot; None when it is."""
+        if self.snapshot is None:
+            return None
+        return refusal(
+            self.snapshot,
+            own,
+            priority=priority,
+            max_queued_requests=max_queued_requests,
+            now_s=time.time(),
+            policy=self._policy,
+        )
+
+    @property
+    def knows_none(self) -> bool:
+        """True while the last snapshot names no verifier: asking the router is no use."""
+        return self.snapshot is not None and not self.snapshot.verifiers
+
+    def has_left(self, endpoint: str) -> bool:
+        """Return whether the last snapshot names no verifier at an endpoint."""
+        snapshot = self.snapshot
+        return snapshot is not None and all(state.report.endpoint != endpoint for state in snapshot.verifiers)
+
+    async def max_model_len(self) -> int:
+        """Wait for the first verifier; return the longest sequence that all of them hold."""
+        while True:
+            verifiers = self.snapshot.verifiers if self.snapshot is not None else ()
+            lengths = [length for state in verifiers if (length := state.report.max_model_len) is not None]
+            if lengths:
+                return min(lengths)
+            await asyncio.sleep(SNAPSHOT_INTERVAL_S / 5)
+
+    async def follow(self) -> None:
+        """Keep the snapshot fresh for as long as the router answers."""
+        while True:
+            self.snapshot = await ask_router(self._router.snapshot) or self.snapshot
+            await asyncio.sleep(SNAPSHOT_INTERVAL_S)
+
+
+class _VerifierLost(Exception):
+    """A stream ended before its request did, and not by the request's own fault."""
+
+    def __init__(self, reason: str, *, was_accepted: bool) -> None:
+        super().__init__(reason)
+        self.was_accepted = was_accepted  # the engine had the request
+
+
+class _Peer:
+    """A verifier's channel, shared by the streams from it; the last one closes it once it is no longer wanted."""
+
+    def __init__(self, endpoint: str, credentials: LinkCredentials | None) -> None:
+        self.channel = open_channel(endpoint, credentials)
+        self.stub = link_pb2_grpc.VerifierLinkStub(self.channel)
+        self.num_streams = 0
+
+
+class _Group:
+    """Requests that share a prompt's KV: all follow the first of them to its verifier, for as long as that lives."""
+
+    def __init__(self) -> None:
+        self.num_members = 0
+        self._assignment: Assignment | None = None
+        self._lock = asyncio.Lock()
+
+    async def assign(self, router: RouterClient, ask: RouteAsk) -> Assignment:
+        async with self._lock:
+            if self._assignment is None:
+                self._assignment = await router.route(ask)
+            return self._assignment
+
+    def forget(self, lost: Assignment) -> None:
+        """Part from a verifier that was lost, unless another member has already."""
+        if self._assignment is lost:
+            self._assignment = None
+
+
+class RoutedBackend:
+    """A gateway's `Backend` over every verifier of the fleet."""
+
+    def __init__(
+        self,
+        router: RouterClient,
+        gateway_id: str,
+        model: ModelInfo,
+        credentials: LinkCredentials | None = None,
+        *,
+        max_queued_requests: int,
+        failover_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`max_queued_requests` of one verifier: see `admission`; `failover_timeout_s`: see `Attempts`."""
+        self._router = router
+        self._gateway_id = gateway_id
+        self._model = model
+        self._credentials = credentials
+        self._max_queued_requests = max_queued_requests
+        self._failover_timeout_s = failover_timeout_s
+        self._clock = clock
+        self._turnover = Turnover(clock)
+        self._peers: dict[str, _Peer] = {}
+        self._groups: dict[str, _Group] = {}
+        self._serial = itertools.count()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        """Stream one request's outputs, from as many verifiers as it takes; leaving early cancels it.
+
+        Raises `Overloaded` before anything is sent, `Unavailable` without a verifier (for a request that has begun: in
+        time), `InvalidRequest` when a verifier refuses it, `RequestFailed` when verifiers seem to die of it.
+        """
+        self._admit(request)
+        journal = Journal(request=request, model=self._model)
+        attempts = Attempts(failover_timeout_s=self._failover_timeout_s)
+        with self._turnover.entered() as ticket, self._group_of(request) as group:
+            while journal.ending is None:
+                # two clients may choose the same id: inside the fleet every attempt has one of its own
+                internal_id = f"{self._gateway_id}/{next(self._serial)}/{request.request_id}"
+                assignment = await self._place(internal_id, journal, attempts, group)
+                message = journal.continuation(internal_id, assignment.plan)
+                try:
+                    async with contextlib.aclosing(self._stream(assignment.endpoint, message)) as outputs:
+                        async for output in outputs:
+                            self._turnover.begin(ticket)
+                            yield journal.publish(output)
+                except _VerifierLost as loss:
+                    group.forget(assignment)
+                    self._count_loss(internal_id, assignment, loss, journal, attempts)
+            if journal.finish_reason is None:
+                yield journal.last_output()
+
+    def _admit(self, request: GenerationRequest) -> None:
+        refusal = self._router.refusal(
+            self._turnover.queue(), priority=request.priority, max_queued_requests=self._max_queued_requests
+        )
+        if refusal is not None:
+            raise refusal
+
+    @contextlib.contextmanager
+    def _group_of(self, request: GenerationRequest) -> Iterator[_Group]:
+        """Join the request's group, or be one."""
+        if request.group_id is None:
+            yield _Group()
+            return
+        group = self._groups.setdefault(request.group_id, _Group())
+        group.num_members += 1
+        try:
+            yield group
+        finally:
+            group.num_members -= 1
+            if group.num_members == 0:
+                del self._groups[request.group_id]
+
+    async def _place(self, internal_id: str, journal: Journal, attempts: Attempts, group: _Group) -> Assignment:
+        """Return where the request goes next, once there is a verifier for it."""
+        request = journal.request
+        while True:
+            ask = RouteAsk(
+                request_id=internal_id,
+                num_prompt_tokens=len(request.prompt_token_ids) + len(journal.token_ids),
+                num_speculative_tokens=request.sampling.num_speculative_tokens,
+                excluded_verifier_ids=attempts.excluded_verifier_ids,
+                affinity_key=affinity_key(request),
+                priority=request.priority,
+            )
+            try:
+                return await group.assign(self._router, ask)
+            except Unavailable:
+                await asyncio.sleep(attempts.none_found(self._clock()))
+            while self._router.knows_none:
+                await asyncio.sleep(attempts.none_found(self._clock()))
+
+    def _count_loss(
+        self, internal_id: str, assignment: Assignment, loss: _VerifierLost, journal: Journal, attempts: Attempts
+    ) -> None:
+        has_published = journal.close_account()
+        if journal.ending is not None:
+            return
+        logger.warning(
+            "request %s lost verifier %s after %d tokens: %s",
+            internal_id,
+            assignment.verifier_id,
+            len(journal.token_ids),
+            loss,
+        )
+        attempts.lost(
+            assignment.verifier_id,
+            self._clock(),
+            was_accepted=loss.was_accepted or has_published,
+            has_published=has_published,
+            reason=str(loss),
+        )
+
+    async def _stream(self, endpoint: str, message: GenerationRequest) -> AsyncGenerator[RequestOutput]:
+        """Stream one request from one verifier; raises `_VerifierLost`, or the error that its gRPC status means."""
+        if endpoint not in self._peers:
+            self._peers[endpoint] = _Peer(endpoint, self._credentials)
+        peer = self._peers[endpoint]
+        call = peer.stub.Generate(link_pb2.Frame(sender=self._gateway_id, payload=encode(message)))
+        peer.num_streams += 1
+        was_accepted = False
+        answers = aiter(call)
+        try:
+            async with asyncio.timeout(ACCEPT_TIMEOUT_S):
+                first = await anext(answers, None)
+            was_accepted = first is not None and first.payload == ACCEPTED
+            if not was_accepted:
+                raise _VerifierLost("it did not say that it has the request", was_accepted=False)
+            async for answer in answers:
+                yield decode(answer.payload, (RequestOutput,))
+            raise _VerifierLost("it ended the stream without a finish reason", was_accepted=was_accepted)
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in LOSS_CODES:
+                raise _error_of(error) from error
+            self._part_from(endpoint, peer)
+            raise _VerifierLost(str(error.details()), was_accepted=was_accepted) from error
+        except TimeoutError as error:
+            self._part_from(endpoint, peer)
+            raise _VerifierLost(f"no answer within {ACCEPT_TIMEOUT_S:g} s", was_accepted=False) from error
+        except WireError as error:
+            raise _VerifierLost(str(error), was_accepted=was_accepted) from error
+        finally:
+            call.cancel()
+            peer.num_streams -= 1
+            if peer.num_streams == 0 and self._peers.get(endpoint) is not peer:
+                await peer.channel.close()
+            await self._close_unused()
+
+    def _part_from(self, endpoint: str, lost: _Peer) -> None:
+        """Have the next stream open a channel of its own, unless another one has already."""
+        if self._peers.get(endpoint) is lost:
+            del self._peers[endpoint]
+
+    async def _close_unused(self) -> None:
+        """Close the channels without a stream to verifiers that have left the fleet."""
+        unused = [
+            endpoint
+            for endpoint, peer in self._peers.items()
+            if peer.num_streams == 0 and self._router.has_left(endpoint)
+        ]
+        for peer in [self._peers.pop(endpoint) for endpoint in unused]:
+            await peer.channel.close()
+
+    async def close(self) -> None:
+        for peer in list(self._peers.values()):
+            await peer.channel.close()
+
+
+def affinity_key(request: GenerationRequest) -> str:
+    """Return what requests have in common that are best served by one verifier: a session or a prefix."""
+    if request.session_id is not None:
+        return request.session_id
+    prefix = request.prompt_token_ids[:AFFINITY_PREFIX_TOKENS]
+    return hashlib.blake2b(f"{request.cache_salt}/{prefix}".encode(), digest_size=16).hexdigest()
+
+
+def _error_of(error: grpc.aio.AioRpcError) -> InvalidRequest | RequestFailed:
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidRequest(error.details() or "the verifier refused the request")
+    return RequestFailed(f"{error.code().name}: {error.details()}")

@@ -1,0 +1,132 @@
+"""Structured output as the public interfaces spell it; an error names the field that the client has sent.
+
+OpenAI   response_format     {"type": "text" | "json_object" | "json_schema", "json_schema": {"name", "schema", …}}
+vLLM     structured_outputs  {"json" | "regex" | "choice" | "grammar" | "json_object": …}
+         guided_json, guided_regex, guided_choice, guided_grammar: the same, in older clients
+gRPC     json_schema, regex, grammar, choice, json_object
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.cluster.common.errors import InvalidRequest
+from outrider.cluster.common.hints import did_you_mean
+from outrider.verifier_service.messages.request import StructuredKind, StructuredOutput
+from outrider.verifier_service.messages.structured_output import check_structured
+
+OPENAI_FIELDS = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+_GUIDED_KINDS = {
+    "guided_json": StructuredKind.JSON_SCHEMA,
+    "guided_regex": StructuredKind.REGEX,
+    "guided_choice": StructuredKind.CHOICE,
+    "guided_grammar": StructuredKind.GRAMMAR,
+}
+_VLLM_KINDS = {
+    "json": StructuredKind.JSON_SCHEMA,
+    "regex": StructuredKind.REGEX,
+    "choice": StructuredKind.CHOICE,
+    "grammar": StructuredKind.GRAMMAR,
+    "json_object": StructuredKind.JSON_OBJECT,
+}
+# Members of vLLM's structured_outputs that would change the result: only what changes nothing is accepted.
+_VLLM_SWITCHES = (
+    *("disable_fallback", "disable_any_whitespace", "disable_additional_properties"),
+    *("whitespace_pattern", "structural_tag"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedStructure:
+    """The form that an output must have, with its name on the wire."""
+
+    output: StructuredOutput
+    field: str
+
+
+def openai_structure(fields: Mapping[str, Any]) -> NamedStructure | None:
+    """Read the fields of OPENAI_FIELDS that a body gives; raises `InvalidRequest` naming the one that is wrong."""
+    given = {name: fields[name] for name in OPENAI_FIELDS if fields.get(name) is not None}
+    found: list[NamedStructure | None] = []
+    for name, value in given.items():
+        if name in _GUIDED_KINDS:
+            found.append(structure_of(_GUIDED_KINDS[name], value, name))
+        else:
+            found.append(_of_response_format(value) if name == "response_format" else _of_structured_outputs(value))
+    return only(named for named in found if named is not None)
+
+
+def only(found: Iterable[NamedStructure]) -> NamedStructure | None:
+    """Return the one structure that is asked for, None where there is none; more contradict each other."""
+    asked = list(found)
+    if len(asked) > 1:
+        raise InvalidRequest(f"{asked[1].field} and {asked[0].field} cannot both be given", asked[1].field)
+    return asked[0] if asked else None
+
+
+def structure_of(kind: StructuredKind, value: Any, field: str) -> NamedStructure | None:
+    """Read one description of a form; None where it asks for none (a json_object that is false)."""
+    if kind is StructuredKind.JSON_OBJECT:
+        _require(isinstance(value, bool), field, "a boolean")
+        return _named(field, lambda: StructuredOutput(kind=kind)) if value else None
+    if kind is StructuredKind.CHOICE:
+        _require(isinstance(value, list) and all(isinstance(item, str) for item in value), field, "a list of strings")
+        return _named(field, lambda: StructuredOutput(kind=kind, choices=tuple(value)))
+    if kind is StructuredKind.JSON_SCHEMA and isinstance(value, dict):
+        value = json.dumps(value, ensure_ascii=False)
+    expectation = "an object or a string" if kind is StructuredKind.JSON_SCHEMA else "a string"
+    _require(isinstance(value, str), field, expectation)
+    return _named(field, lambda: StructuredOutput(kind=kind, text=value))
+
+
+def _of_response_format(value: Any) -> NamedStructure | None:
+    field = "response_format"
+    _require(isinstance(value, dict), field, "an object")
+    for name in value.keys() - {"type", "json_schema"}:
+        raise InvalidRequest(f"{field}: unknown field {name!r}{did_you_mean(name, ['json_schema'])}", field)
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return structure_of(StructuredKind.JSON_OBJECT, True, field)
+        case "json_schema":
+            described = value.get("json_schema")
+            has_schema = isinstance(described, dict) and isinstance(described.get("schema"), dict)
+            _require(has_schema, field, "an object whose json_schema has an object as schema")
+            return structure_of(StructuredKind.JSON_SCHEMA, described["schema"], field)
+    raise InvalidRequest(f"{field} must be of type text, json_object or json_schema", field)
+
+
+def _of_structured_outputs(value: Any) -> NamedStructure | None:
+    field = "structured_outputs"
+    _require(isinstance(value, dict), field, "an object")
+    found: list[NamedStructure | None] = []
+    for name, item in value.items():
+        if name in _VLLM_KINDS:
+            found.append(None if item is None else structure_of(_VLLM_KINDS[name], item, f"{field}.{name}"))
+        elif name not in _VLLM_SWITCHES:
+            hint = did_you_mean(name, [*_VLLM_KINDS, *_VLLM_SWITCHES])
+            raise InvalidRequest(f"{field}: unknown field {name!r}{hint}", field)
+        elif item not in (None, False):
+            raise InvalidRequest(f"{field}.{name} is not supported", f"{field}.{name}")
+    return only(named for named in found if named is not None)
+
+
+def _named(field: str, make: Callable[[], StructuredOutput]) -> NamedStructure:
+    try:
+        named = NamedStructure(output=make(), field=field)
+        check_structured(named.output)
+    except ValueError as error:
+        raise InvalidRequest(f"{field}{str(error).removeprefix('structured')}", field) from error
+    return named
+
+
+def _require(condition: bool, field: str, expectation: str) -> None:
+    if not condition:
+        raise InvalidRequest(f"{field} must be {expectation}", field)

@@ -1,0 +1,131 @@
+"""The tokenizer as the gateway uses it: whole texts off the event loop, and single tokens for log probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from outrider.cluster.common.errors import InvalidRequest
+from outrider.cluster.gateway.detokenizer import REPLACEMENT_CHARACTER, Detokenizer, silent_token_ids
+
+NUM_THREADS = 2  # that tokenise at a time; the tokenizer releases the interpreter's lock
+
+ResultT = TypeVar("ResultT")
+
+
+class TextCodec:
+    """Turn text, chats and tokens into each other. A long text holds up no other stream: threads do the work."""
+
+    def __init__(self, tokenizer: Any) -> None:  # transformers.PreTrainedTokenizerBase, which has no types
+        self._tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
+        self._silent_ids = silent_token_ids(tokenizer)
+        self._max_token_chars = max(len(piece) for piece in tokenizer.get_vocab())
+        self.token_text = functools.cache(self._token_text)
+        self.token_bytes = functools.cache(self._token_bytes)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Return a text's token ids."""
+        work = functools.partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens, verbose=False)
+        return tuple(await self._in_thread(work))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        work = functools.partial(
+            self._tokenizer.decode, list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(await self._in_thread(work))
+
+    async def save(self, folder: Path) -> None:
+        """Write the tokenizer's files into a folder."""
+        await self._in_thread(functools.partial(self._tokenizer.save_pretrained, folder))
+
+    async def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """Write messages through the model's chat template; raises `InvalidRequest` where they do not fit it."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise InvalidRequest(
+                "messages: this model's tokenizer has no chat template; use /v1/completions", "messages"
+            )
+        work = functools.partial(
+            self._tokenizer.apply_chat_template,
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+        try:
+            return str(await self._in_thread(work))
+        except Exception as error:  # whatever a model's template raises, these messages do not fit it
+            raise InvalidRequest(f"messages do not fit the model's chat template: {error}", "messages") from error
+
+    def is_longer_than(self, text: str, num_tokens: int) -> bool:
+        """Return True where a text has more tokens than that for sure, as its length alone tells."""
+        return len(text) > num_tokens * self._max_token_chars
+
+    def detokenizer(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> Detokenizer:
+        """Return what turns one choice's tokens into text."""
+        return Detokenizer(
+            self._tokenizer,
+            silent_ids=self._silent_ids if skip_special_tokens else frozenset(),
+            stop=stop,
+            include_stop=include_stop,
+            min_tokens=min_tokens,
+        )
+
+    async def token_texts(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[str]:
+        """Return the text that each token adds to the text of the whole."""
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return await self._in_thread(lambda: detokenizer.push(token_ids) + detokenizer.flush())
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Return the tokenizer's own names of tokens; None: an id of the model's that the tokenizer lacks."""
+        return list(self._tokenizer.convert_ids_to_tokens(list(token_ids)))
+
+    def _token_text(self, token_id: int) -> str:
+        """Return the text a token has in mid-text: some decoders drop the space in front of the first."""
+        if token_id >= len(self._tokenizer):
+            return ""
+        return self._decode_now([*self._anchor, token_id])[len(self._decode_now(self._anchor)) :]
+
+    def _token_bytes(self, token_id: int) -> tuple[int, ...] | None:
+        """Return the UTF-8 bytes of a token, also of one that is a part of a character; None: not known."""
+        text = self._token_text(token_id)
+        if REPLACEMENT_CHARACTER not in text:
+            return tuple(text.encode())
+        piece = self.pieces([token_id])[0] or ""
+        if piece.startswith("<0x") and piece.endswith(">"):  # byte fallback
+            return (int(piece[3:-1], 16),)
+        values = [_BYTE_OF.get(char) for char in piece]
+        return tuple(value for value in values if value is not None) if None not in values else None
+
+    @functools.cached_property
+    def _anchor(self) -> list[int]:
+        return list(self._tokenizer.encode("a", add_special_tokens=False))
+
+    def _decode_now(self, token_ids: Sequence[int]) -> str:
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+    async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return what byte-level tokenizers write for each byte: itself where printable, else characters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

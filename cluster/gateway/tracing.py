@@ -1,0 +1,213 @@
+"""OpenTelemetry traces of requests: request, its choices at verifiers, their steps, the draft rounds of these.
+
+    request                  the gateway, from accepting a prompt to its last chunk
+      verifier.generate      one choice, failover included
+        verifier.step        the step that committed some of its tokens, by the verifier's clock
+          draft.round        from asking the drafter to the arrival of the draft that this step verified
+
+The first is a child of the W3C `traceparent` that the client sent. Verifiers export nothing: they report the times of
+a traced request's steps with its tokens. A request that is not sampled carries no `trace_parent`, so nobody behind the
+gateway does anything for it. No attribute holds a prompt or generated text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import grpc
+from opentelemetry import context, trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from outrider.cluster.common.errors import OutriderError
+from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, StepTiming
+
+if TYPE_CHECKING:
+    from outrider.cluster.gateway.choice import Backend, GatewayChunk
+    from outrider.cluster.gateway.gateway import ValidRequest
+
+EXPORT_TIMEOUT_S = 2  # a collector that is away must not hold up a gateway that stops
+TRACE_PARENT = "traceparent"
+TRACE_HEADERS = frozenset({TRACE_PARENT, "tracestate"})
+
+_propagator = TraceContextTextMapPropagator()
+
+
+def otlp_provider(endpoint: str, *, sample_ratio: float, replica: str) -> TracerProvider:
+    """Return a provider that sends spans to a collector by OTLP over gRPC, in the clear for an http:// endpoint.
+
+    A caller's decision to sample is followed; of requests without one `sample_ratio` is traced.
+    """
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": "outrider", "service.instance.id": replica}),
+        sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
+    )
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S)))
+    return provider
+
+
+class Tracing:
+    """Make spans around what a gateway does."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("outrider")
+
+    def backend(self, inner: Backend) -> Backend:
+        """Return a backend that does what `inner` does and makes spans of it."""
+        return TracedBackend(inner, self._tracer)
+
+    async def request(
+        self, request: ValidRequest, generate: Callable[[ValidRequest], AsyncIterator[GatewayChunk]]
+    ) -> AsyncIterator[GatewayChunk]:
+        """Yield what `generate` yields, in a span of its own; the caller's context is that of the current task."""
+        span = self._tracer.start_span("request", kind=SpanKind.SERVER, attributes=_request_attributes(request))
+        num_tokens = 0
+        reasons: list[str] = []
+        try:
+            traced = dataclasses.replace(request, trace_parent=_trace_parent(span))
+            async with aclosing(generate(traced)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    num_tokens += len(chunk.token_ids)
+                    reasons += [chunk.finish_reason.value] if chunk.finish_reason is not None else []
+                    yield chunk
+        except OutriderError as error:
+            _fail(span, error)
+            raise
+        finally:
+            span.set_attribute("gen_ai.usage.output_tokens", num_tokens)
+            span.set_attribute("gen_ai.response.finish_reasons", reasons)
+            span.end()
+
+    def close(self) -> None:
+        """Send what is left; waits for the collector, for some seconds at most."""
+        self._provider.shutdown()
+
+
+class TracedBackend:
+    """A backend whose generations are spans, with a child per step."""
+
+    def __init__(self, inner: Backend, tracer: trace.Tracer) -> None:
+        self._inner = inner
+        self._tracer = tracer
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        """Pass a request through; one without `trace_parent` is not traced."""
+        return self._inner.generate(request) if request.trace_parent is None else self._traced(request)
+
+    async def _traced(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        span = self._tracer.start_span(
+            "verifier.generate",
+            context=_propagator.extract({TRACE_PARENT: request.trace_parent or ""}),
+            kind=SpanKind.CLIENT,
+            attributes={"outrider.choice_index": request.sampling.choice_index},
+        )
+        num_tokens = num_accepted_tokens = 0
+        try:
+            message = dataclasses.replace(request, trace_parent=_trace_parent(span))
+            async with aclosing(self._inner.generate(message)) as outputs:  # type: ignore[type-var]
+                async for output in outputs:
+                    num_tokens += len(output.token_ids)
+                    num_accepted_tokens += output.num_accepted_tokens
+                    if output.timing is not None:
+                        self._step(span, output, output.timing)
+                    yield output
+        except OutriderError as error:
+            _fail(span, error)
+            raise
+        finally:
+            span.set_attribute("gen_ai.usage.output_tokens", num_tokens)
+            span.set_attribute("outrider.num_accepted_tokens", num_accepted_tokens)
+            span.end()
+
+    def _step(self, parent: Span, output: RequestOutput, timing: StepTiming) -> None:
+        step = self._tracer.start_span(
+            "verifier.step",
+            context=trace.set_span_in_context(parent),
+            start_time=_ns(timing.began_s),
+            attributes={
+                "outrider.num_scheduled_tokens": timing.num_scheduled_tokens,  # of the whole batch
+                "outrider.num_tokens": len(output.token_ids),
+                "outrider.num_draft_tokens": output.num_draft_tokens,
+                "outrider.num_accepted_tokens": output.num_accepted_tokens,
+            },
+        )
+        if timing.draft_asked_s is not None and timing.draft_received_s is not None:
+            draft = self._tracer.start_span(
+                "draft.round",
+                context=trace.set_span_in_context(step),
+                start_time=_ns(timing.draft_asked_s),
+                attributes={
+                    "outrider.drafter_id": timing.drafter_id or "",
+                    "outrider.num_draft_tokens": output.num_draft_tokens,
+                },
+            )
+            draft.end(_ns(timing.draft_received_s))
+        step.end(_ns(timing.ended_s))
+
+
+class TraceContextMiddleware:
+    """Make the trace context that an HTTP client sent that of its request's task."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+        token = context.attach(_extracted(headers))
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            context.detach(token)
+
+
+class TraceContextInterceptor(grpc.aio.ServerInterceptor):
+    """Make the trace context in a gRPC call's metadata that of the call's task."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        context.attach(_extracted(dict(handler_call_details.invocation_metadata)))  # ends with the task
+        return await continuation(handler_call_details)
+
+
+def _extracted(headers: dict[str, str | bytes]) -> context.Context:
+    given = {name: value for name, value in headers.items() if name in TRACE_HEADERS and isinstance(value, str)}
+    return _propagator.extract(given)
+
+
+def _request_attributes(request: ValidRequest) -> dict[str, str | int]:
+    return {
+        "gen_ai.request.id": request.request_id,
+        "gen_ai.request.n": request.n,
+        "gen_ai.request.max_tokens": request.sampling.max_tokens,
+        "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+    }
+
+
+def _trace_parent(span: Span) -> str | None:
+    """Return a span as a `traceparent`; None when it is not sampled."""
+    if not span.is_recording():
+        return None
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier, trace.set_span_in_context(span))
+    return carrier[TRACE_PARENT]
+
+
+def _fail(span: Span, error: OutriderError) -> None:
+    span.set_status(Status(StatusCode.ERROR, type(error).__name__))  # its text may quote the request
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

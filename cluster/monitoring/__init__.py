@@ -1,0 +1,1 @@
+"""Metrics and the state of the fleet, each defined once."""

@@ -1,0 +1,155 @@
+"""How busy the fleet is, as plain JSON values: what /load and GetLoads answer and `outrider top` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from outrider.cluster.router.fleet import (
+    DrafterReport,
+    DrafterState,
+    FleetSnapshot,
+    ReplicaState,
+    VerifierReport,
+    VerifierState,
+)
+
+
+def fleet_load(snapshot: FleetSnapshot | None, now_s: float) -> dict[str, Any]:
+    """Describe a snapshot; without one the pools are empty and the age is null.
+
+    acceptance_rate         accepted / verified draft tokens, since the verifiers' start; null: nothing verified yet
+    mean_acceptance_length  1 + accepted tokens / verifications with a draft
+    tokens_per_s            committed tokens over the last two seconds; per accelerator: ranks of both pools count
+    price                   committed tokens that one more draft token costs; null: none is known
+    knee                    tokens of a step from which it is compute-bound; null: never, or not known
+    num_extrapolated_steps  far beyond all that was profiled or had run before: what they cost was extrapolated
+    draft_length            the longest draft that the router's plan allows, and why: enabled_reason; 0: disabled_reason
+    num_asks                decisions how much to draft next, one per decoding request and step, since the start
+    num_asked_tokens        draft tokens that were then asked for
+    draft_length_mean       the latter per the former, over the last two seconds
+    verify_idle_share       of the last two seconds, waiting for drafts
+    late_share              drafts that missed their deadline / those that came; null: none came
+    mean_lateness_s         of those, by how much
+    accepted_per_round      tokens that a drafter brings per round of its requests, lately, in the mean of verifiers
+    hit_rate                asks answered from what was drafted ahead / asks that it was tried for; null: none was
+    """
+    if snapshot is None:
+        snapshot = FleetSnapshot(verifiers=(), drafters=(), decided_at_s=now_s)
+        age_s = None
+    else:
+        age_s = max(0.0, now_s - snapshot.decided_at_s)
+    drafters = [state.report for state in snapshot.drafters]
+    return {
+        "age_s": age_s,
+        "verifiers": [_verifier(state) for state in snapshot.verifiers],
+        "drafters": [_drafter(report, snapshot.verifiers) for report in drafters],
+        "totals": _totals(snapshot.verifiers, snapshot.drafters),
+        "decisions": [
+            {"decision": item.decision, "reason": item.reason, "count": item.count} for item in snapshot.decisions
+        ],
+        "placements": [{"reason": item.reason.value, "count": item.count} for item in snapshot.placements],
+    }
+
+
+def _verifier(state: VerifierState) -> dict[str, Any]:
+    report = state.report
+    return {
+        "id": report.verifier_id,
+        "state": ReplicaState.of(report).value,
+        "num_running": report.num_running,
+        "num_waiting": report.num_waiting,
+        "kv_usage": report.kv_usage,
+        "tokens_per_s": report.tokens_per_s,
+        "mean_step_s": report.mean_step_s,
+        "price": state.price,
+        "knee": report.knee,
+        "num_extrapolated_steps": report.counters.num_extrapolated_steps,
+        "draft_length": state.default_plan.draft_length,
+        "enabled_reason": state.default_plan.enabled_reason,
+        "disabled_reason": state.default_plan.disabled_reason,
+        "num_asks": report.counters.num_asks,
+        "num_asked_tokens": report.counters.num_asked_tokens,
+        "draft_length_mean": report.draft_length_mean,
+        "verify_idle_share": report.verify_idle_share,
+        **_lateness(report),
+        **_acceptance([state]),
+    }
+
+
+def _lateness(report: VerifierReport) -> dict[str, float | None]:
+    lateness_s = report.counters.lateness_s
+    num_late = sum(lateness_s.counts)
+    num_drafts = num_late + sum(report.counters.round_trip_s.counts)
+    return {
+        "late_share": num_late / num_drafts if num_drafts else None,
+        "mean_lateness_s": lateness_s.total / num_late if num_late else None,
+    }
+
+
+def _drafter(report: DrafterReport, verifiers: tuple[VerifierState, ...]) -> dict[str, Any]:
+    circuits = [
+        circuit.state
+        for state in verifiers
+        for circuit in state.report.circuits
+        if circuit.drafter_id == report.drafter_id
+    ]
+    return {
+        "id": report.drafter_id,
+        "pool": report.pool,
+        "state": ReplicaState.of(report).value,
+        "num_sessions": report.num_sessions,
+        "queue_depth": report.queue_depth,
+        "mean_draft_s": report.mean_draft_s,
+        "hit_rate": _hit_rate([report]),
+        "accepted_per_round": _mean_yield(report.drafter_id, verifiers),
+        "num_links_up": sum(report.drafter_id in state.report.drafters_up for state in verifiers),
+        "num_circuits_open": sum(circuit != "closed" for circuit in circuits),
+    }
+
+
+def _mean_yield(drafter_id: str, verifiers: tuple[VerifierState, ...]) -> float | None:
+    found = [
+        trip.accepted_per_round
+        for state in verifiers
+        for trip in state.report.round_trips
+        if trip.drafter_id == drafter_id and trip.accepted_per_round is not None
+    ]
+    return sum(found) / len(found) if found else None
+
+
+def _totals(verifiers: tuple[VerifierState, ...], drafters: tuple[DrafterState, ...]) -> dict[str, Any]:
+    reports = [state.report for state in verifiers]
+    return {
+        "num_running": sum(report.num_running for report in reports),
+        "num_waiting": sum(report.num_waiting for report in reports),
+        "tokens_per_s": sum(report.tokens_per_s for report in reports),
+        "tokens_per_s_per_accelerator": tokens_per_accelerator(verifiers, drafters),
+        "num_draft_sessions": sum(state.report.num_sessions for state in drafters),
+        "hit_rate": _hit_rate([state.report for state in drafters]),
+        **_acceptance(verifiers),
+    }
+
+
+def tokens_per_accelerator(verifiers: Sequence[VerifierState], drafters: Sequence[DrafterState]) -> float | None:
+    """Return committed tokens per second and rank of either pool; None where there is no rank."""
+    num_ranks = sum(state.report.num_ranks for state in verifiers)
+    num_ranks += sum(state.report.num_ranks for state in drafters)
+    return sum(state.report.tokens_per_s for state in verifiers) / num_ranks if num_ranks else None
+
+
+def _hit_rate(reports: Sequence[DrafterReport]) -> float | None:
+    num_hits = sum(report.counters.num_cache_hits for report in reports)
+    num_asks = num_hits + sum(report.counters.num_cache_misses for report in reports)
+    return num_hits / num_asks if num_asks else None
+
+
+def _acceptance(verifiers: tuple[VerifierState, ...] | list[VerifierState]) -> dict[str, float | None]:
+    counters = [state.report.counters for state in verifiers]
+    num_drafts = sum(item.num_drafts for item in counters)
+    num_draft_tokens = sum(item.num_draft_tokens for item in counters)
+    num_accepted = sum(item.num_accepted_tokens for item in counters)
+    return {
+        "acceptance_rate": num_accepted / num_draft_tokens if num_draft_tokens else None,
+        "mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else None,
+    }

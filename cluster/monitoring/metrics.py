@@ -1,0 +1,252 @@
+"""What a metric is, and the gateway's own metrics; those of the fleet are in `fleet_metrics`.
+
+Each metric is defined once and its help text is its formula. Own names begin with `outrider_`. Some families are shown
+a second time under vLLM's names, so that `vllm bench serve`, llm-d and dashboards read them unchanged; an alias is a
+second name at scrape time, never a second counter. Labels never carry a prompt or a request id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from outrider.verifier_service.messages.request import SpeculationMetrics
+
+OWN_PREFIX, VLLM_PREFIX = "outrider_", "vllm:"
+LABELS = ("model_name", "engine")
+TIME_TO_FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80)
+INTER_TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
+E2E_BUCKETS_S = (0.1, 0.2, 0.4, 0.8, 1.5, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+CHOICE_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
+TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """A metric: its name without suffix, its type in Prometheus' words, its formula, its labels."""
+
+    name: str  # without `outrider_` and, of a counter, without `_total`
+    kind: str  # counter | gauge | histogram
+    formula: str
+    labels: tuple[str, ...] = LABELS
+    buckets: tuple[float, ...] = ()
+    has_alias: bool = False  # shown under vLLM's name too
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the family's name, and its alias where it has one, as the exposition shows them."""
+        suffix = "_total" if self.kind == "counter" else ""
+        prefixes = (OWN_PREFIX, VLLM_PREFIX) if self.has_alias else (OWN_PREFIX,)
+        return tuple(f"{prefix}{self.name}{suffix}" for prefix in prefixes)
+
+
+SUCCESS = Definition(
+    name="request_success",
+    kind="counter",
+    formula="Choices that ended with a finish reason; = sum over reasons stop, length, abort",
+    labels=(*LABELS, "finished_reason"),
+    has_alias=True,
+)
+FAILURES = Definition(
+    name="gateway_request_failures",
+    kind="counter",
+    formula="Accepted prompts that ended in an error; reason is the error's class",
+    labels=(*LABELS, "reason"),
+)
+IN_PROGRESS = Definition(
+    name="gateway_requests_in_progress",
+    kind="gauge",
+    formula="Prompts being generated: accepted and neither finished, failed nor cancelled",
+)
+PROMPT_TOKENS = Definition(
+    name="prompt_tokens",
+    kind="counter",
+    formula="Prompt tokens of accepted requests, once per prompt whatever n is",
+    has_alias=True,
+)
+GENERATION_TOKENS = Definition(
+    name="generation_tokens",
+    kind="counter",
+    formula="Tokens published to clients, the stop token included, those behind a stop string left out",
+    has_alias=True,
+)
+REQUEST_PROMPT_TOKENS = Definition(
+    name="request_prompt_tokens",
+    kind="histogram",
+    formula="Prompt tokens of an accepted prompt",
+    buckets=TOKEN_BUCKETS,
+    has_alias=True,
+)
+REQUEST_PARAMS_N = Definition(
+    name="request_params_n",
+    kind="histogram",
+    formula="Choices asked for of an accepted prompt",
+    buckets=CHOICE_BUCKETS,
+    has_alias=True,
+)
+REQUEST_PARAMS_MAX_TOKENS = Definition(
+    name="request_params_max_tokens",
+    kind="histogram",
+    formula="Output tokens that a choice of an accepted prompt may have",
+    buckets=TOKEN_BUCKETS,
+    has_alias=True,
+)
+TIME_TO_FIRST_TOKEN = Definition(
+    name="time_to_first_token_seconds",
+    kind="histogram",
+    formula="Time of a choice's first tokens - time the gateway accepted the request",
+    buckets=TIME_TO_FIRST_TOKEN_BUCKETS_S,
+    has_alias=True,
+)
+INTER_TOKEN_LATENCY = Definition(
+    name="inter_token_latency_seconds",
+    kind="histogram",
+    formula="Time between two consecutive outputs of a choice, each of one or (speculation) several tokens",
+    buckets=INTER_TOKEN_BUCKETS_S,
+    has_alias=True,
+)
+E2E_LATENCY = Definition(
+    name="e2e_request_latency_seconds",
+    kind="histogram",
+    formula="Time of a choice's finish reason - time the gateway accepted the request",
+    buckets=E2E_BUCKETS_S,
+    has_alias=True,
+)
+NUM_DRAFTS = Definition(
+    name="spec_decode_num_drafts",
+    kind="counter",
+    formula="Verifications with a draft that was not empty, of requests that ended",
+    has_alias=True,
+)
+NUM_DRAFT_TOKENS = Definition(
+    name="spec_decode_num_draft_tokens",
+    kind="counter",
+    formula="Draft tokens scheduled for verification, of requests that ended",
+    has_alias=True,
+)
+NUM_ACCEPTED_TOKENS = Definition(
+    name="spec_decode_num_accepted_tokens",
+    kind="counter",
+    formula="Draft tokens accepted; rate = this / num_draft_tokens, mean acceptance length = 1 + this / num_drafts",
+    has_alias=True,
+)
+NUM_ACCEPTED_PER_POSITION = Definition(
+    name="spec_decode_num_accepted_tokens_per_pos",
+    kind="counter",
+    formula="Draft tokens accepted at each position of a draft, from 0; sums to num_accepted_tokens",
+    labels=(*LABELS, "position"),
+    has_alias=True,
+)
+GATEWAY_DEFINITIONS = (
+    SUCCESS,
+    FAILURES,
+    IN_PROGRESS,
+    PROMPT_TOKENS,
+    GENERATION_TOKENS,
+    REQUEST_PROMPT_TOKENS,
+    REQUEST_PARAMS_N,
+    REQUEST_PARAMS_MAX_TOKENS,
+    TIME_TO_FIRST_TOKEN,
+    INTER_TOKEN_LATENCY,
+    E2E_LATENCY,
+    NUM_DRAFTS,
+    NUM_DRAFT_TOKENS,
+    NUM_ACCEPTED_TOKENS,
+    NUM_ACCEPTED_PER_POSITION,
+)
+
+
+class GatewayMetrics:
+    """Count what a gateway publishes."""
+
+    def __init__(
+        self, registry: CollectorRegistry, *, model_name: str, engine: str = "0", vllm_aliases: bool = True
+    ) -> None:
+        self.registry = registry
+        self._labels = {"model_name": model_name, "engine": engine}
+        self._counters = {
+            d: Counter(OWN_PREFIX + d.name, d.formula, d.labels, registry=registry) for d in _of("counter")
+        }
+        self._gauges = {d: Gauge(OWN_PREFIX + d.name, d.formula, d.labels, registry=registry) for d in _of("gauge")}
+        self._histograms = {
+            d: Histogram(OWN_PREFIX + d.name, d.formula, d.labels, registry=registry, buckets=d.buckets)
+            for d in _of("histogram")
+        }
+        if vllm_aliases:
+            metrics = {**self._counters, **self._gauges, **self._histograms}
+            registry.register(_Aliases([metric for definition, metric in metrics.items() if definition.has_alias]))
+
+    def request_began(self, num_prompt_tokens: int, *, num_choices: int, max_tokens: int) -> None:
+        self._gauges[IN_PROGRESS].labels(**self._labels).inc()
+        self._count(PROMPT_TOKENS, num_prompt_tokens)
+        self._observe(REQUEST_PROMPT_TOKENS, num_prompt_tokens)
+        self._observe(REQUEST_PARAMS_N, num_choices)
+        self._observe(REQUEST_PARAMS_MAX_TOKENS, max_tokens)
+
+    def request_ended(self) -> None:
+        self._gauges[IN_PROGRESS].labels(**self._labels).dec()
+
+    def request_failed(self, reason: str) -> None:
+        self._count(FAILURES, 1, reason=reason)
+
+    def tokens_published(self, num_tokens: int, *, since_arrival_s: float, since_previous_s: float | None) -> None:
+        """Count one output of a choice; `since_previous_s` is None for its first."""
+        self._count(GENERATION_TOKENS, num_tokens)
+        if since_previous_s is None:
+            self._observe(TIME_TO_FIRST_TOKEN, since_arrival_s)
+        else:
+            self._observe(INTER_TOKEN_LATENCY, since_previous_s)
+
+    def choice_finished(self, finished_reason: str, *, since_arrival_s: float) -> None:
+        self._count(SUCCESS, 1, finished_reason=finished_reason)
+        self._observe(E2E_LATENCY, since_arrival_s)
+
+    def speculation_ended(self, speculation: SpeculationMetrics) -> None:
+        """Add one choice's speculation, once, when it is over."""
+        self._count(NUM_DRAFTS, speculation.num_drafts)
+        self._count(NUM_DRAFT_TOKENS, speculation.num_draft_tokens)
+        self._count(NUM_ACCEPTED_TOKENS, speculation.num_accepted_tokens)
+        for position, num_accepted in enumerate(speculation.num_accepted_per_position):
+            self._count(NUM_ACCEPTED_PER_POSITION, num_accepted, position=str(position))
+
+    def _count(self, definition: Definition, amount: float, **labels: str) -> None:
+        self._counters[definition].labels(**self._labels, **labels).inc(amount)
+
+    def _observe(self, definition: Definition, value: float) -> None:
+        self._histograms[definition].labels(**self._labels).observe(value)
+
+
+def _of(kind: str) -> list[Definition]:
+    return [definition for definition in GATEWAY_DEFINITIONS if definition.kind == kind]
+
+
+class _Aliases(Collector):
+    """Show metric families a second time, `outrider_x` as `vllm:x`."""
+
+    def __init__(self, metrics: Iterable[Collector]) -> None:
+        self._metrics = list(metrics)
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._metrics:
+            for family in metric.collect():
+                yield alias_of(family)
+
+
+def alias_of(family: Metric) -> Metric:
+    """Return a family under vLLM's name."""
+    alias = Metric(_vllm_name(family.name), family.documentation, family.type)
+    alias.samples = [
+        Sample(_vllm_name(sample.name), *sample[1:])
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    ]
+    return alias
+
+
+def _vllm_name(name: str) -> str:
+    return VLLM_PREFIX + name.removeprefix(OWN_PREFIX)

@@ -1,0 +1,232 @@
+"""The verifier engine and its drafter without a server: in this process, or the drafter on a core of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from outrider.cluster.config.service_config import ServiceConfig
+from outrider.drafter_service.engine.load import DrafterLoad
+from outrider.drafter_service.engine.messages import DrafterReady, DrafterUpdate
+from outrider.drafter_service.service.colocated import open_local_drafter
+from outrider.drafter_service.service.drafter_spec import DrafterSpec
+from outrider.drafter_service.service.local_client import LocalDraftClient
+from outrider.drafter_service.service.rank_main import run_drafter_rank
+from outrider.verifier_service.engine.factory import build_engine, load_rank, profile_engine, run_verifier_rank
+from outrider.verifier_service.links.relay_client import RelayDraftClient
+from outrider.verifier_service.messages.draft import DrafterEvent, VerifierMessage
+from outrider.verifier_service.messages.engine import PeerState
+from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
+from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.pipe_writer import PipeWriter
+from outrider.verifier_service.model.ranks import PipeListener, RankSpec
+from outrider.verifier_service.model.runner import ParallelRunner
+
+JOIN_TIMEOUT_S = 5.0
+
+
+class NoDrafters:
+    """A `DraftClient` of an engine that has none."""
+
+    def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
+        raise AssertionError("nothing can be sent to a drafter that never came up")
+
+    def poll(self) -> list[DrafterEvent]:
+        return []
+
+
+class PipeDraftClient:
+    """A `DraftClient` whose drafter is a process at the other end of a pipe."""
+
+    def __init__(self, pipe: Connection, drafter_id: str, ready: DrafterReady) -> None:
+        self._pipe = pipe
+        self._writer = PipeWriter(pipe, lambda error: None)  # reading notices the same loss
+        self._relay = RelayDraftClient()
+        self._drafter_id = drafter_id
+        self._is_up = True
+        self.load: DrafterLoad | None = None  # the last one it told
+        self._relay.feed(PeerState(peer=drafter_id, is_up=True, vocab_size=ready.vocab_size, needs=ready.needs))
+
+    def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
+        self._relay.send(drafter_id, messages)
+        for relay in self._relay.take_outbox():
+            self._writer.write(encode(relay))
+
+    def poll(self) -> list[DrafterEvent]:
+        with self._noticing_loss():
+            while self._is_up and self._pipe.poll(0):
+                update = decode(self._pipe.recv_bytes(), (DrafterUpdate,))
+                self.load = update.load or self.load
+                for relay in update.relays:
+                    self._relay.feed(relay)
+        return self._relay.poll()
+
+    def close(self) -> None:
+        """Let the drafter see the end of its pipe."""
+        self._writer.close()
+        self._pipe.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until the drafter says something, or for `timeout_s`."""
+        if self._is_up:
+            with self._noticing_loss():
+                self._pipe.poll(timeout_s)
+        else:
+            time.sleep(timeout_s)
+
+    @contextlib.contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, ConnectionError):
+            if self._is_up:
+                self._is_up = False
+                self._relay.feed(PeerState(peer=self._drafter_id, is_up=False))
+
+
+class RankProcesses:
+    """Ranks as plain child processes, meeting in a folder of their own."""
+
+    def __init__(self, main: Callable[[Any, RankSpec], None], spec: Any, size: int, first_rank: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="outrider-"))
+        context = multiprocessing.get_context("spawn")
+        self.processes = [
+            context.Process(target=main, args=(spec, self.rank(rank, size)), daemon=True)
+            for rank in range(first_rank, size)
+        ]
+
+    def rank(self, rank: int, size: int) -> RankSpec:
+        return RankSpec(rank=rank, size=size, folder=self.folder)
+
+    def start(self) -> None:
+        for process in self.processes:
+            process.start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes if process.pid is not None]
+
+    def are_alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def close(self) -> None:
+        """Wait for the ranks to see the end of their pipes; end those that do not."""
+        for process in self.processes:
+            process.join(JOIN_TIMEOUT_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class OfflineEngine:
+    """Generate without a server, with the same engine and drafter code.
+
+    `drafter_process` puts the drafter into a process of its own and, where there are cores enough, gives it as many
+    cores as it has threads, taken from the verifier's.
+    """
+
+    def __init__(self, config: ServiceConfig, *, drafter_process: bool = False, prices_drafts: bool = False) -> None:
+        """With `prices_drafts` step times are measured first, and then plans that are not pinned are bounds."""
+        if config.drafter_pools:
+            raise ValueError("drafter_pools: without a server there is one drafter")
+        self._config = config
+        self.drafter_pids: list[int] = []  # where the drafter has processes of its own
+        self._exit = contextlib.ExitStack()
+        with contextlib.ExitStack() as opening:
+            spec, drafter = config.verifier_spec, config.drafter_spec
+            is_apart = drafter_process and config.has_drafters
+            process = self._start_drafter(opening, drafter) if drafter is not None and is_apart else None
+            runner = _load_here(opening, run_verifier_rank, spec, spec.model)
+            self.drafts: NoDrafters | LocalDraftClient | PipeDraftClient = process or NoDrafters()
+            show = None
+            if drafter is not None and process is None:
+                self.drafts, show = open_local_drafter(drafter, runner, _load_draft_model(opening, drafter))
+            self.engine = build_engine(runner, spec, self.drafts)
+            if prices_drafts:
+                profile_engine(self.engine, runner, spec)
+            if show is not None:
+                show(self.engine)
+            self._exit = opening.pop_all()
+
+    def _start_drafter(self, opening: contextlib.ExitStack, spec: DrafterSpec) -> PipeDraftClient:
+        size = spec.speculative.draft_tensor_parallel_size
+        ranks = RankProcesses(run_drafter_rank, spec, size, first_rank=0)
+        opening.callback(ranks.close)
+        listener = opening.enter_context(PipeListener(ranks.rank(0, size).shell_address))
+        opening.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))  # closing gives the cores back
+        with _cores_set_aside(size * self._config.threads_per_rank):
+            ranks.start()
+        pipe = listener.accept(ranks.are_alive)
+        self.drafter_pids = ranks.pids
+        ready = decode(pipe.recv_bytes(), (DrafterReady,))
+        client = PipeDraftClient(pipe, "process", ready)
+        opening.callback(client.close)
+        return client
+
+    def generate(self, requests: Iterable[GenerationRequest]) -> Iterator[RequestOutput]:
+        """Run all requests together; yield each one's outputs as its tokens are committed."""
+        for request in requests:
+            if (failure := self.engine.add(request)) is not None:
+                yield failure
+        while self.engine.has_work():
+            yield from self.step()
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; where every request waits for its draft, wait with them instead."""
+        outputs = self.engine.step()
+        if outputs is None and isinstance(self.drafts, PipeDraftClient):
+            self.drafts.wait(self.engine.idle_s() or 0.0)
+        return outputs or []
+
+    def close(self) -> None:
+        self._exit.close()
+
+    def __enter__(self) -> OfflineEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _load_draft_model(opening: contextlib.ExitStack, spec: DrafterSpec) -> ParallelRunner | None:
+    if not spec.loads_model or spec.model is None:
+        return None
+    return _load_here(opening, run_drafter_rank, spec, spec.model)
+
+
+def _load_here(
+    opening: contextlib.ExitStack, main: Callable[[Any, RankSpec], None], spec: Any, model: ModelConfig
+) -> ParallelRunner:
+    """Be rank 0 in this process, with the other ranks as child processes."""
+    size = model.tensor_parallel_size
+    followers = RankProcesses(main, spec, size, first_rank=1)
+    opening.callback(followers.close)
+    followers.start()
+    share = load_rank(model, followers.rank(0, size), are_followers_alive=followers.are_alive)
+    runner = ParallelRunner(*share)
+    opening.callback(runner.close)
+    return runner
+
+
+@contextlib.contextmanager
+def _cores_set_aside(num_cores: int) -> Iterator[None]:
+    """Start children on the last `num_cores` cores; keep this process on the others, if any are left."""
+    cores = sorted(os.sched_getaffinity(0))
+    if num_cores >= len(cores):
+        yield
+        return
+    os.sched_setaffinity(0, cores[-num_cores:])  # inherited by the children
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores[:-num_cores])

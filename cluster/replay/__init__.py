@@ -1,0 +1,1 @@
+"""Drafters over recorded requests."""

@@ -1,0 +1,112 @@
+"""The Serve application: gateway, router, verifiers and drafters are its deployments.
+
+`serve run outrider.cluster.app:build_app` serves the embedded pair; options follow as `key=value` and are those of
+`ServiceConfig`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+from outrider.cluster.common.api_keys import with_api_key_hashes
+from outrider.cluster.config.placement import SHELL_CPUS
+from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.replicas.drafter_replica import DrafterReplica
+from outrider.cluster.replicas.gateway_replica import GatewayReplica
+from outrider.cluster.replicas.router_replica import RouterReplica
+from outrider.cluster.replicas.verifier_replica import VerifierReplica
+from outrider.cluster.router.autoscaling import PoolsPolicy, ReplicaRange
+from outrider.cluster.router.serve_scaling import GATEWAY_TARGETS, drafter_deployment
+
+MAX_ONGOING_REQUESTS = 4096
+STOP_MARGIN_S = 5.0  # for what a replica does after it has drained, before Serve kills it
+# What one replica should carry at most, by the figures that it exports, where no policy couples the pools
+_POLICY = PoolsPolicy()
+VERIFIER_TARGETS = {"num_requests": _POLICY.requests_per_verifier, "kv_usage": _POLICY.kv_usage}
+DRAFTER_TARGETS = {"num_sessions": _POLICY.sessions_per_drafter, "queue_depth": _POLICY.queue_per_drafter}
+UPSCALE_DELAY_S = 5.0
+DOWNSCALE_DELAY_S = 60.0
+TO_ZERO_DELAY_S = 600.0  # a pool that is gone takes long to come back
+
+
+def build_app(options: dict[str, Any]) -> Application:
+    """Build the application from plain options, as Serve's command line and YAML pass them."""
+    return build(ServiceConfig.from_mapping(with_api_key_hashes(options, os.environ)))
+
+
+def build(config: ServiceConfig) -> Application:
+    """Build the application of a configuration."""
+    config = config.settled()
+    config.verifier_spec  # noqa: B018  # refuses pools that read different states
+    router = _deployment(RouterReplica, "Router", num_replicas=1).bind(config.router_policy)
+    drain_s = config.drain_timeout_s
+    verifier = _deployment(
+        VerifierReplica,
+        "Verifier",
+        # drafters are scaled by what verifiers export too, which Serve collects from scaled deployments alone
+        **_scaling(
+            config.verifier_range,
+            VERIFIER_TARGETS,
+            is_watched=not all(pool.drafter_range.is_fixed for pool in config.pools.values()),
+        ),
+        **config.verifier_placement.serve_options,
+        graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
+    )
+    # Serve deploys what the ingress is bound to
+    pools = [verifier.bind(config, router)]
+    for name, pool in config.pools.items():
+        drafter = _deployment(
+            DrafterReplica,
+            drafter_deployment(name),
+            **_scaling(pool.drafter_range, DRAFTER_TARGETS),
+            **pool.drafter_placement.serve_options,
+            graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
+        )
+        pools.append(drafter.bind(pool, router, name))
+    gateway = _deployment(
+        GatewayReplica,
+        "Gateway",
+        **_scaling(config.gateway_range, GATEWAY_TARGETS),
+        graceful_shutdown_timeout_s=2 * drain_s + STOP_MARGIN_S,  # Serve waits for HTTP's streams, then we for gRPC's
+        max_surge_percent=100,  # a new gateway takes calls before the old one stops: they share their port
+    )
+    return gateway.bind(config, router, *pools)
+
+
+def _deployment(replica: type, name: str, **options: Any) -> serve.Deployment:
+    defaults: dict[str, Any] = {
+        "name": name,
+        "max_ongoing_requests": MAX_ONGOING_REQUESTS,
+        "ray_actor_options": {"num_cpus": SHELL_CPUS},
+        "logging_config": {"enable_access_log": False},  # reports to the router come several times a second
+        # a replica that fails its health checks is replaced within seconds, not after Serve's half a minute
+        "health_check_period_s": 1.0,
+        "health_check_timeout_s": 5.0,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "graceful_shutdown_timeout_s": STOP_MARGIN_S,
+    }
+    return serve.deployment(**(defaults | options))(replica)
+
+
+def _scaling(replicas: ReplicaRange, targets: dict[str, float], *, is_watched: bool = False) -> dict[str, Any]:
+    """Return a deployment's options; Serve starts those that may go to none with one."""
+    if replicas.is_fixed and not is_watched:
+        return {"num_replicas": replicas.fewest}
+    policy = AutoscalingPolicy(
+        policy_function="outrider.cluster.router.serve_scaling:PoolPolicy", policy_kwargs={"targets": targets}
+    )
+    scaling = AutoscalingConfig(
+        min_replicas=replicas.fewest,
+        max_replicas=replicas.most,
+        initial_replicas=1 if replicas.fewest == 0 else None,
+        upscale_delay_s=UPSCALE_DELAY_S,
+        downscale_delay_s=DOWNSCALE_DELAY_S,
+        downscale_to_zero_delay_s=TO_ZERO_DELAY_S,
+        policy=policy,
+    )
+    return {"autoscaling_config": scaling}

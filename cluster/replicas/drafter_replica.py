@@ -1,0 +1,183 @@
+"""A drafter as a Serve replica: its engine, its end of the link, its reports to the router."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ray import serve
+
+from outrider.cluster.common.logs import configure_logging
+from outrider.cluster.common.reports import REPORT_INTERVAL_S, ask_router
+from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.replicas.draining import HEARD_S, wait_until
+from outrider.cluster.replicas.engine_host import EngineHost
+from outrider.cluster.replicas.rank_actors import RankActors
+from outrider.cluster.router.fleet import DrafterReport
+from outrider.cluster.router.scaling_figures import drafter_figures
+from outrider.drafter_service.engine.load import DrafterLoad
+from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, DrafterReady, DrafterUpdate
+from outrider.drafter_service.service.service import DrafterLinkServicer, EngineDeadError
+from outrider.proto import link_pb2_grpc
+from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.link import DrafterIdentity
+from outrider.verifier_service.messages.tensor_route import TensorRoute
+
+QUIET_S = 1.0  # a drafter that nobody has asked for so long is not in use, whatever sessions it still holds
+
+
+class ShellPort:
+    """The servicer's way to a draft engine in another process."""
+
+    def __init__(self, host: EngineHost, clock: Callable[[], float] = time.monotonic) -> None:
+        self._host = host
+        self._clock = clock
+        self._last_ask_s = clock()
+        self._load = DrafterLoad()
+        self._deliver: dict[str, Callable[[bytes], None]] = {}
+
+    @property
+    def is_quiet(self) -> bool:
+        """Return whether the verifiers have left: no session, or none that is asked for drafts."""
+        return self._load.num_sessions == 0 or self._clock() - self._last_ask_s >= QUIET_S
+
+    def submit(self, peer: str, payload: bytes) -> None:
+        self._last_ask_s = self._clock()
+        self._send(Relay(peer=peer, payload=payload))
+
+    def peer_gone(self, peer: str) -> None:
+        self._send(PeerState(peer=peer, is_up=False))
+
+    def subscribe(self, peer: str, deliver: Callable[[bytes], None]) -> None:
+        self._deliver[peer] = deliver
+
+    def unsubscribe(self, peer: str) -> None:
+        self._deliver.pop(peer, None)
+
+    def open_tensors(self, peer: str, route: TensorRoute) -> None:
+        self._send(PeerState(peer=peer, is_up=True, tensors=route))
+
+    def load(self) -> DrafterLoad:
+        if self._host.failure is not None:
+            raise EngineDeadError(self._host.failure)
+        return self._load
+
+    def on_update(self, update: DrafterUpdate) -> None:
+        """Pass drafts on to the links they are for."""
+        for relay in update.relays:
+            if (deliver := self._deliver.get(relay.peer)) is not None:
+                deliver(relay.payload)
+        self._load = update.load or self._load
+
+    def _send(self, message: Relay | PeerState) -> None:
+        try:
+            self._host.send(message)
+        except ConnectionError as error:
+            raise EngineDeadError(str(error)) from error
+
+
+class DrafterReplica:
+    """One replica of a drafter pool."""
+
+    async def __init__(self, config: ServiceConfig, router: Any, pool: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        """`config` is that of the service with this pool alone."""
+        self._host = EngineHost(
+            on_message=self._on_update, on_failure=lambda _: None, timeout_s=config.engine_timeout_s
+        )
+        self._port = ShellPort(self._host)
+        self._router = router
+        self._num_ranks = config.draft_tensor_parallel_size
+        self._drain_timeout_s = config.drain_timeout_s
+        self._is_draining = False
+        self._pool = pool
+        self._drafter_id = serve.get_replica_context().replica_id.unique_id
+        configure_logging(config.log_format, replica=f"drafter/{self._drafter_id}")
+        self._epoch = time.time_ns()
+        spec = config.drafter_spec
+        assert spec is not None, "the pool is only built for a configured draft model"
+        transports = config.tensor_transports
+        spec = dataclasses.replace(spec, tensor_host=config.internal_address if transports else "")
+        ranks = RankActors(spec, config.draft_tensor_parallel_size, num_gpus=config.gpus_per_rank)
+        self._ready: DrafterReady = await self._host.start(ranks, FROM_DRAFT_ENGINE)
+        identity = DrafterIdentity(
+            drafter_id=self._drafter_id,
+            vocab_size=self._ready.vocab_size,
+            vocab_fingerprint=self._ready.vocab_fingerprint,
+            max_draft_length=self._ready.max_draft_length,
+            max_model_len=self._ready.max_model_len,
+            needs=self._ready.needs,
+            tensor_transports=transports,
+            tensor_store=self._ready.tensor_store,
+        )
+        self._servicer = DrafterLinkServicer(self._port, identity)
+        self._endpoint = await self._host.serve(
+            config.internal_address,
+            lambda server: link_pb2_grpc.add_DrafterLinkServicer_to_server(self._servicer, server),
+            config.link_server_credentials,
+        )
+        self._host.tasks.start(self._report_forever(), "report to the router")
+
+    def _on_update(self, update: DrafterUpdate) -> None:
+        self._port.on_update(update)
+
+    async def _report_forever(self) -> None:
+        """Report for as long as there is an engine: a drafter that stays silent gets no new requests."""
+        while self._host.failure is None:
+            await ask_router(self._router.report_drafter, self._report())
+            await asyncio.sleep(REPORT_INTERVAL_S)
+        await ask_router(self._router.remove, self._drafter_id)
+
+    def _report(self) -> DrafterReport:
+        load = self._port.load()
+        return DrafterReport(
+            drafter_id=self._drafter_id,
+            pool=self._pool,
+            endpoint=self._endpoint,
+            epoch=self._epoch,
+            num_sessions=load.num_sessions,
+            queue_depth=load.queue_depth,
+            max_draft_length=self._ready.max_draft_length,
+            mean_draft_s=load.mean_draft_s or 0.0,
+            num_ranks=self._num_ranks,
+            draining=self._is_draining,
+            counters=load.counters,
+            num_bad_frames=self._servicer.counters.num_bad_frames + load.counters.num_bad_messages,
+        )
+
+    async def load(self) -> DrafterLoad:
+        """Return the engine's last report of itself."""
+        return self._port.load()
+
+    async def pid(self) -> int:
+        """Return this replica's own process: the shell in front of the engine."""
+        return os.getpid()
+
+    async def rank_pids(self) -> list[int]:
+        """Return the processes of this replica's ranks, rank 0 first."""
+        return await self._host.rank_pids()
+
+    async def check_health(self) -> None:
+        """Raise when this replica can no longer draft."""
+        self._host.check()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the pool is scaled by."""
+        return drafter_figures(self._port.load())
+
+    async def _drain(self) -> None:
+        """Let the verifiers move their requests to other drafters; those that stay lose speed, never a token."""
+        self._is_draining = True
+        await ask_router(self._router.report_drafter, self._report())
+        await asyncio.sleep(HEARD_S)
+        await wait_until(lambda: self._port.is_quiet, self._drain_timeout_s)
+
+    async def __del__(self) -> None:
+        if self._host.failure is None:
+            await self._drain()
+        await self._host.tasks.stop()  # or a last report would bring back what is removed
+        await ask_router(self._router.remove, self._drafter_id)
+        await self._host.close()

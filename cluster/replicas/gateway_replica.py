@@ -1,0 +1,152 @@
+"""The gateway as a Serve replica: the HTTP ingress, and a gRPC server of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from ray import serve
+from starlette.types import ASGIApp
+
+from outrider.cluster.api.authentication import ApiKeyInterceptor, ApiKeyMiddleware
+from outrider.cluster.api.grpc_api import SERVER_OPTIONS, start_grpc_server
+from outrider.cluster.api.http_server import HttpsServer
+from outrider.cluster.api.openai.endpoints import build_api
+from outrider.cluster.api.request_ids import RequestIdInterceptor, RequestIdMiddleware
+from outrider.cluster.common.api_keys import ApiKeys
+from outrider.cluster.common.background import BackgroundTasks
+from outrider.cluster.common.logs import configure_logging
+from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.gateway.gateway import Gateway, ModelInfo
+from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
+from outrider.cluster.gateway.tracing import TraceContextInterceptor, TraceContextMiddleware, Tracing, otlp_provider
+from outrider.cluster.monitoring.fleet_load import fleet_load
+from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
+from outrider.cluster.monitoring.metrics import GatewayMetrics
+from outrider.cluster.monitoring.shared_metrics import SharedMetrics
+from outrider.verifier_service.messages.request import AcceptanceRule
+from outrider.verifier_service.model.architectures import load_model_description, read_eos_token_ids, resolve_folder
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.tokenizer import load_tokenizer
+
+# the gateways of a node share its port; `serving` refuses one that a stranger holds
+GRPC_OPTIONS = {**SERVER_OPTIONS, "grpc.so_reuseport": 1}
+
+
+@serve.ingress()
+class GatewayReplica:
+    """One replica of the gateway. `pools` only makes Serve deploy the pools with it."""
+
+    async def __init__(self, config: ServiceConfig, router: Any, *pools: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._drain_timeout_s = config.drain_timeout_s
+        self._router = RouterClient(router, config.router_policy)
+        self._tasks = BackgroundTasks()
+        self._tasks.start(self._router.follow(), "follow the router")
+        gateway_id = serve.get_replica_context().replica_id.unique_id
+        configure_logging(config.log_format, replica=f"gateway/{gateway_id}")
+        self._tracing = tracing_of(config, gateway_id)
+        model = config.verifier_spec.model
+        info = model_info(
+            config.model_name,
+            model,
+            await self._router.max_model_len(),
+            config.speculative.rejection_sample_method,
+        )
+        self._backend = RoutedBackend(
+            self._router,
+            gateway_id,
+            info,
+            config.link_credentials,
+            max_queued_requests=config.max_queued_requests,
+            failover_timeout_s=config.failover_timeout_s,
+        )
+        registry = CollectorRegistry()
+        self._gateway = Gateway(
+            info,
+            load_tokenizer(model),
+            self._backend,
+            GatewayMetrics(registry, model_name=config.model_name, engine=gateway_id),
+            time.monotonic,
+            fleet_load=lambda: fleet_load(self._router.snapshot, time.time()),
+            tracing=self._tracing,
+        )
+        fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model_name, wall_clock=time.time)
+        metrics = SharedMetrics(registry, fleet)
+        self._tasks.start(metrics.exchange(router, gateway_id), "exchange metrics")
+        keys = ApiKeys(config.api_key_hashes)
+        self._grpc_server = await start_grpc_server(
+            self._gateway,
+            f"{config.host}:{config.grpc_port}",
+            credentials=None if config.tls is None else config.tls.server_credentials(),
+            options=GRPC_OPTIONS,
+            interceptors=[
+                RequestIdInterceptor(),
+                *([ApiKeyInterceptor(keys)] if keys else []),
+                *([TraceContextInterceptor()] if self._tracing is not None else []),
+            ],
+        )
+        self._api: ASGIApp = build_api(self._gateway, self._has_verifier, metrics=metrics)
+        if self._tracing is not None:
+            self._api = TraceContextMiddleware(self._api)
+        if keys:
+            self._api = ApiKeyMiddleware(self._api, keys)
+        self._api = RequestIdMiddleware(self._api, is_echoed_by_proxy=config.tls is None)
+        self._https_server: HttpsServer | None = None
+        if config.tls is not None:
+            self._https_server = HttpsServer(self._api, config.host, config.port, config.tls)
+            self._tasks.start(self._https_server.run(), "serve HTTPS")
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        # with TLS nothing may be reached through Serve's proxies, which verify no client
+        return self._api if self._https_server is None else FastAPI(openapi_url=None)
+
+    async def _has_verifier(self) -> bool:
+        snapshot = self._router.snapshot
+        return snapshot is not None and any(not state.report.draining for state in snapshot.verifiers)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def check_health(self) -> None:
+        """Raise when this replica can no longer serve."""
+        self._tasks.check()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the pool is scaled by."""
+        return {"num_requests": float(self._gateway.num_running)}
+
+    async def __del__(self) -> None:
+        self._gateway.drain()
+        drains = [self._grpc_server.drain(self._drain_timeout_s)]
+        if self._https_server is not None:
+            drains.append(self._https_server.drain(self._drain_timeout_s))
+        await asyncio.gather(*drains)
+        await self._tasks.stop()
+        await self._backend.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+
+
+def tracing_of(config: ServiceConfig, replica: str) -> Tracing | None:
+    """Return what makes spans; None without a collector to send them to."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    return Tracing(otlp_provider(config.otlp_traces_endpoint, sample_ratio=config.trace_sample_ratio, replica=replica))
+
+
+def model_info(name: str, model: ModelConfig, max_model_len: int, acceptance: AcceptanceRule) -> ModelInfo:
+    """Describe a model from its files, without loading its weights; its verifiers know how long a sequence may be."""
+    folder = resolve_folder(model)
+    description = load_model_description(folder, model)
+    return ModelInfo(
+        name=name,
+        max_model_len=max_model_len,
+        vocab_size=description.vocab_size,
+        eos_token_ids=read_eos_token_ids(folder, description),
+        created=int(time.time()),
+        acceptance=acceptance,
+    )

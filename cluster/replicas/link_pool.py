@@ -1,0 +1,102 @@
+"""A verifier's links: one per drafter that the router names, their events relayed to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from outrider.cluster.router.fleet import DrafterEndpoint
+from outrider.verifier_service.links.drafter_link import DrafterLink, LinkEvent
+from outrider.verifier_service.links.grpc_channel import LinkCredentials
+from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.link import Hello
+
+
+class LinkPool:
+    """Hold a link to every drafter of the fleet, and none to those that left it."""
+
+    def __init__(
+        self, hello: Hello, send_to_engine: Callable[[Any], None], credentials: LinkCredentials | None = None
+    ) -> None:
+        self._hello = hello
+        self._credentials = credentials
+        self._send_to_engine = send_to_engine
+        self._links: dict[DrafterEndpoint, DrafterLink] = {}
+        self._num_old_bad_frames = 0  # of links that are closed
+        self._lock = asyncio.Lock()  # a replica that drains reports beside its background task
+
+    @property
+    def num_bad_frames(self) -> int:
+        """Return how many frames of drafters could not be decoded, since start."""
+        return self._num_old_bad_frames + sum(link.counters.num_bad_frames for link in self._links.values())
+
+    @property
+    def drafters_up(self) -> tuple[str, ...]:
+        return tuple(link.drafter_id for link in self._links.values() if link.is_up)
+
+    async def hold(self, drafters: Iterable[DrafterEndpoint]) -> None:
+        """Open links to new drafters (or new incarnations), close those of the old.
+
+        A live link to a drafter that is not named is kept: a router that has just started names nobody yet.
+        """
+        async with self._lock:
+            await self._hold(set(drafters))
+
+    async def _hold(self, wanted: set[DrafterEndpoint]) -> None:
+        renewed = {endpoint.drafter_id for endpoint in wanted}
+        for endpoint in self._links.keys() - wanted:
+            if endpoint.drafter_id in renewed or not self._links[endpoint].is_up:
+                await self._drop(endpoint)
+        for endpoint in wanted - self._links.keys():
+            self._links[endpoint] = link = DrafterLink(
+                endpoint.endpoint,
+                drafter_id=endpoint.drafter_id,
+                hello=self._hello,
+                on_event=self._on_event,
+                credentials=self._credentials,
+            )
+            link.start()
+
+    async def _drop(self, endpoint: DrafterEndpoint) -> None:
+        link = self._links.pop(endpoint)
+        self._num_old_bad_frames += link.counters.num_bad_frames
+        was_up = link.is_up
+        await link.stop()
+        if was_up:
+            with contextlib.suppress(ConnectionError):  # an engine that is gone needs no telling
+                self._send_to_engine(PeerState(peer=endpoint.drafter_id, is_up=False))
+
+    def send(self, relays: Iterable[Relay]) -> None:
+        """Pass the engine's messages on; those for a drafter without a link are lost, as if it were down."""
+        by_drafter: dict[str, list[bytes]] = {}
+        for relay in relays:
+            by_drafter.setdefault(relay.peer, []).append(relay.payload)
+        for link in self._links.values():
+            if payloads := by_drafter.get(link.drafter_id):
+                link.send(payloads)
+
+    def _on_event(self, event: LinkEvent) -> None:
+        if event.message is not None:
+            self._send_to_engine(Relay(peer=event.drafter_id, payload=event.payload, received_s=time.monotonic()))
+        else:
+            state = PeerState(
+                peer=event.drafter_id,
+                is_up=event.is_up,
+                vocab_size=event.vocab_size,
+                needs=event.needs,
+                tensors=event.tensors,
+            )
+            self._send_to_engine(state)
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if a link has died: it would never reach its drafter again."""
+        for link in self._links.values():
+            link.check()
+
+    async def close(self) -> None:
+        async with self._lock:
+            for endpoint in list(self._links):
+                await self._drop(endpoint)

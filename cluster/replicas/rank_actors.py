@@ -1,0 +1,85 @@
+"""Host the ranks of one engine as child actors of a Serve replica, in the replica's own placement group."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from outrider.verifier_service.model.ranks import PipeListener, RankSpec
+
+RANK_CPUS = 0.5  # what Ray reserves: the default pair must fit on the two cores of a small machine
+START_TIMEOUT_S = 300.0  # a rank imports torch and loads its share of the weights
+
+
+class RankMain(Protocol):
+    """What an engine is told, and how to be one; `VerifierSpec`, `DrafterSpec` and `ColocatedSpec` are."""
+
+    def run_rank(self, rank: RankSpec) -> None:
+        """Be one rank until its shell, or rank 0, goes away."""
+
+
+class Rank:
+    """One rank: a process of its own whose main thread belongs to the engine."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def run(self, spec: RankMain, rank: RankSpec) -> None:
+        spec.run_rank(rank)
+
+
+RankActor: Any = ray.remote(max_restarts=0)(Rank)  # Ray's decorators have no types that fit
+
+
+class RankActors:
+    """The ranks of one engine. They end when their replica ends, and the group is useless once one has ended."""
+
+    def __init__(self, spec: RankMain, size: int, *, num_gpus: float) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))  # mode 0700: only this user's processes connect
+        ranks = [RankSpec(rank=rank, size=size, folder=self._folder) for rank in range(size)]
+        self._listener = PipeListener(ranks[0].shell_address)
+        group = ray.util.get_current_placement_group()
+        # bundle 0 is the replica's own
+        strategies = [
+            PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank + 1) if group else "DEFAULT"
+            for rank in range(size)
+        ]
+        self._actors = [
+            RankActor.options(num_cpus=RANK_CPUS, num_gpus=num_gpus, scheduling_strategy=strategy).remote()
+            for strategy in strategies
+        ]
+        self._pids = [actor.pid.remote() for actor in self._actors]
+        self._runs = [actor.run.remote(spec, rank) for actor, rank in zip(self._actors, ranks, strict=True)]
+
+    async def connect(self) -> Connection:
+        """Return the pipe to rank 0 once it has loaded; raises what ended a rank before that."""
+        accepting = asyncio.to_thread(self._listener.accept, lambda: not self.ended(), START_TIMEOUT_S)
+        try:
+            return await accepting
+        except ConnectionError:
+            ended, _ = ray.wait(self._runs, num_returns=1, timeout=0)
+            await asyncio.gather(*ended)  # raises the rank's own error, which says more
+            raise
+
+    async def pids(self) -> list[int]:
+        return list(await asyncio.gather(*self._pids))
+
+    def ended(self) -> bool:
+        """Tell whether any rank has ended: the group cannot go on."""
+        done, _ = ray.wait(self._runs, num_returns=1, timeout=0)
+        return bool(done)
+
+    def stop(self) -> None:
+        """End every rank and remove their meeting place."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)

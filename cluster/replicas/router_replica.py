@@ -1,0 +1,67 @@
+"""The router as a Serve deployment of exactly one replica: Serve restarts it, reports rebuild its state."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+
+from outrider.cluster.monitoring.shared_metrics import MetricsBoard
+from outrider.cluster.router.fleet import (
+    Directive,
+    DrafterReport,
+    FleetSnapshot,
+    RouteAnswer,
+    RouteAsk,
+    RouterPolicy,
+    VerifierReport,
+    with_changes,
+)
+from outrider.cluster.router.router import RouterCore
+from outrider.cluster.router.routing import NoVerifierError
+
+
+class RouterReplica:
+    """Translate calls into the core's, adding the time."""
+
+    def __init__(self, policy: RouterPolicy) -> None:
+        self._configured = policy
+        self._core = RouterCore(policy)
+        self._metrics = MetricsBoard()
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Change the policy from now on: what `user_config` does not name is as configured at start.
+
+        Serve calls this at start and whenever a deployed `user_config` differs, without a restart. Raises `ValueError`
+        naming the setting; the policy is then the old one.
+        """
+        self._core.policy = with_changes(self._configured, user_config)
+
+    async def report_verifier(self, report: VerifierReport) -> Directive:
+        return self._core.report_verifier(report, time.time())
+
+    async def report_drafter(self, report: DrafterReport) -> None:
+        self._core.report_drafter(report, time.time())
+
+    async def exchange_metrics(self, gateway_id: str, families: list[Metric]) -> list[Metric]:
+        """Take in what a gateway published; return what the others did."""
+        return self._metrics.exchange(gateway_id, families, time.time())
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def remove(self, replica_id: str) -> None:
+        self._core.remove(replica_id)
+
+    async def route(self, ask: RouteAsk) -> RouteAnswer | None:
+        """Return None where it cannot tell: it has just started, and a verifier may be up that has not reported."""
+        now_s = time.time()
+        try:
+            return RouteAnswer(self._core.route(ask, now_s))
+        except NoVerifierError:
+            return None if self._core.is_new(now_s) else RouteAnswer(None)
+
+    async def snapshot(self) -> FleetSnapshot:
+        return self._core.snapshot(time.time())

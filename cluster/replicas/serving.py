@@ -1,0 +1,168 @@
+"""Start Ray and the service on this machine, and stop both."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+from ray.serve.schema import DeploymentStatus, ServeStatus
+
+from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
+from outrider.cluster.replicas.app import build
+from outrider.verifier_service.model.architectures import load_model_description, require_supported, resolve_folder
+
+logger = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 200_000_000  # nothing large goes through Ray's object store
+NUM_START_ATTEMPTS = 3
+_FAILED = (DeploymentStatus.DEPLOY_FAILED, DeploymentStatus.UNHEALTHY)
+
+
+class DeployError(RuntimeError):
+    """The service did not come up."""
+
+
+@contextlib.contextmanager
+def running_service(config: ServiceConfig) -> Iterator[None]:
+    """Run the service: on the cluster that RAY_ADDRESS names, else on a Ray of its own on this machine."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    check_models(config)
+    for tls in (config.tls, config.link_tls):
+        if tls is not None:
+            tls.check()
+    is_shared = "RAY_ADDRESS" in os.environ
+    if is_shared:
+        ray.init(log_to_driver=False)
+    else:
+        check_ports(config)
+        start_ray(
+            address="local",  # not one that happens to run here
+            # Ray counts CPUs to place ranks; on a small machine ranks share cores
+            num_cpus=max(os.cpu_count() or 1, config.num_ranks + config.num_shells + 1),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address=config.host if config.host != "0.0.0.0" else None,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+    try:
+        proxy_location = "HeadOnly" if config.tls is None else "Disabled"  # TLS: gateways listen themselves
+        serve.start(proxy_location=proxy_location, http_options=HTTPOptions(host=config.host, port=config.port))
+        deploy(build(config))
+        yield
+    finally:
+        stop_serve(is_shared=is_shared)
+        ray.shutdown()
+
+
+def start_ray(
+    *,
+    is_up: Callable[[], bool] = ray.is_initialized,
+    init: Callable[..., object] = ray.init,
+    stop: Callable[[], None] = ray.shutdown,
+    **options: Any,
+) -> None:
+    """Start a Ray of our own: on a busy machine its processes may miss Ray's fixed time-out, so it is tried again.
+
+    Raises what Ray raised at the last attempt, and `DeployError` where this process has a Ray, which is left alone.
+    """
+    if is_up():
+        raise DeployError("this process is connected to a Ray already: end that first, with ray.shutdown()")
+    for attempt in range(1, NUM_START_ATTEMPTS + 1):
+        try:
+            init(**options)
+            return
+        except Exception as error:  # Ray raises a bare Exception here
+            logger.warning("Ray did not start (attempt %d of %d): %s", attempt, NUM_START_ATTEMPTS, error)
+            stop()
+            if attempt == NUM_START_ATTEMPTS:
+                raise
+
+
+def deploy(
+    application: serve.Application,
+    *,
+    run: Callable[..., object] = serve.run,
+    status: Callable[[], ServeStatus] = serve.status,
+) -> None:
+    """Deploy the service and wait until it runs; raises `DeployError` with what each failed deployment says."""
+    try:
+        run(application, name=APP_NAME, route_prefix="/")
+    except RuntimeError as error:  # it names the deployments, not what ails them
+        deployments = status().applications[APP_NAME].deployments
+        reasons = [f"{name}: {info.message}" for name, info in deployments.items() if info.status in _FAILED]
+        raise DeployError("\n".join([str(error), *reasons])) from error
+
+
+def stop_serve(
+    *,
+    is_shared: bool,
+    is_up: Callable[[], bool] = ray.is_initialized,
+    delete: Callable[[str], None] = serve.delete,
+    shutdown: Callable[[], None] = serve.shutdown,
+) -> None:
+    """Take the service down. Where Ray is gone so is the service, and Serve would start a Ray only to look for it."""
+    if not is_up():
+        return
+    if is_shared:
+        delete(APP_NAME)  # others may have applications there
+    else:
+        shutdown()
+
+
+def check_ports(config: ServiceConfig) -> None:
+    """Refuse a public port that something on this machine listens on; raises `OSError` naming the option.
+
+    Our own gateways share theirs, so they would share it with a stranger too.
+    """
+    for name in ("port", "grpc_port"):
+        port = getattr(config, name)
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the past do not count
+            try:
+                probe.bind((config.host, port))
+            except OSError as error:
+                raise OSError(f"{name}: cannot listen on {config.host}:{port}: {error.strerror}") from error
+
+
+def check_models(config: ServiceConfig) -> None:
+    """Refuse a model that cannot be served before anything is started; raises `UnsupportedModelError` or `OSError`."""
+    models = {drafter.model for drafter in config.drafter_specs if drafter.model is not None}
+    for model in (config.verifier_spec.model, *models):
+        description = load_model_description(resolve_folder(model), model)
+        require_supported(description, model.tensor_parallel_size)
+
+
+def serve_until_interrupted(config: ServiceConfig) -> None:
+    """Serve until SIGINT or SIGTERM; leave no process behind."""
+    with running_service(config):
+        for number in (signal.SIGINT, signal.SIGTERM):  # not before: Ray has set a handler of its own by now
+            signal.signal(number, _interrupt_once)
+        scheme = "http" if config.tls is None else "https"
+        address = f"{scheme}://{config.host}:{config.port} and grpc {config.host}:{config.grpc_port}"
+        with contextlib.suppress(KeyboardInterrupt):
+            click.echo(f"serving {config.model_name} on {address}")
+            while True:
+                time.sleep(1.0)  # `signal.pause` sleeps through a signal that came just before it
+        click.echo("stopping")
+
+
+def _interrupt_once(*_: object) -> None:
+    """End what this process does, and let nothing cut the stopping short.
+
+    A handler that set an event would wait for the event's lock for ever where it interrupts the wait for that event.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt

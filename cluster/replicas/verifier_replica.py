@@ -1,0 +1,171 @@
+"""A verifier as a Serve replica: its engine, links to drafters, a gRPC port for gateways, reports to the router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from typing import Any
+
+from ray import serve
+
+from outrider.cluster.common.logs import configure_logging
+from outrider.cluster.common.reports import ask_router, news_or_interval
+from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.replicas.draining import HEARD_S, wait_until
+from outrider.cluster.replicas.engine_host import EngineHost
+from outrider.cluster.replicas.link_pool import LinkPool
+from outrider.cluster.replicas.rank_actors import RankActors
+from outrider.cluster.router.fleet import Directive, VerifierReport
+from outrider.cluster.router.scaling_figures import VerifierFigures
+from outrider.proto import link_pb2_grpc
+from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineLoad, EngineReady, EngineUpdate, SetPlans
+from outrider.verifier_service.messages.link import Hello
+from outrider.verifier_service.messages.request import GenerationRequest, SpeculationPlan
+
+logger = logging.getLogger(__name__)
+FIRST_REPORT_TIMEOUT_S = 10.0
+
+
+class VerifierReplica:
+    """One replica of the target model."""
+
+    async def __init__(self, config: ServiceConfig, router: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._host = EngineHost(
+            on_message=self._on_update, on_failure=self._on_failure, timeout_s=config.engine_timeout_s
+        )
+        self._router = router
+        self._verifier_id = serve.get_replica_context().replica_id.unique_id
+        configure_logging(config.log_format, replica=f"verifier/{self._verifier_id}")
+        self._epoch = time.time_ns()
+        self._load: EngineLoad | None = None
+        self._load_changed = asyncio.Event()
+        self._default_plan: SpeculationPlan | None = None  # the router's last word on new requests
+        self._figures = VerifierFigures()
+        is_colocated = config.drafter_spec is not None and not config.has_drafters
+        self._own_draft_length = config.num_speculative_tokens if is_colocated else 0
+        self._num_ranks = config.tensor_parallel_size
+        self._drain_timeout_s = config.drain_timeout_s
+        self._is_known = self._is_draining = self._is_closed = False
+        self._table = RequestTable(self._send)
+        ranks = RankActors(config.verifier_main, config.tensor_parallel_size, num_gpus=config.gpus_per_rank)
+        self._ready: EngineReady = await self._host.start(ranks, FROM_ENGINE)
+        hello = Hello(
+            verifier_id=self._verifier_id,
+            epoch=self._epoch,
+            vocab_size=self._ready.vocab_size,
+            vocab_fingerprint=self._ready.vocab_fingerprint,
+            state_taps=config.verifier_spec.model.state_taps,
+            tensor_transports=config.tensor_transports,
+        )
+        self._links = LinkPool(hello, self._host.send, config.link_credentials)
+        self._host.on_close(self._links.close)
+        self._endpoint = await self._host.serve(
+            config.internal_address,
+            lambda server: link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(self._table), server),
+            config.link_server_credentials,
+        )
+        self._host.tasks.start(self._report_forever(), "report to the router")
+        # Serve ends an older replica as soon as this one is up, so the router is to know it by then, if there is one
+        await wait_until(lambda: self._is_known, FIRST_REPORT_TIMEOUT_S)
+
+    def _send(self, message: Any) -> None:
+        if self._is_closed and isinstance(message, GenerationRequest):
+            raise ConnectionError("the verifier is stopping")  # the gateway goes to another one
+        self._host.send(message)
+
+    def _on_update(self, update: EngineUpdate) -> None:
+        self._table.deliver(update.outputs)
+        if update.relays:  # there are some once there are links
+            self._links.send(update.relays)
+        if update.load is not None:
+            self._load = update.load
+            self._load_changed.set()
+
+    def _on_failure(self, reason: str) -> None:
+        self._table.fail(reason)
+
+    async def _report_forever(self) -> None:
+        """Report for as long as there is an engine: a verifier that stays silent gets no new requests."""
+        with contextlib.suppress(ConnectionError):  # the engine may end while the router answers
+            while self._host.failure is None:
+                await self._tell_router()
+                await news_or_interval(self._load_changed)
+        await ask_router(self._router.remove, self._verifier_id)
+
+    async def _tell_router(self) -> None:
+        if self._load is not None:
+            directive = await ask_router(self._router.report_verifier, self._report(self._load))
+            if directive is not None:
+                self._is_known = True
+                await self._follow(directive)
+
+    async def _follow(self, directive: Directive) -> None:
+        self._default_plan = directive.default_plan
+        if directive.plans:
+            self._host.send(SetPlans(plans=directive.plans))
+        await self._links.hold(directive.drafters)
+
+    def _report(self, load: EngineLoad) -> VerifierReport:
+        return VerifierReport.of(
+            verifier_id=self._verifier_id,
+            endpoint=self._endpoint,
+            epoch=self._epoch,
+            load=load,
+            max_model_len=self._ready.max_model_len,
+            step_times=self._ready.step_times,
+            drafters_up=self._links.drafters_up,
+            own_draft_length=self._own_draft_length,
+            num_ranks=self._num_ranks,
+            draining=self._is_draining,
+            num_bad_frames=self._links.num_bad_frames,
+        )
+
+    async def load(self) -> EngineLoad | None:
+        """Return the engine's last report of itself."""
+        return self._load
+
+    async def drafters_up(self) -> tuple[str, ...]:
+        """Return the drafters that this verifier has a live link to."""
+        return self._links.drafters_up
+
+    async def pid(self) -> int:
+        """Return this replica's own process: the shell in front of the engine."""
+        return os.getpid()
+
+    async def rank_pids(self) -> list[int]:
+        """Return the processes of this replica's ranks, rank 0 first."""
+        return await self._host.rank_pids()
+
+    async def check_health(self) -> None:
+        """Raise when this replica can no longer verify."""
+        self._host.check()
+        self._links.check()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the pool is scaled by."""
+        return {} if self._load is None else self._figures.of(self._load, self._default_plan)
+
+    async def _drain(self) -> None:
+        """Take no new requests and let the running ones finish; those left after the time-out go on elsewhere.
+
+        Raises `ConnectionError` when there is no engine: its requests have gone elsewhere already.
+        """
+        self._is_draining = True
+        await self._tell_router()
+        await asyncio.sleep(HEARD_S)
+        is_empty = await wait_until(lambda: len(self._table) == 0, self._drain_timeout_s)
+        self._is_closed = True
+        if not is_empty:
+            logger.warning("draining ends after %s s with %d requests left", self._drain_timeout_s, len(self._table))
+            self._table.fail("the verifier is stopping")
+
+    async def __del__(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the engine may end before its requests do
+            await self._drain()
+        await self._host.tasks.stop()  # or a last report would bring back what is removed
+        await ask_router(self._router.remove, self._verifier_id)
+        await self._host.close()

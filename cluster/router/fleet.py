@@ -1,0 +1,395 @@
+"""What verifiers and drafters report to the router, what it answers, and the policy it decides by.
+
+All are frozen dataclasses: they travel through `wire.encode`/`decode` and through Ray unchanged. Every time in them is
+of the router's clock (its wrapper and the gateways pass wall-clock seconds).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import itertools
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from outrider.cluster.common.hints import did_you_mean
+from outrider.drafter_service.engine.load import DrafterCounters
+from outrider.verifier_service.messages.engine import (
+    DrafterCircuit,
+    DrafterTime,
+    EngineCounters,
+    EngineLoad,
+    RequestLoad,
+    StepTime,
+)
+from outrider.verifier_service.messages.request import SpeculationPlan
+
+UNKNOWN_POOL = ""
+
+
+class DisabledReason(enum.StrEnum):
+    """Why a request runs without drafts; the only values a `disabled_reason` takes."""
+
+    REQUEST_OPT_OUT = "request_opt_out"
+    LOAD = "load"  # the verifier is compute-bound: a draft token costs more than it brings
+    LOW_ACCEPTANCE = "low_acceptance"
+    DRAFTER_UNAVAILABLE = "drafter_unavailable"  # no drafter, or no link to one
+    DRAFTER_TIMEOUT = "drafter_timeout"  # no drafter has answered in time, or well, lately: its circuit is open
+    DRAFT_QUEUE = "draft_queue"  # drafts arrive too late to pay for the wait
+    MAX_MODEL_LEN = "max_model_len"
+    UNSUPPORTED_PARAMS = "unsupported_params"
+    WARMUP = "warmup"  # no step-time profile yet
+    CONFIG = "config"  # the operator switched it off
+
+
+class EnabledReason(enum.StrEnum):
+    """Why a request may draft, as far as it may."""
+
+    PAYS = "pays"  # a draft token brings more than it costs
+    DWELL = "dwell"  # none does by now, but not for long enough to switch it off
+    PROBE = "probe"  # it is off, but for a moment in which it drafts to see whether that would pay by now
+    KV_PRESSURE = "kv_pressure"  # the KV pool is nearly full: only the best positions are drafted
+    PINNED = "pinned"  # the operator says how far, whatever it costs
+
+
+class PlacementReason(enum.StrEnum):
+    """Why a new request goes to the verifier that it goes to."""
+
+    ONLY = "only"  # no other takes it
+    PREFIX = "prefix"  # those with its prefix go there, and it is not much busier than others
+    SPILL = "spill"  # it is: this is the next one for its prefix
+    LEAST_LOAD = "least_load"  # the fewest requests, the emptiest KV pool, the lowest price, taken together
+    SPREAD = "spread"  # what is known of loads is too old, so that requests go anywhere alike
+
+
+LACKS_DRAFTER = frozenset({DisabledReason.DRAFTER_UNAVAILABLE, DisabledReason.DRAFTER_TIMEOUT})
+
+
+@functools.cache  # one is as good as another, and a busy router says it often
+def off(reason: DisabledReason) -> SpeculationPlan:
+    """Return the plan of a request that runs without drafts."""
+    return SpeculationPlan(disabled_reason=reason.value)
+
+
+class PolicyMode(enum.Enum):
+    AUTO = "auto"
+    ALWAYS = "always"  # the operator pins every draft to the longest allowed length: no gain is computed
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierReport:
+    """A verifier's state, sent a few times a second."""
+
+    verifier_id: str
+    endpoint: str  # "host:port" of its gateway-facing gRPC
+    epoch: int
+    num_running: int
+    num_waiting: int
+    num_decoding: int
+    kv_usage: float  # used share of the KV blocks, 0 to 1
+    max_model_len: int | None = None  # longest sequence its KV pool holds; None: not known
+    step_times: tuple[StepTime, ...] = ()
+    requests: tuple[RequestLoad, ...] = ()  # the running ones first; those that wait may follow
+    own_draft_length: int = 0  # the longest draft of the drafter in its own process; 0: there is none
+    drafters_up: tuple[str, ...] = ()  # drafters it has a live link to and that have not failed it lately
+    round_trips: tuple[DrafterTime, ...] = ()
+    draining: bool = False  # takes no new requests and ends when the running ones have
+    tokens_per_s: float = 0.0
+    mean_step_s: float | None = None
+    counters: EngineCounters = field(default_factory=EngineCounters)
+    circuits: tuple[DrafterCircuit, ...] = ()
+    num_bad_frames: int = 0  # that drafters sent
+    price: float | None = None  # committed tokens that one more draft token costs a step; None: it prices nothing
+    knee: float | None = None  # tokens in a step from which it is compute-bound; None: never, or not known
+    draft_length_mean: float = 0.0  # asked for per decoding request and step, over the last two seconds
+    verify_idle_share: float = 0.0  # of the time lately, without a step because every request waited for its draft
+    num_ranks: int = 1  # accelerators that it takes
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        verifier_id: str,
+        endpoint: str,
+        epoch: int,
+        load: EngineLoad,
+        max_model_len: int,
+        step_times: tuple[StepTime, ...],
+        drafters_up: tuple[str, ...],
+        own_draft_length: int = 0,
+        draining: bool = False,
+        num_bad_frames: int = 0,
+        num_ranks: int = 1,
+    ) -> VerifierReport:
+        """Make a report of what an engine says of itself; `drafters_up` are those it has a link to."""
+        failing = {circuit.drafter_id for circuit in load.circuits if circuit.is_open}
+        return cls(
+            verifier_id=verifier_id,
+            endpoint=endpoint,
+            epoch=epoch,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_decoding=load.num_decoding,
+            kv_usage=load.kv_usage,
+            max_model_len=max_model_len,
+            step_times=step_times,
+            requests=load.requests,
+            own_draft_length=own_draft_length,
+            drafters_up=tuple(drafter_id for drafter_id in drafters_up if drafter_id not in failing),
+            round_trips=load.drafter_times,
+            draining=draining,
+            tokens_per_s=load.tokens_per_s,
+            mean_step_s=load.mean_step_s,
+            counters=load.counters,
+            circuits=load.circuits,
+            num_bad_frames=num_bad_frames,
+            price=load.price,
+            knee=load.knee,
+            draft_length_mean=load.draft_length_mean,
+            verify_idle_share=load.verify_idle_share,
+            num_ranks=num_ranks,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterReport:
+    """A drafter's state, sent a few times a second."""
+
+    drafter_id: str
+    endpoint: str
+    epoch: int
+    num_sessions: int
+    queue_depth: int
+    max_draft_length: int
+    mean_draft_s: float
+    pool: str = UNKNOWN_POOL  # drafters of one draft in the same way
+    draining: bool = False
+    counters: DrafterCounters = field(default_factory=DrafterCounters)
+    num_bad_frames: int = 0  # that verifiers sent
+    num_ranks: int = 1  # accelerators that it takes
+
+
+class ReplicaState(enum.StrEnum):
+    """What a replica that reports is good for."""
+
+    READY = "ready"
+    DRAINING = "draining"  # takes no new requests
+
+    @classmethod
+    def of(cls, report: VerifierReport | DrafterReport) -> ReplicaState:
+        return cls.DRAINING if report.draining else cls.READY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterEndpoint:
+    drafter_id: str
+    endpoint: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directive:
+    """The router's answer to a verifier's report."""
+
+    plans: dict[str, SpeculationPlan]  # running requests whose plan changed
+    default_plan: SpeculationPlan  # for requests that arrive before the router has seen them
+    drafters: tuple[DrafterEndpoint, ...]  # to hold links to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierState:
+    """A verifier in a snapshot; in those given to gateways the report comes without its requests and profile."""
+
+    report: VerifierReport
+    reported_s: float
+    default_plan: SpeculationPlan
+    num_assigned: int = 0  # requests sent there since its last report
+    price: float | None = None  # by which was decided: the verifier's own, or an estimate; None: there is neither
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterState:
+    report: DrafterReport
+    reported_s: float
+    num_assigned: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionCount:
+    """How often the router decided so since its start."""
+
+    decision: str  # on | off
+    reason: str  # an `EnabledReason` or a `DisabledReason`
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementCount:
+    """How often the router placed a new request for such a reason since its start."""
+
+    reason: PlacementReason
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSnapshot:
+    """Everything that `routing.route` looks at, and what the router has decided, for operators."""
+
+    verifiers: tuple[VerifierState, ...]
+    drafters: tuple[DrafterState, ...]
+    decided_at_s: float
+    decisions: tuple[DecisionCount, ...] = ()
+    placements: tuple[PlacementCount, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteAsk:
+    request_id: str
+    num_prompt_tokens: int
+    num_speculative_tokens: int | None = None  # a cap on the draft length; 0: the request opted out
+    excluded_verifier_ids: tuple[str, ...] = ()  # just failed for this request
+    affinity_key: str | None = None  # requests that share it share a prefix: their verifier is best the same
+    priority: int = 0  # below 0 it is served before those that wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    verifier_id: str
+    endpoint: str
+    plan: SpeculationPlan
+    reason: PlacementReason
+
+
+@dataclass(frozen=True, slots=True)
+class RouteAnswer:
+    """The router's word on a new request."""
+
+    assignment: Assignment | None  # None: no verifier takes it now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchPolicy:
+    """Hysteresis of every on/off decision: gains are throughput with speculation ÷ throughput without."""
+
+    on_gain: float = 1.10
+    off_gain: float = 1.00
+    on_dwell_s: float = 0.15  # two reports: the verifier's own price decides below the bound, so it risks little
+    off_dwell_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.off_gain <= self.on_gain:
+            raise ValueError("off_gain must be positive and at most on_gain")
+        if self.on_dwell_s < 0 or self.off_dwell_s < 0:
+            raise ValueError("on_dwell_s and off_dwell_s must be at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptancePolicy:
+    """How acceptance is estimated: a Beta prior from the pool's requests, then the request's own history."""
+
+    initial_rate: float = 0.6  # of a pool that has not drafted yet
+    pool_prior_tokens: float = 16.0  # how many judged tokens `initial_rate` counts for in the pool's estimate
+    request_prior_tokens: float = 8.0  # how many the pool's estimate counts for in a request's
+    request_memory_tokens: float = 128.0  # older outcomes fade beyond this many
+    pool_memory_tokens: float = 8192.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.initial_rate < 1.0:
+            raise ValueError("initial_rate must be in (0, 1)")
+        for name in ("pool_prior_tokens", "request_prior_tokens", "request_memory_tokens", "pool_memory_tokens"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive")
+
+
+BatchSizeTable = tuple[tuple[int, int, int], ...]
+
+
+def table_length(table: BatchSizeTable, batch_size: int) -> int:
+    """Return a table's draft length for a batch; in a gap and beyond the end that of the range before, as vLLM."""
+    index = bisect_right(table, batch_size, key=lambda row: row[0])
+    return table[max(0, index - 1)][2]
+
+
+def _check_table(table: BatchSizeTable) -> None:
+    name = "draft_length_by_batch_size"
+    for row in table:
+        if len(row) != 3 or any(isinstance(number, bool) or not isinstance(number, int) for number in row):
+            raise ValueError(f"{name} must be rows of three whole numbers: first and last batch size, draft length")
+    if table and table[0][0] != 1:
+        raise ValueError(f"{name} must begin at batch size 1")
+    if any(first > last or length < 0 for first, last, length in table):
+        raise ValueError(f"{name} must have first <= last and draft lengths of at least 0")
+    if any(before[1] >= after[0] for before, after in itertools.pairwise(table)):
+        raise ValueError(f"{name} must have its ranges in order and apart")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterPolicy:
+    """The operator's settings. Raises `ValueError` naming the field that is out of range."""
+
+    mode: PolicyMode = PolicyMode.AUTO
+    max_draft_length: int = 8  # a bound in mode auto, the length itself in mode always
+    # vLLM's num_speculative_tokens_per_batch_size, in mode auto: (first, last, length) by running requests; empty: none
+    draft_length_by_batch_size: BatchSizeTable = ()
+    switch: SwitchPolicy = field(default_factory=SwitchPolicy)
+    acceptance: AcceptancePolicy = field(default_factory=AcceptancePolicy)
+    min_price: float = 0.1  # committed tokens that one draft token costs at least: the pool's work is not free
+    exposed_draft_share: float = 1.0  # the part of a draft's round trip that no other group's step hides
+    kv_pressure_from: float = 0.9  # used share of the KV blocks from which drafts cost more: they bring preemptions
+    max_queue_depth: int = 64  # a drafter with more asks waiting gets no new requests and hands some over
+    probe_every_s: float = 10.0  # a request that is off for its own acceptance tries again this often ...
+    probe_s: float = 1.5  # ... for this long ...
+    probe_length: int = 2  # ... with drafts of this length
+    expire_after_s: float = 3.0  # a replica that has not reported for so long is gone
+    stale_snapshot_s: float = 10.0  # an older snapshot says who is there, not who is busy
+
+    def __post_init__(self) -> None:
+        for name in ("max_draft_length", "max_queue_depth"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0")
+        for name in ("min_price", "exposed_draft_share", "kv_pressure_from"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be in [0, 1]")
+        _check_table(self.draft_length_by_batch_size)
+        for name in ("probe_every_s", "probe_s", "expire_after_s", "stale_snapshot_s", "probe_length"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive")
+
+
+_Settings = TypeVar("_Settings", bound=RouterPolicy | SwitchPolicy | AcceptancePolicy)
+
+
+def with_changes(settings: _Settings, changes: Mapping[str, Any]) -> _Settings:
+    """Return settings with some fields changed, those of a group by a mapping of their own.
+
+    Raises `ValueError` naming the field; an unknown one is refused with the closest match.
+    """
+    known = [known.name for known in dataclasses.fields(settings)]
+    for name in changes:
+        if name not in known:
+            raise ValueError(f"unknown policy setting {name!r}{did_you_mean(str(name), known)}")
+    return dataclasses.replace(
+        settings, **{name: _changed(name, getattr(settings, name), value) for name, value in changes.items()}
+    )
+
+
+def _changed(name: str, old: Any, value: Any) -> Any:
+    if isinstance(old, PolicyMode):
+        if value not in [mode.value for mode in PolicyMode]:
+            raise ValueError(f"{name} must be auto, always or off, not {value!r}")
+        return PolicyMode(value)
+    if isinstance(old, tuple):
+        if not isinstance(value, list | tuple) or not all(isinstance(row, list | tuple) for row in value):
+            raise ValueError(f"{name} must be a list of rows, not {value!r}")
+        return tuple(tuple(row) for row in value)
+    if isinstance(old, SwitchPolicy | AcceptancePolicy):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name} must be a mapping of its settings")
+        return with_changes(old, value)
+    if isinstance(value, bool) or not isinstance(value, int if isinstance(old, int) else int | float):
+        raise ValueError(f"{name} must be a {'whole ' if isinstance(old, int) else ''}number, not {value!r}")
+    return value

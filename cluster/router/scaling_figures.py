@@ -1,0 +1,95 @@
+"""The figures by which the pools are sized: what each replica exports, and how they add up to a `PoolsLoad`.
+
+Serve carries plain numbers from replicas to the policy, averaged over its look-back period. So shares are exported as
+two counts, a mean as a sum over the replicas that report, and what is not known as 0, which moves no pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from outrider.cluster.router.autoscaling import DraftersLoad, PoolsLoad, VerifiersLoad
+from outrider.cluster.router.fleet import LACKS_DRAFTER
+from outrider.drafter_service.engine.load import DrafterLoad
+from outrider.verifier_service.messages.engine import EngineCounters, EngineLoad
+from outrider.verifier_service.messages.request import SpeculationPlan
+
+Figures = Mapping[str, Mapping[Hashable, float]]  # {figure: {replica: value}}, as Serve's contexts have them
+
+
+class VerifierFigures:
+    """What a verifier exports; counts are those since the call before."""
+
+    def __init__(self) -> None:
+        self._before = EngineCounters()
+
+    def of(self, load: EngineLoad, default_plan: SpeculationPlan | None) -> dict[str, float]:
+        """Return the figures; `default_plan` is the router's last word on new requests, None before its first."""
+        before, self._before = self._before, load.counters
+        lacks_drafter = default_plan is not None and default_plan.disabled_reason in LACKS_DRAFTER
+        num_willing = sum(request.num_speculative_tokens != 0 for request in load.requests[: load.num_running])
+        return {
+            "num_requests": float(load.num_running + load.num_waiting),
+            "kv_usage": load.kv_usage,
+            "knee_fill": knee_fill(before, load.counters, load.knee),
+            "num_with_knee": float(bool(load.knee)),
+            "price": min(1.0, load.price) if load.price is not None and load.num_decoding > 0 else 0.0,
+            "num_willing": float(num_willing),
+            "num_undrafted": float(num_willing) if lacks_drafter else 0.0,
+            "num_drafts_in_time": float(_num_between(before.round_trip_s.counts, load.counters.round_trip_s.counts)),
+            "num_drafts_late": float(_num_between(before.lateness_s.counts, load.counters.lateness_s.counts)),
+        }
+
+
+def drafter_figures(load: DrafterLoad) -> dict[str, float]:
+    """Return what a drafter exports."""
+    return {"num_sessions": float(load.num_sessions), "queue_depth": float(load.queue_depth)}
+
+
+def pools_load(verifiers: Figures, drafters: Figures, *, num_verifiers: int, num_drafters: int) -> PoolsLoad:
+    """Add up what the replicas say; the numbers are those of replicas that are wanted, reporting or not."""
+    num_ready = len(verifiers.get("num_requests", {}))
+    num_in_time, num_late = _total(verifiers, "num_drafts_in_time"), _total(verifiers, "num_drafts_late")
+    num_undrafted = _total(verifiers, "num_undrafted")
+    if num_drafters == 0 and _total(verifiers, "num_willing") > 0.0:
+        num_undrafted = max(num_undrafted, 1.0)  # drafters of another pool may be there, but nobody can try these
+    return PoolsLoad(
+        verifiers=VerifiersLoad(
+            num_replicas=num_verifiers,
+            num_ready=num_ready,
+            num_with_knee=_total(verifiers, "num_with_knee"),
+            num_requests=_total(verifiers, "num_requests"),
+            kv_usage=_total(verifiers, "kv_usage"),
+            knee_fill=_total(verifiers, "knee_fill"),
+            price=_total(verifiers, "price") / max(1, num_ready),
+            num_undrafted=num_undrafted,
+        ),
+        drafters=DraftersLoad(
+            num_replicas=num_drafters,
+            num_ready=len(drafters.get("num_sessions", {})),
+            num_sessions=_total(drafters, "num_sessions"),
+            queue_depth=_total(drafters, "queue_depth"),
+            late_share=num_late / (num_in_time + num_late) if num_late > 0 else 0.0,
+        ),
+    )
+
+
+def knee_fill(before: EngineCounters, now: EngineCounters, knee: float | None) -> float:
+    """Return how far a mean step between two readings, drafts left out, fills the knee.
+
+    0 where there was no step, or the knee is not known.
+    """
+    num_steps = now.num_steps - before.num_steps
+    if not knee or num_steps <= 0:
+        return 0.0
+    num_tokens = now.num_scheduled_tokens - before.num_scheduled_tokens
+    num_drafted = now.num_draft_tokens - before.num_draft_tokens
+    return (num_tokens - num_drafted) / num_steps / knee
+
+
+def _num_between(before: tuple[int, ...], now: tuple[int, ...]) -> int:
+    return sum(now) - sum(before)
+
+
+def _total(figures: Figures, name: str) -> float:
+    return sum(figures.get(name, {}).values())

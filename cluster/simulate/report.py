@@ -1,0 +1,156 @@
+"""Show what a simulation found: tables for the terminal, JSON for programs, plots for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cluster.bench.report import NOTHING
+from outrider.cluster.simulate import figures as simulate_figures
+from outrider.cluster.simulate.figures import RunFigures
+from outrider.cluster.simulate.studies import DayStudy, FleetStudy, Plan
+
+FORMAT_VERSION = 1
+DOTTED = ("off", "oracle")  # arms that are drawn apart
+
+
+def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
+    return NOTHING if value is None else f"{value * scale:,.{digits}f}"
+
+
+COLUMNS: tuple[tuple[str, Callable[[RunFigures], str]], ...] = (
+    ("arm", lambda row: row.name),
+    ("requests/s", lambda row: _number(row.qps, 1)),
+    ("accelerators", lambda row: str(row.num_accelerators)),
+    ("tokens/s", lambda row: _number(row.tokens_per_s, 0)),
+    ("per accelerator", lambda row: _number(row.tokens_per_s_per_accelerator, 0)),
+    ("goodput", lambda row: _number(row.goodput_tokens_per_s, 0)),
+    ("in SLO", lambda row: f"{row.good_share:.0%}"),
+    ("TTFT p50 ms", lambda row: _number(row.ttft_p50_s, 0, 1e3)),
+    ("p99", lambda row: _number(row.ttft_p99_s, 0, 1e3)),
+    ("TPOT p50 ms", lambda row: _number(row.tpot_p50_s, 1, 1e3)),
+    ("p99", lambda row: _number(row.tpot_p99_s, 1, 1e3)),
+    ("drafted", lambda row: _number(row.draft_length, 1)),
+    ("length", lambda row: _number(row.mean_acceptance_length, 2)),
+)
+
+
+def runs_table(rows: Sequence[RunFigures], title: str) -> Table:
+    """Draw one line per run."""
+    table = Table(title=title, title_justify="left")
+    for heading, _ in COLUMNS:
+        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell(row) for _, cell in COLUMNS))
+    return table
+
+
+def fleet_table(study: FleetStudy) -> RenderableType:
+    """Draw one fleet's figures and the simulation's own speed."""
+    speed = (
+        f"{study.figures.num_requests:,} requests, {study.figures.num_steps:,} steps, {study.figures.num_events:,} "
+        f"events in {study.wall_s:.1f} s: {study.events_per_s:,.0f} events/s, {study.requests_per_s:,.0f} requests/s"
+    )
+    return Group(runs_table([study.figures], "Simulated fleet"), Text(speed))
+
+
+def day_table(study: DayStudy) -> RenderableType:
+    """Draw a day's figures and how often the pools changed."""
+    verifiers = [sample.num_verifiers for sample in study.samples]
+    drafters = [sample.num_drafters for sample in study.samples]
+    changes = f"{_num_turns(verifiers)} and {_num_turns(drafters)} turns from growing to shrinking or back"
+    pools = f"verifiers {min(verifiers)} to {max(verifiers)}, drafters {min(drafters)} to {max(drafters)}; {changes}"
+    return Group(runs_table([study.figures], "Simulated day"), Text(pools))
+
+
+def _num_turns(sizes: Sequence[int]) -> int:
+    moves = [1 if after > before else -1 for before, after in itertools.pairwise(sizes) if after != before]
+    return sum(before != after for before, after in itertools.pairwise(moves))
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """Draw what each layout needs for the rate, and what it gives on the same accelerators."""
+    table = Table(title=f"{plan.qps:g} requests/s, {plan.share:.0%} of them within the bounds", title_justify="left")
+    for heading in ("layout", "verifiers", "drafters", "accelerators", "tokens/s per accelerator", "TPOT p50 ms"):
+        table.add_column(heading, justify="left" if heading == "layout" else "right")
+    for layout in plan.layouts:
+        name, best = layout.name, layout.capacity
+        if best is None:
+            table.add_row(name, *([NOTHING] * 3), "0", NOTHING)
+            continue
+        table.add_row(
+            name,
+            str(plan.num_verifiers[name]),
+            str(plan.num_drafters[name]),
+            str(plan.num_accelerators[name]),
+            _number(plan.tokens_per_s_per_accelerator[name], 0),
+            _number(best.tpot_p50_s, 1, 1e3),
+        )
+    note = (
+        "Tokens/s per accelerator: at the highest load within the bounds, on as many accelerators as the first needs."
+    )
+    return Group(table, Text(note), Text(plan.verdict))
+
+
+def to_json(value: FleetStudy | DayStudy | Plan | Sequence[RunFigures]) -> dict[str, Any]:
+    """Describe a study for programs: times in seconds, rates as fractions."""
+    if isinstance(value, Sequence):
+        body: dict[str, Any] = {"runs": [dataclasses.asdict(row) for row in value]}
+    else:
+        body = dataclasses.asdict(value)
+    return {"format_version": FORMAT_VERSION, "definitions": simulate_figures.__doc__, **body}
+
+
+def plot_loads(rows: Sequence[RunFigures], path: Path) -> None:
+    """Draw throughput, goodput and the median time per token against load, a line per arm, as one PNG."""
+    figure = Figure(figsize=(17, 5), layout="constrained")
+    throughput, goodput, tpot = figure.subplots(1, 3)
+    for name in dict.fromkeys(row.name for row in rows):
+        points = [row for row in rows if row.name == name]
+        loads = [row.qps for row in points]
+        style = "--" if name in DOTTED else "-"
+        throughput.plot(loads, [row.tokens_per_s for row in points], style, marker="o", label=name)
+        goodput.plot(loads, [row.goodput_tokens_per_s for row in points], style, marker="o", label=name)
+        tpot.plot(loads, [row.tpot_p50_s * 1e3 for row in points], style, marker="o", label=name)
+    _finish(throughput, "requests/s sent", "throughput, tokens/s")
+    _finish(goodput, "requests/s sent", "goodput, tokens/s")
+    _finish(tpot, "requests/s sent", "time per output token, median, ms")
+    figure.suptitle(f"Simulated fleet of {rows[0].num_accelerators} accelerators")
+    figure.savefig(path, format="png", dpi=110)
+
+
+def plot_day(study: DayStudy, path: Path) -> None:
+    """Draw the day's load, the pools and the price, as one PNG."""
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    load, pools, price = figure.subplots(3, 1, sharex=True)
+    times = np.asarray([sample.at_s for sample in study.samples])
+    within = times <= study.day.length_s
+    load.plot(times[within], study.day.qps(times[within]), label="requests/s")
+    load.plot(times, [sample.num_requests for sample in study.samples], label="requests running and waiting")
+    pools.step(times, [sample.num_verifiers for sample in study.samples], where="post", label="verifiers")
+    pools.step(times, [sample.num_drafters for sample in study.samples], where="post", label="drafters")
+    prices = [float("nan") if sample.mean_price is None else sample.mean_price for sample in study.samples]
+    price.plot(times, prices, label="mean price")
+    _finish(load, "", "load")
+    _finish(pools, "", "replicas")
+    _finish(price, "time, s", "price of a draft token")
+    figure.suptitle(f"A day of {study.day.length_s:g} simulated seconds")
+    figure.savefig(path, format="png", dpi=110)
+
+
+def _finish(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()

@@ -1,0 +1,1 @@
+"""The web page: the fleet live, and a playground."""

@@ -1,0 +1,75 @@
+"""What a drafter's next forward takes, by its own cost model: profiled at start, refitted to the forwards that run.
+
+A drafter's forwards over a draft model are steps like a verifier's, and have a model of the same kind. Heads, whose
+forwards nobody has profiled, are taken to need what they needed lately.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from outrider.verifier_service.engine.step_profile import measure_step_profile
+from outrider.verifier_service.pricing.cost_model import CostModel, StepShape, StepTimeModel
+
+if TYPE_CHECKING:
+    import torch
+
+    from outrider.verifier_service.engine.engine import Runner
+    from outrider.verifier_service.messages.batch import ScheduledBatch
+
+NUM_TIMED_FORWARDS = 15  # whose median is the time of one: a few long prefills among them do not count
+MAX_PROFILED_TOKENS = 64  # a drafter reads a prompt once, and then forwards a token or two of each session
+
+
+class MeteredRunner:
+    """A draft model's runner that keeps the shape of what it ran last."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.vocab_size, self.max_model_len = runner.vocab_size, runner.max_model_len
+        self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
+        self.eos_token_ids, self.states = runner.eos_token_ids, runner.states
+        self.shape: StepShape | None = None
+
+    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+        """As the runner's own."""
+        self.shape = StepShape(batch.num_tokens, sum(batch.context_lengths))
+        return self._runner.execute(batch)
+
+
+class ForwardCost:
+    """Times forwards, and says what the next one is expected to take."""
+
+    def __init__(self, clock: Callable[[], float], runner: MeteredRunner | None = None) -> None:
+        """With a `runner`, which must have nothing to do yet, its steps are profiled."""
+        self._clock = clock
+        self._runner = runner
+        self._recent_s: deque[float] = deque(maxlen=NUM_TIMED_FORWARDS)
+        self._model: CostModel | None = None
+        if runner is None:
+            return
+        profile = measure_step_profile(runner, MAX_PROFILED_TOKENS, clock)
+        runner.shape = None
+        if len(profile.step_times) > 1:
+            self._model = CostModel(StepTimeModel.from_points(profile.step_times), context=profile.context)
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Take the time of one forward, all that the drafter does for it included."""
+        begin_s = self._clock()
+        yield
+        seconds = self._clock() - begin_s
+        self._recent_s.append(seconds)
+        if self._model is not None and self._runner is not None and self._runner.shape is not None:
+            self._model.observe(self._runner.shape, seconds)
+            self._runner.shape = None
+
+    def next_s(self, num_context_tokens: int) -> float | None:
+        """Return the time of a forward for one session of so many tokens; None: nothing is known."""
+        if self._model is not None:
+            return self._model.seconds(StepShape(1, num_context_tokens))
+        return statistics.median(self._recent_s) if self._recent_s else None

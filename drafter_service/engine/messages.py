@@ -1,0 +1,33 @@
+"""What a draft engine's process says to the asyncio shell in front of it; towards it go `Relay` and `PeerState`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.drafter_service.engine.load import DrafterLoad
+from outrider.verifier_service.messages.draft import DraftNeeds
+from outrider.verifier_service.messages.engine import PeerState, Relay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterReady:
+    """First message of a draft engine: it is loaded and will draft."""
+
+    vocab_size: int
+    max_model_len: int
+    max_draft_length: int
+    vocab_fingerprint: str  # of the vocabulary that drafts are made in; empty: not known
+    needs: DraftNeeds
+    tensor_store: str = ""  # where channels for hidden states meet, "host:port"; "": it has none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterUpdate:
+    """Everything one step produced, in one frame."""
+
+    relays: tuple[Relay, ...] = ()
+    load: DrafterLoad | None = None
+
+
+TO_DRAFT_ENGINE = (Relay, PeerState)
+FROM_DRAFT_ENGINE = (DrafterReady, DrafterUpdate)

@@ -1,0 +1,165 @@
+"""What a drafter remembers of the requests it drafts for: all of it disposable.
+
+A session is known by (peer, request), where a peer is one connection of one incarnation of a verifier. Its tokens are
+the committed ones alone; what was drafted, and any KV, belongs to the drafter that drafts.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outrider.drafter_service.engine.state_buffer import StateBuffer
+from outrider.verifier_service.messages.draft import DraftSampling
+
+SMOOTHING = 1 / 8  # gain of mean times, as TCP's retransmission timer uses it (RFC 6298)
+
+
+class SessionKey(NamedTuple):
+    peer: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One unanswered ask of a session."""
+
+    ask_id: int  # the engine's own number
+    round_id: int  # the verifier's
+    length: int  # fixed here, before any token of it is drawn
+    asked_s: float
+    max_nodes: int = 0
+    predicted_ids: tuple[int, ...] = ()
+    forced_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Session:
+    """One request's committed tokens and, at most, one unanswered round."""
+
+    key: SessionKey
+    sampling: DraftSampling
+    token_ids: list[int]
+    last_used_s: float
+    round: Round | None = None
+    cache_salt: str = ""
+    states: StateBuffer = field(default_factory=StateBuffer)
+    refusal: str | None = None  # why nothing can be drafted for it: its asks are answered by empty drafts
+    answered_s: float | None = None  # when, if the verifier has not come back since
+    pause_s: float | None = None  # smoothed time from an answer to what the verifier says next
+
+    def take_pause(self, now_s: float) -> None:
+        """Note how long the verifier took with the last answer."""
+        if self.answered_s is not None:
+            pause_s, self.answered_s = now_s - self.answered_s, None
+            self.pause_s = pause_s if self.pause_s is None else self.pause_s + SMOOTHING * (pause_s - self.pause_s)
+
+
+@dataclass(slots=True)
+class SessionTable:
+    """Sessions in the order of their last use, oldest first, at most `max_sessions`, forgotten after `ttl_s`."""
+
+    max_sessions: int
+    ttl_s: float
+    _sessions: collections.OrderedDict[SessionKey, Session] = field(default_factory=collections.OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __contains__(self, key: SessionKey) -> bool:
+        return key in self._sessions
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def get(self, key: SessionKey) -> Session | None:
+        return self._sessions.get(key)
+
+    def put(self, session: Session) -> None:
+        """Add a session, or replace the one of the same key."""
+        self._sessions[session.key] = session
+        self._sessions.move_to_end(session.key)
+
+    def touch(self, session: Session, now_s: float) -> None:
+        session.last_used_s = now_s
+        self._sessions.move_to_end(session.key)
+
+    def remove(self, key: SessionKey) -> Session | None:
+        return self._sessions.pop(key, None)
+
+    def of_peer(self, peer: str) -> list[Session]:
+        return [session for session in self._sessions.values() if session.key.peer == peer]
+
+    def expired(self, now_s: float) -> list[Session]:
+        """Return the sessions unused for `ttl_s`; one with an unanswered round is in use."""
+        idle: list[Session] = []
+        for session in self._sessions.values():
+            if session.last_used_s + self.ttl_s > now_s:
+                break  # in the order of last use: all that follow are younger
+            if session.round is None:
+                idle.append(session)
+        return idle
+
+    def surplus(self) -> list[Session]:
+        """Return the least recently used sessions beyond `max_sessions`, those without an unanswered round first.
+
+        A verifier that has more than its share loses its own before anybody else's. The newest session is never among
+        them: it is the one that the others make room for.
+        """
+        num_surplus = len(self._sessions) - self.max_sessions
+        if num_surplus <= 0:
+            return []
+        num_of_peer = collections.Counter(key.peer for key in self._sessions)
+        share = self.max_sessions / len(num_of_peer)
+        older = list(self._sessions.values())[:-1]
+        older.sort(key=lambda session: (num_of_peer[session.key.peer] <= share, session.round is not None))
+        return older[:num_surplus]
+
+    def surplus_states(self, max_bytes: int, *, spared: Session) -> list[Session]:
+        """Return the least recently used sessions whose hidden states exceed `max_bytes`, in the order of `surplus`.
+
+        `spared` is never among them: it is the one that the others make room for.
+        """
+        num_bytes = sum(session.states.num_bytes for session in self)
+        others = [session for session in self if session is not spared and session.states.num_bytes]
+        surplus: list[Session] = []
+        for session in sorted(others, key=lambda session: session.round is not None):
+            if num_bytes <= max_bytes:
+                break
+            num_bytes -= session.states.num_bytes
+            surplus.append(session)
+        return surplus
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if the table contradicts itself."""
+        assert len(self._sessions) <= self.max_sessions, "more sessions than allowed"
+        for key, session in self._sessions.items():
+            assert session.key == key, "session under another's key"
+            assert session.refusal is None or session.round is None, "a refused session waits for a draft"
+        uses = [session.last_used_s for session in self._sessions.values()]
+        assert uses == sorted(uses), "sessions are not in the order of their last use"
+
+
+def in_turns(sessions: Iterable[Session]) -> list[Session]:
+    """Return them in their order, but the first of every verifier before anybody's second: none crowds out another."""
+    num_before: collections.Counter[str] = collections.Counter()
+    turns: list[tuple[int, Session]] = []
+    for session in sessions:
+        turns.append((num_before[session.key.peer], session))
+        num_before[session.key.peer] += 1
+    return [session for _, session in sorted(turns, key=lambda turn: turn[0])]
+
+
+def first_bad_token(token_ids: Sequence[int], vocab_size: int) -> int | None:
+    """Return the first id outside [0, vocab_size), or None."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return None
+    return next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+
+
+def known_prefix(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """Return the ids before the first one outside [0, vocab_size)."""
+    return tuple(itertools.takewhile(lambda token_id: 0 <= token_id < vocab_size, token_ids))

@@ -1,0 +1,78 @@
+"""What a drafting engine does with the time in which nothing is asked of it: it lets its drafter run ahead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from outrider.drafter_service.engine.forward_cost import ForwardCost
+from outrider.drafter_service.engine.outcomes import Pace
+
+if TYPE_CHECKING:  # the engine is built on this module
+    from outrider.drafter_service.engine.engine import Ask, DraftResult
+    from outrider.drafter_service.engine.load import DrafterCounters
+    from outrider.drafter_service.engine.sessions import SessionKey
+
+MAX_AHEAD_TOKENS = 64  # of one forward in spare time, which an ask that has just come has to wait for
+
+
+class RunsAhead(Protocol):
+    """A drafter that uses its spare time to draft for what the verification of an answered draft may end in."""
+
+    def expects(self, key: SessionKey) -> bool:
+        """Tell whether there was time to prepare for a session's next ask."""
+
+    def take(self, ask: Ask, pace: Pace | None) -> DraftResult | None:
+        """Answer an ask from what was prepared, or, with nothing, where drafting it now is not worth the time.
+
+        None: it is to be drafted as any other.
+        """
+
+    def forget_outcomes(self, key: SessionKey) -> None:
+        """Prepare nothing for a session any more."""
+
+    def has_spare_work(self) -> bool: ...
+
+    def run_ahead(self, *, max_num_tokens: int) -> int:
+        """Run one forward of at most `max_num_tokens` tokens over what is prepared; return how many it had."""
+
+
+class SpareTime:
+    """The spare time of one drafter; one that cannot run ahead (None) has no use for it."""
+
+    def __init__(self, drafter: RunsAhead | None, *, cost: ForwardCost, counters: DrafterCounters) -> None:
+        """`cost` says what drafting after a miss takes."""
+        self._drafter = drafter
+        self._cost = cost
+        self._counters = counters
+
+    def has_work(self) -> bool:
+        return self._drafter is not None and self._drafter.has_spare_work()
+
+    def spend(self, max_num_tokens: int) -> None:
+        """Run one forward over what is prepared."""
+        assert self._drafter is not None, "nothing is prepared"
+        with self._cost.timed():
+            self._counters.num_ahead_tokens += self._drafter.run_ahead(max_num_tokens=max_num_tokens)
+
+    def expects(self, key: SessionKey) -> bool:
+        """Tell whether there was time to prepare for a session's next ask."""
+        return self._drafter is not None and self._drafter.expects(key)
+
+    def answer(self, ask: Ask, pause_s: float | None) -> DraftResult | None:
+        """Answer an ask that was prepared for, and count how that went; None: it has to be drafted.
+
+        `pause_s` is the time that its verifier takes between an answer and its next ask.
+        """
+        assert self._drafter is not None, "nothing is prepared"
+        step_s = self._cost.next_s(len(ask.token_ids))
+        pace = None if step_s is None or pause_s is None else Pace(step_s=step_s, round_s=pause_s)
+        result = self._drafter.take(ask, pace)
+        is_hit = result is not None and bool(result.token_ids)
+        self._counters.num_cache_hits += is_hit
+        self._counters.num_cache_misses += not is_hit
+        return result
+
+    def forget(self, key: SessionKey) -> None:
+        """Prepare nothing for a session any more."""
+        if self._drafter is not None:
+            self._drafter.forget_outcomes(key)

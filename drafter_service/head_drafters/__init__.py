@@ -1,0 +1,1 @@
+"""Drafters with heads over the target's hidden states."""

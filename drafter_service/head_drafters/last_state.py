@@ -1,0 +1,51 @@
+"""What drafters of a few steps after the target's last hidden state share: Medusa's heads, the MLP speculator.
+
+The last committed token has not been computed by the target yet, so the state that it drafts from is that of the token
+before:
+
+tokens   |<- committed, n of them ->|<- drafted ->|
+state                          n-2     the heads know what follows it: token n-1, which was drawn from it, and guess on
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.tree_growth import DrawnGrowth
+from outrider.verifier_service.messages.draft import FINAL_TAP, DraftNeeds
+from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
+
+LAST_STATE_NEEDS = DraftNeeds(taps=(FINAL_TAP,), last_state_only=True)
+
+
+def has_state(ask: Ask, width: int) -> bool:
+    """Say whether a head of a certain width can draft for an ask."""
+    return ask.states is not None and len(ask.states) > 0 and ask.states.shape[1] == width
+
+
+def last_states(asks: Sequence[Ask], like: torch.Tensor) -> torch.Tensor:
+    """Stack the asks' last states, each [num_states, width], as a parameter's dtype and device: [num_asks, width]."""
+    rows = [ask.states[-1] for ask in asks if ask.states is not None]
+    assert len(rows) == len(asks), "an ask without a state"
+    return torch.stack(rows).to(like.device, like.dtype)
+
+
+def draft_depth(ask: Ask, num_guesses: int) -> int:
+    """Return how deep a draft gets of which the drafter can guess `num_guesses` tokens; forced ones may go further."""
+    return max(min(ask.length, num_guesses), min(ask.length, len(ask.forced_ids)))
+
+
+def first_within(num_tokens: Sequence[int], max_num_tokens: int) -> int:
+    """Count the first drafts that fit a budget together; the first of all fits any."""
+    totals = itertools.accumulate(num_tokens)
+    return max(1, sum(1 for total in totals if total <= max_num_tokens))
+
+
+def chain_growth(ask: Ask, depth: int) -> DrawnGrowth:
+    """Start a chain: greedy and seeded requests take the likeliest tokens, others draw theirs from rows."""
+    is_drawn = ask.sampling.temperature > GREEDY_TEMPERATURE and ask.sampling.seed is None
+    return DrawnGrowth(ask.forced_ids, depth=depth, max_nodes=depth, branching=1, has_rows=is_drawn)

@@ -1,0 +1,231 @@
+"""Lookahead decoding: the target itself finds n-grams by Jacobi iteration beside its verification (Fu et al. 2024).
+
+Everything is one tree of point masses. A window of W columns and N - 1 rows holds guesses. Row 0 is the last committed
+token and a chain after it; below its column c hang the rows 1 to N - 2, each guessed by the target after the one above:
+
+    (0,0) = root ── (0,1) ── (0,2)        (r, c) stands r + c tokens after the root
+      │               │        │
+    (1,0)           (1,1)    (1,2)        a column and the target's token after it are a new n-gram of the pool
+
+The branches before the window are n-grams of the pool that begin with the last committed token: these are what gets
+accepted. The next window has a row less at the top and the target's new tokens at the bottom, moved on by what was
+committed. The pool also takes the n-grams of the committed text, and is all that a chain is drafted from.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from outrider.drafter_service.engine.engine import Ask, DraftResult
+from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.lookup.token_history import (
+    UNBOUNDED_MODEL_LEN,
+    AcceptanceEstimate,
+    Guesses,
+    GuessTree,
+    TokenHistory,
+)
+from outrider.verifier_service.messages.draft import ROOT, DraftNeeds, require
+
+POOL_PRIOR = 0.3  # acceptance of what was never judged
+WINDOW_PRIOR = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookaheadConfig:
+    """The paper's W, N and G; a window that does not fit into half of an ask's nodes loses columns."""
+
+    window: int = 5  # W: columns
+    ngram: int = 4  # N: tokens of an n-gram
+    num_guesses: int = 5  # G: n-grams of the pool that are verified at a time, and kept for each first token
+
+    def __post_init__(self) -> None:
+        require(self.window >= 1, "window", "at least 1")
+        require(self.ngram >= 2, "ngram", "at least 2")
+        require(self.num_guesses >= 1, "num_guesses", "at least 1")
+
+
+class NgramPool:
+    """For each first token the n-grams seen last, at most so many."""
+
+    def __init__(self, max_per_token: int) -> None:
+        self._max_per_token = max_per_token
+        self._tails: dict[int, dict[tuple[int, ...], None]] = {}  # a dict keeps its order: oldest first
+
+    def add(self, ngram: Sequence[int]) -> None:
+        tails = self._tails.setdefault(ngram[0], {})
+        tail = tuple(ngram[1:])
+        tails.pop(tail, None)
+        tails[tail] = None
+        if len(tails) > self._max_per_token:
+            del tails[next(iter(tails))]
+
+    def tails(self, token_id: int) -> list[tuple[int, ...]]:
+        """Return what followed a token, newest first."""
+        return list(reversed(self._tails.get(token_id, {})))
+
+    def check_integrity(self, ngram: int) -> None:
+        """Raise `AssertionError` if it holds too much, or n-grams of another length."""
+        for tails in self._tails.values():
+            assert 0 < len(tails) <= self._max_per_token, "more n-grams of one token than allowed"
+            assert all(len(tail) == ngram - 1 for tail in tails), "an n-gram of another length"
+
+
+@dataclass(slots=True)
+class _Session:
+    """One request's pool and window, and where the window's cells stand in the draft that was sent last."""
+
+    pool: NgramPool
+    window: list[list[int]]  # [num_rows][num_columns] token ids; window[0][0] stands for the root
+    history: TokenHistory = field(default_factory=TokenHistory)
+    bottoms: list[int] = field(default_factory=list)  # for each column that was sent: node of its last cell
+    guesses: Guesses = field(default_factory=Guesses)
+
+
+class LookaheadDrafter:
+    """A `Drafter` that lets the target guess: it needs the target's predictions after every node of its drafts."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        rng: random.Random,
+        config: LookaheadConfig | None = None,
+        max_model_len: int = UNBOUNDED_MODEL_LEN,
+    ) -> None:
+        """Fill windows with tokens of the text that `rng` picks: any guess is exact."""
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.needs = DraftNeeds(predictions=True)
+        self._rng = rng
+        self._config = config or LookaheadConfig()
+        self._num_rows = self._config.ngram - 1
+        self._estimate = AcceptanceEstimate()
+        self._sessions: dict[SessionKey, _Session] = {}
+
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+        """Answer every ask at once; nothing is computed that `max_num_tokens` would bound."""
+        return [self._answer(ask) for ask in asks]
+
+    def release(self, key: SessionKey) -> None:
+        self._sessions.pop(key, None)
+
+    def check_integrity(self, keys: Collection[SessionKey]) -> None:
+        assert self._sessions.keys() <= set(keys), "a window of a session that is gone"
+        for session in self._sessions.values():
+            session.pool.check_integrity(self._config.ngram)
+            assert len(session.window) == self._num_rows, "a window of another height"
+            assert all(len(row) == self._config.window for row in session.window), "a window of another width"
+
+    # --- what the last verification taught ---
+
+    def _follow(self, ask: Ask) -> _Session:
+        """Bring a session up to its ask's tokens; one whose earlier tokens changed begins anew."""
+        session = self._sessions.get(ask.key)
+        if session is None or not session.history.is_continued_by(ask.token_ids):
+            session = self._sessions[ask.key] = _Session(NgramPool(self._config.num_guesses), [])
+        num_known = len(session.history.token_ids)
+        new_ids = session.history.extend_to(ask.token_ids)
+        tokens = session.history.token_ids
+        session.guesses.teach(self._estimate, new_ids)
+        if not session.window:
+            session.window = [self._fill([], tokens) for _ in range(self._num_rows)]
+        elif new_ids:
+            predicted = self._harvest(session, ask.predicted_ids)
+            self._move(session, predicted, len(new_ids))
+        for end in range(max(num_known + 1, self._config.ngram), len(tokens) + 1):
+            session.pool.add(tokens[end - self._config.ngram : end])
+        session.window[0][0] = tokens[-1]
+        session.bottoms, session.guesses = [], Guesses()
+        return session
+
+    def _harvest(self, session: _Session, predicted_ids: Sequence[int]) -> list[int]:
+        """Put the columns with the target's next tokens into the pool; return these tokens, the new last row.
+
+        A draft may have been cut before its verification, so there may be none for the last columns, or for all.
+        """
+        predicted: list[int] = []
+        for column, node in enumerate(session.bottoms):
+            if node + 1 >= len(predicted_ids):
+                break
+            predicted.append(predicted_ids[node + 1])
+            session.pool.add([*[row[column] for row in session.window], predicted[-1]])
+        return predicted
+
+    def _move(self, session: _Session, predicted: list[int], num_committed: int) -> None:
+        """Let the window stand at the new root: its cells keep their positions in the text.
+
+        A cell of the row below stands one further on, so with a new last row one column less goes out on the left.
+        """
+        rows = [*session.window[1:], predicted] if predicted else session.window
+        num_gone = num_committed - 1 if predicted else num_committed
+        session.window = [self._fill(row[num_gone:], session.history.token_ids) for row in rows]
+
+    def _fill(self, row: list[int], tokens: Sequence[int]) -> list[int]:
+        return row + [self._rng.choice(tokens) for _ in range(self._config.window - len(row))]
+
+    # --- the next draft ---
+
+    def _answer(self, ask: Ask) -> DraftResult:
+        session = self._follow(ask)
+        tree = GuessTree()
+        forced = ask.forced_ids[: ask.length]
+        root = ROOT
+        for token_id in forced:
+            root = tree.add(root, token_id, 1.0, None)
+        max_nodes = ask.max_nodes or ask.length
+        num_columns = 0 if forced else self._num_columns(ask)
+        room = max_nodes - self._num_window_nodes(num_columns)
+        last = forced[-1] if forced else session.history.token_ids[-1]
+        tails = session.pool.tails(last)
+        for tail in tails if ask.max_nodes else tails[:1]:
+            self._add_tail(tree, root, tail[: ask.length - len(forced)], room)
+        session.bottoms = self._add_window(tree, session.window, num_columns)
+        if not forced:
+            session.guesses = tree.guesses()
+        chosen = tree.first(max_nodes)
+        return DraftResult(
+            key=ask.key,
+            ask_id=ask.ask_id,
+            token_ids=chosen.token_ids,
+            parents=chosen.parents if ask.max_nodes else None,
+            confidences=chosen.confidences,
+        )
+
+    def _num_columns(self, ask: Ask) -> int:
+        """Return how many columns fit into half of the nodes and into the draft's depth."""
+        by_nodes = (ask.max_nodes // 2 + 1) // self._num_rows  # the root is a cell, but no node
+        by_depth = ask.length - self._num_rows + 2  # the last cell's depth: num_rows - 1 + num_columns - 1, from 1 on
+        return max(0, min(self._config.window, by_nodes, by_depth))
+
+    def _num_window_nodes(self, num_columns: int) -> int:
+        return max(0, num_columns * self._num_rows - 1)
+
+    def _add_tail(self, tree: GuessTree, root: int, tail: Sequence[int], room: int) -> None:
+        """Add an n-gram of the pool as far as the tree has room."""
+        node = root
+        for depth, token_id in enumerate(tail):
+            if len(tree) >= room:
+                return
+            kind = ("pool", depth)
+            node = tree.add(node, token_id, self._estimate.rate(kind, POOL_PRIOR) * tree.free(node), kind)
+
+    def _add_window(self, tree: GuessTree, window: list[list[int]], num_columns: int) -> list[int]:
+        """Add the window's first columns; return the node of each one's last cell."""
+        bottoms: list[int] = []
+        top = ROOT
+        for column in range(num_columns):
+            if column:
+                top = self._add_cell(tree, top, window, 0, column)
+            node = top
+            for row in range(1, self._num_rows):
+                node = self._add_cell(tree, node, window, row, column)
+            bottoms.append(node)
+        return bottoms
+
+    def _add_cell(self, tree: GuessTree, parent: int, window: list[list[int]], row: int, column: int) -> int:
+        kind = ("window", row)
+        rate = self._estimate.rate(kind, WINDOW_PRIOR) * tree.free(parent)
+        return tree.add(parent, window[row][column], rate, kind)

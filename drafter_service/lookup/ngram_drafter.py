@@ -1,0 +1,165 @@
+"""Prompt lookup: what followed the last few tokens when they stood here before (Saxena 2023; vLLM's `ngram`).
+
+The longest n-gram that occurred before wins, its most recent occurrence is copied. Where the copy reaches the end of
+the text it goes on with itself, as LZ77 does, so that a loop is drafted to any length. A token is trusted by the length
+of its match and by how the tokens before it went on elsewhere in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from outrider.drafter_service.engine.engine import Ask, DraftResult
+from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.lookup.ngram_index import VOTE_SIZES, Kind, NgramIndex, match_length
+from outrider.drafter_service.lookup.token_history import (
+    UNBOUNDED_MODEL_LEN,
+    AcceptanceEstimate,
+    Guesses,
+    GuessTree,
+    TokenHistory,
+)
+from outrider.verifier_service.messages.draft import ROOT, DraftNeeds
+
+PRIOR = 0.5  # acceptance of a kind that was never judged
+
+
+@dataclass(slots=True)
+class _Session:
+    """One request's text, its n-grams, and what was guessed last."""
+
+    history: TokenHistory
+    index: NgramIndex
+    guesses: Guesses = field(default_factory=Guesses)
+
+    @classmethod
+    def empty(cls, sizes: Iterable[int]) -> _Session:
+        history = TokenHistory()
+        return cls(history, NgramIndex(history.token_ids, sizes))
+
+
+class NgramDrafter:
+    """A `Drafter` that looks the last tokens up in the request's own text, for chains and trees.
+
+    A session costs one dict entry per token and size of n-gram, those that vote included; a draft costs one look-up per
+    size, and one per vote on each token.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        prompt_lookup_min: int = 2,
+        prompt_lookup_max: int = 5,
+        max_model_len: int = UNBOUNDED_MODEL_LEN,
+    ) -> None:
+        """Match the last `prompt_lookup_max` tokens, or fewer down to `prompt_lookup_min`."""
+        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
+            raise ValueError("prompt_lookup_min must be at least 1 and at most prompt_lookup_max")
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.needs = DraftNeeds()
+        self._sizes = range(prompt_lookup_min, prompt_lookup_max + 1)
+        self._estimate = AcceptanceEstimate()
+        self._sessions: dict[SessionKey, _Session] = {}
+
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+        """Answer every ask at once; nothing is computed that `max_num_tokens` would bound."""
+        return [self._answer(ask) for ask in asks]
+
+    def release(self, key: SessionKey) -> None:
+        self._sessions.pop(key, None)
+
+    def check_integrity(self, keys: Collection[SessionKey]) -> None:
+        assert self._sessions.keys() <= set(keys), "n-grams of a session that is gone"
+        for session in self._sessions.values():
+            session.index.check_integrity()
+
+    # --- one ask ---
+
+    def _answer(self, ask: Ask) -> DraftResult:
+        session = self._follow(ask)
+        forced = list(ask.forced_ids[: ask.length])
+        places = self._places(session, forced)
+        if ask.max_nodes:
+            return self._tree(ask, session, forced, places)
+        return self._chain(ask, session, forced, next(places, None))
+
+    def _follow(self, ask: Ask) -> _Session:
+        """Bring a session up to its ask's tokens; one whose earlier tokens changed begins anew."""
+        session = self._sessions.get(ask.key)
+        if session is None or not session.history.is_continued_by(ask.token_ids):
+            session = self._sessions[ask.key] = _Session.empty(self._sizes)
+        new_ids = session.history.extend_to(ask.token_ids)
+        session.guesses.teach(self._estimate, new_ids)
+        session.guesses = Guesses()
+        session.index.catch_up()
+        return session
+
+    def _places(self, session: _Session, forced: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield (length of the match, position of what followed), longest match first."""
+        text = self._context(session, forced)
+        for size in reversed(self._sizes):
+            end = session.index.last_end(text, size)
+            if end is not None:
+                yield size, end
+
+    def _context(self, session: _Session, forced: Sequence[int]) -> list[int]:
+        """Return the last tokens that a draft would follow, as many as any n-gram has."""
+        return [*session.history.token_ids[-max(self._sizes[-1], VOTE_SIZES[-1]) :], *forced]
+
+    def _chain(self, ask: Ask, session: _Session, forced: Sequence[int], place: tuple[int, int] | None) -> DraftResult:
+        copied: Sequence[int] = ()
+        kinds: list[Kind] = []
+        if place is not None and len(forced) < ask.length:
+            size, begin = place
+            tokens = session.history.token_ids
+            copied = copy_on(tokens, forced, begin, ask.length - len(forced))
+            longest = size if forced else match_length(tokens, begin, size)
+            kinds = session.index.kinds(self._context(session, forced), copied, longest)
+        if not forced:
+            session.guesses = Guesses(copied, None, kinds)
+        rates = {kind: self._estimate.rate(kind, PRIOR) for kind in set(kinds)}
+        return DraftResult(
+            key=ask.key,
+            ask_id=ask.ask_id,
+            token_ids=(*forced, *copied),
+            confidences=(*[1.0] * len(forced), *[rates[kind] for kind in kinds]),
+        )
+
+    def _tree(
+        self, ask: Ask, session: _Session, forced: Sequence[int], places: Iterator[tuple[int, int]]
+    ) -> DraftResult:
+        """Branch where the last continuations of longer and shorter n-grams differ."""
+        tokens = session.history.token_ids
+        guesses = GuessTree()
+        root = ROOT
+        for token_id in forced:
+            root = guesses.add(root, token_id, 1.0, None)
+        context = self._context(session, forced)
+        for size, begin in places:
+            node = root
+            copied = copy_on(tokens, forced, begin, ask.length - len(forced))
+            kinds = session.index.kinds(context, copied, size)
+            for token_id, kind in zip(copied, kinds, strict=True):
+                node = guesses.add(node, token_id, self._estimate.rate(kind, PRIOR) * guesses.free(node), kind)
+        if not forced:
+            session.guesses = guesses.guesses()
+        chosen = guesses.best(ask.max_nodes)
+        return DraftResult(
+            key=ask.key,
+            ask_id=ask.ask_id,
+            token_ids=chosen.token_ids,
+            parents=chosen.parents,
+            confidences=chosen.confidences,
+        )
+
+
+def copy_on(tokens: list[int], forced: Sequence[int], begin: int, length: int) -> list[int]:
+    """Copy `length` tokens from `begin` on; after the last one (and the forced ones) comes the copy itself."""
+    copied = tokens[begin : begin + length]
+    if len(copied) < length:
+        copied = tokens[begin:] + list(forced)
+        copied *= -(-length // len(copied))
+    return copied[:length]

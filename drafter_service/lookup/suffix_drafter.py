@@ -1,0 +1,267 @@
+"""SuffixDecoding: what followed the longest known suffix, here or in past responses (Oliaro et al. 2024; DAS, 2025).
+
+One suffix tree per request holds its prompt and output, one per `cache_salt` the responses of the requests that ended.
+The longer the match, the longer the draft may be (`max_spec_factor`); a token is drafted while the estimated chance
+that all up to it are right is at least `min_token_prob`. A token's estimate starts from its share of the occurrences
+and learns how often tokens of such a match length, count and share were right. Salts share nothing but these rates.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from outrider.drafter_service.engine.engine import Ask, DraftResult
+from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.lookup.suffix_tree import Follower, Place, SuffixTree
+from outrider.drafter_service.lookup.token_history import (
+    UNBOUNDED_MODEL_LEN,
+    AcceptanceEstimate,
+    Guesses,
+    GuessTree,
+    TokenHistory,
+)
+from outrider.verifier_service.messages.draft import ROOT, DraftNeeds, require
+
+MAX_BRANCHES = 8  # children of one node of a draft tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuffixConfig:
+    """Limits of the trees and of a draft; the first four are vLLM's `suffix_decoding_*`."""
+
+    max_tree_depth: int = 24  # tokens of a match and of what is counted below it
+    max_cached_requests: int = 10_000  # past responses of all salts; 0: none
+    max_spec_factor: float = 4.0  # longest draft per matched token; vLLM's 1 cuts drafts that the estimate would keep
+    min_token_prob: float = 0.1  # of a chain's token and all before it
+    min_tree_prob: float = 0.02  # the same in a tree, which an ask's nodes bound as well
+    max_cached_tokens: int = 500_000  # of past responses; one costs about 0.3 KB
+
+    def __post_init__(self) -> None:
+        require(self.max_tree_depth >= 2, "max_tree_depth", "at least 2")
+        require(self.max_cached_requests >= 0, "max_cached_requests", "0 (none) or positive")
+        require(self.max_spec_factor > 0, "max_spec_factor", "positive")
+        require(0 <= self.min_token_prob <= 1, "min_token_prob", "in [0, 1]")
+        require(0 <= self.min_tree_prob <= 1, "min_tree_prob", "in [0, 1]")
+        require(self.max_cached_tokens >= 0, "max_cached_tokens", "0 (none) or positive")
+
+
+@dataclass(slots=True)
+class _Session:
+    """One request: its own tree, and what was guessed last."""
+
+    tree: SuffixTree
+    cache_salt: str
+    num_prompt_tokens: int
+    history: TokenHistory = field(default_factory=TokenHistory)
+    guesses: Guesses = field(default_factory=Guesses)
+
+
+@dataclass(slots=True)
+class _Chain:
+    token_ids: list[int] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    kinds: list[Hashable] = field(default_factory=list)
+    expected: float = 0.0  # accepted tokens beyond the forced ones
+
+    @classmethod
+    def of_forced(cls, forced: Sequence[int]) -> _Chain:
+        return cls(list(forced), [1.0] * len(forced), [None] * len(forced))
+
+
+class PastResponses:
+    """One suffix tree per salt, within bounds on all of them; the oldest response goes first."""
+
+    def __init__(self, config: SuffixConfig) -> None:
+        self._config = config
+        self._trees: dict[str, SuffixTree] = {}
+        self._texts: collections.deque[tuple[str, list[int]]] = collections.deque()  # oldest first
+        self._num_tokens = 0
+
+    def tree(self, cache_salt: str) -> SuffixTree | None:
+        return self._trees.get(cache_salt)
+
+    def add(self, cache_salt: str, token_ids: Sequence[int]) -> None:
+        """Remember a response, or as much of its end as the bounds allow."""
+        if not self._config.max_cached_requests:
+            return
+        token_ids = token_ids[max(0, len(token_ids) - self._config.max_cached_tokens) :]
+        if len(token_ids) < 2:  # nothing follows anything
+            return
+        tree = self._trees.setdefault(cache_salt, SuffixTree(self._config.max_tree_depth))
+        for token_id in token_ids:
+            tree.append(token_id)
+        self._texts.append((cache_salt, tree.close()))
+        self._num_tokens += len(token_ids)
+        while len(self._texts) > self._config.max_cached_requests or self._num_tokens > self._config.max_cached_tokens:
+            self._remove_oldest()
+
+    def _remove_oldest(self) -> None:
+        cache_salt, text = self._texts.popleft()
+        tree = self._trees[cache_salt]
+        tree.remove(text)
+        self._num_tokens -= len(text)
+        if tree.is_empty():
+            del self._trees[cache_salt]
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if the bounds are passed or the trees hold other texts than these."""
+        assert len(self._texts) <= self._config.max_cached_requests, "more past responses than allowed"
+        assert self._num_tokens == sum(len(text) for _, text in self._texts), "tokens that are in no response"
+        assert self._num_tokens <= self._config.max_cached_tokens, "more tokens of past responses than allowed"
+        assert self._trees.keys() == {cache_salt for cache_salt, _ in self._texts}, "trees without responses"
+        known = {id(text) for _, text in self._texts}
+        for tree in self._trees.values():
+            tree.check_integrity()
+            assert all(id(node.source) in known for node, _ in tree.nodes()), "a label in a response that is gone"
+
+
+class SuffixDrafter:
+    """A `Drafter` over suffix trees, for chains and trees."""
+
+    def __init__(
+        self, *, vocab_size: int, config: SuffixConfig | None = None, max_model_len: int = UNBOUNDED_MODEL_LEN
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.needs = DraftNeeds()
+        self._config = config or SuffixConfig()
+        self._past = PastResponses(self._config)
+        self._estimate = AcceptanceEstimate()
+        self._sessions: dict[SessionKey, _Session] = {}
+
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+        """Answer every ask at once; nothing is computed that `max_num_tokens` would bound."""
+        return [self._answer(ask) for ask in asks]
+
+    def release(self, key: SessionKey) -> None:
+        """Forget a session; its response is remembered among the past ones of its salt."""
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            self._past.add(session.cache_salt, session.history.token_ids[session.num_prompt_tokens :])
+
+    def check_integrity(self, keys: Collection[SessionKey]) -> None:
+        assert self._sessions.keys() <= set(keys), "a suffix tree of a session that is gone"
+        for session in self._sessions.values():
+            assert session.tree.token_ids == session.history.token_ids, "a suffix tree of other tokens"
+            session.tree.check_integrity()
+        self._past.check_integrity()
+
+    # --- one ask ---
+
+    def _answer(self, ask: Ask) -> DraftResult:
+        session = self._follow(ask)
+        forced = list(ask.forced_ids[: ask.length])
+        places = self._places(session, forced)
+        if ask.max_nodes:
+            return self._tree(ask, session, forced, places)
+        return self._chain(ask, session, forced, places)
+
+    def _follow(self, ask: Ask) -> _Session:
+        """Bring a session up to its ask's tokens; one whose salt or earlier tokens changed begins anew."""
+        session = self._sessions.get(ask.key)
+        is_same = session is not None and session.cache_salt == ask.cache_salt
+        if session is None or not is_same or not session.history.is_continued_by(ask.token_ids):
+            self.release(ask.key)
+            tree = SuffixTree(self._config.max_tree_depth)
+            session = self._sessions[ask.key] = _Session(tree, ask.cache_salt, len(ask.token_ids))
+        new_ids = session.history.extend_to(ask.token_ids)
+        session.guesses.teach(self._estimate, new_ids)
+        session.guesses = Guesses()
+        for token_id in new_ids:
+            session.tree.append(token_id)
+        return session
+
+    def _places(self, session: _Session, forced: list[int]) -> list[Place]:
+        """Return where the last tokens stand in the request's own tree and in that of past responses."""
+        tail = session.history.token_ids[1 - self._config.max_tree_depth :] + forced
+        own = session.tree.longest_match(tail) if forced else session.tree.longest_repeat()
+        past = self._past.tree(session.cache_salt)
+        places = (own, None if past is None else past.longest_match(tail))
+        return [place for place in places if place is not None]
+
+    def _chain(self, ask: Ask, session: _Session, forced: list[int], places: Sequence[Place]) -> DraftResult:
+        chain = self._best_chain(session, forced, places, ask.length)
+        if not forced:
+            session.guesses = Guesses(chain.token_ids, None, chain.kinds)
+        return DraftResult(
+            key=ask.key, ask_id=ask.ask_id, token_ids=tuple(chain.token_ids), confidences=tuple(chain.rates)
+        )
+
+    def _best_chain(self, session: _Session, forced: list[int], places: Sequence[Place], length: int) -> _Chain:
+        """Return the chain of the most expected tokens; each begins with the forced ones."""
+        chains = [self._chain_from(place, session, forced, length) for place in places]
+        return max(chains, key=lambda chain: chain.expected, default=_Chain.of_forced(forced))
+
+    def _chain_from(self, place: Place, session: _Session, forced: list[int], length: int) -> _Chain:
+        """Follow the most frequent token; where the request's own text ends it goes on with the draft itself."""
+        chain = _Chain.of_forced(forced)
+        survival = 1.0
+        num_copied = 0
+        for _ in range(min(length - len(forced), self._max_length(place))):
+            follower = place.likeliest()
+            if follower is None and place.node.source is session.tree.token_ids:
+                after = place._replace(depth=place.depth + 1)
+                follower = Follower(chain.token_ids[num_copied], 1.0, after)
+                num_copied += 1
+            if follower is None:
+                break
+            kind, rate = self._judge(follower)
+            survival *= rate
+            if survival < self._config.min_token_prob:
+                break
+            chain.token_ids.append(follower.token_id)
+            chain.rates.append(rate)
+            chain.kinds.append(kind)
+            chain.expected += survival
+            place = follower.place
+        return chain
+
+    def _tree(self, ask: Ask, session: _Session, forced: list[int], places: Sequence[Place]) -> DraftResult:
+        """Draft the best chain and what else is likely, from both trees."""
+        guesses = GuessTree()
+        chain = self._best_chain(session, forced, places, ask.length)
+        node = root = ROOT
+        for depth, (token_id, rate, kind) in enumerate(zip(chain.token_ids, chain.rates, chain.kinds, strict=True)):
+            node = guesses.add(node, token_id, rate, kind)
+            root = node if depth < len(forced) else root
+        for place in places:
+            self._grow(guesses, root, place, ask.max_nodes, ask.length - len(forced))
+        if not forced:
+            session.guesses = guesses.guesses()
+        chosen = guesses.best(ask.max_nodes)
+        return DraftResult(
+            key=ask.key,
+            ask_id=ask.ask_id,
+            token_ids=chosen.token_ids,
+            parents=chosen.parents,
+            confidences=chosen.confidences,
+        )
+
+    def _grow(self, guesses: GuessTree, root: int, place: Place, max_nodes: int, max_length: int) -> None:
+        """Add the likeliest continuations of a place, best first."""
+        limit = place.depth + min(max_length, self._max_length(place))
+        frontier = [(-1.0, root, place)]
+        num_guesses = 0
+        while frontier and num_guesses < max_nodes:
+            survival, parent, place = heapq.heappop(frontier)
+            if place.depth == limit:
+                continue
+            for follower in place.followers(MAX_BRANCHES):
+                kind, rate = self._judge(follower)
+                if -survival * rate < self._config.min_tree_prob:
+                    break
+                index = guesses.add(parent, follower.token_id, rate, kind)
+                heapq.heappush(frontier, (survival * rate, index, follower.place))
+                num_guesses += 1
+
+    def _max_length(self, place: Place) -> int:
+        return max(1, int(self._config.max_spec_factor * place.depth))
+
+    def _judge(self, follower: Follower) -> tuple[Hashable, float]:
+        """Return the kind of a guess and the estimated probability that it is right."""
+        place = follower.place
+        kind = (min(place.depth, 32).bit_length(), min(place.node.count, 64).bit_length(), int(4 * follower.share))
+        return kind, self._estimate.rate(kind, follower.share * place.depth / (place.depth + 1))

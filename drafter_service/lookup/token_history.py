@@ -1,0 +1,128 @@
+"""What drafters without a model share: a session's tokens, and how often guesses of a kind turn out right.
+
+Their drafts are point masses, which are exact however they were chosen, so that the estimates may learn from outcomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
+from outrider.verifier_service.messages.draft import ROOT
+
+UNBOUNDED_MODEL_LEN = 1 << 31  # the context of a drafter that computes nothing
+
+
+@dataclass(slots=True)
+class TokenHistory:
+    """A drafter's own copy of the committed tokens of one session."""
+
+    token_ids: list[int] = field(default_factory=list)
+    _source: Sequence[int] | None = None
+
+    def is_continued_by(self, token_ids: Sequence[int]) -> bool:
+        """Tell whether an ask's tokens begin with this history: O(1) for a session's own list, which only grows.
+
+        Another object, as a resync brings one, is compared token by token.
+        """
+        num_known = len(self.token_ids)
+        if len(token_ids) < num_known:
+            return False
+        if token_ids is self._source:
+            return num_known == 0 or token_ids[num_known - 1] == self.token_ids[-1]
+        return list(token_ids[:num_known]) == self.token_ids
+
+    def extend_to(self, token_ids: Sequence[int]) -> list[int]:
+        """Take in the ask's tokens, which continue this history; return those that are new."""
+        new_ids = list(token_ids[len(self.token_ids) :])
+        self.token_ids += new_ids
+        self._source = token_ids
+        return new_ids
+
+
+class AcceptanceEstimate:
+    """Running acceptance rates of kinds of guesses, drawn towards a prior where little was seen.
+
+    rate = (accepted + prior_weight · prior) / (seen + prior_weight); what was seen counts half once there are
+    `memory` outcomes, so that the rate follows a changing load.
+    """
+
+    def __init__(self, *, prior_weight: float = 8.0, memory: int = 1024) -> None:
+        self._prior_weight = prior_weight
+        self._memory = memory
+        self._outcomes: dict[Hashable, tuple[float, float]] = {}  # kind: (accepted, seen)
+
+    def rate(self, kind: Hashable, prior: float) -> float:
+        accepted, seen = self._outcomes.get(kind, (0.0, 0.0))
+        return (accepted + self._prior_weight * prior) / (seen + self._prior_weight)
+
+    def observe(self, kind: Hashable, *, is_accepted: bool) -> None:
+        accepted, seen = self._outcomes.get(kind, (0.0, 0.0))
+        if seen >= self._memory:
+            accepted, seen = accepted / 2, seen / 2
+        self._outcomes[kind] = (accepted + is_accepted, seen + 1)
+
+
+@dataclass(slots=True)
+class Guesses:
+    """What was guessed after some position: each token's kind and its parent (None: a chain)."""
+
+    token_ids: Sequence[int] = ()
+    parents: Sequence[int] | None = None
+    kinds: Sequence[Hashable] = ()
+
+    def teach(self, estimate: AcceptanceEstimate, new_ids: Sequence[int]) -> None:
+        """Let an estimate learn which guesses were right by the tokens committed since, as far as those go.
+
+        Only guesses whose parents were right are judged: a draft that was cut before its verification does no harm.
+        """
+        right_depths = {ROOT: -1}  # of the right guesses
+        num_new = len(new_ids)
+        for index, token_id in enumerate(self.token_ids):
+            depth = right_depths.get(index - 1 if self.parents is None else self.parents[index], num_new) + 1
+            if depth >= num_new:
+                if self.parents is None:
+                    break
+                continue
+            is_right = token_id == new_ids[depth]
+            if is_right:
+                right_depths[index] = depth
+            estimate.observe(self.kinds[index], is_accepted=is_right)
+
+
+@dataclass(slots=True)
+class GuessTree:
+    """A draft tree in the making out of several sources: guesses of the same path are one node."""
+
+    tree: DraftTree = field(default_factory=DraftTree)
+    kinds: list[Hashable] = field(default_factory=list)
+    _children: dict[tuple[int, int], int] = field(default_factory=dict)
+    _taken: dict[int, float] = field(default_factory=dict)  # the probability of a node's children together
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def free(self, parent: int) -> float:
+        """Return the probability that no child of a node is right."""
+        return max(0.0, 1.0 - self._taken.get(parent, 0.0))
+
+    def add(self, parent: int, token_id: int, prob: float, kind: Hashable) -> int:
+        """Return the child of a node for a token: the one that is there, or a new one."""
+        index = self._children.get((parent, token_id))
+        if index is None:
+            prob = min(prob, self.free(parent))
+            index = self._children[parent, token_id] = self.tree.add(parent, token_id, prob)
+            self._taken[parent] = self._taken.get(parent, 0.0) + prob
+            self.kinds.append(kind)
+        return index
+
+    def best(self, max_nodes: int) -> ChosenNodes:
+        return self.tree.best(max_nodes)
+
+    def first(self, max_nodes: int) -> ChosenNodes:
+        """Keep the nodes that were added first, in this order."""
+        return self.tree.chosen(range(min(len(self), max_nodes)))
+
+    def guesses(self) -> Guesses:
+        return Guesses(self.tree.token_ids, self.tree.parents, self.kinds)

@@ -1,0 +1,1 @@
+"""Drafters with a model of their own."""

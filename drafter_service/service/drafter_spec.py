@@ -1,0 +1,112 @@
+"""What a drafter is told, and what follows from it; apart from what runs it, so that knowing it needs no model code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from outrider.drafter_service.service.speculative_config import (
+    STATE_READING,
+    TARGET_DERIVED,
+    WHOLE_MODELS,
+    Method,
+    SpeculativeConfig,
+)
+from outrider.verifier_service.engine.verifier_spec import VerifierSpec
+from outrider.verifier_service.messages.draft import FINAL_TAP
+from outrider.verifier_service.model.architectures import load_model_description, resolve_folder
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.ranks import RankSpec
+
+MAX_DRAFTS_TOGETHER = 32  # that a target drafts for itself in one go: scratch blocks for more would lie idle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterSpec:
+    """Everything a drafter's ranks must know."""
+
+    model: ModelConfig | None  # the draft model or head; None: the method has none
+    target: ModelConfig  # whose vocabulary drafts are made of
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    max_num_batched_tokens: int = 2048
+    max_sessions: int = 256
+    sampling_seed: int | None = None  # of unseeded drafts; None: from the operating system
+    tensor_host: str = ""  # where it listens for channels that bring hidden states; "": they come as bytes
+    check_integrity: bool = False  # after every step: for tests
+
+    @property
+    def loads_model(self) -> bool:
+        """Whether the ranks load a whole model, which may be tensor-parallel."""
+        return any(method in WHOLE_MODELS for method in self.speculative.all_methods)
+
+    @property
+    def vocabulary(self) -> ModelConfig:
+        """The model in whose vocabulary drafts are made.
+
+        Whatever is no model of its own, or speaks another vocabulary and translates, drafts in the target's.
+        """
+        is_own = self.speculative.method in WHOLE_MODELS and self.speculative.vocabulary == "same"
+        return self.model if is_own and self.model is not None else self.target
+
+    def num_target_layers(self) -> int:
+        """Read how many layers the target has from its files."""
+        return int(load_model_description(resolve_folder(self.target), self.target).num_hidden_layers)
+
+    def run_rank(self, rank: RankSpec) -> None:
+        """Be one rank of this drafter until its shell, or rank 0, goes away."""
+        from outrider.drafter_service.service.rank_main import run_drafter_rank
+
+        run_drafter_rank(self, rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColocatedSpec:
+    """A verifier and the drafter in its process."""
+
+    verifier: VerifierSpec
+    drafter: DrafterSpec
+
+    def run_rank(self, rank: RankSpec) -> None:
+        """Be one rank of the verifier, rank 0 with the drafter beside it."""
+        from outrider.drafter_service.service.colocated import run_colocated_rank
+
+        run_colocated_rank(self, rank)
+
+
+def state_taps(spec: DrafterSpec) -> tuple[int, ...]:
+    """Return the hidden states that a verifier must keep for a drafter: read from the drafter's files."""
+    methods = [method for method in spec.speculative.all_methods if method in STATE_READING]
+    if not methods:
+        return ()
+    if methods[0] not in (Method.EAGLE3, Method.DFLASH):
+        return (FINAL_TAP,)
+    assert spec.model is not None
+    from outrider.drafter_service.heads import dflash, eagle3
+
+    config = json.loads((resolve_folder(spec.model) / "config.json").read_text())
+    if methods[0] is Method.DFLASH:
+        return dflash.parse_config(config, spec.num_target_layers()).taps
+    return eagle3.parse_config(config, spec.num_target_layers()).taps
+
+
+def common_state_taps(specs: Iterable[DrafterSpec]) -> tuple[int, ...]:
+    """Return the hidden states that a verifier keeps for several drafters; raises `ValueError` where they differ."""
+    found = {taps for spec in specs if (taps := state_taps(spec))}
+    if len(found) > 1:
+        raise ValueError(f"drafter_pools: those that read hidden states must read the same, not {sorted(found)}")
+    return found.pop() if found else ()
+
+
+def num_scratch_blocks(spec: DrafterSpec, block_size: int, max_num_seqs: int) -> int:
+    """Return how many KV blocks of the target a drafter writes its own guesses into."""
+    speculative = spec.speculative
+    if not any(method in TARGET_DERIVED for method in speculative.all_methods):
+        return 0
+    num_nodes = max(speculative.num_tree_nodes, speculative.num_speculative_tokens)
+    return min(max_num_seqs, MAX_DRAFTS_TOGETHER) * scratch_blocks_per_draft(num_nodes, block_size)
+
+
+def scratch_blocks_per_draft(num_nodes: int, block_size: int) -> int:
+    """Return how many blocks hold a partly filled block's tokens, the last committed one and the drafted ones."""
+    return -(-(block_size + num_nodes) // block_size)

@@ -1,0 +1,235 @@
+"""Build the drafter that a configuration asks for, where it runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from outrider.drafter_service.engine.engine import Drafter
+from outrider.drafter_service.engine.tree_growth import TreeConfig
+from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
+from outrider.drafter_service.head_drafters.head_runner import HeadRunner, load_heads
+from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
+from outrider.drafter_service.head_drafters.mlp_drafter import MlpDrafter
+from outrider.drafter_service.heads.head_files import CONFIG_NAME, read_json
+from outrider.drafter_service.heads.medusa import MedusaHeads
+from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
+from outrider.drafter_service.lookup.lookahead_drafter import LookaheadConfig, LookaheadDrafter
+from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
+from outrider.drafter_service.lookup.suffix_drafter import SuffixConfig, SuffixDrafter
+from outrider.drafter_service.models.dflash_drafter import dflash_drafter, load_dflash
+from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.models.parallel_drafter import parallel_drafter, parse_mask_token_id
+from outrider.drafter_service.models.translated_drafter import IntersectionDrafter, TextDrafter
+from outrider.drafter_service.models.vocabulary_map import FileTokenizer, VocabularyMap
+from outrider.drafter_service.service.drafter_spec import DrafterSpec
+from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
+from outrider.drafter_service.service.speculative_config import (
+    MODEL_FREE,
+    Method,
+)
+from outrider.drafter_service.target.early_exit_drafter import early_exit_drafter
+from outrider.drafter_service.target.sparse_drafter import sparse_drafter
+from outrider.drafter_service.target.target_view import TargetView
+from outrider.verifier_service.engine.engine import Runner
+from outrider.verifier_service.messages.seeds import derive_seed
+from outrider.verifier_service.model.architectures import load_model_description, resolve_folder
+from outrider.verifier_service.model.runner import resolve_device
+from outrider.verifier_service.model.weights import Checkpoint
+
+MAX_DRAFTS_TOGETHER = 32  # that a target drafts for itself in one go: scratch blocks for more would lie idle
+
+
+def build_drafter(spec: DrafterSpec, *, runner: Runner | None = None, view: TargetView | None = None) -> Drafter:
+    """Build what `spec` asks for; raises `ValueError` naming what is wrong with it or its files.
+
+    `runner` is the loaded draft model of methods that have a whole one, `view` the target's engine where the drafter
+    runs beside it.
+    """
+    maker = _Maker(spec, runner, view)
+    methods = spec.speculative.all_methods
+    if spec.speculative.method is not Method.HYBRID:
+        return maker.make(methods[0])
+    lookups = {method.value: maker.make(method) for method in methods if method in MODEL_FREE}
+    models = {method.value: maker.make(method) for method in methods if method not in MODEL_FREE}
+    return HybridDrafter(lookups, models)
+
+
+class _Maker:
+    """One drafter of each kind."""
+
+    def __init__(self, spec: DrafterSpec, runner: Runner | None, view: TargetView | None) -> None:
+        self._spec, self._runner, self._view = spec, runner, view
+        self._config = spec.speculative
+        self._rng = torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "drafter"))
+        description = load_model_description(resolve_folder(spec.target), spec.target)
+        self._vocab_size: int = description.vocab_size
+        self._state_width: int = description.hidden_size
+        self._device = resolve_device(spec.target.device)
+        self._max_model_len: int = spec.target.max_model_len or description.max_position_embeddings
+        self._limits = {"vocab_size": self._vocab_size, "max_model_len": self._max_model_len}
+        self._trees = TreeConfig(method=self._config.tree_method)
+        self._num_ahead_branches = 0 if view is not None else self._config.num_ahead_branches  # no time of its own
+
+    def make(self, method: Method) -> Drafter:
+        makers: dict[Method, Callable[[], Drafter]] = {
+            Method.DRAFT_MODEL: self._draft_model,
+            Method.NGRAM: self._ngram,
+            Method.SUFFIX: self._suffix,
+            Method.LOOKAHEAD: self._lookahead,
+            Method.EARLY_EXIT: self._early_exit,
+            Method.SPARSE: self._sparse,
+            Method.MEDUSA: self._medusa,
+            Method.MLP_SPECULATOR: self._mlp_speculator,
+            Method.EAGLE: partial(self._eagle, Method.EAGLE),
+            Method.EAGLE3: partial(self._eagle, Method.EAGLE3),
+            Method.MTP: partial(self._eagle, Method.MTP),
+            Method.PARALLEL_DRAFT: self._parallel_draft,
+            Method.DFLASH: self._dflash,
+        }
+        return makers[method]()
+
+    def _draft_model(self) -> Drafter:
+        assert self._runner is not None, "the draft model is not loaded"
+        match self._config.vocabulary:
+            case "text":
+                return self._by_way_of_text(self._runner)
+            case "intersect":
+                return self._in_shared_tokens(self._runner)
+        shared = min(self._runner.vocab_size, self._vocab_size)
+        return ModelDrafter(
+            self._runner,
+            self._rng,
+            vocab_size=shared,
+            trees=self._trees,
+            num_ahead_branches=self._num_ahead_branches,
+        )
+
+    def _by_way_of_text(self, runner: Runner) -> Drafter:
+        target, draft = self._tokenizers()
+        inner = ModelDrafter(runner, self._rng, trees=self._trees)
+        return TextDrafter(inner, target_tokenizer=target, draft_tokenizer=draft, target_vocab_size=self._vocab_size)
+
+    def _in_shared_tokens(self, runner: Runner) -> Drafter:
+        target, draft = self._tokenizers()
+        vocabulary = VocabularyMap.of(
+            target.vocabulary(),
+            draft.vocabulary(),
+            target_vocab_size=self._vocab_size,
+            draft_vocab_size=runner.vocab_size,
+        )
+        return IntersectionDrafter(
+            runner,
+            self._rng,
+            vocabulary=vocabulary,
+            target_tokenizer=target,
+            draft_tokenizer=draft,
+            trees=self._trees,
+        )
+
+    def _tokenizers(self) -> tuple[FileTokenizer, FileTokenizer]:
+        assert self._spec.model is not None
+        folders = (resolve_folder(self._spec.target), resolve_folder(self._spec.model))
+        return FileTokenizer.from_folder(folders[0]), FileTokenizer.from_folder(folders[1])
+
+    def _parallel_draft(self) -> Drafter:
+        assert self._runner is not None, "the draft model is not loaded"
+        vocab_size = self._runner.vocab_size
+        mask_token_id = parse_mask_token_id(read_json(self._head_folder() / CONFIG_NAME), vocab_size)
+        return parallel_drafter(
+            self._runner,
+            self._rng,
+            mask_token_id=mask_token_id,
+            vocab_size=min(vocab_size, self._vocab_size),
+            trees=self._trees,
+        )
+
+    def _ngram(self) -> Drafter:
+        return NgramDrafter(
+            prompt_lookup_min=self._config.prompt_lookup_min,
+            prompt_lookup_max=self._config.prompt_lookup_max,
+            **self._limits,
+        )
+
+    def _suffix(self) -> Drafter:
+        config = SuffixConfig(
+            max_tree_depth=self._config.suffix_decoding_max_tree_depth,
+            max_cached_requests=self._config.suffix_decoding_max_cached_requests,
+            max_spec_factor=self._config.suffix_decoding_max_spec_factor,
+            min_token_prob=self._config.suffix_decoding_min_token_prob,
+        )
+        return SuffixDrafter(config=config, **self._limits)
+
+    def _lookahead(self) -> Drafter:
+        config = LookaheadConfig(window=self._config.lookahead_window, ngram=self._config.lookahead_ngram_size)
+        rng = random.Random(derive_seed(self._spec.sampling_seed, "lookahead"))
+        return LookaheadDrafter(rng=rng, config=config, **self._limits)
+
+    def _early_exit(self) -> Drafter:
+        assert self._view is not None, "early exit runs in the verifier"
+        return early_exit_drafter(self._view, self._rng, exit_layer=self._config.exit_layer, trees=self._trees)
+
+    def _sparse(self) -> Drafter:
+        assert self._view is not None, "sparse self-speculation runs in the verifier"
+        return sparse_drafter(self._view, self._rng, num_blocks=self._config.sparse_num_blocks, trees=self._trees)
+
+    def _medusa(self) -> Drafter:
+        folder = self._head_folder()
+        heads = MedusaHeads.from_folder(folder, target_lm_head=self._target_lm_head())
+        self._require_width(folder, heads.hidden_size)
+        return MedusaDrafter(heads.to(self._device), rng=self._rng, **self._limits)
+
+    def _mlp_speculator(self) -> Drafter:
+        folder = self._head_folder()
+        speculator = MlpSpeculator.from_folder(folder)
+        self._require_width(folder, speculator.emb_dim)
+        return MlpDrafter(speculator.to(self._device), rng=self._rng, **self._limits)
+
+    def _require_width(self, folder: Path, width: int) -> None:
+        if width != self._state_width:
+            raise ValueError(f"{folder}: it reads states of width {width}, the target's have {self._state_width}")
+
+    def _target_lm_head(self) -> torch.Tensor | None:
+        """Read the target's output embedding, for heads that share it."""
+        with Checkpoint(resolve_folder(self._spec.target)) as target:
+            found = (name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in target)
+            name = next(found, None)
+            return None if name is None else target.read(name)
+
+    def _eagle(self, method: Method) -> Drafter:
+        is_with_target = method is Method.MTP and (self._spec.model is None or bool(self._config.methods))
+        model = self._spec.target if self._spec.model is None or is_with_target else self._spec.model
+        paths = self._config.models or (model.path,)
+        heads = load_heads(
+            method.value,
+            [resolve_folder(replace(model, path=path)) for path in paths],
+            model,
+            target=resolve_folder(self._spec.target),
+            num_target_layers=self._spec.num_target_layers(),
+        )
+        return EagleDrafter(
+            HeadRunner.sized_by(heads, model),
+            self._rng,
+            vocab_size=self._vocab_size,
+            trees=self._trees,
+            num_ahead_branches=self._num_ahead_branches,
+        )
+
+    def _dflash(self) -> Drafter:
+        assert self._spec.model is not None, "the drafter has no checkpoint"
+        model = load_dflash(
+            self._head_folder(),
+            self._spec.model,
+            target=resolve_folder(self._spec.target),
+            num_target_layers=self._spec.num_target_layers(),
+        )
+        return dflash_drafter(model, self._rng, vocab_size=self._vocab_size, trees=self._trees)
+
+    def _head_folder(self) -> Path:
+        assert self._spec.model is not None, "the head has no checkpoint"
+        return resolve_folder(self._spec.model)

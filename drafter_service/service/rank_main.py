@@ -1,0 +1,149 @@
+"""Run a draft engine in a process of its own: relayed frames of many verifiers in, drafts out, over one pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+
+from outrider.drafter_service.engine.ahead_drafter import AheadDrafter
+from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig, handle_payload
+from outrider.drafter_service.engine.forward_cost import ForwardCost, MeteredRunner
+from outrider.drafter_service.engine.messages import TO_DRAFT_ENGINE, DrafterReady, DrafterUpdate
+from outrider.drafter_service.engine.state_transport import StateTransport
+from outrider.drafter_service.service.drafter_spec import DrafterSpec
+from outrider.drafter_service.service.drafters import build_drafter
+from outrider.drafter_service.target.target_view import TargetView
+from outrider.verifier_service.engine.engine import Runner
+from outrider.verifier_service.engine.factory import load_rank
+from outrider.verifier_service.links.tensor_channel import TensorStore
+from outrider.verifier_service.messages.draft import DrafterMessage
+from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.model.ranks import RankSpec, arrived, connect, keep_loaded
+from outrider.verifier_service.model.runner import ParallelRunner, follow
+from outrider.verifier_service.model.tokenizer import fingerprint_of
+
+LOAD_INTERVAL_S = 0.2
+
+
+def build_draft_engine(
+    spec: DrafterSpec,
+    *,
+    runner: Runner | None = None,
+    view: TargetView | None = None,
+    cost: ForwardCost | None = None,
+) -> DraftEngine:
+    """Put sessions and batching around a drafter; the arguments are those of `build_drafter` and `DraftEngine`."""
+    speculative = spec.speculative
+    config = DraftEngineConfig(
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        max_draft_length=speculative.num_speculative_tokens,
+        max_tree_nodes=speculative.num_tree_nodes,
+        max_sessions=spec.max_sessions,
+        drafts_greedily=speculative.draft_sample_method == "greedy",
+    )
+    drafter = build_drafter(spec, runner=runner, view=view)
+    ahead = drafter if isinstance(drafter, AheadDrafter) and drafter.runs_ahead else None
+    return DraftEngine(drafter, clock=time.monotonic, config=config, ahead=ahead, cost=cost)
+
+
+def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
+    """Be one rank of a drafter until its shell, or rank 0, goes away."""
+    runner: MeteredRunner | None = None
+    cost: ForwardCost | None = None
+    if spec.loads_model:
+        assert spec.model is not None
+        share, pipes = load_rank(spec.model, rank)
+        if rank.rank > 0:
+            keep_loaded()
+            follow(pipes[0], share)
+            return
+        runner = MeteredRunner(ParallelRunner(share, pipes))
+        if spec.speculative.num_ahead_branches:  # nobody else asks what a forward costs
+            cost = ForwardCost(time.monotonic, runner)
+    shell = connect(rank.shell_address)
+    engine = build_draft_engine(spec, runner=runner, cost=cost)
+    keep_loaded()
+    store = TensorStore(spec.tensor_host) if spec.tensor_host and engine.needs.taps else None
+    ready = DrafterReady(
+        vocab_size=engine.vocab_size,
+        max_model_len=engine.max_model_len,
+        max_draft_length=engine.config.max_draft_length,
+        vocab_fingerprint=fingerprint_of(spec.vocabulary),
+        needs=engine.needs,
+        tensor_store="" if store is None else store.address,
+    )
+    shell.send_bytes(encode(ready))
+    DraftLoop(engine, shell, clock=time.monotonic, check_integrity=spec.check_integrity, store=store).run()
+
+
+class DraftLoop:
+    """Shovel messages between the pipe and the draft engine, step after step."""
+
+    def __init__(
+        self,
+        engine: DraftEngine,
+        pipe: Connection,
+        *,
+        clock: Callable[[], float],
+        check_integrity: bool = False,
+        store: TensorStore | None = None,
+    ) -> None:
+        """`check_integrity` is called after every step where asked for; its error ends the loop.
+
+        `store` is where channels for hidden states meet, for a drafter that has them.
+        """
+        self._engine = engine
+        self._states = StateTransport(engine, store)
+        self._pipe = pipe
+        self._clock = clock
+        self._checks_integrity = check_integrity
+        self._answers: list[Relay] = []
+        self._next_load_s = 0.0
+
+    def run(self) -> None:
+        """Step until the shell closes the pipe."""
+        with contextlib.closing(self._states), contextlib.suppress(EOFError, ConnectionError):  # the shell is gone
+            while True:
+                is_idle = not (self._engine.has_work() or self._engine.has_spare_work())
+                self._receive(patience_s=LOAD_INTERVAL_S if is_idle else 0.0)
+                if ready := self._engine.flush():  # what waits for no forward does not wait for one
+                    self._publish(ready)
+                self._publish(self._engine.step())
+                self._engine.run_ahead()
+                if self._checks_integrity:
+                    self._engine.check_integrity()
+
+    def _receive(self, patience_s: float) -> None:
+        """Take in all that has arrived, waiting `patience_s` for the first of it."""
+        wait([self._pipe, self._states.fileno()], patience_s)
+        for frame in arrived(self._pipe):
+            self._dispatch(decode(frame, TO_DRAFT_ENGINE))
+        self._states.collect()
+
+    def _dispatch(self, message: Relay | PeerState) -> None:
+        if isinstance(message, PeerState):
+            if message.tensors is not None:
+                self._states.open(message.peer, message.tensors)
+            if not message.is_up:
+                self._states.close_peer(message.peer)
+                self._engine.forget_peer(message.peer)
+            return
+        answers = handle_payload(self._engine, message.peer, message.payload, self._states.handle)
+        self._answers.extend(self._relay(message.peer, answer) for answer in answers)
+
+    def _relay(self, peer: str, payload: bytes) -> Relay:
+        return Relay(peer=peer, payload=payload, received_s=self._clock())
+
+    def _publish(self, messages: Sequence[tuple[str, DrafterMessage]]) -> None:
+        relays = self._answers + [self._relay(peer, encode(message)) for peer, message in messages]
+        self._answers = []
+        now_s = self._clock()
+        is_due = now_s >= self._next_load_s
+        if is_due:
+            self._next_load_s = now_s + LOAD_INTERVAL_S
+        if relays or is_due:
+            load = self._engine.load() if is_due else None
+            self._pipe.send_bytes(encode(DrafterUpdate(relays=tuple(relays), load=load)))

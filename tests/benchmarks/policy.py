@@ -1,0 +1,237 @@
+"""`make study NAME=policy`: how much to draft, decided in several ways, over recorded acceptance.
+
+The work is in `policy_replay` (virtual time), `policy_arms` and `policy_adaptive` (the policies) and `policy_table`;
+nothing heavy is imported before the verb runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from outrider.cluster.common.server_options import CONTEXT_SETTINGS
+from outrider.cluster.common.terminal import console_of, markdown_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from benchmarks.policy_replay import MachineFit
+    from benchmarks.policy_table import Point
+
+PLAIN_WIDTH = 180  # columns of text where the output is no terminal
+BATCH_SIZES = "1,2,4,8,16,32,64,128,256"
+SUFFIXES = (".jsonl", ".jsonl.gz")
+
+
+def _batch_sizes(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in value.split(","))
+    except ValueError as error:
+        raise click.BadParameter("expected integers with commas between them") from error
+    if min(sizes) < 1:
+        raise click.BadParameter("a batch has at least one request")
+    return sizes
+
+
+@click.command(context_settings=CONTEXT_SETTINGS)
+@click.argument("traces_folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--batch-sizes", default=BATCH_SIZES, show_default=True, callback=_batch_sizes)
+@click.option(
+    "--num-tokens",
+    "min_tokens",
+    type=click.IntRange(min=1),
+    default=20_000,
+    show_default=True,
+    help="Committed in one replay, at least; large batches play more.",
+)
+@click.option(
+    "--repeats",
+    "num_repeats",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Replay with the requests in so many orders: the means, and how far adaptive over the table is certain.",
+)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+def policy(
+    traces_folder: Path,
+    batch_sizes: tuple[int, ...],
+    min_tokens: int,
+    num_repeats: int,
+    json_file: Path | None,
+    markdown_file: Path | None,
+) -> None:
+    """Compare draft-length policies over recorded acceptance, in virtual time: throughput by batch size.
+
+    TRACES_FOLDER holds JSONL files (.gz too): prompt_token_ids, generated_token_ids, and acc_eagle.acc_len and
+    acc_ngram.acc_len: the tokens that one verification at each generated position committed.
+    """
+    from benchmarks.policy_replay import MachineFit
+    from benchmarks.policy_table import count_points, run_table
+    from outrider.cluster.replay.traces import TraceError, read_traces
+
+    files = sorted(path for path in traces_folder.iterdir() if path.name.endswith(SUFFIXES))
+    if not files:
+        raise click.UsageError(f"{traces_folder} holds no .jsonl or .jsonl.gz file")
+    try:
+        datasets = [(path.name.partition(".")[0], read_traces(path)) for path in files]
+    except TraceError as error:
+        raise click.ClickException(str(error)) from error
+    machine = MachineFit()
+    with _progress(count_points(datasets, batch_sizes)) as on_point:
+        points = run_table(
+            datasets,
+            batch_sizes,
+            machine=machine,
+            min_tokens=min_tokens,
+            num_repeats=num_repeats,
+            on_point=on_point,
+        )
+    console = console_of(PLAIN_WIDTH)
+    for title, group in grouped(points):
+        console.print(to_table(title, group))
+    console.print(verdict(points))
+    if json_file is not None:
+        json_file.write_text(json.dumps(to_json(points, machine), indent=2) + "\n")
+    if markdown_file is not None:
+        markdown_file.write_text(to_markdown(points, machine))
+
+
+@contextmanager
+def _progress(num_points: int) -> Iterator[Callable[[Point], None]]:
+    """Show on stderr how many points are done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=num_points)
+        yield lambda point: progress.update(task, advance=1, description=f"{point.dataset}, {point.drafter}")
+
+
+# --- the report ---
+
+HEADINGS = (
+    "batch",
+    "off, tokens/s",
+    "K = 1",
+    "K = 2",
+    "K = 4",
+    "K = 8",
+    "table (K)",
+    "adaptive",
+    "oracle",
+    "clairvoyant",
+    "mean draft",
+    "oracle's",
+    "of oracle",
+    "of table",
+)
+SHOWN_LENGTHS = (1, 2, 4, 8)
+
+
+def cells(point: Point) -> list[str]:
+    """Write one row under `HEADINGS`."""
+    return [
+        str(point.batch_size),
+        f"{point.off_throughput:.0f}",
+        *(f"{point.fixed[length - 1]:.3f}" for length in SHOWN_LENGTHS),
+        f"{point.table:.3f} ({point.table_length})",
+        f"{point.adaptive:.3f}",
+        f"{point.oracle:.3f}",
+        f"{point.clairvoyant:.3f}",
+        f"{point.adaptive_length:.2f}",
+        f"{point.oracle_length:.2f}",
+        f"{point.of_oracle:.3f}",
+        _of_table(point, digits=3),
+    ]
+
+
+def _of_table(point: Point, *, digits: int) -> str:
+    error = f" ± {point.of_table_error:.{digits}f}" if point.of_table_error else ""
+    return f"{point.of_table:.{digits}f}{error}"
+
+
+def grouped(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
+    """Return the points of each dataset and drafter under their title."""
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        groups.setdefault(f"{point.dataset}, {point.drafter}", []).append(point)
+    return list(groups.items())
+
+
+def to_table(title: str, points: Sequence[Point]) -> Table:
+    """Draw one drafter's points for a terminal."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right")
+    for point in points:
+        table.add_row(*cells(point))
+    return table
+
+
+def verdict(points: Sequence[Point]) -> str:
+    """Say at how many points adaptive is what it has to be, and where it is not."""
+    from benchmarks.policy_table import MIN_OF_ORACLE, MIN_OF_TABLE
+
+    missed = [point for point in points if not point.is_met]
+    lines = [
+        f"Adaptive is at least {MIN_OF_ORACLE} of the oracle and {MIN_OF_TABLE} of the table at "
+        f"{len(points) - len(missed)} of {len(points)} points, within two standard errors at "
+        f"{sum(point.is_met_but_for_noise for point in points)}; least of the oracle "
+        f"{min(point.of_oracle for point in points):.3f}, least of the table "
+        f"{min(point.of_table for point in points):.3f}, least of off {min(point.adaptive for point in points):.3f}."
+    ]
+    lines += [
+        f"- {'within two standard errors' if point.is_met_but_for_noise else 'not'} "
+        f"at {point.dataset}, {point.drafter}, batch {point.batch_size}: {point.of_oracle:.4f} of the oracle, "
+        f"{_of_table(point, digits=5)} of the table (K = {point.table_length})"
+        for point in missed
+    ]
+    return "\n".join(lines)
+
+
+def to_json(points: Sequence[Point], machine: MachineFit) -> dict[str, object]:
+    """Return everything measured."""
+    return {
+        "machine": asdict(machine) | {"knee": machine.knee},
+        "points": [
+            asdict(point)
+            | {
+                "table": point.table,
+                "table_length": point.table_length,
+                "of_oracle": point.of_oracle,
+                "of_table": point.of_table,
+            }
+            for point in points
+        ],
+    }
+
+
+def to_markdown(points: Sequence[Point], machine: MachineFit) -> str:
+    """Write a page: what was replayed, the verdict, a table per dataset and drafter, what the names mean."""
+    from benchmarks import policy_replay, policy_table
+
+    lines = [
+        "# How much to draft: policies over recorded acceptance",
+        "",
+        "`make study NAME=policy`: in virtual time, so the figures are the same on any machine.",
+        "",
+        verdict(points),
+        "",
+    ]
+    for title, group in grouped(points):
+        lines += [f"**{title}**", "", *markdown_table(HEADINGS, map(cells, group)), ""]
+    explained = [inspect.cleandoc(thing.__doc__ or "") for thing in (policy_table, policy_replay, machine)]
+    lines += ["```", "\n\n".join(explained), f"Here: knee at {machine.knee:.0f} tokens.", "```"]
+    return "\n".join(lines) + "\n"

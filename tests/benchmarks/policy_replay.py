@@ -1,0 +1,291 @@
+"""Replay recorded acceptance in virtual time: batches of requests, a step at a time, under a draft-length policy.
+
+A trace says for each generated position what one verification there would have committed, so any draft length can be
+played: a request at a position that drafts k tokens accepts the first of them up to what was recorded, commits these
+and one more, and advances by that. Batches are continuous: a request that ends is replaced by the next one, and the
+first ones begin somewhere in their middle, so that every step is one of a running server. Prompts are there already
+(prefill costs every policy the same); their tokens count as context.
+
+Time is the published fit of Llama-3.1-8B on an H100 (Liu et al., "Speculative Decoding: Performance or Illusion?",
+2025, arXiv 2601.11580) with a compute-bound knee added, since it was fitted on batches of up to 64 requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.recorded_lookup import recorded_kinds
+from outrider.cluster.replay.traces import Trace
+from outrider.drafter_service.lookup.ngram_index import Kind
+
+MAX_LENGTH = 8  # of a draft
+EAGLE, NGRAM = "eagle", "ngram"  # as recorded
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFit:
+    """Seconds of one step, by its parts; the defaults are the published fit.
+
+    The knee: a weight of `weight_bytes` takes part in 2 FLOP per token, so a machine of `flop_per_byte` (H100: 990
+    bf16 TFLOP/s over 3.35 TB/s, about 300) computes as long as it loads weights at flop_per_byte · weight_bytes / 2
+    tokens: 300. From there on nothing of the weights' time is left to share, so it is proportional to the tokens:
+    forward(n) = fit(min(n, knee)) · max(1, n / knee). Attention over the context is added to either.
+    """
+
+    fixed_s: float = 5.886e-3
+    token_s: float = 2.101e-5
+    context_token_s: float = 3.926e-8
+    overhead_s: float = 1.207e-3
+    eagle_fixed_s: float = 2.135e-3  # of a whole draft: the fit does not depend on its length
+    eagle_token_s: float = 8.41e-7
+    eagle_context_token_s: float = 2.378e-9
+    ngram_share: float = 0.006  # of the forward pass
+    flop_per_byte: float = 300.0
+    weight_bytes: float = 2.0
+
+    @property
+    def knee(self) -> float:
+        """Return the tokens of a step from which the machine is compute-bound."""
+        return self.flop_per_byte * self.weight_bytes / 2.0
+
+    def forward_s(self, num_tokens: FloatArray, num_context_tokens: float) -> FloatArray:
+        """Return the target's seconds for each number of tokens."""
+        below = self.fixed_s + self.token_s * np.minimum(num_tokens, self.knee)
+        return below * np.maximum(1.0, num_tokens / self.knee) + self.context_token_s * num_context_tokens
+
+    def draft_s(
+        self, forward_s: FloatArray, num_eagle_tokens: IntArray, num_ngram_tokens: IntArray, num_context_tokens: float
+    ) -> FloatArray:
+        """Return the seconds of drafting beside each forward pass: one pass of EAGLE for all, look-ups for all."""
+        eagle_s = (
+            self.eagle_fixed_s + self.eagle_token_s * num_eagle_tokens + self.eagle_context_token_s * num_context_tokens
+        )
+        return np.where(num_eagle_tokens > 0, eagle_s, 0.0) + np.where(
+            num_ngram_tokens > 0, self.ngram_share * forward_s, 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Recorded requests laid end to end; a cell is one generated position of one of them.
+
+    Where a drafter's text took another turn than the recorded one, its list has another length; a hybrid plays the
+    positions that all of its drafters have.
+    """
+
+    drafters: tuple[str, ...]
+    begins: IntArray  # [num_requests] first cell
+    lengths: IntArray  # [num_requests] cells
+    prompt_lengths: IntArray  # [num_requests]
+    accepted: IntArray  # [num_drafters, num_cells] of a draft of MAX_LENGTH
+    offered: IntArray  # [num_drafters, num_cells] tokens that the drafter can propose: MAX_LENGTH or none
+    ngram_kinds: IntArray  # [num_cells, MAX_LENGTH] of prompt lookup's tokens, numbered from 1; 0: no draft
+
+    @classmethod
+    def from_traces(cls, traces: Sequence[Trace], drafters: Sequence[str]) -> Workload:
+        """Lay out the requests that have positions of every drafter; raise `ValueError` where there is none."""
+        kept = [trace for trace in traces if all(trace.recorded.get(name) for name in drafters)]
+        if not kept:
+            raise ValueError(f"no request has recorded lengths of {' and '.join(drafters)}")
+        lengths = [min(len(trace.recorded[name]) for name in drafters) for trace in kept]
+        pairs = list(zip(kept, lengths, strict=True))
+        accepted = [[a - 1 for trace, n in pairs for a in trace.recorded[name][:n]] for name in drafters]
+        kinds = _ngram_kinds(pairs) if NGRAM in drafters else np.zeros((sum(lengths), MAX_LENGTH), dtype=np.int64)
+        return cls(
+            drafters=tuple(drafters),
+            begins=np.cumsum([0, *lengths[:-1]]),
+            lengths=np.array(lengths),
+            prompt_lengths=np.array([len(trace.prompt_ids) for trace in kept]),
+            accepted=np.minimum(np.array(accepted), MAX_LENGTH),
+            offered=np.array([(kinds[:, 0] > 0) | (name != NGRAM) for name in drafters]) * MAX_LENGTH,
+            ngram_kinds=kinds,
+        )
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.lengths)
+
+
+def _ngram_kinds(pairs: Sequence[tuple[Trace, int]]) -> IntArray:
+    """Return [num_cells, MAX_LENGTH]: the kinds of prompt lookup's tokens at the first positions of each trace."""
+    numbers: dict[Kind, int] = defaultdict(itertools.count(1).__next__)
+    rows = [
+        [numbers[kind] for kind in kinds] or [0] * MAX_LENGTH
+        for trace, length in pairs
+        for kinds in _padded(recorded_kinds(trace.prompt_ids, trace.generated_ids, MAX_LENGTH), length)
+    ]
+    return np.array(rows, dtype=np.int64)
+
+
+def _padded(kinds: Iterator[list[Kind]], length: int) -> Iterator[list[Kind]]:
+    """Yield so many positions; beyond the text nothing is drafted."""
+    return itertools.islice(itertools.chain(kinds, itertools.repeat([])), length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What is running before a step, as a policy may see it: one entry per request in each array."""
+
+    request_ids: Sequence[str]
+    requests: IntArray  # [batch_size] index in the workload
+    cells: IntArray  # [batch_size] position in the workload; what is recorded there is the future
+    offered: IntArray  # [num_drafters, batch_size] tokens that each drafter can propose
+    ngram_kinds: IntArray  # [batch_size, MAX_LENGTH] of what prompt lookup can propose; 0: nothing
+    num_context_tokens: int
+
+    @property
+    def size(self) -> int:
+        return len(self.requests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """What a policy drafts: which drafter and how many tokens for each request."""
+
+    drafters: IntArray  # [batch_size]
+    lengths: IntArray  # [batch_size]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What a step came to."""
+
+    accepted: IntArray  # [batch_size] draft tokens
+    is_finished: npt.NDArray[np.bool_]  # [batch_size]
+    step_s: float  # forward pass and overhead
+    draft_s: float
+
+
+class Policy(Protocol):
+    """Draft lengths, a step at a time; `observe` follows every `plan`."""
+
+    def plan(self, batch: Batch) -> Drafts: ...
+
+    def observe(self, batch: Batch, drafts: Drafts, outcome: StepOutcome) -> None: ...
+
+
+@dataclass(slots=True)
+class ReplayFigures:
+    """What one policy did in one replay, the warm-up left out."""
+
+    num_tokens: int = 0  # committed
+    num_draft_tokens: int = 0
+    num_verifications: int = 0
+    num_steps: int = 0
+    seconds: float = 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Committed tokens per second."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def mean_draft_length(self) -> float:
+        return self.num_draft_tokens / self.num_verifications
+
+
+class _Lanes:
+    """The running requests: as many lanes as the batch is large, refilled from an endless shuffled queue."""
+
+    def __init__(self, workload: Workload, batch_size: int, seed: int) -> None:
+        self._workload = workload
+        self._rng = np.random.default_rng(seed)
+        self._queue = self._shuffles()
+        self._num_started = 0
+        self.request_ids = [""] * batch_size
+        self.requests = np.zeros(batch_size, dtype=np.int64)
+        self.positions = np.zeros(batch_size, dtype=np.int64)
+        for lane in range(batch_size):
+            self._start(lane)
+        self.positions = (self._rng.random(batch_size) * workload.lengths[self.requests]).astype(np.int64)
+
+    def _shuffles(self) -> Iterator[int]:
+        while True:
+            yield from self._rng.permutation(self._workload.num_requests).tolist()
+
+    def _start(self, lane: int) -> None:
+        self.request_ids[lane] = f"request-{self._num_started}"
+        self._num_started += 1
+        self.requests[lane] = next(self._queue)
+        self.positions[lane] = 0
+
+    def batch(self) -> Batch:
+        cells = self._workload.begins[self.requests] + self.positions
+        return Batch(
+            request_ids=tuple(self.request_ids),
+            requests=self.requests.copy(),
+            cells=cells,
+            offered=self._workload.offered[:, cells],
+            ngram_kinds=self._workload.ngram_kinds[cells],
+            num_context_tokens=int((self._workload.prompt_lengths[self.requests] + self.positions).sum()),
+        )
+
+    def left(self) -> IntArray:
+        return self._workload.lengths[self.requests] - self.positions
+
+    def advance(self, committed: IntArray) -> npt.NDArray[np.bool_]:
+        """Move every lane on; return which requests ended, their lanes being others' now."""
+        self.positions += committed
+        is_finished = self.left() <= 0
+        for lane in np.flatnonzero(is_finished).tolist():
+            self._start(lane)
+        return is_finished
+
+
+def replay_policy(
+    workload: Workload,
+    policy: Policy,
+    machine: MachineFit,
+    *,
+    batch_size: int,
+    num_tokens: int,
+    num_warmup_tokens: int = 0,
+    seed: int = 0,
+) -> ReplayFigures:
+    """Play until `num_tokens` are committed after the warm-up's; the queue is the same for every policy."""
+    lanes, figures = _Lanes(workload, batch_size, seed), ReplayFigures()
+    is_warm = num_warmup_tokens == 0
+    while figures.num_tokens < (num_tokens if is_warm else num_warmup_tokens):
+        batch = lanes.batch()
+        drafts = policy.plan(batch)
+        accepted = np.minimum(drafts.lengths, workload.accepted[drafts.drafters, batch.cells])
+        committed = np.minimum(accepted + 1, lanes.left())
+        step_s, draft_s = _step_times(workload, machine, batch, drafts)
+        is_finished = lanes.advance(committed)
+        policy.observe(
+            batch,
+            drafts,
+            StepOutcome(accepted=accepted, is_finished=is_finished, step_s=step_s, draft_s=draft_s),
+        )
+        figures.num_tokens += int(committed.sum())
+        figures.num_draft_tokens += int(drafts.lengths.sum())
+        figures.num_verifications += batch_size
+        figures.num_steps += 1
+        figures.seconds += step_s + draft_s
+        if not is_warm and figures.num_tokens >= num_warmup_tokens:
+            is_warm, figures = True, ReplayFigures()
+    return figures
+
+
+def _step_times(workload: Workload, machine: MachineFit, batch: Batch, drafts: Drafts) -> tuple[float, float]:
+    by_drafter = np.bincount(drafts.drafters, weights=drafts.lengths, minlength=len(workload.drafters)).astype(np.int64)
+    counts = dict(zip(workload.drafters, by_drafter, strict=True))
+    num_tokens = np.array([batch.size + by_drafter.sum()], dtype=np.float64)
+    forward_s = machine.forward_s(num_tokens, batch.num_context_tokens)
+    draft_s = machine.draft_s(
+        forward_s,
+        np.array([counts.get(EAGLE, 0)]),
+        np.array([counts.get(NGRAM, 0)]),
+        batch.num_context_tokens,
+    )
+    return float(forward_s[0]) + machine.overhead_s, float(draft_s[0])

@@ -1,0 +1,289 @@
+"""`make study NAME=router`: what the global router's decisions cost at a large fleet, without the fleet.
+
+The router's core is called as its actor calls it: verifiers report their requests, whose counters go on between reports
+as those of live ones do, drafters report, and new requests are routed. Only the core's own time counts.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.cluster.common.server_options import CONTEXT_SETTINGS
+from outrider.cluster.common.terminal import console_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from outrider.cluster.router.fleet import DrafterReport, VerifierReport
+
+PLAIN_WIDTH = 120  # columns of text where the output is no terminal
+REPORT_INTERVAL_S = 0.25
+NUM_WARM_ROUNDS = 16  # until switches have settled
+ROUNDS_PER_REPORT = 8  # verifications of a request between two reports
+KNEE_TOKENS = 256
+STEP_S = 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterBenchOptions:
+    """The fleet to decide for. Raises `ValueError` naming the field that is out of range."""
+
+    num_requests: int = 10_000
+    num_verifiers: int = 100
+    num_drafters: int = 30
+    num_rounds: int = 20  # of reports from everybody
+    num_routes: int = 500
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "num_verifiers", "num_drafters", "num_rounds", "num_routes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A state of the fleet: what its verifiers say that a draft token costs."""
+
+    name: str
+    price: float | None
+
+
+SITUATIONS = (
+    Situation("verifiers price, drafts pay", 0.2),
+    Situation("verifiers price, none pays", 1.0),
+    Situation("router sets the lengths", None),
+)
+
+
+@dataclass(slots=True)
+class Timings:
+    """How long each call took."""
+
+    report_s: list[float] = field(default_factory=list)
+    drafter_report_s: list[float] = field(default_factory=list)
+    route_s: list[float] = field(default_factory=list)
+    affine_route_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One situation's figures."""
+
+    name: str
+    on_share: float  # of the requests at the end
+    decision_s: float  # per request of a report, mean
+    report_p50_s: float
+    report_p99_s: float
+    drafter_report_p50_s: float
+    route_p50_s: float
+    affine_route_p50_s: float
+    core_share: float  # of a core, with every replica reporting as often as it does and nothing routed
+
+
+class PlayedVerifier:
+    """A verifier that follows the router's plans and drafts with its requests' acceptance."""
+
+    def __init__(self, number: int, num_requests: int, situation: Situation, rng: random.Random) -> None:
+        self._id = f"verifier-{number}"
+        self._situation = situation
+        self._rng = rng
+        self._acceptance = {f"request-{number}-{index}": rng.uniform(0.3, 0.9) for index in range(num_requests)}
+        self._counters = {request_id: [0, 0, 0] for request_id in self._acceptance}
+        self._plans: dict[str, Any] = {}
+
+    @property
+    def num_on(self) -> int:
+        return sum(plan.draft_length > 0 for plan in self._plans.values())
+
+    def follow(self, plans: dict[str, Any]) -> None:
+        self._plans |= plans
+
+    def report(self, drafter_ids: tuple[str, ...]) -> VerifierReport:
+        """Let every request go on, and say how they are."""
+        from outrider.cluster.router.fleet import VerifierReport
+        from outrider.verifier_service.messages.engine import DrafterTime, StepTime
+
+        num_requests = len(self._acceptance)
+        return VerifierReport(
+            verifier_id=self._id,
+            endpoint=f"{self._id}:1",
+            epoch=1,
+            num_running=num_requests,
+            num_waiting=0,
+            num_decoding=num_requests,
+            kv_usage=0.5,
+            step_times=tuple(
+                StepTime(num_tokens=1 << power, seconds=STEP_S * max(1.0, (1 << power) / KNEE_TOKENS))
+                for power in range(12)
+            ),
+            requests=tuple(self._request(request_id) for request_id in self._acceptance),
+            drafters_up=drafter_ids,
+            round_trips=tuple(
+                DrafterTime(drafter_id=drafter_id, seconds=self._rng.uniform(0.002, 0.004))
+                for drafter_id in drafter_ids
+            ),
+            mean_step_s=STEP_S,
+            price=self._situation.price,
+        )
+
+    def _request(self, request_id: str) -> Any:
+        from outrider.verifier_service.messages.engine import RequestLoad
+
+        plan, counters = self._plans.get(request_id), self._counters[request_id]
+        length = 0 if plan is None else plan.draft_length
+        for _ in range(ROUNDS_PER_REPORT if length else 0):
+            rate = self._acceptance[request_id]
+            accepted = next((place for place in range(length) if self._rng.random() >= rate), length)
+            for index, amount in enumerate((1, length, accepted)):
+                counters[index] += amount
+        return RequestLoad(
+            request_id=request_id,
+            drafter_id=None if plan is None else plan.drafter_id,
+            draft_length=length,
+            num_drafts=counters[0],
+            num_draft_tokens=counters[1],
+            num_accepted_tokens=counters[2],
+            num_speculative_tokens=None,
+        )
+
+
+def measure(options: RouterBenchOptions, situation: Situation, clock: Callable[[], float]) -> Row:
+    """Let a fleet report and time the router; `clock` is the time that counts."""
+    from outrider.cluster.router.router import RouterCore
+
+    rng = random.Random(0)
+    core = RouterCore()
+    share = [options.num_requests // options.num_verifiers] * options.num_verifiers
+    share[0] += options.num_requests - sum(share)
+    verifiers = [PlayedVerifier(number, size, situation, rng) for number, size in enumerate(share)]
+    drafters = [_drafter_report(number, rng) for number in range(options.num_drafters)]
+    drafter_ids = tuple(report.drafter_id for report in drafters)
+    timings, now_s = Timings(), 0.0
+    for number in range(NUM_WARM_ROUNDS + options.num_rounds):
+        if number == NUM_WARM_ROUNDS:
+            timings = Timings()
+        now_s += REPORT_INTERVAL_S
+        for drafter in drafters:
+            begin_s = clock()
+            core.report_drafter(drafter, now_s)
+            timings.drafter_report_s.append(clock() - begin_s)
+        for verifier in verifiers:
+            report = verifier.report(drafter_ids)
+            begin_s = clock()
+            directive = core.report_verifier(report, now_s)
+            timings.report_s.append(clock() - begin_s)
+            verifier.follow(directive.plans)
+    _time_routes(core, options.num_routes, now_s, clock, timings)
+    num_on = sum(verifier.num_on for verifier in verifiers)
+    return _row(situation.name, options, timings, num_on / options.num_requests)
+
+
+def _time_routes(core: Any, num_routes: int, now_s: float, clock: Callable[[], float], timings: Timings) -> None:
+    from outrider.cluster.router.fleet import RouteAsk
+
+    for number in range(num_routes):
+        for key, times_s in ((None, timings.route_s), (f"prefix-{number % 50}", timings.affine_route_s)):
+            ask = RouteAsk(request_id=f"new-{number}-{key}", num_prompt_tokens=100, affinity_key=key)
+            begin_s = clock()
+            core.route(ask, now_s)
+            times_s.append(clock() - begin_s)
+
+
+def _drafter_report(number: int, rng: random.Random) -> DrafterReport:
+    from outrider.cluster.router.fleet import DrafterReport
+
+    return DrafterReport(
+        drafter_id=f"drafter-{number}",
+        endpoint=f"drafter-{number}:1",
+        epoch=1,
+        num_sessions=rng.randint(200, 400),
+        queue_depth=rng.randint(0, 8),
+        max_draft_length=8,
+        mean_draft_s=0.003,
+    )
+
+
+def _row(name: str, options: RouterBenchOptions, timings: Timings, on_share: float) -> Row:
+    report_s = sum(timings.report_s) / len(timings.report_s)
+    drafter_report_s = sum(timings.drafter_report_s) / len(timings.drafter_report_s)
+    busy_s = options.num_verifiers * report_s + options.num_drafters * drafter_report_s
+    return Row(
+        name=name,
+        on_share=on_share,
+        decision_s=report_s * options.num_verifiers / options.num_requests,
+        report_p50_s=_percentile_s(timings.report_s, 0.5),
+        report_p99_s=_percentile_s(timings.report_s, 0.99),
+        drafter_report_p50_s=_percentile_s(timings.drafter_report_s, 0.5),
+        route_p50_s=_percentile_s(timings.route_s, 0.5),
+        affine_route_p50_s=_percentile_s(timings.affine_route_s, 0.5),
+        core_share=busy_s / REPORT_INTERVAL_S,
+    )
+
+
+def _percentile_s(times_s: list[float], fraction: float) -> float:
+    from outrider.cluster.bench.figures import percentile
+
+    found_s = percentile(times_s, fraction)
+    assert found_s is not None, "every call was made at least once"
+    return found_s
+
+
+# --- the verb ---
+
+
+@click.command(context_settings=CONTEXT_SETTINGS)
+@click.option("--num-requests", type=click.IntRange(min=1), default=10_000, show_default=True, help="Live, in all.")
+@click.option("--num-verifiers", type=click.IntRange(min=1), default=100, show_default=True)
+@click.option("--num-drafters", type=click.IntRange(min=1), default=30, show_default=True)
+@click.option(
+    "--num-rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Reports of every replica."
+)
+@click.option("--num-routes", type=click.IntRange(min=1), default=500, show_default=True, help="New requests.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+def router(json_file: Path | None, **options: int) -> None:
+    """Time the router's decisions: microseconds per report, per request in it and per new request."""
+    import dataclasses
+    import time
+
+    from rich.console import Console
+    from rich.progress import track
+
+    bench_options = RouterBenchOptions(**options)
+    progress = track(SITUATIONS, description="reports", console=Console(stderr=True), auto_refresh=False)
+    rows = [measure(bench_options, situation, time.thread_time) for situation in progress]
+    console_of(PLAIN_WIDTH).print(to_table(bench_options, rows))
+    if json_file is not None:
+        figures = {"options": dataclasses.asdict(bench_options), "rows": [dataclasses.asdict(row) for row in rows]}
+        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+HEADINGS = (
+    *("situation", "on", "µs per request", "µs per report p50", "p99", "drafter's report"),
+    *("new request", "with affinity", "of a core"),
+)
+
+
+def to_table(options: RouterBenchOptions, rows: list[Row]) -> Table:
+    """Draw the figures for a terminal."""
+    from rich.table import Table
+
+    title = (
+        f"{options.num_requests} requests on {options.num_verifiers} verifiers, {options.num_drafters} drafters; "
+        f"reports every {REPORT_INTERVAL_S:g} s"
+    )
+    table = Table(title=title, title_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
+    for row in rows:
+        times_s = (row.decision_s, row.report_p50_s, row.report_p99_s, row.drafter_report_p50_s)
+        routes_s = (row.route_p50_s, row.affine_route_p50_s)
+        micros = [f"{seconds * 1e6:.1f}" for seconds in (*times_s, *routes_s)]
+        table.add_row(row.name, f"{row.on_share:.0%}", *micros, f"{row.core_share:.0%}")
+    return table

@@ -1,0 +1,36 @@
+"""The studies that only developers run, from a checkout: `make study NAME=adaptive ARGS="--concurrency 1,4"`.
+
+Each asks one question of the controller that decides how much to draft, and leaves a page in docs/results. What users
+run is `outrider bench`.
+"""
+
+from __future__ import annotations
+
+import click
+
+from benchmarks.adaptive import adaptive
+from benchmarks.ahead import ahead
+from benchmarks.policy import policy
+from benchmarks.pricing import pricing
+from benchmarks.router import router
+from benchmarks.step import step
+from outrider.cluster.common.server_options import CONTEXT_SETTINGS
+
+STUDIES = (adaptive, ahead, policy, pricing, router, step)
+
+
+@click.group(context_settings=CONTEXT_SETTINGS)
+def study() -> None:
+    """Measure what only developers ask.
+
+    adaptive: the price of a step beside every fixed draft length; step: a running server's load from 1 to many streams
+    and back; ahead: drafting while the verifier verifies; policy: how much to draft, over recorded acceptance;
+    pricing: what deciding that costs a step; router: what its decisions cost.
+    """
+
+
+for command in STUDIES:
+    study.add_command(command)
+
+if __name__ == "__main__":
+    study()

@@ -1,0 +1,182 @@
+"""The engine's estimates in the replay: they learn from the past alone and come close to who knows better."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.policy_adaptive import MAX_PROBES, PROBE_EVERY, PROFILED_TOKENS, Adaptive, profile
+from benchmarks.policy_arms import FixedLength, oracle
+from benchmarks.policy_replay import (
+    EAGLE,
+    MAX_LENGTH,
+    NGRAM,
+    Batch,
+    Drafts,
+    IntArray,
+    MachineFit,
+    Policy,
+    StepOutcome,
+    Workload,
+    replay_policy,
+)
+from outrider.cluster.replay.traces import Trace
+
+
+def batch(size: int, drafters: int = 1) -> Batch:
+    return Batch(
+        request_ids=[f"r{lane}" for lane in range(size)],
+        requests=np.zeros(size, int),
+        cells=np.zeros(size, int),
+        offered=np.full((drafters, size), MAX_LENGTH),
+        ngram_kinds=np.ones((size, MAX_LENGTH), int),
+        num_context_tokens=200 * size,
+    )
+
+
+def step(policy: Adaptive, running: Batch, accepts: list[int], machine: MachineFit, eagle: int = 0) -> Drafts:
+    """Play a step in which each drafter's drafts are right as far as `accepts` says."""
+    return step_of_each(policy, running, np.array(accepts)[:, np.newaxis], machine, eagle)
+
+
+def step_of_each(policy: Adaptive, running: Batch, accepts: IntArray, machine: MachineFit, eagle: int = -1) -> Drafts:
+    """The same with what each drafter, or any, gets right of each request: [num_drafters or 1, batch_size or 1]."""
+    drafts = policy.plan(running)
+    rights = np.broadcast_to(accepts, (len(running.offered), running.size))
+    accepted = np.minimum(drafts.lengths, rights[drafts.drafters, np.arange(running.size)])
+    forward_s = machine.forward_s(np.array([running.size + drafts.lengths.sum()]), running.num_context_tokens)
+    num_eagle = drafts.lengths[drafts.drafters == eagle].sum(keepdims=True)
+    draft_s = machine.draft_s(forward_s, num_eagle, drafts.lengths.sum(keepdims=True) - num_eagle, 0)
+    outcome = StepOutcome(
+        accepted=accepted,
+        is_finished=np.zeros(running.size, dtype=np.bool_),
+        step_s=float(forward_s[0]) + machine.overhead_s,
+        draft_s=float(draft_s[0]),
+    )
+    policy.observe(running, drafts, outcome)
+    return drafts
+
+
+def test_good_drafts_of_a_small_batch_are_long_and_bad_ones_of_a_large_batch_are_not_asked_for() -> None:
+    machine = MachineFit()
+    policy = Adaptive((EAGLE,), machine)
+    assert [step(policy, batch(2), [8], machine).lengths.tolist() for _ in range(40)][-1] == [8, 8]
+    policy = Adaptive((EAGLE,), machine)
+    for _ in range(40):
+        drafts = step(policy, batch(400), [0], machine)
+    assert not drafts.lengths.any()
+
+
+def test_what_is_recorded_at_the_cells_is_not_looked_at() -> None:
+    machine, running = MachineFit(), batch(3)
+    policy, other = Adaptive((EAGLE,), machine), Adaptive((EAGLE,), machine)
+    for number in range(20):
+        first = step(policy, running, [3], machine)
+        second = step(other, replace(running, cells=np.full(3, number), requests=np.full(3, number)), [3], machine)
+        assert first.lengths.tolist() == second.lengths.tolist()
+
+
+def test_a_batch_without_drafts_finds_out_that_they_have_become_good() -> None:
+    machine = MachineFit(eagle_fixed_s=0.0)
+    policy, running = Adaptive((NGRAM,), machine), batch(30)
+    for _ in range(60):
+        drafts = step(policy, running, [0], machine, eagle=-1)
+    num_off = [int(step(policy, running, [0], machine, eagle=-1).lengths.sum()) for _ in range(PROBE_EVERY + 1)]
+    assert not drafts.lengths.all()
+    assert sum(num_off) <= 2 * running.size  # each at most once or twice
+    for _ in range(6 * PROBE_EVERY):
+        drafts = step(policy, running, [8], machine, eagle=-1)
+    assert drafts.lengths.min() == MAX_LENGTH
+
+
+def test_copies_are_judged_by_what_became_of_their_kind() -> None:
+    """Half of the requests have copies of a kind that is always right, by turns; their history says one in two."""
+    machine, accepts = MachineFit(eagle_fixed_s=0.0), [0, 8]
+    policy, running = Adaptive((NGRAM,), machine), batch(200)
+    lanes = np.arange(running.size)
+    for number in range(60):
+        is_right = (lanes + number) % 2
+        kinds = np.repeat(1 + is_right, MAX_LENGTH).reshape(running.size, MAX_LENGTH)
+        drafts = step_of_each(policy, replace(running, ngram_kinds=kinds), np.array(accepts)[is_right], machine)
+    assert drafts.lengths[is_right == 1].min() == MAX_LENGTH
+    assert np.count_nonzero(drafts.lengths[is_right == 0]) <= MAX_PROBES
+
+
+def test_who_never_had_a_good_copy_is_not_asked_for_one() -> None:
+    """As in the engine, which sees a draft's kind only once it has asked for it."""
+    machine, accepts = MachineFit(eagle_fixed_s=0.0), [0, 8]
+    policy, running = Adaptive((NGRAM,), machine), batch(200)
+    is_right = np.arange(running.size) % 2
+    kinds = np.repeat(1 + is_right, MAX_LENGTH).reshape(running.size, MAX_LENGTH)
+    for _ in range(60):
+        step_of_each(policy, replace(running, ngram_kinds=kinds), np.array(accepts)[is_right], machine)
+    lengths = policy.plan(replace(running, ngram_kinds=np.full_like(kinds, 2))).lengths
+    assert lengths[is_right == 1].min() == MAX_LENGTH
+    assert np.count_nonzero(lengths[is_right == 0]) <= 2 * MAX_PROBES  # of 100
+
+
+def test_where_a_draft_holds_everybody_up_probes_come_together_and_seldom() -> None:
+    machine = MachineFit(eagle_fixed_s=0.02)
+    policy, running = Adaptive((EAGLE,), machine), batch(16)
+    drafted = [int((step(policy, running, [1], machine).lengths > 0).sum()) for _ in range(2000)]
+    assert 1 <= sum(number > 0 for number in drafted[100:]) <= 3
+    assert max(drafted[100:]) == 16
+
+
+def test_a_dear_drafter_is_left_for_a_cheap_one_where_its_gain_is_less_than_its_time() -> None:
+    dear, free = MachineFit(eagle_fixed_s=0.1), MachineFit(eagle_fixed_s=0.0)
+    for machine, drafter in [(dear, 0), (free, 1)]:
+        policy = Adaptive((NGRAM, EAGLE), machine)
+        for _ in range(100):
+            drafts = step(policy, batch(4, drafters=2), [2, 6], machine, eagle=1)
+        assert drafts.drafters.tolist() == [drafter] * 4
+        assert drafts.lengths.min() >= 2
+
+
+def test_the_worse_of_two_free_drafters_is_tried_seldom() -> None:
+    machine = MachineFit(eagle_fixed_s=0.0)
+    policy, running = Adaptive((NGRAM, EAGLE), machine), batch(1, drafters=2)
+    chosen = [int(step(policy, running, [2, 6], machine, eagle=1).drafters[0]) for _ in range(600)]
+    assert 2 <= chosen[200:].count(0) <= 8
+
+
+def test_after_a_load_under_which_nothing_paid_drafts_come_back() -> None:
+    machine, names = MachineFit(), (NGRAM, EAGLE)
+    policy = Adaptive(names, machine)
+    busy, calm = batch(400, drafters=2), batch(4, drafters=2)
+    for running in (busy, calm):
+        running.offered[names.index(NGRAM)] = 0
+    for _ in range(40):
+        drafts = step(policy, busy, [0, 0], machine, eagle=1)
+    assert np.count_nonzero(drafts.lengths) <= 16  # probes
+    for _ in range(250):
+        drafts = step(policy, calm, [0, 6], machine, eagle=1)
+    assert drafts.lengths.min() >= 5
+    assert drafts.drafters.tolist() == [1] * 4
+
+
+def test_the_profile_is_the_machine_at_no_context() -> None:
+    machine, model = MachineFit(), profile(MachineFit())
+    for count in PROFILED_TOKENS:
+        assert model.t(count) == pytest.approx(float(machine.forward_s(np.array([count]), 0.0)[0]) + 1.207e-3)
+
+
+@pytest.mark.parametrize("batch_size", [4, 100])
+def test_adaptive_comes_close_to_the_oracle_and_to_the_best_fixed_length(batch_size: int) -> None:
+    rng, machine = np.random.default_rng(5), MachineFit()
+    rows = [np.minimum(rng.geometric(1 - rate, 80), 9).tolist() for rate in rng.uniform(0.4, 0.8, 20)]
+    traces = [Trace(prompt_ids=[1] * 99, generated_ids=[2] * 80, recorded={EAGLE: row}) for row in rows]
+    work = Workload.from_traces(traces, (EAGLE,))
+
+    def throughput(policy: Policy) -> float:
+        num_tokens = 80 * batch_size
+        return replay_policy(
+            work, policy, machine, batch_size=batch_size, num_tokens=num_tokens, num_warmup_tokens=2 * num_tokens
+        ).throughput
+
+    fixed = max(throughput(FixedLength(length, 1, batch_size)) for length in (0, 1, 2, 3, 5, 8))
+    reached = throughput(Adaptive((EAGLE,), machine))
+    assert reached > 0.9 * throughput(oracle(work, machine))
+    assert reached > 0.92 * fixed

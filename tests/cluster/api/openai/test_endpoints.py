@@ -1,0 +1,580 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from fake_backend import EOS, FakeBackend, build_gateway, build_tokenizer, says
+from outrider.cluster.api.openai.endpoints import MAX_BODY_BYTES, build_api
+from outrider.cluster.api.openai.protocol import MAX_TOKENIZED_CHARS
+from outrider.cluster.common.errors import Overloaded, RequestFailed, Unavailable
+from outrider.cluster.gateway.text_codec import TextCodec
+from outrider.verifier_service.messages.request import (
+    LogitBias,
+    SamplingParams,
+    SpeculationMetrics,
+    StructuredKind,
+    StructuredOutput,
+)
+
+SPECULATION = SpeculationMetrics(enabled=True, num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
+TEXT = "größer 日本"
+
+
+async def healthy():
+    return True
+
+
+def client_of(backend, tokenizer, is_healthy=healthy):
+    return client_to(build_gateway(backend, tokenizer), is_healthy)
+
+
+def client_to(gateway, is_healthy=healthy, **options):
+    app = build_api(gateway, is_healthy, wall_clock=lambda: 1_700_000_000.0, **options)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+
+
+@asynccontextmanager
+async def serving(backend, tokenizer):
+    app = build_api(build_gateway(backend, tokenizer), healthy)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+@pytest.fixture
+def backend(tokenizer):
+    return FakeBackend(lambda _: says(tokenizer, TEXT), speculation=SPECULATION)
+
+
+async def test_the_openai_client_is_at_home(tokenizer, backend):
+    async with serving(backend, tokenizer) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        assert [model.id async for model in await client.models.list()] == ["tiny"]
+        completion = await client.completions.create(model="tiny", prompt="the", n=2, seed=1, max_tokens=30)
+        assert [choice.text for choice in completion.choices] == [TEXT, TEXT]
+        assert completion.usage.completion_tokens == 2 * len(tokenizer.encode(TEXT))
+        assert completion.usage.prompt_tokens == len(tokenizer.encode("the"))
+        messages = [{"role": "user", "content": "fox"}]
+        chat = await client.chat.completions.create(model="tiny", messages=messages, user="u")
+        assert chat.choices[0].message.content == TEXT
+        assert chat.choices[0].finish_reason == "length"
+        assert chat.model_extra["metrics"]["speculative_decoding"]["mean_acceptance_length"] == 2.5
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.completions.create(model="tiny", prompt="the", best_of=2)
+        assert refused.value.param == "best_of"
+
+
+async def test_the_openai_client_streams(tokenizer, backend):
+    async with serving(backend, tokenizer) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        stream = await client.completions.create(model="tiny", prompt=["the", "fox"], stream=True)
+        texts = {0: "", 1: ""}
+        async for event in stream:
+            texts[event.choices[0].index] += event.choices[0].text
+        assert texts == {0: TEXT, 1: TEXT}
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": [{"type": "text", "text": "fox"}]}],
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        events = [event async for event in stream]
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(event.choices[0].delta.content or "" for event in events[:-1]) == TEXT
+    assert events[-2].choices[0].finish_reason == "length"
+    assert events[-2].model_extra["metrics"]["speculative_decoding"]["num_accepted_tokens"] == 3
+    assert events[-1].usage.completion_tokens == len(tokenizer.encode(TEXT))
+    assert events[-1].choices == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_goes_away_cancels_its_generation(tokenizer, stream):
+    backend = FakeBackend(lambda _: [[5], None])
+    async with serving(backend, tokenizer) as url:
+        async with httpx.AsyncClient() as client:
+            body = {"prompt": [[5], [6]], "n": 2, "stream": stream}
+            call = asyncio.create_task(client.post(f"{url}/v1/completions", json=body))
+            await backend.until_waiting(4)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+        async with asyncio.timeout(5):
+            while len(backend.cancelled) < 4:
+                await asyncio.sleep(0.005)
+    assert sorted(backend.cancelled) == sorted(request.request_id for request in backend.requests)
+
+
+async def test_chat_goes_through_the_template(tokenizer, backend):
+    async with client_of(backend, tokenizer) as client:
+        await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "fox"}]})
+    prompt = tokenizer.decode(list(backend.requests[0].prompt_token_ids))
+    assert prompt == "<|start|>user\nfox<|end|><|start|>assistant\n"
+    assert backend.requests[0].sampling.max_tokens == 64 - len(backend.requests[0].prompt_token_ids)
+
+
+async def test_every_form_of_prompt(tokenizer, backend):
+    async with client_of(backend, tokenizer) as client:
+        for prompt, num_choices in (("a", 1), (["a", "b"], 2), ([5, 6], 1), ([[5], [6], [7]], 3)):
+            answer = (await client.post("/v1/completions", json={"prompt": prompt})).json()
+            assert [choice["index"] for choice in answer["choices"]] == list(range(num_choices))
+    assert len({request.request_id for request in backend.requests}) == 7
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature"),
+        ({"prompt": "a", "max_tokens": 1000}, "max_tokens"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "top_logprobs": 1}, "top_logprobs"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"9999": 1}}, "logit_bias"),
+        ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": ["a"] * 65, "n": 16}, "n"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format"),
+        ({"prompt": "a", "response_format": "json_object"}, "response_format"),
+        ({"prompt": "a", "guided_json": {"type": "nope"}}, "guided_json"),
+        ({"prompt": "a", "structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
+        ({"prompt": "a", "tools": [{}]}, "tools"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "suffix": "x"}, "suffix"),
+        ({"prompt": "a", "temprature": 1}, "temprature"),
+        ({"prompt": "a", "stream_options": {"include_usag": True}}, "stream_options"),
+        ([], None),
+    ],
+)
+async def test_what_would_be_left_undone_is_refused(tokenizer, backend, body, param):
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert backend.requests == []
+
+
+async def test_neutral_values_and_harmless_fields_are_accepted(tokenizer, backend):
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "best_of": 1, "suffix": None, "logprobs": None}
+    harmless = {"user": "u", "metadata": {}, "response_format": {"type": "text"}, "disable_speculative_decoding": True}
+    harmless["stream_options"] = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a", **neutral, **harmless})
+    assert answer.status_code == 200
+    assert backend.requests[0].sampling.num_speculative_tokens == 0
+
+
+async def test_a_typo_gets_a_hint(tokenizer, backend):
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a", "temprature": 1})
+    assert "'temperature'" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("error", "status"), [(Overloaded("full", 2.5), 429), (Unavailable("none"), 503), (RequestFailed("broken"), 500)]
+)
+async def test_errors_before_the_first_token_have_their_status(tokenizer, stream, error, status):
+    async with client_of(FakeBackend(lambda _: [error]), tokenizer) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a", "stream": stream})
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"] == str(error)
+    assert answer.headers.get("retry-after") == {429: "3", 503: "1"}.get(status)
+
+
+async def test_an_error_in_mid_stream_is_an_event_and_the_end(tokenizer):
+    backend = FakeBackend(lambda _: [tokenizer.encode("a"), RequestFailed("lost")])
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a", "stream": True})
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n") if line]
+    assert answer.status_code == 200
+    assert events[0]["choices"][0]["text"] == "a"
+    assert events[-1]["error"]["message"] == "lost"
+    assert len(events) == 2
+
+
+async def test_models_health_and_metrics(tokenizer, backend):
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a", "stream": True})
+        assert answer.text.endswith("data: [DONE]\n\n")
+        missing = await client.post("/v1/completions", json={"prompt": "a", "model": "other"})
+        assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
+        assert (await client.get("/v1/models/tiny")).json()["max_model_len"] == 64
+        assert (await client.get("/v1/models/other")).status_code == 404
+        assert (await client.get("/nowhere")).json()["error"]["type"] == "invalid_request_error"
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 200
+        assert (await client.get("/version")).json() == {"version": version("outrider")}
+        assert "vllm:generation_tokens_total" in (await client.get("/metrics")).text
+
+    async def ill():
+        return False
+
+    async with client_of(backend, tokenizer, ill) as client:
+        assert (await client.get("/health")).status_code == 503
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.get("/live")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("messages", "template"),
+    [
+        ([{"role": "user", "content": "a"}], None),
+        ([{"role": "bad", "content": "a"}], "default"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "default"),
+        ([], "default"),
+    ],
+)
+async def test_messages_that_do_not_fit_are_refused(tokenizer, backend, messages, template):
+    own = tokenizer if template else build_tokenizer(chat_template=None)
+    async with client_of(backend, own) as client:
+        answer = await client.post("/v1/chat/completions", json={"messages": messages})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages"
+
+
+MESSAGES = [{"role": "user", "content": "fox"}]
+GENERATION_PATHS = [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": MESSAGES})]
+
+
+def events_of(answer):
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(("path", "prompt"), GENERATION_PATHS)
+async def test_every_sampling_parameter_reaches_the_engine(tokenizer, backend, path, prompt):
+    same = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 7, "ignore_eos": True, "min_tokens": 2}
+    same |= {"presence_penalty": 1, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "max_tokens": 9}
+    same |= {"prompt_logprobs": 2, "num_speculative_tokens": 3}
+    message = {"priority": -3, "target_inter_token_ms": 20.5, "session_id": "s", "cache_salt": "salt"}
+    logprobs = {"logprobs": True, "top_logprobs": 1} if "messages" in prompt else {"logprobs": 1}
+    body = {**prompt, **same, **message, **logprobs, "logit_bias": {"7": 2}, "stop_token_ids": [9]}
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    request = backend.requests[0]
+    bias = (LogitBias(token_id=7, bias=2.0),)
+    assert request.sampling == SamplingParams(logit_bias=bias, stop_token_ids=(9,), logprobs=1, **same)
+    assert {name: getattr(request, name) for name in message} == message
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"stop": "b="}, "a"),
+        ({"stop": ["b=", "zz"], "include_stop_str_in_output": True}, "ab="),
+        ({"stop": "b=", "min_tokens": 3}, f"ab=b={EOS}"[:3]),
+        ({"skip_special_tokens": False}, f"ab=b={EOS}"),
+        ({"echo": True}, "theab=b="),
+        ({"echo": True, "stop": "b="}, "thea"),
+    ],
+)
+async def test_what_is_shown_of_the_text(tokenizer, stream, fields, text):
+    ids = [*tokenizer.encode("ab=b="), tokenizer.eos_token_id]
+    backend = FakeBackend(lambda _: [ids[:2], ids[2:]])
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "the", "stream": stream, **fields})
+    objects = events_of(answer) if stream else [answer.json()]
+    assert "".join(choice["text"] for shown in objects for choice in shown["choices"]) == text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_completions_show_log_probabilities_beside_the_text(tokenizer, stream):
+    ids = tokenizer.encode("a日b")
+    backend = FakeBackend(lambda _: [ids[:2], ids[2:]])
+    async with client_of(backend, tokenizer) as client:
+        body = {"prompt": "ab", "logprobs": 2, "stream": stream, "echo": True}
+        answer = await client.post("/v1/completions", json=body)
+    objects = events_of(answer) if stream else [answer.json()]
+    lists = [choice["logprobs"] for shown in objects for choice in shown["choices"]]
+    joined = {name: [item for part in lists for item in part[name]] for name in lists[0]}
+    prompt = tokenizer.encode("ab")
+    assert joined["tokens"] == ["a", "b", "a", "bytes:\\xe6\\x97", "bytes:\\xa5", "b"]
+    assert joined["text_offset"] == [0, 1, 2, 3, 3, 4], "where each token stands in the echoed prompt and the output"
+    assert joined["token_logprobs"] == [None, *[-1.5] * 5]
+    assert joined["top_logprobs"][0] is None
+    assert joined["top_logprobs"][1] == {tokenizer.decode([prompt[1] + 1]): -0.25, "b": -1.5}
+    assert backend.requests[0].sampling.prompt_logprobs == 2
+    assert all("prompt_logprobs" not in choice for shown in objects for choice in shown["choices"])
+
+
+async def test_the_prompt_alone_is_scored_without_output(tokenizer, backend):
+    async with client_of(backend, tokenizer) as client:
+        body = {"prompt": "ab", "max_tokens": 0, "echo": True, "logprobs": 1}
+        answer = (await client.post("/v1/completions", json=body)).json()
+    assert answer["choices"][0]["text"] == "ab"
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.5]
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+async def test_chats_show_log_probabilities_as_the_openai_client_reads_them(tokenizer):
+    ids = tokenizer.encode("a日")
+    backend = FakeBackend(lambda _: [[id_] for id_ in ids])
+    ask = {"model": "tiny", "messages": MESSAGES, "logprobs": True, "top_logprobs": 3}
+    async with serving(backend, tokenizer) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        whole = (await client.chat.completions.create(**ask)).choices[0].logprobs.content
+        stream = await client.chat.completions.create(**ask, stream=True)
+        parts = [item async for event in stream for item in event.choices[0].logprobs.content]
+    assert [item.model_dump() for item in whole] == [item.model_dump() for item in parts]
+    assert bytes(byte for item in whole for byte in item.bytes).decode() == "a日"
+    assert (whole[0].token, whole[0].logprob) == ("a", -1.5)
+    assert [top.logprob for top in whole[0].top_logprobs] == [-0.25, -1.5, -9999.0], "JSON has no -inf"
+
+
+@pytest.mark.parametrize(("path", "prompt"), GENERATION_PATHS)
+async def test_prompt_log_probabilities_are_vllms(tokenizer, backend, path, prompt):
+    async with client_of(backend, tokenizer) as client:
+        answer = (await client.post(path, json={**prompt, "prompt_logprobs": 1, "n": 2})).json()
+    holder = answer if "messages" in prompt else answer["choices"][1]
+    ids = backend.requests[0].prompt_token_ids
+    assert len(holder["prompt_logprobs"]) == len(ids)
+    assert holder["prompt_logprobs"][0] is None
+    if len(ids) > 1:
+        own, top = holder["prompt_logprobs"][1].items()
+        decoded = tokenizer.decode([ids[1]])
+        assert own == (str(ids[1]), {"logprob": -1.5, "rank": 2, "decoded_token": decoded})
+        assert (top[0], top[1]["rank"]) == (str(ids[1] + 1), 1)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "prompt"), GENERATION_PATHS)
+async def test_token_ids_origins_and_texts_on_request(tokenizer, path, prompt, stream):
+    ids = tokenizer.encode("a日b")
+    backend = FakeBackend(lambda _: [ids[:2], ids[2:3], ids[3:]])
+    async with client_of(backend, tokenizer) as client:
+        plain = await client.post(path, json={**prompt, "stream": stream})
+        answer = await client.post(path, json={**prompt, "stream": stream, "return_token_ids": True})
+    assert "token" not in plain.text.replace("_tokens", "")
+    objects = events_of(answer) if stream else [answer.json()]
+    choices = [choice for shown in objects for choice in shown["choices"]]
+    assert [id_ for choice in choices for id_ in choice["token_ids"]] == ids
+    origins = ["accepted", "bonus", "plain", "plain"]
+    assert [origin for choice in choices for origin in choice["token_origins"]] == origins
+    holder = objects[0] if "messages" in prompt else choices[0]
+    assert holder["prompt_token_ids"] == list(backend.requests[0].prompt_token_ids)
+    if stream:
+        tokens = [token for choice in choices for token in choice["tokens"]]
+        assert [(token["id"], token["origin"]) for token in tokens] == list(zip(ids, origins, strict=True))
+        assert "".join(token["text"] for token in tokens) == "a日b"
+
+
+async def test_tokenize_and_detokenize_are_vllms(tokenizer, backend):
+    async with client_of(backend, tokenizer) as client:
+        answer = (await client.post("/tokenize", json={"prompt": "fox 日", "return_token_strs": True})).json()
+        ids = tokenizer.encode("fox 日")
+        strings = tokenizer.convert_ids_to_tokens(ids)
+        assert answer == {"count": len(ids), "max_model_len": 64, "tokens": ids, "token_strs": strings}
+        chat = (await client.post("/tokenize", json={"messages": MESSAGES})).json()
+        text = "<|start|>user\nfox<|end|><|start|>assistant\n"
+        assert tokenizer.decode(chat["tokens"]) == text
+        short = (await client.post("/tokenize", json={"messages": MESSAGES, "add_generation_prompt": False})).json()
+        assert short["count"] < chat["count"]
+        back = await client.post("/detokenize", json={"tokens": chat["tokens"]})
+        assert back.json() == {"prompt": text}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"prompt": "a" * ((1 << 20) + 1)}, "prompt"),
+        ("/tokenize", {"promt": "a", "prompt": "a"}, "promt"),
+        ("/detokenize", {"tokens": [9999]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+    ],
+)
+async def test_what_cannot_be_tokenized_is_refused(tokenizer, backend, path, body, param):
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_long_chat_is_not_tokenised_for_nothing(tokenizer, backend):
+    messages = [{"role": "user", "content": "a" * MAX_TOKENIZED_CHARS}]
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/tokenize", json={"messages": messages})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        (b"[" * 100_000 + b"]" * 100_000, 400, "nested too deeply"),
+        (b'{"prompt": "a", "x": ' + b'{"a":' * 300 + b"1" + b"}" * 301, 400, "unknown field 'x'"),
+        (b'{"prompt": "\\ud800"}', 400, "surrogate"),
+        (b'{"prompt": "a", "model": "\\udc00"}', 400, "surrogate"),
+        (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", 400, "not JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
+        (b"\xff", 400, "not JSON"),
+        (b" " * (MAX_BODY_BYTES + 1), 413, "bytes"),
+    ],
+)
+async def test_hostile_bodies_are_refused(tokenizer, backend, body, status, text):
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/completions", content=body)
+    assert answer.status_code == status
+    assert text in answer.json()["error"]["message"]
+
+
+async def test_a_body_is_bounded_while_it_is_read(tokenizer, backend):
+    num_read = 0
+
+    async def endless():
+        nonlocal num_read
+        while num_read < 100:
+            num_read += 1
+            yield b" " * (1 << 20)
+
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/completions", content=endless())
+    assert answer.status_code == 413
+    assert num_read < 20
+
+
+async def test_a_body_that_stalls_is_given_up(tokenizer, backend):
+    async def stalling():
+        yield b'{"prompt": '
+        await asyncio.Event().wait()
+
+    async with client_to(build_gateway(backend, tokenizer), body_timeout_s=0.05) as client:
+        answer = await client.post("/v1/completions", content=stalling())
+    assert answer.status_code == 408
+    assert answer.json()["error"]["code"] == "body_too_slow"
+    assert "within 0.05 s" in answer.json()["error"]["message"]
+
+
+async def test_a_draining_gateway_is_not_ready_and_answers_what_still_reaches_it(tokenizer, backend):
+    gateway = build_gateway(backend, tokenizer)
+    gateway.drain()
+    async with client_to(gateway) as client:
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/live")).status_code == 200
+        answer = await client.post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 200
+
+
+async def test_load_is_the_gateways_and_the_fleets(tokenizer):
+    backend = FakeBackend(lambda _: [None])
+    gateway = build_gateway(backend, tokenizer, fleet_load=lambda: {"verifiers": []})
+    async with client_to(gateway) as client:
+        call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
+        await backend.until_waiting(1)
+        assert (await client.get("/load")).json() == {"server_load": 1, "verifiers": []}
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+
+async def test_tools_are_refused_by_name(tokenizer, backend):
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/chat/completions", json={"messages": MESSAGES, "tools": [{"type": "x"}]})
+    assert answer.json()["error"]["param"] == "tools"
+    assert "comes with tool calls" in answer.json()["error"]["message"]
+
+
+async def test_a_generation_that_is_cancelled_from_within_is_answered(tokenizer):
+    """Nobody cancelled the request: it must not wait for ever."""
+    backend = FakeBackend(lambda _: [[5], asyncio.CancelledError()])
+    async with asyncio.timeout(10), client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "internal error")
+
+
+async def test_who_speaks_reaches_the_template(tokenizer, backend):
+    messages = [{"role": "user", "content": "a", "name": "Ann", "refusal": None, "annotations": []}]
+    asked = []
+
+    class Template(TextCodec):
+        async def render_chat(self, messages, **options):
+            asked.extend(messages)
+            return await super().render_chat(messages, **options)
+
+    gateway = build_gateway(backend, tokenizer)
+    gateway.text = Template(tokenizer)
+    async with client_to(gateway) as client:
+        assert (await client.post("/v1/chat/completions", json={"messages": messages})).status_code == 200
+    assert asked == [{"role": "user", "content": "a", "name": "Ann"}]
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "tool_call_id", "reasoning_content", "contents"])
+async def test_what_a_message_says_besides_is_refused_by_name(tokenizer, backend, field):
+    message = {"role": "assistant", "content": "a"}
+    async with client_of(backend, tokenizer) as client:
+        bodies = [{"messages": [message | {field: value}, *MESSAGES]} for value in (None, "x")]
+        kept, refused = [await client.post("/v1/chat/completions", json=body) for body in bodies]
+    assert (kept.status_code, refused.status_code) == (200, 400)
+    assert f"'{field}' is not supported" in refused.json()["error"]["message"]
+
+
+async def test_structured_output_reaches_the_engine(tokenizer, backend):
+    schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    async with client_of(backend, tokenizer) as client:
+        await client.post("/v1/chat/completions", json={"messages": MESSAGES, "response_format": response_format})
+        await client.post("/v1/completions", json={"prompt": "a", "guided_choice": ["x", "y"]})
+        await client.post("/v1/completions", json={"prompt": "a"})
+    first, second, third = (request.sampling.structured for request in backend.requests)
+    assert first == StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=json.dumps(schema))
+    assert second == StructuredOutput(kind=StructuredKind.CHOICE, choices=("x", "y"))
+    assert third is None
+
+
+async def test_a_stream_that_is_read_slowly_has_fewer_events(tokenizer):
+    ids = tokenizer.encode("ab" * 10)
+    backend = FakeBackend(lambda _: [[id_] for id_ in ids])
+    app = build_api(build_gateway(backend, tokenizer), healthy)
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    body = json.dumps({"prompt": ["a", "b"], "stream": True, "max_tokens": 40}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await asyncio.get_running_loop().create_future()
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    await app({**scope, "raw_path": b"", "root_path": "", "scheme": "http", "http_version": "1.1"}, receive, send)
+    events = [message["body"] for message in sent if message.get("body", b"").startswith(b"data: {")]
+    texts = [json.loads(event[len(b"data: ") :])["choices"][0] for event in events]
+    assert "".join(choice["text"] for choice in texts if choice["index"] == 0) == "ab" * 10
+    assert len(events) < len(ids)
+
+
+async def test_a_client_that_leaves_within_its_body_is_no_failure_of_ours(tokenizer, backend, caplog):
+    messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": b'{"pro', "more_body": True}]
+    sent = []
+
+    async def receive():
+        return messages.pop()
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    app = build_api(build_gateway(backend, tokenizer), healthy)
+    await app({**scope, "raw_path": b"", "root_path": "", "scheme": "http", "http_version": "1.1"}, receive, send)
+    assert sent[0]["status"] == 400
+    assert caplog.records == []

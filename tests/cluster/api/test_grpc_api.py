@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+import grpc
+import pytest
+from google.protobuf import json_format
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from fake_backend import FakeBackend, build_gateway, fake_logprobs, says
+from outrider.cluster.api.grpc_api import SERVICE_NAME, start_grpc_server
+from outrider.cluster.common.errors import Overloaded
+from outrider.proto import generation_pb2 as pb
+from outrider.proto import generation_pb2_grpc
+from outrider.verifier_service.messages.request import (
+    LogitBias,
+    SamplingParams,
+    SpeculationMetrics,
+    StructuredKind,
+    StructuredOutput,
+)
+
+
+@asynccontextmanager
+async def serving(backend, tokenizer):
+    running = await start_grpc_server(build_gateway(backend, tokenizer), "127.0.0.1:0")
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{running.port}")
+    try:
+        yield running, channel, generation_pb2_grpc.InferenceStub(channel)
+    finally:
+        await channel.close()
+        await running.server.stop(None)
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_stream_and_unary_agree(tokenizer):
+    speculation = SpeculationMetrics(enabled=True, num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
+    backend = FakeBackend(lambda _: says(tokenizer, "日本 fox"), speculation=speculation)
+    request = pb.GenerateRequest(request_id="r", text="the", sampling=pb.SamplingParams(n=2, seed=3, temperature=0.5))
+    async with serving(backend, tokenizer) as (_, _, stub):
+        chunks = [chunk async for chunk in stub.Generate(request)]
+        answer = await stub.GenerateUnary(request)
+    for choice in answer.choices:
+        mine = [chunk for chunk in chunks if chunk.index == choice.index]
+        assert "".join(chunk.text for chunk in mine) == choice.text == "日本 fox"
+        assert [id_ for chunk in mine for id_ in chunk.token_ids] == list(choice.token_ids)
+        assert mine[-1].finish_reason == choice.finish_reason == pb.FINISH_REASON_LENGTH
+        assert choice.speculative_decoding.mean_acceptance_length == 2.5
+    assert answer.usage.completion_tokens == 2 * len(tokenizer.encode("日本 fox"))
+    assert answer.usage.prompt_tokens == len(tokenizer.encode("the"))
+    assert backend.requests[0].sampling.temperature == 0.5
+    assert backend.requests[0].sampling.top_p == 1.0, "an absent field takes the default"
+
+
+@pytest.mark.parametrize(
+    ("request_", "detail"),
+    [
+        (pb.GenerateRequest(), "prompt"),
+        (pb.GenerateRequest(text=""), "text"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[9999])), "token_ids"),
+        (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=0)), "max_tokens"),
+        (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(top_p=0.0)), "top_p"),
+        (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(logit_bias={9999: 1})), "logit_bias"),
+        (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(presence_penalty=3)), "presence_penalty"),
+        (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(regex="((")), "regex"),
+        (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(choice=pb.TextChoices())), "choice"),
+        (pb.GenerateRequest(text="a", priority=1001), "priority"),
+        (pb.GenerateRequest(text="a", target_inter_token_ms=-1), "target_inter_token_ms"),
+        (pb.GenerateRequest(text="a", request_id="two\nlines"), "request_id"),
+    ],
+)
+async def test_bad_arguments_are_named(tokenizer, request_, detail):
+    async with serving(FakeBackend(lambda _: [[5]]), tokenizer) as (_, _, stub):
+        with pytest.raises(grpc.aio.AioRpcError) as unary:
+            await stub.GenerateUnary(request_)
+        with pytest.raises(grpc.aio.AioRpcError) as stream:
+            [chunk async for chunk in stub.Generate(request_)]
+    for raised in (unary, stream):
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert detail in raised.value.details()
+        assert field_named_by(raised.value) == detail
+
+
+def field_named_by(error):
+    status = status_pb2.Status.FromString(dict(error.trailing_metadata())["grpc-status-details-bin"])
+    assert (status.code, status.message) == (error.code().value[0], error.details())
+    bad_request = error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(bad_request)
+    return bad_request.field_violations[0].field
+
+
+async def test_overload_says_when_to_come_back(tokenizer):
+    async with serving(FakeBackend(lambda _: [Overloaded("full", 2.5)]), tokenizer) as (_, _, stub):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.GenerateUnary(pb.GenerateRequest(text="a"))
+    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert dict(raised.value.trailing_metadata())["retry-after"] == "3"
+
+
+async def test_a_cancelled_call_and_a_deadline_stop_the_generation(tokenizer):
+    backend = FakeBackend(lambda _: [[5], None])
+    async with serving(backend, tokenizer) as (_, _, stub):
+        call = stub.Generate(pb.GenerateRequest(request_id="cancelled", text="a"))
+        await call.read()
+        call.cancel()
+        await until(lambda: backend.cancelled == ["cancelled"])
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.GenerateUnary(pb.GenerateRequest(request_id="late", text="a"), timeout=0.2)
+        assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: backend.cancelled == ["cancelled", "late"])
+
+
+async def test_abort_ends_a_stream_with_its_reason(tokenizer):
+    backend = FakeBackend(lambda _: [[5], None])
+    async with serving(backend, tokenizer) as (_, _, stub):
+        call = stub.Generate(pb.GenerateRequest(request_id="r", text="a"))
+        await call.read()
+        assert list((await stub.Abort(pb.AbortRequest(request_ids=["r", "x"]))).aborted) == ["r"]
+        assert (await call.read()).finish_reason == pb.FINISH_REASON_ABORT
+        assert await call.read() is grpc.aio.EOF
+
+
+async def test_model_info(tokenizer):
+    async with serving(FakeBackend(lambda _: []), tokenizer) as (_, _, stub):
+        info = await stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert (info.model_name, info.max_model_len, info.vocab_size) == ("tiny", 64, len(tokenizer))
+    assert list(info.eos_token_ids) == [tokenizer.eos_token_id]
+
+
+async def test_health_says_not_serving_while_running_calls_are_drained(tokenizer):
+    async with serving(FakeBackend(lambda _: [[5], None]), tokenizer) as (running, channel, stub):
+        health = health_pb2_grpc.HealthStub(channel)
+        services = ("", SERVICE_NAME, "grpc.reflection.v1alpha.ServerReflection")
+        for service in services:
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        call = stub.Generate(pb.GenerateRequest(request_id="r", text="a"))
+        await call.read()
+        drain = asyncio.create_task(running.drain(grace_s=5))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+        call.cancel()
+        await asyncio.wait_for(drain, 5)
+
+
+async def test_reflection_lists_the_service(tokenizer):
+    async with serving(FakeBackend(lambda _: []), tokenizer) as (_, channel, _):
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        answers = [answer async for answer in stub.ServerReflectionInfo(iter([request]))]
+    assert SERVICE_NAME in [service.name for service in answers[0].list_services_response.service]
+
+
+async def test_every_parameter_reaches_the_engine(tokenizer):
+    backend = FakeBackend(lambda _: [[5]])
+    # exact in single precision
+    same = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25, "seed": 7, "ignore_eos": True}
+    same |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "max_tokens": 9}
+    same |= {"logprobs": 1, "prompt_logprobs": 2, "num_speculative_tokens": 3, "min_tokens": 2}
+    message = {"priority": -3, "target_inter_token_ms": 20.5, "session_id": "s", "cache_salt": "salt"}
+    sampling = pb.SamplingParams(logit_bias={7: 2.0}, stop_token_ids=[9], **same)
+    async with serving(backend, tokenizer) as (_, _, stub):
+        await stub.GenerateUnary(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=sampling, **message))
+    request = backend.requests[0]
+    bias = (LogitBias(token_id=7, bias=2.0),)
+    assert request.sampling == SamplingParams(logit_bias=bias, stop_token_ids=(9,), **same)
+    assert {name: getattr(request, name) for name in message} == message
+
+
+@pytest.mark.parametrize(
+    ("sampling", "structured"),
+    [
+        ({"json_schema": "{}"}, StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text="{}")),
+        ({"json_object": True}, StructuredOutput(kind=StructuredKind.JSON_OBJECT)),
+        ({"json_object": False}, None),
+        ({"regex": "a+"}, StructuredOutput(kind=StructuredKind.REGEX, text="a+")),
+        ({"grammar": 'start: "a"'}, StructuredOutput(kind=StructuredKind.GRAMMAR, text='start: "a"')),
+        ({"choice": pb.TextChoices(choices="ab")}, StructuredOutput(kind=StructuredKind.CHOICE, choices=("a", "b"))),
+    ],
+)
+async def test_structured_output_reaches_the_engine(tokenizer, sampling, structured):
+    backend = FakeBackend(lambda _: [[5]])
+    async with serving(backend, tokenizer) as (_, _, stub):
+        await stub.GenerateUnary(pb.GenerateRequest(text="a", sampling=pb.SamplingParams(**sampling)))
+    assert backend.requests[0].sampling.structured == structured
+
+
+@pytest.mark.parametrize(
+    ("sampling", "text"),
+    [
+        ({}, "ab=b="),
+        ({"stop": ["b="]}, "a"),
+        ({"stop": ["b="], "include_stop_str_in_output": True}, "ab="),
+        ({"skip_special_tokens": False}, "ab=b=<|end|>"),
+    ],
+)
+async def test_what_is_shown_of_the_text(tokenizer, sampling, text):
+    ids = [*tokenizer.encode("ab=b="), tokenizer.eos_token_id]
+    async with serving(FakeBackend(lambda _: [ids[:2], ids[2:]]), tokenizer) as (_, _, stub):
+        request = pb.GenerateRequest(text="the", sampling=pb.SamplingParams(**sampling))
+        assert (await stub.GenerateUnary(request)).choices[0].text == text
+        assert "".join([chunk.text async for chunk in stub.Generate(request)]) == text
+
+
+async def test_origins_and_log_probabilities_come_with_the_tokens(tokenizer):
+    ids = tokenizer.encode("a日b")
+    backend = FakeBackend(lambda _: [ids[:2], ids[2:3], ids[3:]])
+    sampling = pb.SamplingParams(logprobs=1, prompt_logprobs=1)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6]), sampling=sampling)
+    async with serving(backend, tokenizer) as (_, _, stub):
+        chunks = [chunk async for chunk in stub.Generate(request)]
+        (choice,) = (await stub.GenerateUnary(request)).choices
+    names = ["TOKEN_ORIGIN_ACCEPTED", "TOKEN_ORIGIN_BONUS", "TOKEN_ORIGIN_PLAIN", "TOKEN_ORIGIN_PLAIN"]
+    assert [pb.TokenOrigin.Name(origin) for origin in choice.token_origins] == names
+    assert [origin for chunk in chunks for origin in chunk.token_origins] == list(choice.token_origins)
+    assert [id_ for chunk in chunks for id_ in chunk.token_ids] == ids
+    expected = [fake_logprobs(id_, 1) for id_ in ids]
+    shown = [(entry.token_id, entry.logprob, entry.rank, entry.top[0].token_id) for entry in choice.logprobs]
+    assert shown == [(entry.token_id, entry.logprob, entry.rank, entry.top_token_ids[0]) for entry in expected]
+    assert [entry for chunk in chunks for entry in chunk.logprobs] == list(choice.logprobs)
+    assert [entry.HasField("logprob") for entry in choice.prompt_logprobs] == [False, True]
+    assert chunks[0].prompt_logprobs == choice.prompt_logprobs
+
+
+async def test_server_info_and_loads(tokenizer):
+    gateway = build_gateway(FakeBackend(lambda _: []), tokenizer, fleet_load=lambda: {"verifiers": [{"running": 2}]})
+    running = await start_grpc_server(gateway, "127.0.0.1:0")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+        stub = generation_pb2_grpc.InferenceStub(channel)
+        info = await stub.GetServerInfo(pb.GetServerInfoRequest())
+        assert (info.version, info.is_draining, info.num_running_requests) == (version("outrider"), False, 0)
+        load = json_format.MessageToDict((await stub.GetLoads(pb.GetLoadsRequest())).load)
+        assert load == {"server_load": 0, "verifiers": [{"running": 2}]}
+        gateway.drain()
+        assert (await stub.GetServerInfo(pb.GetServerInfoRequest())).is_draining
+    await running.server.stop(None)

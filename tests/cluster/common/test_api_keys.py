@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from outrider.cluster.common import api_keys
+from outrider.cluster.common.api_keys import ApiKeys, hash_api_key, with_api_key_hashes
+from outrider.cluster.config.service_config import ServiceConfig
+
+KEYS = ApiKeys([hash_api_key("first"), hash_api_key("second")])
+
+
+def test_keys_of_all_sources_count_together_and_only_hashes_go_on(tmp_path: Path):
+    file = tmp_path / "keys"
+    file.write_text(f"# team a\nfrom-file\n\n  sha256:{hash_api_key('hashed').upper()}\n   # team b\nfrom-option\n")
+    options = {"port": 1, "api_key": ("from-option", "other"), "api_key_file": str(file)}
+    built = with_api_key_hashes(options, {"OUTRIDER_API_KEY": "env-one, env-two"})
+    expected = ("from-option", "other", "from-file", "hashed", "env-one", "env-two")
+    assert built == {"port": 1, "api_key_hashes": tuple(hash_api_key(key) for key in expected)}
+    assert ServiceConfig.from_mapping(built).api_key_hashes == built["api_key_hashes"]
+    assert "from-file" not in repr(dataclasses.asdict(ServiceConfig.from_mapping(built)))
+
+
+def test_hashes_may_come_from_yaml_or_as_one_text():
+    hashes = [hash_api_key("a"), hash_api_key("b")]
+    for given in (hashes, ",".join(hashes)):
+        assert with_api_key_hashes({"api_key_hashes": given}, {})["api_key_hashes"] == tuple(hashes)
+    assert with_api_key_hashes({"api_key": (), "api_key_file": None}, {}) == {"api_key_hashes": ()}
+    assert with_api_key_hashes({"api_key": "one"}, {})["api_key_hashes"] == (hash_api_key("one"),)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("# nothing but a comment\n\n", "api_key_file holds no key"),
+        ("sha256:12ab", "api_key_file: after sha256:"),
+        ("two words", "api_key_file: a key must be"),
+        ("größer", "api_key_file: a key must be"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name_and_its_text_is_not_repeated(tmp_path: Path, content: str, complaint: str):
+    file = tmp_path / "keys"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=complaint) as raised:
+        with_api_key_hashes({"api_key_file": str(file)}, {})
+    assert content not in str(raised.value)
+
+
+def test_a_missing_secret_does_not_open_the_service(tmp_path: Path):
+    with pytest.raises(ValueError, match="api_key_file: cannot read"):
+        with_api_key_hashes({"api_key_file": str(tmp_path / "absent")}, {})
+    with pytest.raises(ValueError, match="OUTRIDER_API_KEY holds no key"):
+        with_api_key_hashes({}, {"OUTRIDER_API_KEY": ""})
+    for empty in ("", ("",)):  # `serve run module:build_app api_key=$KEY` without a KEY
+        with pytest.raises(ValueError, match="api_key: a key must be"):
+            with_api_key_hashes({"api_key": empty}, {})
+    with pytest.raises(ValueError, match="api_key_hashes must be"):
+        ServiceConfig.from_mapping(with_api_key_hashes({"api_key_hashes": ""}, {}))
+
+
+@pytest.mark.parametrize("given", [12345, [12345], True])
+def test_a_key_that_yaml_made_a_number_of_is_refused_by_name(given: object):
+    with pytest.raises(ValueError, match="api_key must be text or a list of texts") as raised:
+        with_api_key_hashes({"api_key": given}, {})
+    assert "12345" not in str(raised.value)
+
+
+def test_the_configuration_takes_nothing_but_hashes():
+    with pytest.raises(ValueError, match="api_key_hashes must be") as raised:
+        ServiceConfig(api_key_hashes=("a-secret-key",))
+    assert "a-secret-key" not in str(raised.value)
+    assert hash_api_key("abc") == hashlib.sha256(b"abc").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_admitted"),
+    [
+        ([("authorization", "Bearer first")], True),
+        ([("authorization", "bearer second")], True),
+        ([("x-api-key", "second")], True),
+        ([("authorization", "Bearer wrong"), ("x-api-key", "first")], True),
+        ([], False),
+        ([("authorization", "first")], False),
+        ([("authorization", "Basic first")], False),
+        ([("authorization", "Bearer ")], False),
+        ([("authorization", "Bearer firs")], False),
+        ([("x-api-key", "first, second")], False),
+        ([("x-api-key", hash_api_key("first"))], False),
+        ([("cookie", "first")], False),
+    ],
+)
+def test_a_key_is_shown_as_bearer_token_or_x_api_key(headers: list[tuple[str, str]], is_admitted: bool):
+    assert KEYS.admit(headers) is is_admitted
+
+
+def test_every_hash_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch):
+    compared: list[str] = []
+
+    def compare(shown: str, known: str) -> bool:
+        compared.append(known)
+        return shown == known
+
+    monkeypatch.setattr(api_keys.hmac, "compare_digest", compare)
+    for key in ("first", "second", "wrong"):
+        KEYS.admit([("x-api-key", key)])
+    assert compared == [hash_api_key("first"), hash_api_key("second")] * 3
+
+
+def test_without_keys_there_is_nothing_to_ask_for():
+    assert not ApiKeys(())
+    assert KEYS

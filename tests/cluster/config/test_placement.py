@@ -1,0 +1,34 @@
+from outrider.cluster.config.placement import SHELL_CPUS, PoolPlacement
+from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.replicas.rank_actors import RANK_CPUS
+
+SHELL, RANK = {"CPU": SHELL_CPUS}, {"CPU": RANK_CPUS}
+
+
+def test_a_replica_is_a_shell_and_its_ranks_on_one_node():
+    options = PoolPlacement(num_ranks=2).serve_options
+    assert options == {"placement_group_bundles": [SHELL, RANK, RANK], "placement_group_strategy": "STRICT_PACK"}
+
+
+def test_resources_are_asked_for_once_per_replica_and_gpus_per_rank():
+    placement = PoolPlacement(num_ranks=2, gpus_per_rank=0.5, resources={"drafter": 1})
+    assert placement.serve_options["placement_group_bundles"] == [
+        SHELL | {"drafter": 1},
+        RANK | {"GPU": 0.5},
+        RANK | {"GPU": 0.5},
+    ]
+
+
+def test_each_pool_is_placed_by_its_own_options():
+    config = ServiceConfig.from_mapping(
+        {
+            "tensor_parallel_size": 2,
+            "device": "cpu",
+            "verifier_resources": '{"big": 1}',
+            "drafter_labels": {"pool": "drafter"},
+        }
+    )
+    assert config.verifier_placement == PoolPlacement(num_ranks=2, resources={"big": 1})
+    assert config.drafter_placement == PoolPlacement(num_ranks=1, labels={"pool": "drafter"})
+    assert config.drafter_placement.serve_options["placement_group_bundle_label_selector"] == [{"pool": "drafter"}]
+    assert "placement_group_bundle_label_selector" not in config.verifier_placement.serve_options

@@ -1,0 +1,237 @@
+import pytest
+import torch
+
+from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.router.fleet import PolicyMode
+from outrider.drafter_service import embedded
+
+
+def test_nothing_given_serves_the_embedded_pair():
+    config = ServiceConfig()
+    assert config.target_path == str(embedded.target_path())
+    assert config.draft_path == str(embedded.draft_path())
+    assert config.model_name == "outrider-embedded"
+
+
+def test_another_target_is_not_drafted_for_by_the_embedded_drafter():
+    config = ServiceConfig(model="some/model")
+    assert config.draft_path is None
+    assert config.drafter_spec is None
+
+
+def test_no_drafters_means_no_draft_model():
+    assert ServiceConfig(num_drafters=0).drafter_spec is None
+
+
+def test_each_side_gets_its_own_degree_of_tensor_parallelism():
+    config = ServiceConfig(
+        model="m", draft_model="d", tensor_parallel_size=4, draft_tensor_parallel_size=2, num_drafters=3
+    )
+    assert config.verifier_spec.model.tensor_parallel_size == 4
+    assert config.drafter_spec is not None
+    assert config.drafter_spec.model.tensor_parallel_size == 2
+    assert config.num_ranks == 4 + 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_drafter": 2}, "did you mean 'num_drafters'"),
+        ({"zzz": 2}, "unknown option 'zzz'"),
+        ({"max_queued_requests": 0}, "max_queued_requests must be at least 1"),
+        ({"failover_timeout_s": 0.0}, "failover_timeout_s must be positive"),
+        ({"engine_timeout_s": "-1"}, "engine_timeout_s must be positive"),
+        ({"num_verifiers": 0}, "num_verifiers must be at least 1"),
+        ({"num_gateways": "0"}, "num_gateways must be at least 1"),
+        ({"num_drafters": "3:1"}, "num_drafters must be a number, or min:max .* not '3:1'"),
+        ({"drafter_resources": "[1]"}, "drafter_resources: Input should be an object"),
+        ({"drafter_labels": "{"}, "drafter_labels: Invalid JSON"),
+        ({"verifier_labels": ["a"]}, "verifier_labels: Input should be a valid dictionary"),
+        ({"verifier_resources": {"gpu": "many"}}, "verifier_resources: Input should be a valid number"),
+        ({"port": "eighty"}, "port: Input should be a valid integer"),
+        ({"port": None}, "port: Input should be a valid integer"),
+        ({"port": 70000}, r"port must be in \[1, 65535\]"),
+        ({"port": 9000, "grpc_port": 9000}, "grpc_port must be another one than port"),
+        ({"max_num_seqs": 1.5}, "max_num_seqs: Input should be a valid integer"),
+        ({"gpu_share": "half"}, "gpu_share: Input should be a valid number"),
+        ({"drain_timeout_s": "inf"}, "drain_timeout_s must be positive and finite"),
+        ({"drain_timeout_s": "nan"}, "drain_timeout_s must be positive and finite"),
+        ({"dtype": "int4"}, "dtype must be one of auto"),
+        ({"max_model_len": 0}, "max_model_len must be a positive integer"),
+        ({"api_key_hashes": "not-a-hash"}, "api_key_hashes: Input should be a valid tuple"),
+        ({"drain_timeout_s": 0}, "drain_timeout_s must be positive"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens must be at least 0"),
+        ({"speculation": "sometimes"}, "speculation must be"),
+        ({"draft_length_by_batch_size": "[[2, 4, 1]]"}, "draft_length_by_batch_size must begin at batch size 1"),
+        ({"draft_length_by_batch_size": "[[1, 4]]"}, "draft_length_by_batch_size: "),
+        ({"draft_length_by_batch_size": "["}, "draft_length_by_batch_size: Invalid JSON"),
+        ({"draft_length_by_batch_size": [[1, 4, 5]]}, "at most num_speculative_tokens"),
+        ({"enable_prefix_caching": "maybe"}, "enable_prefix_caching: Input should be a valid boolean"),
+    ],
+)
+def test_bad_options_are_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        ServiceConfig.from_mapping(values)
+
+
+def test_gpus_are_reserved_where_the_device_says_so_whatever_this_machine_has(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # Ray's head node in deploy/kuberay
+    on_gpus = ServiceConfig(device="cuda", gpu_share=0.5)
+    assert on_gpus.verifier_placement.serve_options["placement_group_bundles"][1]["GPU"] == 0.5
+    assert on_gpus.settled() is on_gpus
+    assert ServiceConfig().settled().device == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert ServiceConfig().settled().device == "cuda"
+    assert (ServiceConfig().gpus_per_rank, ServiceConfig(device="cpu").gpus_per_rank) == (1.0, 0.0)
+
+
+def test_pools_are_sized_by_the_most_replicas_they_may_have():
+    config = ServiceConfig.from_mapping({"num_verifiers": "1:2", "num_drafters": "1:3", "max_num_seqs": 10})
+    assert (config.num_ranks, config.num_shells) == (5, 6)
+    assert config.drafter_spec is not None
+    assert config.drafter_spec.max_sessions == 20
+
+
+LOOKUP = {"name": "lookup", "method": "ngram", "num_drafters": "0:2", "prompt_lookup_max": 3}
+
+
+def test_further_pools_of_drafters_are_services_with_another_way_of_drafting():
+    config = ServiceConfig(
+        num_drafters=2, num_speculative_tokens=4, drafter_labels={"pool": "gpu"}, drafter_pools=(LOOKUP,)
+    )
+    first, lookup = config.pools["default"], config.pools["lookup"]
+    assert list(config.pools) == ["default", "lookup"]
+    assert (first.speculative.method, first.drafter_range.most) == ("draft_model", 2)
+    assert first.drafter_labels == {"pool": "gpu"}
+    assert (lookup.speculative.method, lookup.speculative.prompt_lookup_max) == ("ngram", 3)
+    assert (lookup.drafter_range.fewest, lookup.drafter_range.most) == (0, 2)
+    assert lookup.drafter_spec is not None
+    assert lookup.drafter_spec.model is None
+    assert (config.num_ranks, config.num_shells) == (1 + 2 + 2, 1 + 4 + 1)
+
+
+def test_a_table_is_of_the_whole_service_and_bounded_by_its_longest_drafts():
+    short, long = LOOKUP | {"num_speculative_tokens": 2}, LOOKUP | {"num_speculative_tokens": 8}
+    assert ServiceConfig(drafter_pools=(short,), draft_length_by_batch_size=((1, 8, 4),)).pools["lookup"]
+    assert ServiceConfig(drafter_pools=(long,), draft_length_by_batch_size=((1, 8, 6),)).pools["lookup"]
+    with pytest.raises(ValueError, match="at most num_speculative_tokens"):
+        ServiceConfig(drafter_pools=(short,), draft_length_by_batch_size=((1, 8, 6),))
+
+
+def test_who_never_speculates_has_no_drafters():
+    config = ServiceConfig(num_speculative_tokens=0, drafter_pools=(LOOKUP | {"num_speculative_tokens": 4},))
+    assert [*config.pools] == ["lookup"]
+    assert not ServiceConfig(num_speculative_tokens=0).pools
+
+
+def test_pools_come_as_json_from_the_serve_command_line():
+    config = ServiceConfig.from_mapping({"drafter_pools": '[{"name": "lookup", "method": "ngram"}]'})
+    assert [*config.pools] == ["default", "lookup"]
+
+
+def test_a_pool_may_stand_beside_a_drafter_in_the_verifier_or_alone():
+    beside = ServiceConfig(speculative_config={"method": "suffix", "location": "verifier"}, drafter_pools=(LOOKUP,))
+    alone = ServiceConfig(num_drafters=0, drafter_pools=(LOOKUP,))
+    assert [*beside.pools] == [*alone.pools] == ["lookup"]
+    assert (beside.drafter_spec is None, alone.drafter_spec is None) == (False, True)
+
+
+def test_a_verifier_keeps_what_any_pool_reads_and_takes_the_largest_trees_and_longest_drafts():
+    eagle = {"name": "heads", "method": "eagle3", "num_tree_nodes": 12, "num_speculative_tokens": 6}
+    config = ServiceConfig(drafter_pools=(LOOKUP, eagle), speculative_config={"state_dtype": "bfloat16"})
+    alone = ServiceConfig(speculative_config={"method": "eagle3", "num_tree_nodes": 12, "state_dtype": "bfloat16"})
+    assert config.verifier_spec == alone.verifier_spec
+    assert config.verifier_spec.model.state_taps
+    assert config.pools["heads"].speculative.state_dtype == "bfloat16"
+    assert config.router_policy.max_draft_length == 6
+
+
+def test_pools_that_read_other_states_are_refused():
+    heads = {"name": "heads", "method": "medusa"}
+    config = ServiceConfig(speculative_config={"method": "eagle3"}, drafter_pools=(heads,))
+    with pytest.raises(ValueError, match="drafter_pools: those that read hidden states must read the same"):
+        config.verifier_spec  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        ({"method": "ngram"}, "name must be a word other than 'default', not None"),
+        ({"name": "default", "method": "ngram"}, "name must be a word other than 'default'"),
+        ({"name": "a b", "method": "ngram"}, "name must be a word"),
+        ({"name": "x", "method": "ngam"}, "x: speculative_config: unknown method 'ngam'; did you mean 'ngram'"),
+        ({"name": "x", "num_drafter": 1}, "x: speculative_config: unknown key 'num_drafter'"),
+        ({"name": "x", "method": "ngram", "num_drafters": "2:1"}, "x: num_drafters must be a number, or min:max"),
+        ({"name": "x", "method": "ngram", "num_drafters": 0}, "x: it would have no drafter"),
+        ({"name": "x", "method": "ngram", "num_speculative_tokens": 0}, "x: it would have no drafter"),
+        ({"name": "x", "method": "suffix", "location": "verifier"}, "x: location: a drafter in the verifier is no"),
+        ({"name": "x", "method": "ngram", "state_dtype": "float32"}, "x: 'state_dtype' is of the whole service"),
+        ({"name": "x", "num_speculative_tokens_per_batch_size": []}, "x: 'num_spec.*' is of the whole service"),
+        ({"name": "x", "method": "ngram", "draft_tensor_parallel_size": 2}, "x: .*ngram runs on one rank"),
+    ],
+)
+def test_a_bad_pool_is_refused_by_its_name_and_key(pool, message):
+    with pytest.raises(ValueError, match=f"drafter_pools: {message}"):
+        ServiceConfig.from_mapping({"drafter_pools": [pool]})
+
+
+def test_two_pools_of_a_name_are_refused():
+    with pytest.raises(ValueError, match="drafter_pools: lookup: there are two of that name"):
+        ServiceConfig(drafter_pools=(LOOKUP, LOOKUP))
+
+
+def test_strings_of_the_serve_command_line_become_values():
+    config = ServiceConfig.from_mapping(
+        {"port": "81", "enable_prefix_caching": "false", "model": "123", "max_model_len": "64"}
+    )
+    assert (config.port, config.enable_prefix_caching, config.model, config.max_model_len) == (81, False, "123", 64)
+
+
+@pytest.mark.parametrize("mode", ["auto", "always", "off"])
+def test_speculation_option_becomes_the_routers_policy(mode: str):
+    policy = ServiceConfig(speculation=mode, num_speculative_tokens=5).router_policy
+    assert policy.mode is PolicyMode(mode)
+    assert policy.max_draft_length == 5
+
+
+@pytest.mark.parametrize("table", ["[[1, 4, 3], [5, 64, 0]]", [[1, 4, 3], [5, 64, 0]]])
+def test_a_table_of_draft_lengths_becomes_the_routers_policy(table: object):
+    policy = ServiceConfig.from_mapping({"draft_length_by_batch_size": table}).router_policy
+    assert policy.draft_length_by_batch_size == ((1, 4, 3), (5, 64, 0))
+
+
+def test_states_are_kept_and_sent_as_the_options_say():
+    config = ServiceConfig.from_mapping(
+        {"device": "cpu", "speculative_config": {"state_dtype": "bfloat16", "tensor_transport": "gloo"}}
+    )
+    assert config.verifier_spec.model.state_dtype == "bfloat16"
+    assert config.speculative.tensor_transport == "gloo"
+
+
+LINK_FILES = {"link_ssl_certfile": "c", "link_ssl_keyfile": "k", "link_ssl_ca_certs": "a"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "files", "offered"),
+    [("auto", {}, ("gloo",)), ("auto", LINK_FILES, ()), ("grpc", {}, ()), ("gloo", {}, ("gloo",))],
+)
+def test_both_ends_of_a_link_offer_the_same_channels(choice: str, files: dict[str, str], offered: tuple[str, ...]):
+    values = {"speculative_config": {"tensor_transport": choice}, **files}
+    assert ServiceConfig.from_mapping(values).tensor_transports == offered
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"speculative_config": {"state_dtype": "int8"}}, "state_dtype must be one of auto, float32"),
+        ({"speculative_config": {"tensor_transport": "ucx"}}, "tensor_transport must be one of auto, grpc"),
+        ({"speculative_config": {"tensor_transport": "nccl"}, "device": "cpu"}, "nccl needs the device cuda"),
+        (
+            {"speculative_config": {"tensor_transport": "gloo"}, **LINK_FILES},
+            "gloo is not encrypted",
+        ),
+    ],
+)
+def test_channels_that_cannot_be_are_refused(values: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        ServiceConfig.from_mapping(values)

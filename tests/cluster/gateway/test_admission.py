@@ -1,0 +1,133 @@
+"""Who is admitted, and when the others may come back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from outrider.cluster.common.errors import Overloaded
+from outrider.cluster.gateway.admission import MAX_RETRY_S, MIN_RETRY_S, RATE_MEMORY_S, OwnQueue, Turnover, refusal
+from outrider.cluster.router.fleet import FleetSnapshot, RouterPolicy
+from played_fleet import snapshot_of
+
+POLICY = RouterPolicy()
+LIMIT = 100
+
+
+def ask(snapshot: FleetSnapshot, *, priority: int = 0, age_s: float = 0.0, **own: Any) -> Overloaded | None:
+    return refusal(
+        snapshot,
+        OwnQueue(**own),
+        priority=priority,
+        max_queued_requests=LIMIT,
+        now_s=snapshot.decided_at_s + age_s,
+        policy=POLICY,
+    )
+
+
+def sent_to(snapshot: FleetSnapshot, num_assigned: int) -> FleetSnapshot:
+    verifiers = tuple(dataclasses.replace(state, num_assigned=num_assigned) for state in snapshot.verifiers)
+    return dataclasses.replace(snapshot, verifiers=verifiers)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "own", "is_admitted"),
+    [
+        (snapshot_of("v"), {}, True),
+        (snapshot_of("v", num_waiting=99), {}, True),
+        (snapshot_of("v", num_waiting=100), {}, False),
+        (snapshot_of("v", num_running=500, kv_usage=1.0), {}, True),
+        (snapshot_of("v", "w", num_waiting=99), {}, True),
+        (snapshot_of("v", "w", num_waiting=100), {}, False),
+        (sent_to(snapshot_of("v", num_waiting=60), 39), {}, True),
+        (sent_to(snapshot_of("v", num_waiting=60), 40), {}, False),
+        (snapshot_of("v"), {"num_waiting": 99}, True),
+        (snapshot_of("v"), {"num_waiting": 100}, False),
+        (snapshot_of("v", num_waiting=60), {"num_waiting": 60}, True),
+        (snapshot_of("v", num_waiting=24, kv_usage=0.96), {}, True),
+        (snapshot_of("v", num_waiting=25, kv_usage=0.96), {}, False),
+        (snapshot_of("v", num_waiting=25, kv_usage=0.9), {}, True),
+        (snapshot_of("v", num_waiting=0, kv_usage=1.0), {"num_waiting": 90}, True),
+        (snapshot_of(), {"num_waiting": 1000}, True),
+        (snapshot_of("v", num_waiting=100, draining=True), {}, True),
+    ],
+)
+def test_the_queue_has_a_limit_per_live_verifier(snapshot: FleetSnapshot, own: dict[str, Any], is_admitted: bool):
+    assert (ask(snapshot, **own) is None) is is_admitted
+
+
+@pytest.mark.parametrize(
+    ("priority", "num_waiting", "is_admitted"),
+    [(1, 49, True), (1, 50, False), (1000, 49, True), (0, 99, True), (-1, 124, True), (-1, 125, False)],
+)
+def test_what_matters_less_is_refused_first(priority: int, num_waiting: int, is_admitted: bool):
+    assert (ask(snapshot_of("v", num_waiting=num_waiting), priority=priority) is None) is is_admitted
+
+
+def test_a_draining_verifier_takes_nothing_so_it_adds_no_room():
+    snapshot = snapshot_of("v", "w", num_waiting=100)
+    draining = dataclasses.replace(
+        snapshot.verifiers[1], report=dataclasses.replace(snapshot.verifiers[1].report, draining=True)
+    )
+    assert ask(dataclasses.replace(snapshot, verifiers=(snapshot.verifiers[0], draining))) is not None
+
+
+def test_a_verifier_that_stopped_reporting_adds_neither_room_nor_queue():
+    snapshot = snapshot_of("v", "w", num_waiting=60)
+    silent = dataclasses.replace(snapshot.verifiers[1], reported_s=snapshot.decided_at_s - POLICY.expire_after_s - 1)
+    snapshot = dataclasses.replace(snapshot, verifiers=(snapshot.verifiers[0], silent))
+    assert ask(snapshot) is None
+    assert ask(snapshot, num_waiting=100) is not None
+
+
+def test_loads_of_a_stale_snapshot_mean_nothing_but_the_own_queue_does():
+    snapshot, age_s = snapshot_of("v", num_waiting=500), POLICY.stale_snapshot_s + 1
+    assert ask(snapshot, age_s=age_s) is None
+    assert ask(snapshot, age_s=age_s, num_waiting=100) is not None
+
+
+@pytest.mark.parametrize(
+    ("own", "retry_after_s"),
+    [
+        ({}, MIN_RETRY_S),
+        ({"num_waiting": 5, "begun_per_s": 50.0}, MIN_RETRY_S),
+        ({"num_waiting": 60, "begun_per_s": 10.0}, 6.0),
+        ({"num_waiting": 900, "begun_per_s": 10.0}, MAX_RETRY_S),
+        ({"num_waiting": 5}, MAX_RETRY_S),
+    ],
+)
+def test_come_back_after_the_time_that_the_queue_takes_now(own: dict[str, Any], retry_after_s: float):
+    refused = ask(snapshot_of("v", num_waiting=100), **own)
+    assert refused is not None
+    assert refused.retry_after_s == retry_after_s
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_request_waits_until_its_first_token_or_its_end():
+    turnover = Turnover(Clock())
+    with turnover.entered() as first, turnover.entered():
+        assert turnover.queue().num_waiting == 2
+        turnover.begin(first)
+        turnover.begin(first)
+        assert turnover.queue() == OwnQueue(num_waiting=1, begun_per_s=1 / RATE_MEMORY_S)
+    assert turnover.queue().num_waiting == 0
+
+
+def test_the_rate_settles_at_the_true_one_and_fades():
+    clock = Clock()
+    turnover = Turnover(clock)
+    for _ in range(2000):
+        with turnover.entered() as ticket:
+            turnover.begin(ticket)
+        clock.now_s += 0.05
+    assert turnover.queue().begun_per_s == pytest.approx(20.0, rel=0.01)
+    clock.now_s += 10 * RATE_MEMORY_S
+    assert turnover.queue().begun_per_s < 0.01

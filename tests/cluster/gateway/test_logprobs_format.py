@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+import math
+
+from outrider.cluster.gateway.logprobs_format import ShownToken, chat_logprobs, completion_logprobs, prompt_logprobs
+from outrider.cluster.gateway.text_codec import TextCodec
+from outrider.verifier_service.messages.request import TokenLogprobs
+
+
+def entry(tokenizer, text, top):
+    (id_,) = tokenizer.encode(text)
+    ids = tuple(tokenizer.encode(other)[0] for other, _ in top)
+    logprobs = tuple(logprob for _, logprob in top)
+    return TokenLogprobs(token_id=id_, logprob=-3.0, rank=3, top_token_ids=ids, top_logprobs=logprobs)
+
+
+def test_each_shape_shows_so_many_alternatives_and_the_token(tokenizer):
+    codec = TextCodec(tokenizer)
+    one = entry(tokenizer, "a", [("b", -0.5), ("c", -1.0)])
+    (shown,) = completion_logprobs(
+        [ShownToken(id=one.token_id, text="a", logprobs=one)], codec, num_top=1, first_offset=0
+    )["top_logprobs"]
+    assert shown == {"b": -0.5, "a": -3.0}
+    (item,) = chat_logprobs([one], codec, num_top=1)["content"]
+    assert item["token"] == "a"
+    assert [top["token"] for top in item["top_logprobs"]] == ["b"]
+    first, second = prompt_logprobs([None, one], codec, num_top=1)
+    assert first is None
+    assert [(item["decoded_token"], item["rank"]) for item in second.values()] == [("a", 3), ("b", 1)]
+
+
+def test_the_token_is_shown_once_where_it_is_among_the_likeliest(tokenizer):
+    codec = TextCodec(tokenizer)
+    one = TokenLogprobs(token_id=5, logprob=-0.5, rank=1, top_token_ids=(5,), top_logprobs=(-0.5,))
+    (by_id,) = prompt_logprobs([one], codec, num_top=1)
+    assert list(by_id) == ["5"]
+    assert by_id["5"]["rank"] == 1
+
+
+def test_everything_is_json(tokenizer):
+    codec = TextCodec(tokenizer)
+    one = TokenLogprobs(token_id=5, logprob=-math.inf, rank=9, top_token_ids=(6,), top_logprobs=(-math.inf,))
+    shapes = [
+        completion_logprobs([ShownToken(id=5, text="x", logprobs=one)], codec, num_top=1, first_offset=3),
+        chat_logprobs([one], codec, num_top=1),
+        prompt_logprobs([one], codec, num_top=1),
+    ]
+    assert json.dumps(shapes, allow_nan=False).count("-9999.0") == 7
+
+
+def test_offsets_go_on_where_the_text_was(tokenizer):
+    codec = TextCodec(tokenizer)
+    tokens = [ShownToken(id=5, text=text, logprobs=None) for text in ("ab", "", "c")]
+    assert completion_logprobs(tokens, codec, num_top=0, first_offset=7)["text_offset"] == [7, 9, 9]

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from fake_backend import EOS
+from outrider.cluster.gateway.text_codec import NUM_THREADS, TextCodec
+
+
+@pytest.fixture(scope="module")
+def spaced() -> TextCodec:
+    """A sentencepiece-like tokenizer: the decoder drops the first space, bytes fall back to tokens of their own."""
+    words = ["<unk>", "▁a", "a", "▁bee", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend = Tokenizer(models.WordLevel({word: id_ for id_, word in enumerate(words)}, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+def test_a_token_keeps_the_space_that_a_decoder_drops_at_the_start(spaced):
+    assert spaced.token_text(3) == " bee"
+    assert spaced.token_bytes(3) == tuple(b" bee")
+
+
+def test_the_bytes_of_a_part_of_a_character(spaced, tokenizer):
+    assert spaced.token_bytes(4 + 0xE6) == (0xE6,)
+    codec = TextCodec(tokenizer)
+    parts = [codec.token_bytes(id_) for id_ in tokenizer.encode("日 é\n😀")]
+    assert bytes(byte for part in parts for byte in part).decode() == "日 é\n😀"
+
+
+def test_an_id_beyond_the_tokenizers_has_no_text(tokenizer):
+    codec = TextCodec(tokenizer)
+    assert codec.token_text(len(tokenizer) + 3) == ""
+    assert codec.token_bytes(len(tokenizer) + 3) == ()
+
+
+async def test_texts_of_tokens_concatenate(tokenizer):
+    codec = TextCodec(tokenizer)
+    ids = [*tokenizer.encode("a日"), tokenizer.eos_token_id]
+    assert await codec.token_texts(ids, skip_special_tokens=True) == ["a", "", "日", ""]
+    assert await codec.token_texts(ids, skip_special_tokens=False) == ["a", "", "日", EOS]
+    assert await codec.decode(ids) == f"a日{EOS}"
+
+
+async def test_few_texts_are_tokenised_at_a_time(tokenizer):
+    class Counting:
+        num_running = most = 0
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def encode(self, text, **_):
+            self.num_running += 1
+            self.most = max(self.most, self.num_running)
+            ids = tokenizer.encode(text * 2000)
+            self.num_running -= 1
+            return ids
+
+    counting = Counting()
+    codec = TextCodec(counting)
+    await asyncio.gather(*(codec.encode("the quick ", add_special_tokens=False) for _ in range(8)))
+    assert 1 <= counting.most <= 2
+
+
+async def test_calls_that_nobody_waits_for_leave_the_threads_to_others(tokenizer):
+    class Stuck:
+        def __init__(self) -> None:
+            self.num_begun, self.go_on = 0, threading.Event()
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def encode(self, text, **_):
+            self.num_begun += 1
+            self.go_on.wait(10)
+            return [7]
+
+    stuck = Stuck()
+    codec = TextCodec(stuck)
+    calls = [asyncio.create_task(codec.encode("x", add_special_tokens=False)) for _ in range(10)]
+    while stuck.num_begun < NUM_THREADS:
+        await asyncio.sleep(0.001)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    last = asyncio.create_task(codec.encode("x", add_special_tokens=False))
+    await asyncio.sleep(0.01)
+    assert stuck.num_begun == NUM_THREADS, "what runs still counts"
+    stuck.go_on.set()
+    assert await last == (7,)
+    assert stuck.num_begun == NUM_THREADS + 1, "what was cancelled does not begin"
+
+
+def test_a_text_that_is_surely_too_long(tokenizer):
+    codec = TextCodec(tokenizer)
+    longest = max(map(len, tokenizer.get_vocab()))
+    assert codec.is_longer_than("a" * (longest * 4 + 1), 4)
+    assert not codec.is_longer_than("a" * (longest * 4), 4)

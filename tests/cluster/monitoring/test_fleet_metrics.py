@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from fleet_snapshots import DECIDED_AT_S, busy_fleet
+from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
+from outrider.cluster.monitoring.metrics import GatewayMetrics
+from outrider.cluster.monitoring.metrics_page import PAGE, metric_names, metrics_page
+from outrider.cluster.router.fleet import FleetSnapshot
+
+
+def registry_of(snapshot: FleetSnapshot | None, *, vllm_aliases: bool = True) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(
+        FleetMetrics(
+            lambda: snapshot,
+            model_name="tiny",
+            wall_clock=lambda: DECIDED_AT_S + 2.0,
+            vllm_aliases=vllm_aliases,
+        )
+    )
+    return registry
+
+
+def samples(registry: CollectorRegistry) -> dict[str, float]:
+    """Return every sample of the exposition as Prometheus itself reads it: `name{labels}` to value."""
+    text = generate_latest(registry).decode()
+    return {
+        f"{sample.name}{{{','.join(f'{k}={v}' for k, v in sorted(sample.labels.items()) if k != 'model_name')}}}": (
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_load_is_shown_per_replica_and_under_both_names():
+    shown = samples(registry_of(busy_fleet()))
+    for prefix in ("outrider_", "vllm:"):
+        assert shown[f"{prefix}num_requests_running{{engine=v0}}"] == 6
+        assert shown[f"{prefix}num_requests_waiting{{engine=v0}}"] == 2
+        assert shown[f"{prefix}num_requests_running{{engine=v1}}"] == 0
+        assert shown[f"{prefix}kv_cache_usage_perc{{engine=v0}}"] == 0.625
+        assert shown[f"{prefix}prefix_cache_queries_total{{engine=v0}}"] == 640
+        assert shown[f"{prefix}prefix_cache_hits_total{{engine=v0}}"] == 320
+        assert shown[f"{prefix}num_preemptions_total{{engine=v0}}"] == 2
+        assert shown[f"{prefix}request_queue_time_seconds_bucket{{engine=v0,le=0.1}}"] == 7
+        assert shown[f"{prefix}request_queue_time_seconds_bucket{{engine=v0,le=+Inf}}"] == 8
+        assert shown[f"{prefix}request_queue_time_seconds_count{{engine=v0}}"] == 8
+        assert shown[f"{prefix}request_queue_time_seconds_sum{{engine=v0}}"] == 0.75
+    assert shown["outrider_pool_replicas{role=verifier,state=ready}"] == 1
+    assert shown["outrider_pool_replicas{role=drafter,state=draining}"] == 1
+    assert shown["outrider_fleet_snapshot_age_seconds{}"] == 2.0
+
+
+def test_steps_and_drafts_are_counted():
+    shown = samples(registry_of(busy_fleet()))
+    expected = {
+        "verify_step_seconds_count{engine=v0}": 50,
+        "verify_step_seconds_sum{engine=v0}": 2.5,
+        "verify_step_seconds_count{engine=v1}": 0,
+        "verify_idle_seconds_total{engine=v0}": 1.5,
+        "verify_scheduled_tokens_total{engine=v0}": 400,
+        "verify_committed_tokens_total{engine=v0}": 300,
+        "router_spec_decisions_total{decision=off,reason=load}": 11,
+        "router_spec_decisions_total{decision=on,reason=pays}": 31,
+        "router_placements_total{reason=prefix}": 42,
+        "price{engine=v0}": 0.25,
+        "draft_length{engine=v0}": 3,
+        "draft_length{engine=v1}": 0,
+        "draft_length_mean{engine=v0}": 2.5,
+        "verify_idle_share{engine=v0}": 0.125,
+        "verify_knee_tokens{engine=v0}": 96,
+        "verify_extrapolated_steps_total{engine=v0}": 4,
+        "tokens_per_second_per_accelerator{}": 24,
+        "speculation_cache_hits_total{engine=d0}": 30,
+        "speculation_cache_misses_total{engine=d0}": 10,
+        "draft_rtt_seconds_count{engine=v0}": 40,
+        "draft_lateness_seconds_count{engine=v0}": 3,
+        "drafts_stale_total{engine=v0}": 3,
+        "draft_fallback_total{engine=v0,reason=timeout}": 7,
+        "draft_fallback_total{engine=v0,reason=bad_draft}": 1,
+        "draft_resyncs_total{engine=v0}": 5,
+        "draft_state_bytes_total{engine=v0,transport=gloo}": 4096,
+        "draft_tensor_fallbacks_total{engine=v0}": 2,
+        "drafter_circuit_state{drafter=d0,engine=v0}": 0,
+        "drafter_circuit_state{drafter=d1,engine=v0}": 2,
+        "draft_yield{drafter=d0,engine=v0}": 1.5,
+        "link_bad_frames_total{engine=v0,role=verifier}": 4,
+        "link_bad_frames_total{engine=d0,role=drafter}": 9,
+        "draft_sessions{engine=d0}": 6,
+        "draft_queue_depth{engine=d0}": 1,
+        "drafter_draft_seconds{engine=d0}": 0.004,
+        "drafter_drafts_total{engine=d0}": 44,
+        "drafter_draft_tokens_total{engine=d0}": 132,
+        "drafter_evicted_sessions_total{engine=d0}": 1,
+    }
+    assert {name: shown[f"outrider_{name}"] for name in expected} == expected
+    assert "outrider_price{engine=v1}" not in shown, "nothing was computed for it"
+    assert "outrider_verify_knee_tokens{engine=v1}" not in shown
+
+
+def test_before_the_first_snapshot_there_are_no_samples():
+    assert samples(registry_of(None)) == {}
+
+
+def test_aliases_can_be_left_out():
+    assert b"vllm:" not in generate_latest(registry_of(busy_fleet(), vllm_aliases=False))
+
+
+def test_a_scrape_has_the_names_of_the_page_and_no_others():
+    registry = registry_of(busy_fleet())
+    GatewayMetrics(registry, model_name="tiny")
+    text = generate_latest(registry).decode()
+    families = list(text_string_to_metric_families(text))
+    names = [family.name + ("_total" if family.type == "counter" else "") for family in families]
+    assert len(names) == len(set(names)), "each is defined once"
+    assert set(names) == metric_names()
+    assert all(family.documentation for family in families)
+
+
+def test_the_page_is_up_to_date():
+    assert PAGE.read_text() == metrics_page(), "run python -m outrider.cluster.monitoring.metrics_page"
+
+
+def test_labels_are_those_of_the_page():
+    page = metrics_page()
+    for family in registry_of(busy_fleet()).collect():
+        labels = {name for sample in family.samples for name in sample.labels if name != "le"}
+        (row,) = (line for line in page.splitlines() if f"`{family.name}`" in line or f"`{family.name}_total`" in line)
+        assert labels == set(row.split("|")[3].replace(" ", "").split(",")), family.name

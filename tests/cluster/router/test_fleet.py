@@ -1,0 +1,82 @@
+"""The router's messages: a policy as operators change it, a verifier's report as its engine gives it."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.cluster.router.fleet import PolicyMode, RouterPolicy, VerifierReport, table_length, with_changes
+from outrider.verifier_service.messages.engine import DrafterCircuit, EngineLoad
+
+POLICY = RouterPolicy(mode=PolicyMode.ALWAYS, max_draft_length=5)
+
+
+def test_a_policy_changes_where_it_is_named():
+    changed = with_changes(
+        POLICY, {"mode": "auto", "min_price": 1, "switch": {"on_gain": 1.5}, "acceptance": {"initial_rate": 0.5}}
+    )
+    assert changed.mode is PolicyMode.AUTO
+    assert changed.max_draft_length == 5
+    assert changed.min_price == 1
+    assert (changed.switch.on_gain, changed.switch.off_gain) == (1.5, POLICY.switch.off_gain)
+    assert changed.acceptance.initial_rate == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_draft_lenght": 3}, "unknown policy setting 'max_draft_lenght'; did you mean 'max_draft_length'"),
+        ({"switch": {"on_gian": 2.0}}, "did you mean 'on_gain'"),
+        ({"switch": 2.0}, "switch must be a mapping"),
+        ({"mode": "sometimes"}, "mode must be auto, always or off, not 'sometimes'"),
+        ({"mode": True}, "mode must be"),
+        ({"max_draft_length": "3"}, "max_draft_length must be a whole number, not '3'"),
+        ({"max_draft_length": 2.5}, "max_draft_length must be a whole number"),
+        ({"min_price": False}, "min_price must be a number"),
+        ({"min_price": 2}, r"min_price must be in \[0, 1\]"),
+        ({"acceptance": {"request_prior_tokens": 0}}, "request_prior_tokens must be positive"),
+        ({"draft_length_by_batch_size": 3}, "draft_length_by_batch_size must be a list of rows"),
+        ({"draft_length_by_batch_size": [3]}, "draft_length_by_batch_size must be a list of rows"),
+        ({"draft_length_by_batch_size": [[1, 4]]}, "must be rows of three whole numbers"),
+        ({"draft_length_by_batch_size": [[1, 4, 2.5]]}, "must be rows of three whole numbers"),
+        ({"draft_length_by_batch_size": [[2, 4, 2]]}, "must begin at batch size 1"),
+        ({"draft_length_by_batch_size": [[1, 4, -2]]}, "draft lengths of at least 0"),
+        ({"draft_length_by_batch_size": [[1, 0, 2]]}, "first <= last"),
+        ({"draft_length_by_batch_size": [[1, 4, 2], [4, 8, 1]]}, "ranges in order and apart"),
+        ({"kv_pressure_from": 1.5}, r"kv_pressure_from must be in \[0, 1\]"),
+        ({"switch": {"off_gain": 9.0}}, "off_gain must be positive and at most on_gain"),
+    ],
+)
+def test_a_bad_change_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        with_changes(POLICY, changes)
+
+
+def test_a_table_is_read_as_vllm_reads_it():
+    """Ranges include both ends; in a gap, and beyond the last range, the range before goes on."""
+    policy = with_changes(POLICY, {"draft_length_by_batch_size": [[1, 2, 5], [5, 8, 3]]})
+    assert policy.draft_length_by_batch_size == ((1, 2, 5), (5, 8, 3))
+    lengths = [table_length(policy.draft_length_by_batch_size, size) for size in (0, 1, 2, 3, 4, 5, 8, 9, 999)]
+    assert lengths == [5, 5, 5, 5, 5, 3, 3, 3, 3]
+
+
+def report(state: str) -> VerifierReport:
+    return VerifierReport.of(
+        verifier_id="v",
+        endpoint="v:1",
+        epoch=1,
+        load=EngineLoad(
+            num_running=0,
+            num_waiting=0,
+            num_decoding=0,
+            kv_usage=0.0,
+            circuits=(DrafterCircuit(drafter_id="d0", state=state), DrafterCircuit(drafter_id="d1", state="closed")),
+        ),
+        max_model_len=64,
+        step_times=(),
+        drafters_up=("d0", "d1"),
+    )
+
+
+def test_a_drafter_that_fails_its_verifier_is_not_up_there_whatever_its_link_says():
+    assert report("open").drafters_up == ("d1",)
+    assert report("half_open").drafters_up == ("d0", "d1"), "it may be tried again"

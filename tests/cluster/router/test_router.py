@@ -1,0 +1,493 @@
+"""The router in virtual time: a simulated verifier drafts with known acceptance and reports every second."""
+
+import time
+
+import pytest
+
+from outrider.cluster.router.fleet import (
+    AcceptancePolicy,
+    Directive,
+    DrafterReport,
+    PolicyMode,
+    RouteAsk,
+    RouterPolicy,
+    SwitchPolicy,
+    VerifierReport,
+)
+from outrider.cluster.router.router import RouterCore, StaleEpochError
+from outrider.cluster.router.routing import NoVerifierError
+from outrider.verifier_service.messages.engine import (
+    DrafterCircuit,
+    DrafterTime,
+    EngineCounters,
+    EngineLoad,
+    RequestLoad,
+    StepTime,
+)
+from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.messages.wire import decode, encode
+from reporting_fleet import COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE, Fleet, drafter_report, names, profile
+
+
+class TestLoad:
+    def test_memory_bound_drafts_are_long(self):
+        fleet = Fleet(MEMORY_BOUND)
+        fleet.add(*names(16), acceptance=0.9)
+        fleet.run(10)
+        assert set(fleet.lengths.values()) == {8}
+        assert fleet.default_plan.draft_length == 8
+
+    def test_compute_bound_is_off(self):
+        fleet = Fleet(COMPUTE_BOUND)
+        fleet.add(*names(16))
+        fleet.run(10)
+        assert set(fleet.reasons.values()) == {"load"}
+        assert fleet.default_plan == SpeculationPlan(disabled_reason="load")
+
+    @pytest.mark.parametrize(
+        ("points", "mode", "price"),
+        [
+            (MEMORY_BOUND, PolicyMode.AUTO, RouterPolicy().min_price),
+            (COMPUTE_BOUND, PolicyMode.AUTO, 1.0),
+            (MEMORY_BOUND, PolicyMode.ALWAYS, None),
+        ],
+    )
+    def test_operators_see_the_price(self, points, mode, price):
+        fleet = Fleet(points, policy=RouterPolicy(mode=mode))
+        fleet.add(*names(16), acceptance=0.9)
+        fleet.run(10)
+        (verifier,) = fleet.core.snapshot(fleet.now_s).verifiers
+        assert verifier.price == (price if price is None else pytest.approx(price))
+
+    def test_off_when_load_rises_and_on_when_it_falls(self):
+        fleet = Fleet(ROOFLINE)
+        fleet.add(*names(8))
+        fleet.run(5)
+        assert min(fleet.lengths.values()) >= 4
+        fleet.add(*names(120, "burst"))
+        fleet.run(6)
+        assert set(fleet.reasons.values()) == {"load"}
+        fleet.drop(*names(120, "burst"))
+        fleet.second()
+        assert set(fleet.lengths.values()) == {0}  # the dwell
+        fleet.run(3)
+        assert min(fleet.lengths.values()) >= 4
+        assert set(fleet.reasons.values()) == {None}
+
+    def test_a_short_burst_does_not_switch_off(self):
+        fleet = Fleet(ROOFLINE)
+        fleet.add(*names(8))
+        fleet.run(5)
+        fleet.add(*names(120, "burst"))
+        fleet.second()
+        fleet.drop(*names(120, "burst"))
+        fleet.second()
+        assert min(fleet.lengths.values()) >= 4
+
+    def test_the_lowest_acceptance_goes_first(self):
+        """64 tokens fit and 48 requests run: 16 positions for those that use them best."""
+        fleet = Fleet(ROOFLINE)
+        fleet.add(*names(8, "good"), acceptance=0.9)
+        fleet.add(*names(40, "poor"), acceptance=0.35)
+        fleet.run(40)
+        good = [fleet.lengths[request_id] for request_id in names(8, "good")]
+        poor = [fleet.lengths[request_id] for request_id in names(40, "poor")]
+        assert min(good) >= 1
+        assert sum(length > 0 for length in poor) < 10
+        assert {fleet.reasons[request_id] for request_id in names(40, "poor")} <= {"load", None}
+
+    def toggles(self, num_requests, acceptance, policy):
+        """Count how often each request goes on or off in two minutes of noisy profiles and short visitors."""
+        fleet = Fleet(ROOFLINE, policy=policy, seed=num_requests)
+        fleet.add(*names(num_requests), acceptance=acceptance)
+        fleet.run(20)
+        toggles, visitors = dict.fromkeys(fleet.plans, 0), []
+        for _ in range(120):
+            before = fleet.lengths
+            fleet.drop(*visitors)
+            visitors = names(fleet.rng.randint(0, 4), f"visitor{fleet.now_s:.0f}-")
+            fleet.add(*visitors, acceptance=acceptance)
+            fleet.points = profile(lambda n: max(0.03, 0.03 * n / 64) * fleet.rng.uniform(0.9, 1.1))
+            fleet.second()
+            for request_id in toggles:
+                toggles[request_id] += (fleet.lengths[request_id] > 0) != (before[request_id] > 0)
+        return sorted(toggles.values())
+
+    @pytest.mark.parametrize(("num_requests", "acceptance"), [(8, 0.6), (30, 0.6), (48, 0.6), (60, 0.9), (90, 0.8)])
+    def test_does_not_flap_under_noise(self, num_requests, acceptance):
+        toggles = self.toggles(num_requests, acceptance, RouterPolicy())
+        assert toggles[num_requests // 2] <= 2
+        assert toggles[-1] <= 12
+
+    def test_without_hysteresis_it_would(self):
+        """The control of the test above: the same noise does move the decision."""
+        bare = SwitchPolicy(on_gain=1.0, off_gain=1.0, on_dwell_s=0.0, off_dwell_s=0.0)
+        assert self.toggles(60, 0.9, RouterPolicy(switch=bare))[30] >= 20
+
+    def test_slow_drafts_are_draft_queue_and_are_tried_again(self):
+        fleet = Fleet(MEMORY_BOUND, round_trip_s=0.3)
+        fleet.add(*names(4))
+        fleet.run(5)
+        assert set(fleet.reasons.values()) == {"draft_queue"}
+        lengths = []
+        for _ in range(24):
+            fleet.second()
+            lengths.append(max(fleet.lengths.values()))
+        assert 2 <= sum(length > 0 for length in lengths) <= 6
+        assert max(lengths) == fleet.core.policy.probe_length
+        fleet.round_trips_s["d0"] = 0.001
+        fleet.run(4)
+        assert min(fleet.lengths.values()) >= 4
+
+
+class TestAcceptance:
+    def test_low_acceptance_goes_off_alone_and_probes(self):
+        fleet = Fleet(MEMORY_BOUND)
+        fleet.add(*names(8), acceptance=0.8)
+        fleet.add("hopeless", acceptance=0.0)
+        fleet.run(40)
+        assert min(fleet.lengths[request_id] for request_id in names(8)) == 8
+        seen = set()
+        for _ in range(24):
+            fleet.second()
+            seen.add((fleet.lengths["hopeless"], fleet.reasons["hopeless"]))
+        assert seen == {(0, "low_acceptance"), (fleet.core.policy.probe_length, None)}
+
+    def test_a_request_that_recovers_comes_back(self):
+        fleet = Fleet(MEMORY_BOUND)
+        fleet.add(*names(8), acceptance=0.8)
+        fleet.add("moody", acceptance=0.0)
+        fleet.run(40)
+        fleet.acceptance["moody"] = 0.9
+        fleet.run(60)
+        assert fleet.lengths["moody"] >= 4
+        assert fleet.reasons["moody"] is None
+
+    def test_newcomers_start_from_the_pools_acceptance(self):
+        fleet = Fleet(MEMORY_BOUND, policy=RouterPolicy(max_draft_length=32), drafters=())
+        fleet.drafters, fleet.up = {"d0": drafter_report(max_draft_length=32)}, {"d0"}
+        fleet.second()
+        fleet.add(*names(8), acceptance=0.3)
+        first = fleet.default_plan.draft_length
+        fleet.run(20)
+        assert fleet.default_plan.draft_length < first
+
+    def test_priors_are_checked(self):
+        with pytest.raises(ValueError, match="initial_rate"):
+            AcceptancePolicy(initial_rate=1.0)
+
+
+class TestWishes:
+    def test_opt_out_and_caps(self):
+        fleet = Fleet(MEMORY_BOUND)
+        fleet.add("out", cap=0)
+        fleet.add("capped", acceptance=0.9, cap=2)
+        fleet.add("free", acceptance=0.9)
+        fleet.run(5)
+        assert fleet.lengths == {"out": 0, "capped": 2, "free": 8}
+        assert fleet.reasons == {"out": "request_opt_out", "capped": None, "free": None}
+
+    def test_caps_hold_while_waiting(self):
+        fleet = Fleet(MEMORY_BOUND)
+        fleet.add("runs", "waits")
+        fleet.add("out", cap=0)
+        fleet.add("capped", cap=1)
+        for _ in range(3):
+            fleet.second(num_waiting=3)
+        assert fleet.lengths["waits"] == fleet.default_plan.draft_length > 1
+        assert fleet.reasons["out"] == "request_opt_out"
+        assert fleet.lengths["capped"] == 1
+
+    def test_operator_pins(self):
+        for policy, length, reason in (
+            (RouterPolicy(mode=PolicyMode.OFF), 0, "config"),
+            (RouterPolicy(max_draft_length=0), 0, "config"),
+            (RouterPolicy(mode=PolicyMode.ALWAYS, max_draft_length=3), 3, None),
+        ):
+            fleet = Fleet(COMPUTE_BOUND, policy=policy)
+            fleet.add(*names(8))
+            fleet.add("out", cap=0)
+            fleet.run(4)
+            assert fleet.plans["r0"] == fleet.default_plan
+            assert (fleet.lengths["r0"], fleet.reasons["r0"]) == (length, reason)
+            assert fleet.reasons["out"] == "request_opt_out"
+
+    def test_no_profile_is_warmup(self):
+        fleet = Fleet(())
+        fleet.add("r")
+        fleet.run(3)
+        assert fleet.reasons == {"r": "warmup"}
+        fleet.points = MEMORY_BOUND
+        fleet.run(3)
+        assert fleet.lengths["r"] > 0
+
+    def test_the_profile_need_not_be_sent_again(self):
+        fleet = Fleet(MEMORY_BOUND)
+        fleet.add("r")
+        fleet.second()
+        fleet.points = ()
+        fleet.run(3)
+        assert fleet.lengths["r"] > 0
+
+
+class TestDrafters:
+    def test_requests_spread_and_stay(self):
+        fleet = Fleet(MEMORY_BOUND, drafters=("d0", "d1"))
+        fleet.add(*names(20))
+        fleet.run(2)
+        first = {request_id: plan.drafter_id for request_id, plan in fleet.plans.items()}
+        fleet.drafters["d0"] = drafter_report("d0", num_sessions=50)
+        fleet.run(5)
+        assert {request_id: plan.drafter_id for request_id, plan in fleet.plans.items()} == first
+
+    def test_a_silent_drafter_is_replaced_and_no_longer_linked(self):
+        fleet = Fleet(MEMORY_BOUND, drafters=("d0", "d1"))
+        fleet.add(*names(20))
+        fleet.run(3)
+        assert {plan.drafter_id for plan in fleet.plans.values()} == {"d0", "d1"}
+        del fleet.drafters["d0"]  # silent, though the link still looks up
+        fleet.run(5)
+        assert {plan.drafter_id for plan in fleet.plans.values()} == {"d1"}
+        assert [drafter.drafter_id for drafter in fleet.directive.drafters] == ["d1"]
+
+    def test_a_lost_link_counts_at_once(self):
+        fleet = Fleet(MEMORY_BOUND, drafters=("d0", "d1"))
+        fleet.add(*names(20))
+        fleet.run(3)
+        fleet.up.discard("d1")
+        fleet.second()
+        assert {plan.drafter_id for plan in fleet.plans.values()} == {"d0"}
+        fleet.up.clear()
+        fleet.second()
+        assert set(fleet.reasons.values()) == {"drafter_unavailable"}
+        assert [drafter.drafter_id for drafter in fleet.directive.drafters] == ["d0", "d1"]
+        fleet.up.add("d0")
+        fleet.second()
+        assert min(fleet.lengths.values()) > 0
+
+    def test_a_draining_drafter_hands_its_requests_over(self):
+        fleet = Fleet(MEMORY_BOUND, drafters=("d0", "d1"))
+        fleet.add(*names(10))
+        fleet.run(3)
+        assert {plan.drafter_id for plan in fleet.plans.values()} == {"d0", "d1"}
+        fleet.drafters["d0"] = drafter_report("d0", draining=True)
+        fleet.drafters["d1"] = drafter_report("d1", num_sessions=40)
+        fleet.second()
+        assert {plan.drafter_id for plan in fleet.plans.values()} == {"d1"}
+        assert min(fleet.lengths.values()) > 0
+        assert {drafter.drafter_id for drafter in fleet.directive.drafters} == {"d0", "d1"}, (
+            "its link stays until the end"
+        )
+        assignment = fleet.core.route(RouteAsk(request_id="x", num_prompt_tokens=1), fleet.now_s)
+        assert assignment.plan.drafter_id == "d1"
+
+    def test_the_last_drafter_that_drains_leaves_requests_without_drafts(self):
+        fleet = Fleet(MEMORY_BOUND)
+        fleet.add(*names(3))
+        fleet.run(2)
+        fleet.drafters["d0"] = drafter_report("d0", draining=True)
+        fleet.second()
+        assert set(fleet.reasons.values()) == {"drafter_unavailable"}
+
+    def test_a_removed_drafter_is_gone_at_once(self):
+        fleet = Fleet(MEMORY_BOUND)
+        fleet.add("r")
+        fleet.run(2)
+        fleet.core.remove("d0")
+        fleet.core.remove("d0")
+        directive = fleet.core.report_verifier(fleet.report(), fleet.now_s)
+        assert directive.plans == {"r": SpeculationPlan(disabled_reason="drafter_unavailable")}
+
+
+class TestReplicas:
+    def ask(self, request_id="x"):
+        return RouteAsk(request_id=request_id, num_prompt_tokens=1)
+
+    def test_a_silent_verifier_expires(self):
+        fleet = Fleet()
+        fleet.second()
+        assert fleet.core.route(self.ask(), fleet.now_s + 3.0).verifier_id == "v0"
+        with pytest.raises(NoVerifierError):
+            fleet.core.route(self.ask(), fleet.now_s + 3.1)
+        assert fleet.core.snapshot(fleet.now_s + 3.1).verifiers == ()
+
+    def test_a_removed_verifier_is_gone(self):
+        fleet = Fleet()
+        fleet.second()
+        fleet.core.remove("v0")
+        with pytest.raises(NoVerifierError, match="0 known"):
+            fleet.core.route(self.ask(), fleet.now_s)
+
+    def test_an_old_incarnation_is_refused(self):
+        fleet = Fleet()
+        fleet.second()
+        newer = VerifierReport(
+            verifier_id="v0", endpoint="v0:2", epoch=2, num_running=0, num_waiting=0, num_decoding=0, kv_usage=0.0
+        )
+        fleet.core.report_verifier(newer, fleet.now_s)
+        with pytest.raises(StaleEpochError, match="'v0' reports as epoch 1"):
+            fleet.core.report_verifier(fleet.report(), fleet.now_s)
+        assert fleet.core.route(self.ask(), fleet.now_s).endpoint == "v0:2"
+        fleet.core.report_drafter(drafter_report(epoch=5), fleet.now_s)
+        with pytest.raises(StaleEpochError):
+            fleet.core.report_drafter(drafter_report(epoch=4), fleet.now_s)
+
+    def test_a_new_incarnation_forgets_the_old_ones_profile(self):
+        fleet = Fleet(MEMORY_BOUND)
+        fleet.second()
+        report = VerifierReport(
+            verifier_id="v0",
+            endpoint="v0:1",
+            epoch=2,
+            num_running=0,
+            num_waiting=0,
+            num_decoding=0,
+            kv_usage=0.0,
+            drafters_up=("d0",),
+        )
+        assert fleet.core.report_verifier(report, fleet.now_s).default_plan.disabled_reason == "warmup"
+
+    def test_routed_requests_count_until_the_next_report(self):
+        core = RouterCore()
+        for verifier_id in ("a", "b"):
+            core.report_verifier(
+                VerifierReport(
+                    verifier_id=verifier_id,
+                    endpoint=verifier_id,
+                    epoch=1,
+                    num_running=0,
+                    num_waiting=0,
+                    num_decoding=0,
+                    kv_usage=0.0,
+                ),
+                0.0,
+            )
+        picks = [core.route(self.ask(f"r{i}"), 0.5).verifier_id for i in range(100)]
+        assert picks.count("a") == picks.count("b") == 50
+
+    def test_a_restarted_router_says_everything_again(self):
+        fleet = Fleet(MEMORY_BOUND)
+        fleet.add(*names(3), acceptance=1.0)
+        fleet.run(10)
+        assert fleet.directive.plans == {}
+        fleet.core = RouterCore()
+        fleet.second()
+        assert fleet.directive.plans.keys() == set(names(3))
+
+    def test_a_lost_directive_is_said_again(self):
+        fleet = Fleet(MEMORY_BOUND)
+        fleet.add(*names(3), acceptance=1.0)
+        fleet.run(5)
+        plan = fleet.plans["r0"]
+        fleet.plans["r0"] = SpeculationPlan()
+        fleet.second()
+        assert fleet.directive.plans == {"r0": plan}
+
+
+def test_the_same_reports_give_the_same_answers():
+    def history(order):
+        fleet, answers = Fleet(ROOFLINE, drafters=order, seed=7), []
+        fleet.add(*names(60), acceptance=0.6)
+        for _ in range(30):
+            fleet.second()
+            answers.append((fleet.directive, sorted(fleet.plans.items())))
+        return answers
+
+    assert history(("d0", "d1", "d2")) == history(("d2", "d0", "d1"))
+
+
+def test_messages_cross_the_wire():
+    fleet = Fleet(ROOFLINE)
+    fleet.add(*names(3))
+    fleet.run(2)
+    fleet.plans["r0"] = SpeculationPlan()
+    report = fleet.report()
+    directive = fleet.core.report_verifier(report, fleet.now_s)
+    assert decode(encode(report), (VerifierReport,)) == report
+    assert decode(encode(directive), (Directive,)) == directive
+    assert decode(encode(drafter_report()), (DrafterReport,)) == drafter_report()
+
+
+def test_ten_thousand_requests_are_decided_in_time():
+    fleet = Fleet(MEMORY_BOUND, drafters=("d0", "d1", "d2", "d3"))
+    fleet.add(*names(10_000))
+    fleet.run(2)
+    begin_s = time.process_time()
+    fleet.core.report_verifier(fleet.report(), fleet.now_s)
+    assert time.process_time() - begin_s < 5.0  # some 20 times what it takes: catches a quadratic step
+
+
+def test_a_report_is_made_of_what_the_engine_says():
+    load = EngineLoad(
+        num_running=2,
+        num_waiting=1,
+        num_decoding=1,
+        kv_usage=0.5,
+        tokens_per_s=20.0,
+        mean_step_s=0.05,
+        price=0.25,
+        knee=96.0,
+        draft_length_mean=2.5,
+        verify_idle_share=0.125,
+        counters=EngineCounters(num_steps=9),
+        circuits=(DrafterCircuit(drafter_id="d0", state="open"),),
+        requests=(
+            RequestLoad(
+                request_id="r",
+                drafter_id="d0",
+                draft_length=3,
+                num_drafts=4,
+                num_draft_tokens=12,
+                num_accepted_tokens=7,
+                num_speculative_tokens=0,
+            ),
+        ),
+        drafter_times=(DrafterTime(drafter_id="d0", seconds=0.01),),
+    )
+    report = VerifierReport.of(
+        verifier_id="v0",
+        endpoint="v0:1",
+        epoch=3,
+        load=load,
+        max_model_len=64,
+        step_times=(StepTime(num_tokens=1, seconds=0.1),),
+        drafters_up=("d0",),
+        num_bad_frames=5,
+        num_ranks=4,
+    )
+    assert (report.price, report.knee, report.num_ranks) == (0.25, 96.0, 4)
+    assert (report.draft_length_mean, report.verify_idle_share) == (2.5, 0.125)
+    assert (report.num_running, report.num_waiting, report.num_decoding, report.kv_usage) == (2, 1, 1, 0.5)
+    assert report.step_times == (StepTime(num_tokens=1, seconds=0.1),)
+    assert report.round_trips == (DrafterTime(drafter_id="d0", seconds=0.01),)
+    assert (report.tokens_per_s, report.mean_step_s, report.num_bad_frames) == (20.0, 0.05, 5)
+    assert report.counters == EngineCounters(num_steps=9)
+    assert report.circuits == (DrafterCircuit(drafter_id="d0", state="open"),)
+    (request,) = report.requests
+    assert (request.num_drafts, request.num_draft_tokens, request.num_accepted_tokens) == (4, 12, 7)
+    assert request.num_speculative_tokens == 0
+
+
+# --- what operators see ---
+
+
+def test_decisions_are_counted_when_they_are_made_and_when_they_change():
+    fleet = Fleet(MEMORY_BOUND)
+    fleet.run(1)
+    for request_id, cap in (("a", None), ("b", 0)):
+        ask = RouteAsk(request_id=request_id, num_prompt_tokens=3, num_speculative_tokens=cap)
+        plan = fleet.core.route(ask, fleet.now_s).plan
+        fleet.add(request_id, cap=cap)
+        fleet.plans[request_id] = plan
+    fleet.run(3)  # lengths may move, the decisions stay
+    assert decisions(fleet) == {("on", "pays"): 1, ("off", "request_opt_out"): 1}
+    fleet.up.clear()
+    fleet.run(2)
+    assert decisions(fleet) == {("on", "pays"): 1, ("off", "request_opt_out"): 1, ("off", "drafter_unavailable"): 1}
+    (placed,) = fleet.core.snapshot(fleet.now_s).placements
+    assert (placed.reason, placed.count) == ("only", 2)
+
+
+def decisions(fleet):
+    counts = fleet.core.snapshot(fleet.now_s).decisions
+    return {(count.decision, count.reason): count.count for count in counts}

@@ -1,0 +1,409 @@
+import dataclasses
+from typing import Any
+
+import pytest
+
+from outrider.cluster.router.fleet import (
+    DrafterReport,
+    DrafterState,
+    FleetSnapshot,
+    RouteAsk,
+    RouterPolicy,
+    VerifierReport,
+    VerifierState,
+)
+from outrider.cluster.router.routing import DrafterDesk, NoVerifierError, route, with_assignment
+from outrider.verifier_service.drafting.draft_yield import DraftYield
+from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterTime
+from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.messages.wire import decode, encode
+
+POLICY = RouterPolicy(expire_after_s=3.0, stale_snapshot_s=10.0, max_queue_depth=8)
+NOW_S = 100.0
+
+
+def verifier(
+    verifier_id,
+    *,
+    reported_s=NOW_S,
+    default_length=4,
+    reason=None,
+    drafters_up=("d0", "d1"),
+    draining=False,
+    price=None,
+    **load,
+):
+    figures = {"num_running": 0, "num_waiting": 0, "num_decoding": 0, "kv_usage": 0.0} | load
+    report = VerifierReport(
+        verifier_id=verifier_id,
+        endpoint=f"{verifier_id}:1",
+        epoch=1,
+        drafters_up=drafters_up,
+        draining=draining,
+        **figures,
+    )
+    drafter_id = "d0" if default_length else None
+    plan = SpeculationPlan(drafter_id=drafter_id, draft_length=default_length, disabled_reason=reason)
+    return VerifierState(report=report, reported_s=reported_s, default_plan=plan, price=price)
+
+
+def drafter(drafter_id, *, reported_s=NOW_S, **figures):
+    fields = {"num_sessions": 0, "queue_depth": 0, "max_draft_length": 8, "mean_draft_s": 0.001} | figures
+    report = DrafterReport(drafter_id=drafter_id, endpoint=f"{drafter_id}:1", epoch=1, **fields)
+    return DrafterState(report=report, reported_s=reported_s)
+
+
+def snapshot(verifiers, drafters=(), decided_at_s=NOW_S):
+    return FleetSnapshot(verifiers=tuple(verifiers), drafters=tuple(drafters), decided_at_s=decided_at_s)
+
+
+def ask(request_id="r", **fields):
+    return RouteAsk(request_id=request_id, num_prompt_tokens=10, **fields)
+
+
+def chosen(fleet, request=None, now_s=NOW_S):
+    return route(fleet, request or ask(), now_s, POLICY)
+
+
+class TestVerifier:
+    def test_least_loaded_wins(self):
+        fleet = snapshot([verifier("busy", num_running=9), verifier("calm", num_running=2)])
+        assert chosen(fleet).verifier_id == "calm"
+        assert chosen(fleet).endpoint == "calm:1"
+
+    def test_waiting_weighs_more_than_running(self):
+        fleet = snapshot([verifier("queue", num_running=4, num_waiting=3), verifier("runs", num_running=9)])
+        assert chosen(fleet).verifier_id == "runs"
+
+    def test_a_full_cache_counts_as_load(self):
+        fleet = snapshot([verifier("full", num_running=4, kv_usage=0.98), verifier("free", num_running=9)])
+        assert chosen(fleet).verifier_id == "free"
+
+    @pytest.mark.parametrize(("num_running", "wins"), [(11, "cheap"), (13, "dear")])
+    def test_where_tokens_are_dear_counts_as_load(self, num_running, wins):
+        fleet = snapshot([verifier("dear", num_running=4, price=1.0), verifier("cheap", num_running=num_running)])
+        assert chosen(fleet).verifier_id == wins
+
+    def test_an_urgent_request_overtakes_those_that_wait(self):
+        fleet = snapshot([verifier("queue", num_running=4, num_waiting=9), verifier("runs", num_running=9)])
+        assert chosen(fleet, ask(priority=-1)).verifier_id == "queue"
+        assert chosen(fleet, ask(priority=1)).verifier_id == "runs"
+
+    def test_a_silent_verifier_is_not_idle(self):
+        fleet = snapshot([verifier("silent", reported_s=NOW_S - 3.1), verifier("busy", num_running=500)])
+        assert chosen(fleet).verifier_id == "busy"
+
+    def test_excluded_verifiers_are_left_out(self):
+        fleet = snapshot([verifier("failed"), verifier("busy", num_running=5)])
+        assert chosen(fleet, ask(excluded_verifier_ids=("failed",))).verifier_id == "busy"
+
+    def test_says_why_there_is_none(self):
+        fleet = snapshot([verifier("silent", reported_s=0.0), verifier("failed")])
+        with pytest.raises(NoVerifierError, match="2 known, 1 reporting, 0 draining, 1 excluded"):
+            chosen(fleet, ask(excluded_verifier_ids=("failed",)))
+        with pytest.raises(NoVerifierError, match="0 known"):
+            chosen(snapshot([]))
+
+    def test_ties_spread_by_request_and_repeat(self):
+        verifiers = [verifier(f"v{i}") for i in range(4)]
+        picks = [chosen(snapshot(verifiers), ask(f"r{i}")).verifier_id for i in range(400)]
+        assert min(picks.count(f"v{i}") for i in range(4)) > 60
+        assert picks == [chosen(snapshot(verifiers[::-1]), ask(f"r{i}")).verifier_id for i in range(400)]
+
+    def test_counted_assignments_spread_a_burst(self):
+        fleet, picks = snapshot([verifier("a", num_running=3), verifier("b")], [drafter("d0"), drafter("d1")]), []
+        for i in range(7):
+            assignment = chosen(fleet, ask(f"r{i}"))
+            fleet = with_assignment(fleet, assignment)
+            picks.append((assignment.verifier_id, assignment.plan.drafter_id))
+        assert [verifier_id for verifier_id, _ in picks[:3]] == ["b"] * 3
+        assert {verifier_id for verifier_id, _ in picks[3:]} == {"a", "b"}
+        assert abs(sum(1 if drafter_id == "d0" else -1 for _, drafter_id in picks)) == 1
+
+
+@pytest.mark.parametrize(
+    ("verifiers", "fields", "age_s", "reason"),
+    [
+        (["a"], {}, 0.0, "only"),
+        (["a"], {"affinity_key": "k"}, 99.0, "only"),
+        (["a", "b"], {"excluded_verifier_ids": ("b",)}, 0.0, "only"),
+        (["a", "b"], {}, 0.0, "least_load"),
+        (["a", "b"], {}, 99.0, "spread"),
+        (["a", "b"], {"affinity_key": "k"}, 0.0, "prefix"),
+        (["a", "b"], {"affinity_key": "k"}, 99.0, "prefix"),
+    ],
+)
+def test_says_why_it_chose(verifiers, fields, age_s, reason):
+    fleet = snapshot([verifier(name) for name in verifiers])
+    assert chosen(fleet, ask(**fields), NOW_S + age_s).reason == reason
+
+
+def test_a_request_that_its_prefix_had_to_leave_says_so():
+    request = ask(affinity_key="k")
+    favourite = chosen(snapshot([verifier("a"), verifier("b")]), request).verifier_id
+    fleet = snapshot([verifier(name, num_running=50 if name == favourite else 0) for name in "ab"])
+    assert chosen(fleet, request).verifier_id != favourite
+    assert chosen(fleet, request).reason == "spill"
+
+
+class TestDraining:
+    def test_a_draining_verifier_gets_no_new_request(self):
+        fleet = snapshot([verifier("ends", draining=True), verifier("busy", num_running=50)])
+        assert chosen(fleet).verifier_id == "busy"
+        assert chosen(fleet, ask(affinity_key="k")).verifier_id == "busy"
+
+    def test_a_pool_that_drains_is_said(self):
+        with pytest.raises(NoVerifierError, match="2 known, 2 reporting, 2 draining"):
+            chosen(snapshot([verifier("a", draining=True), verifier("b", draining=True)]))
+
+
+class TestAffinity:
+    """A key's requests stay together within 1.25 times the least load plus 4."""
+
+    def picks(self, verifiers, num_keys=300):
+        return {
+            key: chosen(snapshot(verifiers), ask(f"r{key}", affinity_key=f"k{key}")).verifier_id
+            for key in range(num_keys)
+        }
+
+    def test_a_key_keeps_its_verifier_whatever_the_request_and_the_order(self):
+        verifiers = [verifier(f"v{i}") for i in range(4)]
+        picks = {
+            chosen(snapshot(order), ask(f"r{i}", affinity_key="k")).verifier_id
+            for i in range(20)
+            for order in (verifiers, verifiers[::-1])
+        }
+        assert len(picks) == 1
+
+    def test_keys_spread_evenly(self):
+        picks = list(self.picks([verifier(f"v{i}") for i in range(3)]).values())
+        assert min(picks.count(f"v{i}") for i in range(3)) > 70
+
+    def test_only_the_keys_of_a_verifier_that_leaves_move(self):
+        four = [verifier(f"v{i}") for i in range(4)]
+        before, after = self.picks(four), self.picks(four[:3])
+        assert all(after[key] == verifier_id for key, verifier_id in before.items() if verifier_id != "v3")
+
+    @pytest.mark.parametrize(("load", "keeps"), [(29, True), (30, False)])
+    def test_a_loaded_verifier_keeps_its_keys_within_the_bound(self, load, keeps):
+        calm = [verifier(f"v{i}", num_running=20) for i in range(3)]
+        preferred = chosen(snapshot(calm), ask(affinity_key="k")).verifier_id
+        fleet = [verifier(f"v{i}", num_running=load if f"v{i}" == preferred else 20) for i in range(3)]
+        picks = {chosen(snapshot(fleet), ask(f"r{i}", affinity_key="k")).verifier_id for i in range(20)}
+        assert len(picks) == 1, "what spills over stays together too"
+        assert (picks == {preferred}) == keeps
+
+
+class TestWhileTheRouterIsAway:
+    def test_its_silence_does_not_kill_the_fleet(self):
+        fleet = snapshot([verifier("a"), verifier("dead", reported_s=NOW_S - 50)], [drafter("d0")])
+        assignment = chosen(fleet, now_s=NOW_S + 3600)
+        assert assignment.verifier_id == "a"
+        assert assignment.plan.drafter_id == "d0"
+
+    def test_old_loads_no_longer_attract_everything(self):
+        fleet = snapshot([verifier("was_idle"), verifier("was_busy", num_running=50)])
+        fresh = {chosen(fleet, ask(f"r{i}"), NOW_S + 9).verifier_id for i in range(50)}
+        stale = {chosen(fleet, ask(f"r{i}"), NOW_S + 11).verifier_id for i in range(50)}
+        assert fresh == {"was_idle"}
+        assert stale == {"was_idle", "was_busy"}
+
+    def test_the_snapshot_crosses_the_wire(self):
+        fleet = snapshot([verifier("a", default_length=0, reason="load")], [drafter("d0", draining=True)])
+        assert decode(encode(fleet), (FleetSnapshot,)) == fleet
+
+
+class TestPlan:
+    def plan(self, drafters, request=None, **verifier_fields):
+        return chosen(snapshot([verifier("v", **verifier_fields)], drafters), request).plan
+
+    def test_least_loaded_drafter_wins(self):
+        drafters = [drafter("d0", num_sessions=5), drafter("d1", num_sessions=2, queue_depth=1)]
+        assert self.plan(drafters) == SpeculationPlan(drafter_id="d1", draft_length=4)
+
+    def test_opt_out(self):
+        plan = self.plan([drafter("d0")], ask(num_speculative_tokens=0))
+        assert plan == SpeculationPlan(disabled_reason="request_opt_out")
+
+    def test_the_shortest_delay_wins(self):
+        """Two more at 2 ms take longer than one at 4 ms."""
+        state = verifier("v")
+        trips = (DrafterTime(drafter_id="d0", seconds=0.002), DrafterTime(drafter_id="d1", seconds=0.004))
+        state = dataclasses.replace(state, report=dataclasses.replace(state.report, round_trips=trips))
+        for busy, wins in ((2, "d1"), (0, "d0")):
+            fleet = snapshot([state], [drafter("d0", num_sessions=busy), drafter("d1")])
+            assert chosen(fleet).plan.drafter_id == wins
+
+    def test_drafts_that_come_late_count_as_none(self):
+        """With two of five in time, a drafter of 2 ms takes 5 ms for each of those."""
+        state = verifier("v")
+        for late_share, wins in ((0.3, "d0"), (0.6, "d1"), (1.0, "d1")):
+            trips = (
+                DrafterTime(drafter_id="d0", seconds=0.002, late_share=late_share),
+                DrafterTime(drafter_id="d1", seconds=0.004),
+            )
+            state = dataclasses.replace(state, report=dataclasses.replace(state.report, round_trips=trips))
+            assert chosen(snapshot([state], [drafter("d0"), drafter("d1")])).plan.drafter_id == wins
+
+    @pytest.mark.parametrize(("cap", "length"), [(1, 1), (4, 4), (9, 4), (None, 4)])
+    def test_the_request_caps_its_draft(self, cap, length):
+        assert self.plan([drafter("d0")], ask(num_speculative_tokens=cap)).draft_length == length
+
+    def test_the_drafter_caps_too(self):
+        assert self.plan([drafter("d0", max_draft_length=2)]).draft_length == 2
+
+    def test_the_verifiers_reason_holds(self):
+        assert self.plan([drafter("d0")], default_length=0, reason="load") == SpeculationPlan(disabled_reason="load")
+
+    @pytest.mark.parametrize("out", [{"draining": True}, {"reported_s": NOW_S - 4.0}])
+    def test_a_drafter_that_is_out_gets_nothing(self, out):
+        assert self.plan([drafter("d0", **out), drafter("d1", num_sessions=50)]).drafter_id == "d1"
+        assert self.plan([drafter("d0", **out)]).disabled_reason == "drafter_unavailable"
+
+    def test_a_drafter_without_a_link_gets_nothing(self):
+        """It reports to the router and looks idle, but this verifier cannot reach it."""
+        assert self.plan([drafter("d0"), drafter("d1", num_sessions=9)], drafters_up=("d1",)).drafter_id == "d1"
+        assert self.plan([drafter("d0")], drafters_up=()).disabled_reason == "drafter_unavailable"
+
+    def test_a_drafter_that_failed_too_often_gets_nothing_for_a_reason_of_its_own(self):
+        open_circuit = DrafterCircuit(drafter_id="d0", state="open")
+        plan = self.plan([drafter("d0")], drafters_up=(), circuits=(open_circuit,))
+        assert plan.disabled_reason == "drafter_timeout"
+        both = [drafter("d0"), drafter("d1", queue_depth=9)]
+        assert self.plan(both, drafters_up=("d1",), circuits=(open_circuit,)).disabled_reason == "draft_queue"
+
+    def test_a_queue_at_every_drafter(self):
+        assert self.plan([drafter("d0", queue_depth=9)]).disabled_reason == "draft_queue"
+
+
+class TestSeveralPools:
+    """A model that brings 1.5 tokens a round in 10 ms, and a lookup that brings fewer in 1 ms; a step takes 20 ms."""
+
+    def desk(
+        self, *, model: float | None = 1.5, lookup: float | None = 0.2, step_s: float = 0.020, **load: int
+    ) -> DrafterDesk:
+        """`load`: of the model's drafter."""
+        trips = (
+            DrafterTime(drafter_id="model", seconds=0.010, accepted_per_round=model),
+            DrafterTime(drafter_id="lookup", seconds=0.001, accepted_per_round=lookup),
+        )
+        state = verifier("v", drafters_up=("model", "lookup"))
+        report = dataclasses.replace(state.report, round_trips=trips, mean_step_s=step_s)
+        states = [drafter("model", pool="model", max_draft_length=5, **load), drafter("lookup", pool="lookup")]
+        return DrafterDesk(states, report, POLICY)
+
+    def goes_to(self, current_id: str | None = None, **fields: Any) -> str:
+        chosen = self.desk(**fields).choose(current_id)
+        assert chosen is not None
+        return chosen.report.drafter_id
+
+    def test_a_new_request_goes_where_a_token_takes_least(self):
+        """(20 + 10) / 2.5 = 12 ms against (20 + 1) / 1.2 = 17.5; with a step of 1 ms 4.4 against 1.7."""
+        assert self.goes_to() == "model"
+        assert self.goes_to(step_s=0.001) == "lookup"
+        assert self.goes_to(lookup=1.0) == "lookup", "(20 + 1) / 2 = 10.5 ms"
+
+    def test_of_a_clearly_worse_pool_one_request_is_moved_per_report(self):
+        desk = self.desk()
+        moved = [desk.choose("lookup").report.drafter_id for _ in range(3)]
+        assert moved == ["model", "lookup", "lookup"]
+        assert self.goes_to("model") == "model"
+
+    def test_where_the_difference_is_small_requests_stay(self):
+        """(20 + 1) / 1.5 = 14 ms is 1.17 times 12."""
+        assert self.goes_to("lookup", lookup=0.5) == "lookup"
+
+    def test_a_pool_that_nobody_knows_is_tried(self):
+        assert self.goes_to(lookup=None) == "lookup"
+        assert self.goes_to("model", lookup=None) == "lookup"
+        assert self.goes_to(model=None) == "model"
+
+    def test_nobody_is_moved_to_a_better_pool_whose_queue_is_full(self):
+        assert self.goes_to("lookup", queue_depth=9) == "lookup"
+        assert self.goes_to(queue_depth=9) == "lookup"
+
+    def test_a_better_pool_is_better_however_many_requests_it_has(self):
+        """How long its drafts take with them was measured; only of its own drafters the least busy one is taken."""
+        assert self.goes_to(num_sessions=40) == "model"
+
+    def test_pools_are_alike_while_it_is_not_known_who_is_of_which(self):
+        """A router that has just started believes its verifiers: only the delay counts, and nobody is moved."""
+        desk = self.desk()
+        state = desk.linked["lookup"]
+        unheard = dataclasses.replace(state, report=dataclasses.replace(state.report, pool=""))
+        trips = (
+            DrafterTime(drafter_id="model", seconds=0.010, accepted_per_round=1.5),
+            DrafterTime(drafter_id="lookup", seconds=0.001, accepted_per_round=0.2),
+        )
+        report = dataclasses.replace(verifier("v").report, round_trips=trips, drafters_up=("model", "lookup"))
+        desk = DrafterDesk([desk.linked["model"], unheard], report, POLICY)
+        assert desk.choose("lookup").report.drafter_id == desk.choose(None).report.drafter_id == "lookup"
+
+    def test_a_slow_pool_that_requests_leave_is_not_waited_for(self):
+        assert self.desk().preferred == {"model"}
+        assert self.desk(lookup=1.0).preferred == {"model", "lookup"}
+
+    @pytest.mark.parametrize("first", ["model", "lookup"])
+    def test_a_poor_pool_is_tried_again_now_and_then_and_no_more(self, first):
+        """One stream, a report every eight steps: nearly all rounds are the model's, and the lookup's never end."""
+        yields = {"model": DraftYield(), "lookup": DraftYield()}
+        tokens = {"model": 1.5, "lookup": 0.2}
+        current, rounds = first, []
+        for step in range(1, 20_001):
+            if step % 8 == 0:
+                current = self.desk(**{name: found.at(step) for name, found in yields.items()}).choose(current)
+                current = current.report.drafter_id
+            yields[current].observe_rounds(1, step)
+            yields[current].observe_accepted(tokens[current])
+            rounds.append(current)
+        assert 0.97 < rounds[200:].count("model") / len(rounds[200:]) < 0.995
+        assert "lookup" in rounds[15_000:]
+
+    def test_drafters_of_one_pool_share_what_is_known_of_it(self):
+        """A replica that has just joined is as good as its pool: nobody is moved to it for being new."""
+        trips = (DrafterTime(drafter_id="old", seconds=0.010, accepted_per_round=1.5),)
+        state = verifier("v", drafters_up=("old", "new"))
+        report = dataclasses.replace(state.report, round_trips=trips, mean_step_s=0.020)
+        desk = DrafterDesk([drafter("old", pool="model"), drafter("new", pool="model")], report, POLICY)
+        assert desk.choose("old").report.drafter_id == "old"
+
+
+class TestOwnDrafter:
+    """A drafter in the verifier's own process needs no report and no link."""
+
+    def plan(self, drafters=(), *, default_length=4, request=None, own=6, **fields):
+        state = verifier("v", default_length=default_length, **fields)
+        state = dataclasses.replace(state, report=dataclasses.replace(state.report, own_draft_length=own))
+        return chosen(snapshot([state], drafters), request).plan
+
+    def test_it_drafts_where_there_is_no_pool(self):
+        assert self.plan() == SpeculationPlan(drafter_id="local", draft_length=4)
+
+    def test_it_bounds_the_length(self):
+        assert self.plan(own=3).draft_length == 3
+        assert self.plan(own=3, request=ask(num_speculative_tokens=2)).draft_length == 2
+
+    def test_without_one_there_is_nobody(self):
+        assert self.plan(own=0) == SpeculationPlan(disabled_reason="drafter_unavailable")
+
+    def test_it_is_the_least_loaded(self):
+        assert self.plan([drafter("d0", num_sessions=1)]).drafter_id == "local"
+
+    def test_full_queues_elsewhere_are_not_its_own(self):
+        assert self.plan([drafter("d0", queue_depth=99)]).drafter_id == "local"
+
+    def test_the_verifiers_reason_and_the_opt_out_hold(self):
+        assert self.plan(default_length=0, reason="load") == SpeculationPlan(disabled_reason="load")
+        assert self.plan(request=ask(num_speculative_tokens=0)).disabled_reason == "request_opt_out"
+
+    def test_a_request_keeps_it(self):
+        report = dataclasses.replace(verifier("v").report, own_draft_length=2)
+        desk = DrafterDesk([drafter("d0")], report, POLICY)
+        assert desk.choose("local").report.drafter_id == "local"
+        assert desk.choose("local").report.epoch == report.epoch
+        assert DrafterDesk([drafter("d0")], verifier("v").report, POLICY).choose("local").report.drafter_id == "d0"
+
+
+def test_messages_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ask().request_id = "other"

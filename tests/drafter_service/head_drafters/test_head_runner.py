@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from outrider.drafter_service.head_drafters.head_runner import HeadRunner, load_heads
+from outrider.drafter_service.heads.head_layer import DraftHead, HeadError
+from outrider.drafter_service.heads.switched import SwitchedHeads
+from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.model.config import ModelConfig
+from tiny_heads import HIDDEN_SIZE, VOCAB_SIZE, eagle3_head, eagle_head, llama_layer, mtp_head
+
+BLOCK_SIZE = 4
+TABLES = ([3, 0, 5], [1, 2, 4])
+
+
+def runner_of(*heads: DraftHead) -> HeadRunner:
+    return HeadRunner(SwitchedHeads(heads), num_blocks=8, block_size=BLOCK_SIZE, max_model_len=32)
+
+
+def batch_of(spans: list[range], tokens: list[list[int]], *, trees: list[list[int]] | None = None) -> ScheduledBatch:
+    """Lay spans of pairs of several sequences side by side; every output is wanted."""
+    pairs = [(table, i) for table, span in zip(TABLES, spans, strict=True) for i in span]
+    slots = [table[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for table, i in pairs]
+    return ScheduledBatch(
+        token_ids=[tokens[index][i] for index, span in enumerate(spans) for i in span],
+        positions=[i for span in spans for i in span],
+        slot_mapping=slots,
+        query_lengths=[len(span) for span in spans],
+        context_lengths=[span.stop for span in spans],
+        block_tables=[table[: -(-span.stop // BLOCK_SIZE)] for table, span in zip(TABLES, spans, strict=True)],
+        logits_indices=list(range(len(slots))),
+        tree_parents=trees or [],
+    )
+
+
+def random_pairs(head: DraftHead, lengths: tuple[int, int]) -> tuple[list[list[int]], list[torch.Tensor]]:
+    rng = torch.Generator().manual_seed(5)
+    tokens = [torch.randint(VOCAB_SIZE, (length,), generator=rng).tolist() for length in lengths]
+    return tokens, [torch.randn(length, head.state_size, generator=rng) for length in lengths]
+
+
+@torch.no_grad()
+def dense(head: DraftHead, tokens: list[int], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    output, feedback = head(torch.tensor([tokens]), head.combine(states)[None], torch.arange(len(tokens))[None])
+    return head.in_target_ids(head.logits(output))[0], feedback[0]
+
+
+@pytest.mark.parametrize("make", [eagle_head, eagle3_head, mtp_head])
+def test_pairs_in_chunks_over_scattered_blocks_are_whole_sequences(make: type[DraftHead]) -> None:
+    head = make()
+    runner = runner_of(head)
+    tokens, states = random_pairs(head, (11, 9))
+    logits: list[list[torch.Tensor]] = [[], []]
+    feedback: list[list[torch.Tensor]] = [[], []]
+    for spans in ([range(5), range(2)], [range(5, 6), range(2, 9)], [range(6, 11), range(8, 9)]):
+        parts = [states[i][spans[i].start : spans[i].stop] for i in range(2)]
+        rows = runner.execute(batch_of(spans, tokens), runner.combine(torch.cat(parts)))
+        sizes = [len(span) for span in spans]
+        for i, (one, other) in enumerate(zip(rows.logits.split(sizes), rows.feedback.split(sizes), strict=True)):
+            logits[i].append(one)
+            feedback[i].append(other)
+    for i in range(2):
+        expected_logits, expected_feedback = dense(head, tokens[i], states[i])
+        drop = -1 if i == 1 else None  # the second sequence's last pair was computed twice
+        torch.testing.assert_close(torch.cat(logits[i])[:drop], expected_logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(torch.cat(feedback[i])[:drop], expected_feedback, atol=1e-4, rtol=1e-4)
+
+
+def test_only_the_wanted_pairs_are_returned() -> None:
+    head = eagle3_head()
+    runner = runner_of(head)
+    tokens, states = random_pairs(head, (6, 4))
+    batch = batch_of([range(6), range(4)], tokens)
+    everything = runner.execute(batch, runner.combine(torch.cat(states)))
+    batch.logits_indices[:] = [9, 2]
+    rows = runner.execute(batch, runner.combine(torch.cat(states)))
+    torch.testing.assert_close(rows.logits, everything.logits[[9, 2]])
+    torch.testing.assert_close(rows.feedback, everything.feedback[[9, 2]])
+    assert rows.logits.shape == (2, VOCAB_SIZE)
+
+
+def test_a_tree_is_all_its_paths_at_once() -> None:
+    head = eagle3_head()
+    runner = runner_of(head)
+    tokens, states = random_pairs(head, (4, 3))
+    runner.execute(batch_of([range(4), range(3)], tokens), runner.combine(torch.cat(states)))
+    parents = [-1, -1, 0, 1, 1, 3]
+    depths = [0, 0, 1, 1, 1, 2]
+    node_tokens = [7, 8, 9, 10, 11, 12]
+    node_hidden = torch.randn(6, HIDDEN_SIZE, generator=torch.Generator().manual_seed(8))
+    batch = batch_of([range(4, 10), range(3, 4)], [tokens[0] + node_tokens, [*tokens[1], 5]], trees=[parents, []])
+    batch.positions[:6] = [4 + depth for depth in depths]
+    extra = torch.randn(1, HIDDEN_SIZE, generator=torch.Generator().manual_seed(9))
+    rows = runner.execute(batch, torch.cat([node_hidden, extra]))
+    for node in range(6):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        hidden = torch.cat([head.combine(states[0]), node_hidden[path]])
+        with torch.no_grad():
+            path_tokens = torch.tensor([tokens[0] + [node_tokens[i] for i in path]])
+            output, _ = head(path_tokens, hidden[None], torch.arange(len(hidden))[None])
+        expected = head.in_target_ids(head.logits(output))[0, -1]
+        torch.testing.assert_close(rows.logits[node], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_parameter_sets_share_the_keys_and_values() -> None:
+    heads = [eagle3_head(1), eagle3_head(2)]
+    runner = runner_of(*heads)
+    tokens, states = random_pairs(heads[0], (4, 3))
+    runner.execute(batch_of([range(4), range(3)], tokens), runner.combine(torch.cat(states)))
+    kept = runner.pool.keys[0].clone()
+    batch = batch_of([range(4, 5), range(3, 4)], [[*tokens[0], 1], [*tokens[1], 2]])
+    hidden = torch.randn(2, HIDDEN_SIZE, generator=torch.Generator().manual_seed(8))
+    first, second = runner.execute(batch, hidden, 0), runner.execute(batch, hidden, 1)
+    assert not torch.allclose(first.feedback, second.feedback)
+    assert int((runner.pool.keys[0] != kept).flatten(1).any(dim=1).sum()) == 2
+
+
+def save(head: DraftHead, folder: Path) -> Path:
+    head.save(folder)  # type: ignore[operator]
+    return folder
+
+
+def test_heads_that_serve_compute_what_the_plain_ones_do(tmp_path: Path) -> None:
+    head = eagle3_head()
+    heads = load_heads("eagle3", [save(head, tmp_path)], ModelConfig(path="unused", device="cpu"))
+    tokens, states = random_pairs(head, (6, 4))
+    batch = batch_of([range(6), range(4)], tokens)
+    serving, plain = runner_of(heads.first), runner_of(head)
+    torch.testing.assert_close(
+        serving.execute(batch, serving.combine(torch.cat(states))).logits,
+        plain.execute(batch, plain.combine(torch.cat(states))).logits,
+    )
+
+
+def test_a_head_takes_what_it_lacks_from_the_targets_folder(tmp_path: Path) -> None:
+    head = eagle_head()
+    head.borrowed = frozenset({"lm_head.weight"})
+    target = tmp_path / "target"
+    target.mkdir()
+    save_file({"lm_head.weight": head.lm_head.weight.data}, target / "model.safetensors")
+    folder = save(head, tmp_path / "head")
+    heads = load_heads("eagle", [folder], ModelConfig(path="unused", device="cpu"), target=target)
+    assert heads.first.borrowed == {"lm_head.weight"}
+
+
+def test_the_pool_and_the_context_are_sized_as_a_models(tmp_path: Path) -> None:
+    heads = SwitchedHeads([eagle3_head()])
+    runner = HeadRunner.sized_by(heads, ModelConfig(path="unused", num_kv_blocks=3, block_size=8))
+    assert (runner.num_blocks, runner.block_size, runner.max_model_len) == (3, 8, 24)
+    runner = HeadRunner.sized_by(heads, ModelConfig(path="unused", num_kv_blocks=99, block_size=8))
+    assert runner.max_model_len == 128, "the head's own limit"
+    per_block = 8 * 4 * 2 * 2 * 8  # slots, bytes, keys and values, KV heads, head_dim
+    config = ModelConfig(path="unused", block_size=8, kv_cache_memory_bytes=5 * per_block, max_model_len=16)
+    runner = HeadRunner.sized_by(heads, config)
+    assert (runner.num_blocks, runner.max_model_len) == (5, 16)
+
+
+def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    folder = save(eagle3_head(), tmp_path)
+    with pytest.raises(HeadError, match="method: 'medusa' is none of eagle, eagle3, mtp"):
+        load_heads("medusa", [folder], ModelConfig(path="unused", device="cpu"))
+    with pytest.raises(HeadError, match="tensor_parallel_size: 2"):
+        load_heads("eagle3", [folder], ModelConfig(path="unused", device="cpu", tensor_parallel_size=2))
+    with pytest.raises(HeadError, match="parameter sets: there must be one"):
+        load_heads("eagle3", [], ModelConfig(path="unused", device="cpu"))
+
+
+def test_parameter_sets_of_different_shape_are_named() -> None:
+    with pytest.raises(HeadError, match=r"taps: \(-1,\) in parameter set 1, \(1, 3, 4\) in set 0"):
+        SwitchedHeads([eagle3_head(), eagle_head()])
+    with pytest.raises(HeadError, match="layer_shape"):
+        SwitchedHeads([eagle3_head(), eagle3_head(layer=llama_layer(num_key_value_heads=1))])
+
+
+def test_the_last_parameter_set_serves_what_is_longer() -> None:
+    heads = SwitchedHeads([eagle3_head(1), eagle3_head(2)])
+    assert [heads.set_index(position) for position in range(4)] == [0, 1, 1, 1]

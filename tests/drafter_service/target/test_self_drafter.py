@@ -1,0 +1,375 @@
+"""Self-speculation on a tiny model: its drafts are the shortened model's own, and it leaves no trace in the KV."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from drafter_play import GREEDY, ask_of, check_form, paths_of
+from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, Drafter, DraftResult
+from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.tree_growth import TreeConfig
+from outrider.drafter_service.service.drafter_spec import scratch_blocks_per_draft
+from outrider.drafter_service.service.local_client import LocalDraftClient
+from outrider.drafter_service.target.early_exit_drafter import early_exit_drafter
+from outrider.drafter_service.target.self_drafter import SelfDrafter
+from outrider.drafter_service.target.sparse_drafter import choose_blocks, sparse_drafter
+from outrider.drafter_service.target.target_view import TargetView
+from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.engine.factory import build_engine
+from outrider.verifier_service.engine.verifier_spec import VerifierSpec
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, DraftNeeds, DraftSampling
+from outrider.verifier_service.messages.request import (
+    GenerationRequest,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    SpeculationPlan,
+)
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+from tiny_models import full_logits, make_checkpoint, random_sequences
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 48
+LENGTH, NUM_NODES = 4, 9
+NUM_DRAFTS = 2  # that there are scratch blocks for at once
+GREEDY_PARAMS = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+UNSEEDED = DraftSampling(temperature=0.8)
+
+MakeDrafter = Callable[[TargetView], Drafter]
+
+
+def early(view: TargetView, *, exit_layer: int = 3, **options: object) -> SelfDrafter:
+    return early_exit_drafter(view, torch.Generator().manual_seed(0), exit_layer=exit_layer, **options)
+
+
+def sparse(view: TargetView, *, num_blocks: int = 99) -> SelfDrafter:
+    return sparse_drafter(view, torch.Generator().manual_seed(0), num_blocks=num_blocks)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelConfig, PreTrainedModel]:
+    """Four layers whose last one changes little, so that leaving before it is often right and often wrong."""
+    folder: Path = tmp_path_factory.mktemp("target")
+    model = make_checkpoint(folder, num_hidden_layers=4)
+    last = model.model.layers[-1]
+    last.self_attn.o_proj.weight *= 0.3
+    last.mlp.down_proj.weight *= 0.3
+    model.save_pretrained(folder)
+    return ModelConfig(
+        path=str(folder),
+        num_kv_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        device="cpu",
+        num_scratch_blocks=NUM_DRAFTS * scratch_blocks_per_draft(NUM_NODES, BLOCK_SIZE),
+    ), model
+
+
+@pytest.fixture(scope="module")
+def runner(target: tuple[ModelConfig, PreTrainedModel]) -> ParallelRunner:
+    return ParallelRunner(ModelRunner(target[0], TensorParallelGroup.single()))
+
+
+@pytest.fixture(scope="module")
+def shortened(target: tuple[ModelConfig, PreTrainedModel]) -> PreTrainedModel:
+    """The library's model without the last layer."""
+    model = copy.deepcopy(target[1])
+    model.model.layers = model.model.layers[:3]
+    return model
+
+
+@dataclass
+class Watched:
+    """A drafter that holds every call against what it may do, and keeps its answers."""
+
+    inner: Drafter
+    runner: ParallelRunner
+    results: list[tuple[list[int], Ask, DraftResult]] = field(default_factory=list)
+    engine: VerifierEngine | None = None
+    num_moved: int = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self.inner.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.inner.max_model_len
+
+    @property
+    def needs(self) -> DraftNeeds:
+        return self.inner.needs
+
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+        before = self._own_kv()
+        for source, target in self.engine.scheduler.moves if self.engine else ():
+            self.num_moved += 1
+            for cache, kept in before:
+                kept[target] = cache[source]
+        results = self.inner.draft(asks, max_num_tokens=max_num_tokens)
+        assert results, "no progress"
+        if self.engine is not None and not self.engine.scheduler.moves:
+            assert all(torch.equal(cache[: len(kept)], kept) for cache, kept in before), "written outside of scratch"
+        by_key = {ask.key: ask for ask in asks}
+        self.results += [(list(by_key[result.key].token_ids), by_key[result.key], result) for result in results]
+        return results
+
+    def _own_kv(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pool, num_slots = self.runner.pool, NUM_BLOCKS * BLOCK_SIZE
+        caches = [*pool.keys.values(), *pool.values.values()]
+        return [(cache, cache[:num_slots].clone()) for cache in caches]
+
+    def release(self, key: SessionKey) -> None:
+        self.inner.release(key)
+
+    def check_integrity(self, keys: Collection[SessionKey]) -> None:
+        self.inner.check_integrity(keys)
+
+
+def build(
+    target: tuple[ModelConfig, PreTrainedModel], runner: ParallelRunner, make: MakeDrafter, *, max_tree_nodes: int = 0
+) -> tuple[VerifierEngine, Watched]:
+    view = TargetView(runner)
+    watched = Watched(make(view), runner)
+    config = DraftEngineConfig(max_draft_length=LENGTH, max_tree_nodes=max_tree_nodes)
+    drafts = LocalDraftClient(DraftEngine(watched, clock=lambda: 0.0, config=config))
+    engine = build_engine(runner, VerifierSpec(model=target[0], max_tree_nodes=max_tree_nodes, sampling_seed=0), drafts)
+    view.attach(engine)
+    watched.engine = engine
+    return engine, watched
+
+
+def run(
+    engine: VerifierEngine, sampling: SamplingParams = GREEDY_PARAMS, *, lengths: tuple[int, ...] = (5, 8, 13)
+) -> tuple[dict[str, list[int]], dict[str, RequestOutput]]:
+    """Return each request's tokens and last output."""
+    for index, prompt in enumerate(random_sequences(lengths)):
+        request = GenerationRequest(
+            request_id=str(index),
+            prompt_token_ids=tuple(prompt),
+            sampling=sampling,
+            plan=SpeculationPlan(draft_length=LENGTH),
+        )
+        assert engine.add(request) is None
+    tokens: dict[str, list[int]] = {}
+    last: dict[str, RequestOutput] = {}
+    for _ in range(200):
+        if not engine.has_work():
+            return tokens, last
+        for output in engine.step() or []:
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            last[output.request_id] = output
+        engine.check_integrity()
+    raise AssertionError("requests do not finish")
+
+
+def library_greedy(model: PreTrainedModel, token_ids: Sequence[int], length: int) -> list[int]:
+    tokens = list(token_ids)
+    for _ in range(length):
+        tokens.append(int(full_logits(model, tokens)[-1].argmax()))
+    return tokens[len(token_ids) :]
+
+
+def test_early_drafts_are_the_shortened_models_and_the_tokens_the_whole_ones(target, runner, shortened):
+    engine, watched = build(target, runner, early)
+    tokens, last = run(engine)
+    for index, prompt in enumerate(random_sequences((5, 8, 13))):
+        assert tokens[str(index)] == library_greedy(target[1], prompt, 14)
+    assert len(watched.results) > 6
+    for context, ask, result in watched.results:
+        check_form(ask, result)
+        assert list(result.token_ids) == library_greedy(shortened, context, ask.length)
+    num_accepted = sum(output.speculation.num_accepted_tokens for output in last.values())
+    assert 0 < num_accepted < sum(output.speculation.num_draft_tokens for output in last.values())
+
+
+def test_early_trees_hold_the_shortened_models_likeliest_tokens(target, runner, shortened):
+    """After accepted paths too, whose KV the drafter's batch moves before it reads it."""
+    engine, watched = build(target, runner, early, max_tree_nodes=NUM_NODES)
+    tokens, _ = run(engine)
+    for index, prompt in enumerate(random_sequences((5, 8, 13))):
+        assert tokens[str(index)] == library_greedy(target[1], prompt, 14)
+    assert watched.num_moved > 0
+    num_trees = 0
+    for context, ask, result in watched.results:
+        check_form(ask, result)
+        num_trees += len(set(result.parents or ())) < len(result.token_ids)
+        for path, confidence in zip(paths_of(result), result.confidences, strict=True):
+            probs = full_logits(shortened, [*context, *path[:-1]])[-1].softmax(0)
+            assert path[-1] in probs.topk(4).indices.tolist()
+            assert confidence == pytest.approx(probs[path[-1]].item(), abs=1e-4)
+    assert num_trees > 3
+
+
+@pytest.mark.parametrize("max_tree_nodes", [0, NUM_NODES])
+def test_drawn_drafts_bring_the_shortened_models_rows(target, runner, shortened, max_tree_nodes):
+    trees = TreeConfig(method="sampled")
+    engine, watched = build(target, runner, lambda view: early(view, trees=trees), max_tree_nodes=max_tree_nodes)
+    run(engine, SamplingParams(temperature=0.8, max_tokens=8, ignore_eos=True), lengths=(5, 8))
+    for context, _, result in watched.results:
+        paths = [[], *paths_of(result)]
+        parents = result.parents or range(-1, len(result.token_ids) - 1)
+        for parent, row in zip(dict.fromkeys(parents), result.draft_probs or (), strict=True):
+            probs = (full_logits(shortened, [*context, *paths[parent + 1]])[-1] / 0.8).softmax(0)
+            kept = probs[list(row.token_ids)]
+            weights = torch.tensor(row.weights) / DRAFT_PROB_SCALE
+            assert (weights - kept / kept.sum()).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("sampling", [GREEDY_PARAMS, SamplingParams(temperature=1, seed=3, max_tokens=14)])
+def test_attention_to_all_blocks_drafts_what_the_target_says(target, runner, sampling):
+    engine, _ = build(target, runner, sparse)
+    _, last = run(engine, sampling)
+    metrics = [output.speculation for output in last.values()]
+    assert all(each.num_accepted_tokens == each.num_draft_tokens > 4 for each in metrics)
+
+
+def test_attention_to_few_blocks_changes_drafts_and_no_token(target, runner):
+    """And its trees keep to the scratch blocks, whose shared prefix is shorter than the sequence."""
+    plain, _ = run(build(target, runner, sparse)[0], lengths=(30, 27))
+    engine, watched = build(target, runner, lambda view: sparse(view, num_blocks=2), max_tree_nodes=NUM_NODES)
+    tokens, last = run(engine, lengths=(30, 27))
+    assert tokens == plain
+    metrics = [output.speculation for output in last.values()]
+    assert sum(each.num_accepted_tokens for each in metrics) < sum(each.num_drafts for each in metrics) * LENGTH
+    assert watched.results
+
+
+def started(
+    target: tuple[ModelConfig, PreTrainedModel], runner: ParallelRunner, make: MakeDrafter, num_requests: int
+) -> tuple[VerifierEngine, SelfDrafter]:
+    """An engine whose requests "0", "1", ... have their first token, and a drafter that nobody asked yet."""
+    view = TargetView(runner)
+    drafter = make(view)
+    config = DraftEngineConfig(max_draft_length=LENGTH)
+    silent = LocalDraftClient(DraftEngine(sparse(view), clock=lambda: 0.0, config=config))
+    engine = build_engine(runner, VerifierSpec(model=target[0]), silent)
+    view.attach(engine)
+    for index, prompt in enumerate(random_sequences((9,) * num_requests)):
+        request = GenerationRequest(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=GREEDY_PARAMS)
+        assert engine.add(request) is None
+    engine.step()
+    return engine, drafter
+
+
+def ask_for(engine: VerifierEngine, name: str, **fields: object) -> Ask:
+    fields = {"length": LENGTH, **fields}
+    return ask_of(list(engine.requests[name].token_ids), key=SessionKey("local", name), **fields)
+
+
+@pytest.mark.parametrize(("length", "num_at_once"), [(LENGTH, 4), (NUM_NODES, 2)])
+def test_as_many_are_drafted_together_as_there_is_scratch_for(target, runner, length, num_at_once):
+    engine, drafter = started(target, runner, early, 5)
+    asks = [ask_for(engine, str(index), length=length) for index in range(5)]
+    first = drafter.draft(asks, max_num_tokens=1)
+    assert [result.key.request_id for result in first] == [str(index) for index in range(num_at_once)]
+    second = drafter.draft(asks[num_at_once:], max_num_tokens=1)
+    second += drafter.draft(asks[num_at_once + len(second) :], max_num_tokens=1) if num_at_once == 2 else []
+    alone = [drafter.draft([ask], max_num_tokens=1)[0].token_ids for ask in asks]
+    assert [result.token_ids for result in (*first, *second)] == alone
+    assert all(len(token_ids) == length for token_ids in alone)
+
+
+def test_a_chain_computes_every_token_once(target, runner):
+    """The partly filled block is copied, not computed; so is nothing that an earlier level has."""
+    engine, drafter = started(target, runner, early, 1)
+    sizes: list[int] = []
+    execute = engine._runner.execute
+
+    def counting(batch):
+        sizes.append(batch.num_tokens)
+        assert min(batch.slot_mapping) >= NUM_BLOCKS * BLOCK_SIZE
+        return execute(batch)
+
+    runner.execute = counting
+    drafter.draft([ask_for(engine, "0")], max_num_tokens=1)
+    del runner.execute
+    assert sizes == [1] * LENGTH
+
+
+def test_requests_without_kv_are_answered_by_empty_drafts_and_take_no_scratch(target, runner):
+    engine, drafter = started(target, runner, early, 3)
+    gone = ask_of([1, 2, 3], key=SessionKey("local", "gone"), length=LENGTH)
+    asks = [gone, *(ask_for(engine, str(index)) for index in range(3))]
+    engine.requests["0"].num_computed_tokens = 0  # preempted
+    results = {result.key.request_id: result for result in drafter.draft(asks, max_num_tokens=1)}
+    engine.requests["0"].num_computed_tokens = 9
+    assert {name: len(result.token_ids) for name, result in results.items()} == {"gone": 0, "0": 0, "1": 4, "2": 4}
+
+
+def test_forced_tokens_come_first(target, runner, shortened):
+    engine, drafter = started(target, runner, early, 1)
+    ask = ask_for(engine, "0", forced_ids=(7, 9))
+    (result,) = drafter.draft([ask], max_num_tokens=1)
+    assert list(result.token_ids) == [7, 9, *library_greedy(shortened, [*ask.token_ids, 7, 9], 2)]
+
+
+def test_drafts_of_all_kinds_share_a_forward(target, runner, shortened):
+    engine, drafter = started(target, runner, lambda view: early(view, trees=TreeConfig(method="sampled")), 2)
+    tree, drawn = ask_for(engine, "0", max_nodes=NUM_NODES), ask_for(engine, "1", sampling=UNSEEDED)
+    first, second = drafter.draft([tree, drawn], max_num_tokens=1)
+    assert first.draft_probs is None
+    assert list(first.token_ids[:1]) == library_greedy(shortened, tree.token_ids, 1)
+    assert len(second.draft_probs) == len(second.token_ids) == LENGTH
+    assert (drafter.needs, tree.sampling) == (DraftNeeds(), GREEDY)
+
+
+@pytest.mark.parametrize("exit_layer", [0, 4, 9])
+def test_an_exit_that_the_target_does_not_have_is_refused(runner, exit_layer: int):
+    with pytest.raises(ValueError, match=r"exit_layer must be in \[1, 3\]"):
+        early(TargetView(runner), exit_layer=exit_layer)
+    assert early_exit_drafter(TargetView(runner), torch.Generator())._num_layers == 1, "a third, where nothing is said"
+
+
+class ScoredView:
+    """A view whose blocks are as like as the test says."""
+
+    block_size = BLOCK_SIZE
+
+    def __init__(self, likeness: dict[int, float]) -> None:
+        self.likeness = likeness
+        self.slots: list[int] = []
+
+    def block_similarity(self, block_ids: Sequence[int], slot: int) -> torch.Tensor:
+        self.slots.append(slot)
+        return torch.tensor([self.likeness[block_id] for block_id in block_ids])
+
+
+def test_the_first_the_latest_and_the_likest_blocks_are_read_in_order():
+    request = GenerationRequest(request_id="r", prompt_token_ids=tuple(range(30)), sampling=GREEDY_PARAMS)
+    kept = Request.of(request, 0.0)
+    kept.block_table = [9, 8, 7, 6, 5, 4, 3, 2]
+    kept.num_computed_tokens = 29  # the eighth block is not full
+    view = ScoredView({8: 0.1, 7: 0.9, 6: 0.8, 5: 0.2, 4: 0.3})
+    assert choose_blocks(view, kept, 4) == [9, 7, 4, 3]
+    assert choose_blocks(view, kept, 5) == [9, 7, 6, 4, 3]
+    assert choose_blocks(view, kept, 2) == [9, 3]
+    assert choose_blocks(view, kept, 7) == [9, 8, 7, 6, 5, 4, 3]
+    assert set(view.slots) == {2 * BLOCK_SIZE}, "the latest computed token's key is compared"
+
+
+def test_blocks_are_as_like_as_their_mean_key_in_a_middle_layer():
+    """The latest key may still lie where its tree node was."""
+    keys = {layer: torch.zeros(4 * BLOCK_SIZE, 1, 2) for layer in (0, 3, 5)}
+    keys[3][0:BLOCK_SIZE, 0] = torch.tensor([1.0, 0.0])
+    keys[3][BLOCK_SIZE : BLOCK_SIZE + 2, 0] = torch.tensor([0.0, 8.0])
+    keys[3][12, 0], keys[3][13, 0] = torch.tensor([2.0, 1.0]), torch.tensor([0.0, 1.0])
+    pool = SimpleNamespace(keys=keys, num_blocks=4, block_size=BLOCK_SIZE)
+    view = TargetView(
+        SimpleNamespace(pool=pool, vocab_size=1, max_model_len=1, block_size=4, scratch_blocks=(), num_layers=3)
+    )
+    moves: list[tuple[int, int]] = []
+    view.attach(SimpleNamespace(scheduler=SimpleNamespace(moves=moves)))
+    assert view.block_similarity([0, 1, 2], 12).tolist() == [2.0, 4.0, 0.0]
+    assert view.block_similarity([1], 13).tolist() == [4.0]
+    moves.append((13, 12))
+    assert view.block_similarity([0, 1], 12).tolist() == [0.0, 4.0]

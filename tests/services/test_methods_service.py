@@ -1,0 +1,62 @@
+"""The whole service with other drafters than a draft model: in the verifier's process, and heads that read states."""
+
+from __future__ import annotations
+
+import pytest
+
+from live_service import LiveService, live_service, wait_for
+from outrider.drafter_service.embedded import held_out_prompts
+from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
+
+pytestmark = pytest.mark.service
+
+REPEATED = "def first(items):\n    return items[0]\n\n\n" * 3  # that lookups find something in
+PROMPT = held_out_prompts()[2]
+
+
+def accepted_of_streams(service: LiveService, prompt: str) -> int:
+    """Stream with and without speculation, greedily and seeded: the tokens are the same. Count the accepted ones."""
+    num_accepted = 0
+    for sampling in ({"temperature": 0}, {"temperature": 0.8, "seed": 3}):
+        body = {"max_tokens": 60, "ignore_eos": True, "return_token_ids": True, **sampling}
+        plain = service.stream(prompt, num_speculative_tokens=0, **body)
+        drafted = service.stream(prompt, **body)
+        assert drafted.token_ids == plain.token_ids
+        assert len(plain.token_ids) == 60
+        assert plain.speculation["num_drafts"] == 0
+        num_accepted += drafted.speculation["num_accepted_tokens"]
+    return num_accepted
+
+
+def test_a_drafter_in_the_verifiers_own_process_needs_no_pool():
+    options = {"method": "ngram", "location": "verifier"}
+    with live_service(speculative_config=options, wait_for_drafts=False) as service:
+        service.wait_for_fleet(1, 0)
+        assert accepted_of_streams(service, REPEATED) > 10
+        (verifier,) = service.call("Router", "snapshot").verifiers
+        assert verifier.report.own_draft_length == service.config.num_speculative_tokens
+        assert verifier.default_plan.drafter_id == LOCAL_DRAFTER_ID
+        assert verifier.report.drafters_up == ()
+
+
+def test_a_pool_of_heads_reads_the_targets_states_over_the_link_beside_a_pool_of_lookups():
+    """What each brings becomes known, and whoever drafted, the tokens are the same."""
+    heads = {"method": "eagle3", "num_tree_nodes": 12}
+    lookup = {"name": "lookup", "method": "ngram", "prompt_lookup_min": 1}
+    with live_service(speculative_config=heads, drafter_pools=(lookup,), speculation="always") as service:
+        service.wait_for_fleet(1, 2)
+        brought: dict[str, float] = {}
+
+        def are_known() -> bool:
+            for prompt in (PROMPT, REPEATED):
+                accepted_of_streams(service, prompt)
+            snapshot = service.call("Router", "snapshot")
+            pools = {state.report.drafter_id: state.report.pool for state in snapshot.drafters}
+            for drafter in snapshot.verifiers[0].report.round_trips:
+                if drafter.accepted_per_round is not None:
+                    brought[pools[drafter.drafter_id]] = drafter.accepted_per_round
+            return brought.keys() == {"default", "lookup"}
+
+        wait_for(are_known, timeout_s=120)
+        assert min(brought.values()) > 0.1
+        service.wait_until_idle()

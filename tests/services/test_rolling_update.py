@@ -1,0 +1,74 @@
+"""A rolling update of every deployment while requests come over HTTP and gRPC: none is lost, none changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from ray import serve
+
+from live_service import LiveService, live_service
+from outrider.cluster.config.service_config import APP_NAME
+from outrider.cluster.replicas.app import build
+from outrider.drafter_service.embedded import held_out_prompts
+from outrider.proto import generation_pb2, generation_pb2_grpc
+
+pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
+
+PROMPT = held_out_prompts()[0]
+MAX_TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[LiveService]:
+    with live_service(num_verifiers=2, drain_timeout_s=10) as service:
+        yield service
+
+
+def generate_over_grpc(service: LiveService) -> str:
+    """Ask as clients that expect rolling updates do: a call that has not begun is sent again."""
+    with grpc.insecure_channel(service.grpc_address) as channel:
+        sampling = generation_pb2.SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+        request = generation_pb2.GenerateRequest(text=PROMPT, sampling=sampling)
+        stream = generation_pb2_grpc.InferenceStub(channel).Generate(request, wait_for_ready=True, timeout=60)
+        return "".join(chunk.text for chunk in stream)
+
+
+def replica_pids(service: LiveService) -> set[int]:
+    """Return the processes of every engine, and of the router and the gateway."""
+    engines = [pid for name in ("Verifier", "Drafter") for pids in service.all_rank_pids(name) for pid in pids]
+    return {*engines, service.call("Router", "pid"), service.call("Gateway", "pid")}
+
+
+def test_a_rolling_update_loses_no_request(service: LiveService):
+    expected = service.stream(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, disable_spec_decode=True).text
+    before = replica_pids(service)
+    is_updated = threading.Event()
+
+    def ask(over_grpc: bool) -> list[str]:
+        texts = []
+        while not is_updated.is_set():
+            if over_grpc:
+                texts.append(generate_over_grpc(service))
+            else:
+                texts.append(service.stream(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True).text)
+        return texts
+
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(ask, over_grpc) for over_grpc in (False, False, True, True)]
+        try:
+            changed = dataclasses.replace(service.config, max_num_batched_tokens=1024)
+            serve.run(build(changed), name=APP_NAME, route_prefix="/")
+            service.wait_for_fleet(2, 1)
+            service.wait_for_drafts()
+        finally:
+            is_updated.set()
+        texts = [text for client in clients for text in client.result(timeout=120)]
+    assert len(texts) > len(clients), "requests went on during the update"
+    assert set(texts) == {expected}
+    assert before.isdisjoint(replica_pids(service)), "every replica was replaced"
+    service.wait_until_idle()

@@ -1,0 +1,422 @@
+"""The loop on a thread of its own, at the end of a real pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+import torch
+
+from engine_bench import PROMPT, EngineBench, greedy_tokens, make_request, make_runner, tokens_of
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.engine.loop import EngineLoop, engine_load, update_frames
+from outrider.verifier_service.engine.step_stats import RecentRates
+from outrider.verifier_service.links.relay_client import RelayDraftClient
+from outrider.verifier_service.messages.draft import Close, Commit, Draft, Open
+from outrider.verifier_service.messages.engine import (
+    FROM_ENGINE,
+    Cancel,
+    EngineLoad,
+    EngineUpdate,
+    PeerState,
+    Relay,
+    SetPlans,
+)
+from outrider.verifier_service.messages.request import FinishReason, RequestOutput, SpeculationPlan
+from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+
+PATIENCE_S = 20.0  # of the tests: never reached unless something is wrong
+NEVER_S = 1000.0  # a draft's deadline that no test waits for
+
+
+def wait_for_drafts(num_tokens: int) -> dict[str, Any]:
+    return {"draft_length": num_tokens, "drafter_id": "d"}
+
+
+class Loop:
+    """The shell's end of the pipe to a loop on a thread."""
+
+    def __init__(
+        self,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        make_pricing: Callable[[RelayDraftClient], DraftPricing] = lambda _: DraftPricing(),
+    ) -> None:
+        self.clock = clock
+        self.pipe, far = Pipe()
+        self.runner = make_runner()
+        self.drafts = RelayDraftClient()
+        limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
+        deadlines = dict.fromkeys(("first_deadline_s", "min_deadline_s", "max_deadline_s"), deadline_s)
+        speculation = SpeculationConfig(**limits, **deadlines)
+        self.engine = VerifierEngine(
+            self.runner,
+            Scheduler(SchedulerConfig(**limits), BlockPool(self.runner.num_blocks, self.runner.block_size)),
+            DraftCoordinator(self.drafts, speculation),
+            clock=time.monotonic,
+            generator=torch.Generator().manual_seed(0),
+            pricing=make_pricing(self.drafts),
+        )
+        self.outputs: list[RequestOutput] = []
+        self.relays: list[Relay] = []
+        self.loads: list[EngineLoad] = []
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(far,), daemon=True)
+        self.thread.start()
+
+    def _run(self, far: Any) -> None:
+        try:
+            EngineLoop(self.engine, self.drafts, far, clock=self.clock, check_integrity=True).run()
+        except BaseException as error:
+            self.error = error
+        finally:
+            far.close()
+
+    def say(self, *messages: Any) -> None:
+        for message in messages:
+            self.pipe.send_bytes(encode(message))
+
+    def hear_until(self, condition: Callable[[], Any]) -> None:
+        """Read updates until `condition()` holds."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.pipe.poll(max(0.0, deadline_s - time.monotonic())), "the loop says nothing more"
+            assert time.monotonic() < deadline_s, "what was waited for does not come"
+            update = decode(self.pipe.recv_bytes(), FROM_ENGINE)
+            assert isinstance(update, EngineUpdate)
+            self.outputs += update.outputs
+            self.relays += update.relays
+            self.loads += [update.load] if update.load is not None else []
+
+    def finished(self) -> set[str]:
+        return {output.request_id for output in self.outputs if output.finish_reason is not None}
+
+    def tokens(self, request_id: str) -> tuple[int, ...]:
+        return tokens_of([output for output in self.outputs if output.request_id == request_id])
+
+    def heard_by_drafter(self) -> list[Any]:
+        return [decode(relay.payload, (Open, Commit, Close)) for relay in self.relays]
+
+    def asks(self) -> list[Commit]:
+        return [message for message in self.heard_by_drafter() if isinstance(message, Commit)]
+
+    def end(self) -> None:
+        """Close the pipe; the loop must then end by itself, quietly."""
+        self.pipe.close()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+        assert self.error is None
+
+
+@contextlib.contextmanager
+def looping(deadline_s: float = NEVER_S, **options: Any) -> Iterator[Loop]:
+    loop = Loop(deadline_s, **options)
+    try:
+        yield loop
+    finally:
+        loop.end()
+
+
+def draft_for(ask: Commit, token_ids: tuple[int, ...]) -> Relay:
+    draft = Draft(
+        request_id=ask.request_id,
+        round_id=ask.round_id,
+        position=ask.position + len(ask.token_ids),
+        token_ids=token_ids,
+    )
+    return Relay(peer="d", payload=encode(draft))
+
+
+class LearningLast(DraftPricing):
+    """Demands that nothing is left to be sent when a step is learnt from."""
+
+    def __init__(self, drafts: RelayDraftClient) -> None:
+        super().__init__()
+        self.num_learnt = 0
+        self._drafts, self._is_due = drafts, False
+
+    def end_step(self, step: PricedStep) -> None:
+        super().end_step(step)
+        self._is_due = True
+
+    def learn(self) -> None:
+        if self._is_due:
+            assert self._drafts.take_outbox() == ()
+            self.num_learnt += 1
+        self._is_due = False
+        super().learn()
+
+
+def test_asks_and_tokens_are_on_their_way_when_a_step_is_learnt_from():
+    with looping(make_pricing=LearningLast) as loop:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", max_tokens=4, **wait_for_drafts(2)))
+        loop.hear_until(lambda: len(loop.asks()) == 1)
+        loop.say(draft_for(loop.asks()[0], ()))
+        loop.hear_until(lambda: len(loop.asks()) == 2)
+        loop.say(draft_for(loop.asks()[1], ()))
+        loop.hear_until(lambda: loop.finished() == {"a"})
+        assert loop.engine.pricing.num_learnt >= 2
+
+
+def test_requests_go_in_and_their_tokens_come_out():
+    with looping() as loop:
+        loop.say(make_request("a", max_tokens=5), make_request("b", prompt=(1,), max_tokens=3))
+        loop.hear_until(lambda: loop.finished() == {"a", "b"})
+        assert loop.tokens("a") == greedy_tokens(5)
+        assert loop.tokens("b") == greedy_tokens(3, (1,))
+
+
+def test_a_request_that_cannot_run_is_answered_though_no_step_runs():
+    with looping() as loop:
+        loop.say(make_request("bad", prompt=(97,)))
+        loop.hear_until(lambda: loop.outputs)
+        (output,) = loop.outputs
+        assert (output.request_id, output.finish_reason) == ("bad", FinishReason.ERROR)
+        assert "prompt_token_ids" in output.error
+        loop.say(make_request("good", max_tokens=1))
+        loop.hear_until(lambda: "good" in loop.finished())
+        assert sum(output.request_id == "bad" for output in loop.outputs) == 1, "told once"
+
+
+def test_asks_are_relayed_and_drafts_taken_in():
+    expected = greedy_tokens(10)
+    with looping() as loop:
+        loop.say(PeerState(peer="d", is_up=True, vocab_size=97), make_request("a", max_tokens=5, **wait_for_drafts(3)))
+        loop.hear_until(loop.asks)
+        assert {relay.peer for relay in loop.relays} == {"d"}
+        opened, ask = loop.heard_by_drafter()
+        assert (opened.token_ids, ask.max_length) == ((*PROMPT, expected[0]), 3)
+        loop.say(draft_for(ask, expected[1:4]))
+        loop.hear_until(lambda: "a" in loop.finished())
+        assert [output.token_ids for output in loop.outputs] == [expected[:1], expected[1:5]]
+        loop.hear_until(lambda: loop.heard_by_drafter()[-1] == Close(request_id="a"))
+
+
+def test_a_bad_relay_is_counted_and_the_round_still_open():
+    expected = greedy_tokens(10)
+    with looping() as loop:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", max_tokens=5, **wait_for_drafts(3)))
+        loop.hear_until(loop.asks)
+        loop.say(Relay(peer="d", payload=b"\xc1 garbage"), draft_for(loop.asks()[0], expected[1:4]))
+        loop.hear_until(lambda: "a" in loop.finished())
+        assert loop.drafts.num_bad_frames == 1
+        assert loop.outputs[-1].speculation.num_accepted_tokens == 3
+
+
+def test_a_lost_peer_frees_the_requests_that_wait_for_it():
+    with looping() as loop:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", max_tokens=4, **wait_for_drafts(3)))
+        loop.hear_until(loop.asks)
+        loop.say(PeerState(peer="d", is_up=False))
+        loop.hear_until(lambda: "a" in loop.finished())
+        assert loop.tokens("a") == greedy_tokens(4)
+        assert loop.outputs[-1].speculation.disabled_reason == "drafter_unavailable"
+
+
+def test_a_draft_that_never_comes_is_waited_for_until_its_deadline():
+    with looping(deadline_s=0.05) as loop:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", max_tokens=3, **wait_for_drafts(3)))
+        loop.hear_until(lambda: "a" in loop.finished())
+        assert loop.tokens("a") == greedy_tokens(3)
+        assert loop.outputs[-1].speculation.num_empty_rounds >= 1
+        assert loop.engine.drafting.fallbacks["timeout"] >= 1
+
+
+def test_a_cancelled_request_is_heard_of_no_more():
+    with looping() as loop:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", **wait_for_drafts(3)))
+        loop.hear_until(loop.asks)
+        loop.say(Cancel(request_id="a"), Cancel(request_id="unknown"))
+        loop.hear_until(lambda: loop.heard_by_drafter()[-1] == Close(request_id="a"))
+        loop.say(make_request("b", max_tokens=1))
+        loop.hear_until(lambda: "b" in loop.finished())
+        assert "a" not in loop.finished()
+        assert not loop.engine.requests
+
+
+def test_a_loop_that_checks_ends_when_something_is_kept_of_a_request_that_is_gone():
+    loop = Loop(NEVER_S)
+    loop.engine.drafting._sessions["gone"] = object()
+    with pytest.raises((EOFError, ConnectionError)):
+        loop.hear_until(lambda: False)
+    loop.thread.join(PATIENCE_S)
+    assert "gone" in str(loop.error)
+
+
+def test_plans_reach_the_engine():
+    expected = greedy_tokens(10)
+    with looping() as loop:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", max_tokens=6, **wait_for_drafts(3)))
+        loop.hear_until(loop.asks)
+        plan = SpeculationPlan(disabled_reason="load")
+        loop.say(SetPlans(plans={"a": plan}), draft_for(loop.asks()[0], expected[1:2]))
+        loop.hear_until(lambda: "a" in loop.finished())
+        assert len(loop.asks()) == 1, "off: no ask after the plan"
+        assert loop.outputs[-1].speculation.disabled_reason == "load"
+
+
+def test_loads_are_reported_while_nothing_happens():
+    with looping() as loop:
+        loop.hear_until(lambda: len(loop.loads) >= 2)
+        for load in loop.loads:
+            assert (load.num_running, load.num_waiting, load.counters.num_steps, load.requests) == (0, 0, 0, ())
+            assert load.counters.idle_s == 0.0, "without requests nothing is lost"
+
+
+def test_a_load_that_halves_is_reported_at_once():
+    now_s = 0.0
+    with looping(clock=lambda: now_s) as loop:
+        loop.hear_until(lambda: loop.loads)
+        requests = [make_request(name, num_speculative_tokens=2, **wait_for_drafts(3)) for name in "abc"]
+        loop.say(PeerState(peer="d", is_up=True), *requests)
+        loop.hear_until(lambda: len(loop.asks()) == 3)
+        assert len(loop.loads) == 1, "a load that grows can wait"
+        now_s = 1.0
+        loop.hear_until(lambda: len(loop.loads) == 2)
+        loop.say(Cancel(request_id="a"), Cancel(request_id="b"))
+        loop.hear_until(lambda: len(loop.loads) == 3)
+        assert [load.num_running for load in loop.loads] == [0, 3, 1]
+
+
+def test_loads_are_reported_while_every_request_waits_for_its_draft():
+    with looping() as loop:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", num_speculative_tokens=2, **wait_for_drafts(3)))
+        loop.hear_until(loop.asks)
+        num_before = len(loop.loads)
+        loop.hear_until(lambda: len(loop.loads) >= num_before + 2)
+        load = loop.loads[-1]
+        assert (load.num_running, load.num_waiting, load.num_decoding) == (1, 0, 1)
+        assert load.kv_usage > 0
+        counters = load.counters
+        assert (counters.num_steps, counters.num_scheduled_tokens, counters.num_committed_tokens) == (1, len(PROMPT), 1)
+        assert (counters.num_prefix_queried_tokens, counters.num_preemptions) == (len(PROMPT), 0)
+        assert 0.0 < counters.idle_s < PATIENCE_S
+        assert sum(counters.step_s.counts) == sum(counters.queue_s.counts) == 1
+        assert (load.circuits[0].drafter_id, load.circuits[0].state) == ("d", "closed")
+        (request,) = load.requests
+        assert (request.request_id, request.drafter_id) == ("a", "d")
+        assert (request.draft_length, request.num_speculative_tokens) == (3, 2)
+        assert load.drafter_times == ()
+
+
+def test_loads_count_what_drafters_did():
+    expected = greedy_tokens(30)
+    with looping() as loop:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", **wait_for_drafts(3)))
+        loop.hear_until(loop.asks)
+        loop.say(draft_for(loop.asks()[0], expected[1:4]))
+        loop.hear_until(lambda: len(loop.asks()) == 2)
+        loop.say(draft_for(loop.asks()[0], expected[1:4]))  # the old round's: stale
+        loop.say(draft_for(loop.asks()[1], expected[5:7]))
+        loop.hear_until(lambda: len(loop.asks()) == 3)
+        num_before = len(loop.loads)
+        loop.hear_until(lambda: len(loop.loads) > num_before)
+        load = loop.loads[-1]
+        (request,) = load.requests
+        assert (request.num_drafts, request.num_draft_tokens, request.num_accepted_tokens) == (2, 5, 5)
+        assert load.counters.num_stale_drafts == 1
+        assert sum(load.counters.round_trip_s.counts) == 2
+        assert load.tokens_per_s > 0.0
+        assert load.mean_step_s is not None
+        (time_of_d,) = load.drafter_times
+        assert time_of_d.drafter_id == "d"
+        assert 0 < time_of_d.seconds < PATIENCE_S
+
+
+def test_a_load_names_the_running_requests_first():
+    bench = EngineBench(num_blocks=9)
+    for request_id, priority in (("a", 0), ("b", -1)):  # the later one is served first, the other does not fit
+        assert (
+            bench.engine.add(replace(make_request(request_id, prompt=range(20), max_tokens=8), priority=priority))
+            is None
+        )
+    bench.engine.add(make_request("c", max_tokens=1))
+    bench.step()
+    load = engine_load(bench.engine, RecentRates(), now_s=0.0)
+    assert (load.num_running, load.num_waiting) == (1, 2)
+    assert [request.request_id for request in load.requests] == ["b", "a", "c"]
+
+
+def test_a_load_says_how_fast_tokens_came_for_those_with_a_target():
+    bench = EngineBench()
+    bench.engine.add(replace(make_request("aims"), target_inter_token_ms=30.0))
+    bench.add("plain")
+    seen = []
+    for step_s in (9.0, 0.04, 0.04):  # what comes before the first token is no time between tokens
+        bench.now_s += step_s
+        bench.step()
+        aims, plain = engine_load(bench.engine, RecentRates(), now_s=0.0).requests
+        seen.append((aims.target_inter_token_ms, aims.inter_token_ms))
+        assert (plain.target_inter_token_ms, plain.inter_token_ms) == (None, None)
+    assert seen == [(30.0, None), (30.0, pytest.approx(40.0)), (30.0, pytest.approx(40.0))]
+
+
+@pytest.mark.parametrize(("num_outputs", "num_relays"), [(0, 9), (9, 0), (1, 1), (5, 4)])
+def test_an_update_that_is_too_large_comes_in_several_frames_in_order(num_outputs: int, num_relays: int):
+    update = EngineUpdate(
+        outputs=tuple(RequestOutput(request_id=str(i), token_ids=(1,) * 50) for i in range(num_outputs)),
+        relays=tuple(Relay(peer="d", payload=bytes([i]) * 50) for i in range(num_relays)),
+        load=EngineLoad(num_running=1, num_waiting=0, num_decoding=0, kv_usage=0.0),
+    )
+    max_bytes = len(encode(update)) - 1
+    frames = list(update_frames(update, max_bytes))
+    assert len(frames) > 1
+    assert max(map(len, frames)) <= max_bytes
+    parts = [decode(frame, FROM_ENGINE) for frame in frames]
+    assert tuple(output for part in parts for output in part.outputs) == update.outputs
+    assert tuple(relay for part in parts for relay in part.relays) == update.relays
+    assert [part.load for part in parts if part.load is not None] == [update.load]
+    assert list(update_frames(update)) == [encode(update)]
+
+
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "with a held request"])
+def test_the_loop_ends_quietly_when_the_pipe_closes(is_busy: bool):
+    loop = Loop(NEVER_S)
+    if is_busy:
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", **wait_for_drafts(3)))
+        loop.hear_until(loop.asks)
+    begin_s = time.monotonic()
+    loop.end()
+    assert time.monotonic() - begin_s < PATIENCE_S / 2
+
+
+def test_the_loop_ends_quietly_when_the_pipe_closes_between_steps():
+    loop = Loop(NEVER_S)
+    execute, entered, release = loop.runner.execute, threading.Event(), threading.Event()
+
+    def slow(batch):
+        entered.set()
+        release.wait(PATIENCE_S)
+        return execute(batch)
+
+    loop.runner.execute = slow
+    loop.say(make_request("a"))
+    assert entered.wait(PATIENCE_S)
+    loop.pipe.close()
+    release.set()
+    loop.end()
+
+
+def test_an_engine_that_fails_ends_the_loop_and_the_shell_sees_the_end_of_the_pipe():
+    loop = Loop(NEVER_S)
+
+    def fail(batch):
+        raise ArithmeticError("no device")
+
+    loop.runner.execute = fail
+    loop.say(make_request("a"))
+    with pytest.raises((EOFError, ConnectionError)):
+        loop.hear_until(lambda: False)
+    loop.thread.join(PATIENCE_S)
+    assert isinstance(loop.error, ArithmeticError)

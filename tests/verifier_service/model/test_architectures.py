@@ -1,0 +1,129 @@
+"""What cannot be served is refused at start, by name and with the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from outrider.verifier_service.model.architectures import (
+    ARCHITECTURES,
+    UnsupportedModelError,
+    expert_shape,
+    load_model_description,
+    require_supported,
+    resolve_folder,
+)
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.pricing.cost_model import ExpertShape
+from tiny_models import COMMON, TINY_ARCHITECTURES
+
+
+def describe(model_type: str, **fields):
+    return AutoConfig.for_model(model_type, **{**COMMON, **fields})
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gptj", "codegen", "llama4_text", "gpt_oss", "mamba", "bloom"])
+def test_refused_by_name(name):
+    description = AutoConfig.for_model(name)
+    with pytest.raises(UnsupportedModelError, match=f"^{name}: "):
+        require_supported(description, 1)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    ],
+)
+def test_rope_that_depends_on_the_batch_is_refused(rope):
+    with pytest.raises(UnsupportedModelError, match=f"llama: .*{rope['rope_type']}"):
+        require_supported(describe("llama", rope_parameters=rope), 1)
+
+
+def test_rope_of_one_layer_type_is_enough_to_refuse():
+    rope = {
+        "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    with pytest.raises(UnsupportedModelError, match=r"gemma3_text: .*dynamic"):
+        require_supported(describe("gemma3_text", rope_parameters=rope), 1)
+
+
+def test_scaled_rope_that_is_fixed_is_served():
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    assert require_supported(describe("llama", rope_parameters=rope), 1) is ARCHITECTURES["llama"]
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_the_shape_of_the_experts_is_that_of_the_model(name):
+    description = describe(name, **TINY_ARCHITECTURES[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(description)
+    stacked = {parameter.shape[0] for parameter in model.parameters() if parameter.ndim == 3}  # all experts in one
+    if not stacked:
+        assert expert_shape(description) is None
+        return
+    (num_experts,) = stacked
+    assert expert_shape(description) == ExpertShape(num_experts=num_experts, num_active=2)
+
+
+def test_experts_are_counted_by_the_description():
+    assert expert_shape(describe("mixtral", num_local_experts=8, num_experts_per_tok=3)) == ExpertShape(
+        num_experts=8, num_active=3
+    )
+    assert expert_shape(describe("qwen2_moe", num_experts=0)) is None
+
+
+def test_quantised_checkpoints_are_refused(tmp_path):
+    describe("llama", quantization_config={"quant_method": "gptq", "bits": 4}).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"llama: .*quantised"):
+        load_model_description(tmp_path, ModelConfig(path=str(tmp_path)))
+
+
+def test_the_description_is_read_and_checked(tmp_path):
+    describe("llama").save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    assert load_model_description(resolve_folder(config), config).model_type == "llama"
+    rewritten = {**json.loads((tmp_path / "config.json").read_text()), "model_type": "gptj"}
+    (tmp_path / "config.json").write_text(json.dumps(rewritten))
+    with pytest.raises(UnsupportedModelError, match="gptj"):
+        load_model_description(Path(config.path), config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"path": ""}, "path"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"device": "tpu"}, "device"),
+        ({"block_size": 0}, "block_size"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size"),
+        ({"max_model_len": -1}, "max_model_len"),
+        ({"num_kv_blocks": 1.5}, "num_kv_blocks"),
+        ({"num_threads": 0}, "num_threads"),
+    ],
+)
+def test_a_bad_config_names_its_field(fields, name):
+    with pytest.raises(ValueError, match=f"^{name} must be"):
+        ModelConfig(**{"path": "x", **fields})
+
+
+def test_code_that_comes_with_a_checkpoint_is_not_run_unless_asked_for(tmp_path):
+    """A known architecture is read with the library's own code; an unknown one is refused, naming the flag."""
+    trace = tmp_path / "it_ran"
+    code = f"from pathlib import Path\nfrom transformers import PreTrainedConfig\nPath({str(trace)!r}).touch()\n"
+    (tmp_path / "configuration_own.py").write_text(
+        f"{code}class OwnConfig(PreTrainedConfig):\n    model_type = 'own'\n"
+    )
+    for model_type, refusal in (("own", pytest.raises(ValueError, match="trust_remote_code")), ("llama", None)):
+        description = {"model_type": model_type, "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+        (tmp_path / "config.json").write_text(json.dumps(description))
+        with refusal or contextlib.nullcontext():
+            load_model_description(tmp_path, ModelConfig(path=str(tmp_path)))
+        assert not trace.exists()

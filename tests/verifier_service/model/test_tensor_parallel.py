@@ -1,0 +1,189 @@
+"""Two real ranks answer what one answers, for every architecture that is sharded; the others are refused by name."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from outrider.verifier_service.model.architectures import ARCHITECTURES, UnsupportedModelError
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.empty_model import build_empty_model
+from outrider.verifier_service.model.ranks import free_port
+from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow
+from outrider.verifier_service.model.start_check import make_tiny_model, relative_difference
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup, plan_shards, shrink, vocabulary_range
+from tiny_models import (
+    forked_batches,
+    full_logits,
+    make_checkpoint,
+    make_model,
+    random_sequences,
+    scattered_batches,
+)
+
+NUM_BLOCKS, BLOCK_SIZE = 64, 4
+SHARDED = sorted(name for name, architecture in ARCHITECTURES.items() if architecture.tensor_parallel)
+# beside the plain tiny models: one KV head for two ranks, a vocabulary that does not divide, MHA with biases
+VARIANTS = {
+    "one_kv_head": ("llama", {"num_key_value_heads": 1}),
+    "odd_vocabulary": ("llama", {"vocab_size": 257}),
+    "odd_tied_vocabulary": ("gemma2", {"vocab_size": 257}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "mixed_moe": ("qwen3_moe", {"mlp_only_layers": [0]}),
+}
+CASES = {name: (name, {}) for name in SHARDED} | VARIANTS
+
+
+def config_of(folder: str) -> ModelConfig:
+    sizes = {"num_kv_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "tensor_parallel_size": 2}
+    return ModelConfig(path=folder, device="cpu", num_threads=1, **sizes)
+
+
+def run_follower(connection: Connection, store_address: str) -> None:
+    """Rank 1: follow one model after another; reports how many bytes of weights it read."""
+    group = TensorParallelGroup.join(1, 2, store_address)
+    while folder := connection.recv_bytes().decode():
+        runner = ModelRunner(config_of(folder), group)
+        connection.send_bytes(str(runner.weight_bytes_read).encode())
+        follow(connection, runner)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """This process as rank 0, and the pipe to a spawned rank 1."""
+    near, far = multiprocessing.Pipe()
+    address = f"127.0.0.1:{free_port()}"
+    process = multiprocessing.get_context("spawn").Process(target=run_follower, args=(far, address), daemon=True)
+    process.start()
+    group = TensorParallelGroup.join(0, 2, address)
+    yield group, near
+    near.send_bytes(b"")
+    process.join(timeout=30)
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_two_ranks_equal_the_library(pair, tmp_path, case):
+    group, connection = pair
+    model_type, overrides = CASES[case]
+    model = make_checkpoint(tmp_path, model_type, **overrides)
+    connection.send_bytes(str(tmp_path).encode())
+    runner = ModelRunner(config_of(str(tmp_path)), group)
+    bytes_read = (runner.weight_bytes_read, int(connection.recv_bytes()))
+    parallel = ParallelRunner(runner, [connection])
+    sequences = random_sequences((33, 14))
+    expected = [full_logits(model, sequence) for sequence in sequences]
+    got, wanted = [], []
+    for batch, rows in scattered_batches(sequences, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE):
+        got.append(parallel.execute(batch))
+        wanted += [expected[index][position] for index, position in rows]
+    parallel.close()
+    assert relative_difference(torch.stack(wanted), torch.cat(got)) < 1e-5
+    assert_each_rank_read_its_share(model, bytes_read)
+
+
+def test_block_copies_reach_every_rank(pair, tmp_path):
+    group, connection = pair
+    model = make_checkpoint(tmp_path)
+    connection.send_bytes(str(tmp_path).encode())
+    runner = ModelRunner(config_of(str(tmp_path)), group)
+    connection.recv_bytes()
+    parallel = ParallelRunner(runner, [connection])
+    prefix, *ends = random_sequences((10, 7, 7), seed=3)
+    sequences = [prefix + end for end in ends]
+    got = torch.cat([parallel.execute(batch) for batch in forked_batches(sequences, 10, block_size=BLOCK_SIZE)])
+    parallel.close()
+    wanted = torch.cat([full_logits(model, sequence)[10:] for sequence in sequences])
+    assert relative_difference(wanted, got) < 1e-5
+
+
+def assert_each_rank_read_its_share(model: torch.nn.Module, bytes_read: tuple[int, int]) -> None:
+    """Half of every matrix, and whole only what is small: norms, biases of sums, routers, a shared KV head."""
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    for one in bytes_read:
+        assert total / 2 <= one < 0.56 * total
+
+
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(SHARDED)))
+def test_the_others_are_refused_by_name(tmp_path, name):
+    make_checkpoint(tmp_path, name)
+    with pytest.raises(UnsupportedModelError, match=rf"{name}: .*tensor_parallel_size"):
+        ModelRunner(config_of(str(tmp_path)), TensorParallelGroup.single())
+
+
+class LoneRank(TensorParallelGroup):
+    """A rank of a group that does not exist: enough to plan shards."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size, None)
+
+
+def plan(size: int, rank: int = 0, model_type: str = "llama", **overrides):
+    description = make_model(model_type, **overrides).config
+    model = build_empty_model(description, dtype=torch.float32, device=torch.device("cpu"))
+    shards = plan_shards(model, LoneRank(rank, size))
+    shrink(model, shards)
+    return model, shards
+
+
+def test_shards_tile_every_matrix():
+    _, first = plan(2, 0)
+    _, second = plan(2, 1)
+    for name, shard in first.items():
+        assert (shard.dim, shard.start, shard.stop) == (second[name].dim, 0, second[name].start), name
+
+
+def test_neighbouring_ranks_share_a_kv_head():
+    starts = [plan(4, rank)[1]["model.layers.0.self_attn.k_proj.weight"].start for rank in range(4)]
+    assert starts == [0, 0, 16, 16]
+
+
+def test_fused_experts_shrink_along_their_intermediate_dimension():
+    model, _ = plan(2, model_type="qwen3_moe")
+    experts = model.model.layers[0].mlp.experts
+    assert tuple(experts.gate_up_proj.shape) == (4, 32, 64)
+    assert tuple(experts.down_proj.shape) == (4, 64, 16)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ({"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}, "num_attention_heads"),
+        ({"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"intermediate_size": 97}, "gate_proj"),
+    ],
+)
+def test_what_does_not_divide_is_refused(overrides, reason):
+    with pytest.raises(UnsupportedModelError, match=f"llama: .*{reason}"):
+        plan(2, **overrides)
+
+
+def test_vocabulary_ranges_cover_the_vocabulary():
+    ranges = [vocabulary_range(257, LoneRank(rank, 4)) for rank in range(4)]
+    assert ranges == [(0, 65), (65, 130), (130, 195), (195, 257)]
+
+
+def test_the_tiny_instance_keeps_the_architecture_and_every_layer_type():
+    description = make_model("gemma3_text", num_hidden_layers=7, layer_types=None).config
+    tiny = make_tiny_model(description, 2).config
+    assert tiny.model_type == "gemma3_text"
+    assert set(tiny.layer_types) == set(description.layer_types) == {"sliding_attention", "full_attention"}
+    assert tiny.hidden_size <= 64
+
+
+def test_single_rank_collectives_return_their_input():
+    group = TensorParallelGroup.single()
+    tensor = torch.ones(2, 3)
+    assert group.all_reduce(tensor) is tensor
+    assert group.all_gather(tensor, dim=1) is tensor
+    assert group.all_reduce_min(5) == 5
+
+
+def test_join_refuses_what_cannot_be():
+    with pytest.raises(ValueError, match="backend"):
+        TensorParallelGroup.join(0, 2, "127.0.0.1:1", backend="mpi")
+    with pytest.raises(ValueError, match="rank"):
+        TensorParallelGroup.join(2, 2, "127.0.0.1:1")

@@ -1,0 +1,241 @@
+"""The rounds of single requests as pricing is told of them: what a step ends, what it leaves alone, what is learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.pricing import outcome_of, schedule_of
+from outrider.verifier_service.messages.draft import Draft
+from outrider.verifier_service.messages.engine import StepTime
+from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
+from outrider.verifier_service.pricing.cost_model import StepTimeModel
+from outrider.verifier_service.pricing.draft_pricing import PROBE_LENGTH, DraftPricing
+from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.pricing.stretches import Stretches
+from outrider.verifier_service.pricing.token_worth import TokenWorth
+from outrider.verifier_service.scheduling.outcome import num_draft_tokens
+from outrider.verifier_service.scheduling.schedule import ScheduledRequest
+from priced_bench import DEAR, FREE, KNEED
+
+LENGTH = 4
+
+
+def make_requests(number: int) -> list[Request]:
+    return [
+        Request(
+            request_id=str(index),
+            sampling=SamplingParams(temperature=0.0),
+            token_ids=[0] * 8,
+            num_prompt_tokens=8,
+            plan=SpeculationPlan(drafter_id="d", draft_length=LENGTH),
+            arrival_s=0.0,
+        )
+        for index in range(number)
+    ]
+
+
+def make_draft(request: Request, length: int = LENGTH) -> Draft:
+    return Draft(request_id=request.request_id, round_id=1, position=8, token_ids=(0,) * length)
+
+
+def plain(request: Request) -> ScheduledRequest:
+    return ScheduledRequest(request=request, num_new_tokens=1, draft=None, samples=True)
+
+
+def drafted(request: Request, draft: Draft) -> ScheduledRequest:
+    return ScheduledRequest(request=request, num_new_tokens=1 + len(draft.token_ids), draft=draft, samples=True)
+
+
+def chunk(request: Request) -> ScheduledRequest:
+    """A part of a prompt."""
+    return ScheduledRequest(request=request, num_new_tokens=4, draft=None, samples=False)
+
+
+class Pricing:
+    """A pricing whose requests ask, and end steps in which drafts are accepted to a given place."""
+
+    def __init__(self, profile: Sequence[StepTime]) -> None:
+        self.pricing = DraftPricing()
+        self.pricing.use_profile(profile)
+        self._step_s = StepTimeModel.from_points(profile).t
+
+    def ask(self, request: Request) -> int:
+        length = self.pricing.length(request, "d", LENGTH)
+        if length:
+            self.pricing.choose(request.request_id, "d")
+        return length
+
+    def cut(self, request: Request) -> Draft:
+        return self.pricing.admitted(request, make_draft(request))
+
+    def end(self, *items: ScheduledRequest, num_accepted: int = 0, held: Sequence[Request] = ()) -> None:
+        schedule = schedule_of(items)
+        outcomes = [outcome_of(item, min(num_accepted, num_draft_tokens(item))) for item in items]
+        step_s = self._step_s(schedule.batch.num_tokens)
+        self.pricing.end_step(PricedStep(schedule, outcomes, held, step_s=step_s, exposed_s=0.0))
+
+    def decode(self, requests: Sequence[Request], num_accepted: int, *others: ScheduledRequest) -> None:
+        """Run a step of requests whose drafts are accepted so far, if as much of them is verified."""
+        asked = [(request, self.ask(request)) for request in requests]
+        drafts = [(request, self.cut(request) if length else make_draft(request, 0)) for request, length in asked]
+        items = [drafted(*pair) if pair[1].token_ids else plain(pair[0]) for pair in drafts]
+        self.end(*items, *others, num_accepted=num_accepted)
+        self.pricing.learn()
+
+    @property
+    def num_observed(self) -> int:
+        """What has been taken in of drafts."""
+        return self.pricing.survival.num_observed
+
+
+def test_who_reads_its_prompt_again_keeps_its_round_and_its_draft_is_priced_and_learnt_from():
+    """Preempted while its draft was on its way: it comes when the prompt has been read."""
+    bench, (first, second) = Pricing(DEAR), make_requests(2)
+    assert bench.ask(first) > 0, "nothing is known yet"
+    for _ in range(80):
+        bench.decode([second], 0, chunk(first))
+    assert bench.pricing.price == 1.0
+    assert bench.cut(first).token_ids == (), "no draft pays"
+    before = bench.num_observed
+    bench.end(drafted(first, make_draft(first)), plain(second))
+    bench.pricing.learn()
+    assert bench.num_observed > before
+
+
+def test_a_draft_that_was_cut_to_nothing_is_an_answer_all_the_same():
+    bench, (request,) = Pricing(FREE), make_requests(1)
+    assert bench.ask(request) > 0
+    price = bench.pricing._level.price
+    price._price = price._price_if_free = 0.99
+    assert bench.cut(request).token_ids == ()
+    bench.end(plain(request))
+    bench.ask(request)
+    assert not bench.pricing._requests["0"].round.is_opening
+
+
+class CountedWorth(TokenWorth):
+    """Notes how often anybody asked."""
+
+    num_asked = 0
+
+    def worths(self, request_id: str, survivals: Sequence[float]) -> Sequence[float]:
+        self.num_asked += 1
+        return super().worths(request_id, survivals)
+
+
+def test_while_nothing_pays_nobody_works_out_what_drafts_are_worth():
+    bench, (request,) = Pricing(DEAR), make_requests(1)
+    for _ in range(80):
+        bench.decode([request], 0)
+    assert bench.pricing.price == 1.0
+    bench.pricing.worth = counted = CountedWorth()
+    assert [bench.ask(request) for _ in range(4)] == [0] * 4
+    assert counted.num_asked == 0
+    assert request.metrics.disabled_reason == "load"
+
+
+def test_after_a_change_of_load_requests_ask_at_the_price_of_that_load():
+    bench, requests = Pricing(KNEED), make_requests(32)
+    for _ in range(80):
+        bench.decode(requests, 0)
+    assert bench.pricing.price == 1.0
+    for _ in range(80):
+        bench.decode(requests[:1], LENGTH)
+    assert bench.pricing.price < 0.2
+    bench.end(*map(plain, requests))
+    assert sum(map(bench.ask, requests[1:])) <= PROBE_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("profile", "before", "after"), [(KNEED, 16, 32), (KNEED, 31, 32), (DEAR, 8, 16), (DEAR, 32, 8)]
+)
+def test_a_load_that_was_never_seen_is_priced_before_anybody_asks(
+    profile: Sequence[StepTime], before: int, after: int
+):
+    bench, requests = Pricing(profile), make_requests(32)
+    for _ in range(120):
+        bench.decode(requests[:before], 0)
+    assert bench.pricing.price == 1.0
+    bench.end(*map(plain, requests[:after]))
+    assert sum(map(bench.ask, requests[:after])) <= PROBE_LENGTH + 1
+
+
+def test_what_a_step_says_is_learnt_at_the_next_one_at_the_latest_and_once():
+    bench, (request,) = Pricing(FREE), make_requests(1)
+    bench.decode([request], LENGTH)
+    bench.ask(request)
+    bench.end(drafted(request, make_draft(request)))
+    before = bench.num_observed
+    bench.ask(request)
+    bench.end(plain(request))
+    after = bench.num_observed
+    assert after == before + 1
+    bench.pricing.learn()
+    bench.pricing.learn()
+    assert bench.num_observed == after
+
+
+class CountedStretches(Stretches):
+    num_next = 0
+
+    def observe_next(self, *args) -> None:
+        self.num_next += 1
+        super().observe_next(*args)
+
+
+def test_the_last_step_of_a_request_teaches_as_much_as_any_other_and_then_nothing_is_kept():
+    bench, (request,) = Pricing(FREE), make_requests(1)
+    bench.pricing.worth._stretches = counted = CountedStretches()
+    for _ in range(3):
+        bench.ask(request)
+        bench.end(drafted(request, make_draft(request)), num_accepted=LENGTH)
+        bench.pricing.learn()
+    assert counted.num_next == 2, "each whole draft after another"
+    bench.ask(request)
+    bench.end(drafted(request, make_draft(request)), num_accepted=LENGTH)
+    bench.pricing.forget(request.request_id)
+    assert bench.pricing.request_ids == set()
+    bench.pricing.learn()
+    assert counted.num_next == 3
+    assert bench.pricing.request_ids == bench.pricing.worth.request_ids == set()
+
+
+def test_a_request_that_waits_on_keeps_its_round():
+    bench, (first, second) = Pricing(FREE), make_requests(2)
+    for request in (first, second):
+        bench.ask(request)
+    bench.end(plain(second), held=[first])
+    bench.pricing.learn()
+    before = bench.num_observed
+    bench.end(drafted(first, bench.cut(first)))
+    bench.pricing.learn()
+    assert bench.num_observed > before
+
+
+@pytest.mark.parametrize(("profile", "least", "most"), [(DEAR, 0.9, 1.0), (FREE, 0.0, 0.2)])
+def test_without_a_drafter_drafts_have_a_price_all_the_same(profile: Sequence[StepTime], least: float, most: float):
+    """What a verifier says of itself brings drafters or verifiers (autoscaling.py): nobody drafts so far."""
+    bench, requests = Pricing(profile), make_requests(16)
+    for request in requests:
+        request.plan = SpeculationPlan(disabled_reason="drafter_unavailable")
+    for _ in range(40):
+        for request in requests:
+            assert bench.pricing.length(request, "", 0) == 0
+        bench.end(*map(plain, requests))
+        bench.pricing.learn()
+    assert least <= bench.pricing.price <= most
+
+
+def test_where_nobody_drafts_steps_are_learnt_from_when_tokens_have_been_sent():
+    bench, requests = Pricing(DEAR), make_requests(4)
+    learnt_early = 0
+    for _ in range(20):
+        for request in requests:
+            request.plan = SpeculationPlan(disabled_reason="drafter_unavailable")
+            bench.pricing.length(request, "", 0)
+        bench.end(*map(plain, requests))
+        learnt_early += bench.pricing._unlearnt is None
+        bench.pricing.learn()
+    assert learnt_early <= 1, "the first one"

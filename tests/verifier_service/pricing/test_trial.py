@@ -1,0 +1,157 @@
+from collections.abc import Sequence
+
+import pytest
+
+from engine_bench import make_request
+from outrider.verifier_service.pricing.step_price import NEVER
+from outrider.verifier_service.pricing.trial import (
+    FIRST_CREDIT,
+    MAX_CREDIT,
+    MAX_DEBT,
+    MAX_LOSS,
+    PAYBACK,
+    TRIAL_DRAFTS,
+    Trial,
+)
+from priced_bench import FREE, ONE_CORE, Bench, FarBench, FarDrafts, GuessingDrafts
+
+OPEN = 0.3  # a price that lets drafts through
+
+
+def opened(*losses: float) -> Trial:
+    """Return a trial with so many drafts behind it, each of which lost so many steps."""
+    trial = Trial()
+    assert trial.settle(0.0, OPEN, OPEN) == OPEN
+    for lost in losses:
+        trial.observe(1, lost)
+    return trial
+
+
+def closed() -> Trial:
+    """Return one that has lost all it may."""
+    trial = opened(FIRST_CREDIT + MAX_LOSS)
+    assert trial.settle(OPEN, NEVER, OPEN) == NEVER
+    return trial
+
+
+def test_dear_first_drafts_do_not_close_it():
+    trial = opened(*[0.3] * (TRIAL_DRAFTS - 1))
+    assert trial.settle(OPEN, NEVER, OPEN) == OPEN
+    assert trial.settle(OPEN, 0.5, OPEN) == 0.5, "a price that lets some through is followed"
+
+
+def test_after_enough_drafts_what_they_say_counts():
+    trial = opened(*[0.0] * TRIAL_DRAFTS)
+    assert trial.settle(OPEN, NEVER, OPEN) == NEVER
+
+
+def test_the_drafts_of_one_step_count_each():
+    trial = opened()
+    trial.observe(TRIAL_DRAFTS, 0.1)
+    assert trial.settle(OPEN, NEVER, OPEN) == NEVER
+
+
+def test_too_much_lost_closes_it():
+    assert opened(FIRST_CREDIT + MAX_LOSS - 0.1).settle(OPEN, NEVER, OPEN) == OPEN
+    assert opened(FIRST_CREDIT + MAX_LOSS).settle(OPEN, NEVER, OPEN) == NEVER
+
+
+def test_what_is_lost_after_a_trial_counts_too():
+    trial = opened(*[0.0] * TRIAL_DRAFTS)
+    trial.observe(1, FIRST_CREDIT + MAX_LOSS - 0.25)
+    assert trial.settle(OPEN, OPEN, OPEN) == OPEN
+    trial.observe(1, 0.25)
+    assert trial.settle(OPEN, OPEN, OPEN) == NEVER, "whatever past steps say"
+    assert trial.settle(NEVER, OPEN, OPEN) == NEVER, "until it is paid back"
+
+
+def test_what_was_gained_may_be_lost_up_to_a_credit():
+    trial = opened(-1000.0, MAX_CREDIT + MAX_LOSS - 0.25)
+    assert trial.settle(OPEN, OPEN, OPEN) == OPEN
+    trial.observe(1, 0.25)
+    assert trial.settle(OPEN, OPEN, OPEN) == NEVER
+
+
+def test_drafts_that_would_not_pay_if_they_came_at_once_are_not_tried():
+    assert opened().settle(OPEN, NEVER, NEVER) == NEVER
+
+
+def test_it_opens_again_when_the_loss_is_paid_back():
+    trial = closed()
+    for _ in range(round(MAX_LOSS / PAYBACK) - 1):
+        trial.observe_plain()
+    assert trial.settle(NEVER, OPEN, OPEN) == NEVER
+    trial.observe_plain()
+    trial.observe_plain()
+    assert trial.settle(NEVER, OPEN, OPEN) == OPEN
+
+
+def test_later_trials_may_lose_less_than_the_first():
+    trial = closed()
+    for _ in range(10_000):
+        trial.observe_plain()
+    assert trial.settle(NEVER, OPEN, OPEN) == OPEN
+    trial.observe(1, MAX_LOSS)
+    assert trial.settle(OPEN, NEVER, OPEN) == NEVER
+
+
+def test_what_steps_lose_that_another_price_let_through_is_paid_back_in_the_end():
+    trial = closed()
+    for _ in range(1000):
+        trial.observe(1, 1.0)
+    for _ in range(round(MAX_DEBT / PAYBACK) + 1):
+        trial.observe_plain()
+    assert trial.settle(NEVER, OPEN, OPEN) == OPEN
+
+
+def test_nothing_is_paid_back_while_drafts_go_on():
+    trial = opened(FIRST_CREDIT + MAX_LOSS)
+    for _ in range(10_000):
+        trial.observe_plain()
+    assert trial.settle(OPEN, NEVER, OPEN) == NEVER
+    assert trial.settle(NEVER, OPEN, OPEN) == NEVER
+
+
+def speeds(share_wrong: float, cold_s: Sequence[float]) -> list[float]:
+    """Return tokens per second by those of plain decoding, four requests of one stream each."""
+    drafts = FarDrafts(level_s=0.003, fixed_s=0.003, opening_s=0.02, cold_s=cold_s, share_wrong=share_wrong)
+    bench = FarBench(drafts, ONE_CORE, contention=0.3)
+    off = bench.speed(1, num_requests=4, draft_length=0, is_pinned=True)
+    return [bench.speed(1, num_requests=4) / off for _ in range(16)]
+
+
+@pytest.mark.parametrize("share_wrong", [0.15, 0.3])
+def test_a_cold_start_does_not_keep_drafts_off(share_wrong: float):
+    """After a drafter's first ten answers, which take more than a step of the verifier's each, drafts pay."""
+    found = speeds(share_wrong, [0.02] * 10)
+    assert sum(found[8:]) / 8 > 1.15
+    assert min(found) > 0.93
+
+
+def test_trying_again_and_again_costs_little():
+    found = speeds(0.6, [])  # the best fixed length loses a tenth
+    assert sum(found) / len(found) > 0.975
+
+
+def test_steps_that_read_prompts_use_a_trial_up_too():
+    bench = Bench(GuessingDrafts(draft_s=0.001), FREE)
+    for index in range(60):  # there is no step without a prompt in it
+        assert bench.engine.add(make_request(str(index), draft_length=4, max_tokens=12, drafter_id="d")) is None
+        bench.engine.step()
+    assert len(bench.drafts.asked) > TRIAL_DRAFTS
+    assert bench.pricing._level.trial._num_left < TRIAL_DRAFTS
+
+
+def test_drafts_that_hardly_pay_cost_little_for_long():
+    """Where a price cannot quite tell, luck is what opens it."""
+    found: list[float] = []
+    for concurrency, share_wrong, waits in (
+        (2, 0.5, {"fixed_s": 0.008, "level_s": 0.001}),
+        (4, 0.4, {"fixed_s": 0.008, "level_s": 0.001}),
+        (4, 0.5, {"fixed_s": 0.001, "level_s": 0.004}),
+    ):
+        drafts = FarDrafts(**waits, opening_s=0.004, share_wrong=share_wrong, share_told=0.8)
+        bench = FarBench(drafts, ONE_CORE, contention=0.2)
+        off = bench.speed(concurrency, num_requests=8, draft_length=0, is_pinned=True)
+        found.append(bench.speed(concurrency, num_requests=320) / off)
+    assert sum(found) / len(found) > 0.985, "of trials' losses alone, and by history, 0.980 of 0.990"

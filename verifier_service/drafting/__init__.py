@@ -1,0 +1,1 @@
+"""The verifier's side of drafting: sessions, rounds, deadlines; without model code and without Ray."""

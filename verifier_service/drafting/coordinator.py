@@ -1,0 +1,428 @@
+"""Keep every request's drafting going: who was asked what, how long to wait, and what came back.
+
+Sans I/O: drafters are reached through a `DraftClient`, time is passed in. Nothing here can hold a step up: a request
+whose draft is on its way is *held* until a deadline estimated from earlier rounds only, then it runs without one. No
+drafter, late draft, stale draft, bad draft: each ends in an empty draft, which is plain decoding.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.verifier_service.drafting.drafter_record import (
+    AnsweredRound,
+    DrafterRecord,
+    DraftSession,
+    OutstandingRound,
+)
+from outrider.verifier_service.drafting.joining import DueDraft
+from outrider.verifier_service.drafting.round_timer import RoundTimer
+from outrider.verifier_service.messages.circuit_breaker import BreakerState, CircuitBreaker
+from outrider.verifier_service.messages.draft import (
+    Close,
+    Commit,
+    Draft,
+    DraftClient,
+    DrafterEvent,
+    DraftNeeds,
+    DraftSampling,
+    Open,
+    Resync,
+    States,
+    VerifierMessage,
+    check_draft,
+)
+from outrider.verifier_service.messages.engine import DrafterTime
+from outrider.verifier_service.messages.histogram import Histogram
+from outrider.verifier_service.messages.request import AcceptanceRule, Request
+from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.pricing.step_price import NEVER
+
+ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
+LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_NO_NEEDS = DraftNeeds()
+
+
+class StateSource(Protocol):
+    """Where the target's tapped states are; `StatePool` fits."""
+
+    def messages(self, request: Request, start: int, stop: int) -> Iterable[States]:
+        """Say the states of a running request's positions [start, stop)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """What the verifier assumes of its drafters before and beyond what it measures."""
+
+    vocab_size: int
+    max_model_len: int
+    first_deadline_s: float = 1.0  # how long to wait for a drafter that has not answered yet (it may be loading)
+    max_deadline_s: float = 1.0
+    max_tree_nodes: int = 0  # of a draft; 0: chains alone
+    min_deadline_s: float = 0.02  # a stall of the machine must not cost every draft in flight
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_deadline_s <= self.max_deadline_s:
+            raise ValueError("min_deadline_s must be positive and at most max_deadline_s")
+
+
+class DraftCoordinator:
+    """The drafting side of the step loop: `receive` before scheduling, `ask` after committing."""
+
+    def __init__(
+        self,
+        client: DraftClient,
+        config: SpeculationConfig,
+        states: StateSource | None = None,
+        pricing: DraftPricing | None = None,
+    ) -> None:
+        """`states` are there where drafters read the target's hidden states; without `pricing` plans say the length."""
+        self._client = client
+        self._pricing = pricing
+        self._states = states
+        self._config = config
+        self._drafters: dict[str, DrafterRecord] = {}
+        self._sessions: dict[str, DraftSession] = {}
+        self._answered: dict[str, AnsweredRound] = {}  # by request; outlives the drafter
+        self._num_rounds = 0
+        self._num_steps = 0  # in which somebody could draft
+        self.fallbacks: collections.Counter[str] = collections.Counter()  # rounds that ended without a draft, by reason
+        self.num_stale_drafts = 0
+        self.num_resyncs = 0
+        self.num_asks = 0  # by request and step; where nothing is worth drafting, for no token
+        self.num_asked_tokens = 0
+        self.round_trip_s = Histogram(ROUND_TRIP_BOUNDS_S)
+        self.lateness_s = Histogram(LATENESS_BOUNDS_S)
+
+    def drafter_times(self, now_s: float) -> tuple[DrafterTime, ...]:
+        """Return how every drafter serves that has answered."""
+        times = (drafter.time(drafter_id, now_s, self._num_steps) for drafter_id, drafter in self._drafters.items())
+        return tuple(found for found in times if found is not None)
+
+    @property
+    def request_ids(self) -> set[str]:
+        """The requests of which anything is kept here."""
+        told = {request_id for drafter in self._drafters.values() for request_id in drafter.session_ids}
+        return {*self._sessions, *self._answered} | told
+
+    def needs_of(self, request: Request) -> DraftNeeds:
+        """Return what a request's drafter wants to know."""
+        session = self._sessions.get(request.request_id)
+        return _NO_NEEDS if session is None else self._drafters[session.drafter_id].needs
+
+    def answered_round(self, request: Request) -> AnsweredRound | None:
+        """Return the last round in which a good draft came for a request, or None."""
+        return self._answered.get(request.request_id)
+
+    def circuits(self, now_s: float) -> dict[str, BreakerState]:
+        """Return the state of the breaker in front of every drafter that is up."""
+        return {drafter_id: drafter.breaker.state_at(now_s) for drafter_id, drafter in self._drafters.items()}
+
+    def due(self, request: Request) -> DueDraft | None:
+        """Return when a held request's draft is expected; None where earlier rounds do not tell."""
+        if request.hold_until_s is None:
+            return None
+        session = self._sessions.get(request.request_id)
+        if session is None or session.round is None or not session.has_answered:
+            return None
+        timer, asked_s = self._drafters[session.drafter_id].timer, session.round.asked_s
+        if timer.smoothed_s is None:
+            return None
+        return DueDraft(asked_s + timer.smoothed_s, asked_s + timer.latest_s, num_tokens=1 + session.round.max_length)
+
+    # --- before scheduling ---
+
+    def receive(self, requests: Mapping[str, Request], now_s: float) -> None:
+        """Take in what drafters said: attach drafts, drop stale ones, let requests of lost drafters go on."""
+        for event in self._client.poll():
+            self._on_event(event, requests, now_s)
+        self._expire_rounds(requests, now_s)
+
+    def _on_event(self, event: DrafterEvent, requests: Mapping[str, Request], now_s: float) -> None:
+        if not event.is_up:
+            self._lose_drafter(event.drafter_id, requests)
+            return
+        if event.drafter_id not in self._drafters:
+            self._drafters[event.drafter_id] = self._new_drafter(event)
+        match event.message:
+            case Draft() as draft:
+                received_s = now_s if event.received_s is None else min(event.received_s, now_s)
+                self._on_draft(event.drafter_id, draft, requests, received_s)
+            case Resync(request_id=request_id):
+                self._on_resync(event.drafter_id, request_id, requests, now_s)
+
+    def _new_drafter(self, event: DrafterEvent) -> DrafterRecord:
+        config = self._config
+        limits = {"first_s": config.first_deadline_s, "max_s": config.max_deadline_s}
+        return DrafterRecord(
+            event.vocab_size or config.vocab_size,
+            event.needs,
+            timer=RoundTimer(min_s=config.min_deadline_s, **limits),
+            opening_timer=RoundTimer(min_s=config.max_deadline_s / 4, **limits),
+            breaker=CircuitBreaker(),
+        )
+
+    def _on_draft(self, drafter_id: str, draft: Draft, requests: Mapping[str, Request], now_s: float) -> None:
+        request, session = requests.get(draft.request_id), self._sessions.get(draft.request_id)
+        outstanding = session.round if session is not None and session.drafter_id == drafter_id else None
+        if request is None or session is None or outstanding is None or outstanding.round_id != draft.round_id:
+            self.num_stale_drafts += 1
+            self._observe_lateness(drafter_id, session, draft, now_s)
+            return
+        session.round = None
+        if outstanding.position != request.num_tokens:  # preempted meanwhile, it went on without this draft
+            self.num_stale_drafts += 1
+            return
+        was_held, request.hold_until_s = request.hold_until_s is not None, None  # or it was preempted meanwhile
+        drafter = self._drafters[drafter_id]
+        problem = check_draft(
+            draft,
+            draft_vocab_size=drafter.vocab_size,
+            max_length=outstanding.max_length,
+            max_nodes=outstanding.max_nodes,
+        )
+        if problem or draft.position != outstanding.position:
+            self.fallbacks["bad_draft"] += 1
+            drafter.breaker.record_failure(now_s)
+            return
+        drafter.breaker.record_success(now_s)
+        drafter.timer_of(session).observe(now_s - outstanding.asked_s)
+        if session.has_answered and was_held:
+            drafter.late_share.observe(now_s, is_late=False)
+        self.round_trip_s.observe(now_s - outstanding.asked_s)
+        session.has_answered = True
+        request.draft = draft
+        self._answered[request.request_id] = AnsweredRound(
+            drafter_id=drafter_id, asked_s=outstanding.asked_s, received_s=now_s
+        )
+
+    def _observe_lateness(self, drafter_id: str, session: DraftSession | None, draft: Draft, now_s: float) -> None:
+        """Learn from a draft that came too late how long its drafter takes: the next one gets as long."""
+        if session is None or session.drafter_id != drafter_id:
+            return
+        missed = session.missed
+        if missed is None or missed.round_id != draft.round_id:
+            return
+        self.lateness_s.observe(max(0.0, now_s - session.missed_deadline_s))
+        self._drafters[drafter_id].timer_of(session).observe(now_s - missed.asked_s)
+        session.missed, session.has_answered = None, True
+
+    def _on_resync(self, drafter_id: str, request_id: str, requests: Mapping[str, Request], now_s: float) -> None:
+        """Tell the drafter the whole prefix again; the round's deadline stays, so nothing waits longer for it."""
+        request, session = requests.get(request_id), self._sessions.get(request_id)
+        if request is None or session is None or session.drafter_id != drafter_id:
+            return
+        self.num_resyncs += 1
+        session.num_sent_tokens = session.num_sent_states = 0
+        session.has_answered = False
+        if (outstanding := session.round) is not None:
+            messages = self._messages(request, session, outstanding.max_length, now_s)
+            self._client.send(drafter_id, messages)
+
+    def _lose_drafter(self, drafter_id: str, requests: Mapping[str, Request]) -> None:
+        drafter = self._drafters.pop(drafter_id, None)
+        if drafter is None:
+            return
+        for request_id in drafter.session_ids:
+            session = self._sessions.pop(request_id)
+            if session.round is not None:
+                self.fallbacks["drafter_lost"] += 1
+                requests[request_id].hold_until_s = None
+
+    def _expire_rounds(self, requests: Mapping[str, Request], now_s: float) -> None:
+        """End the rounds whose deadline has passed: those requests run without a draft in this step.
+
+        A drafter that stalls misses the rounds of many requests at once: that is one failure of it, not many.
+        """
+        late: dict[tuple[str, bool], DraftSession] = {}  # one of each timer
+        for request_id, session in self._sessions.items():
+            request = requests[request_id]
+            if request.hold_until_s is None or request.hold_until_s > now_s:
+                continue
+            session.missed, session.missed_deadline_s = session.round, request.hold_until_s
+            session.round = request.hold_until_s = None
+            self.fallbacks["timeout"] += 1
+            late[session.drafter_id, session.has_answered] = session
+            if session.has_answered:
+                self._drafters[session.drafter_id].late_share.observe(now_s, is_late=True)
+        for session in late.values():
+            self._drafters[session.drafter_id].timer_of(session).back_off()
+        for drafter_id in {drafter_id for drafter_id, _ in late}:
+            self._drafters[drafter_id].breaker.record_failure(now_s)
+
+    # --- after committing ---
+
+    def observe_accepted(self, accepted: Iterable[tuple[Request, int]]) -> None:
+        """Take in how many tokens of each request's last draft were accepted."""
+        num_tokens: collections.Counter[str] = collections.Counter()
+        for request, num_accepted in accepted:
+            if (answered := self._answered.get(request.request_id)) is not None:
+                num_tokens[answered.drafter_id] += num_accepted
+        for drafter_id in num_tokens.keys() & self._drafters.keys():
+            self._drafters[drafter_id].draft_yield.observe_accepted(num_tokens[drafter_id])
+
+    def ask(self, requests: Iterable[Request], now_s: float) -> None:
+        """Send each request's new tokens to its drafter and hold the request until the draft's deadline."""
+        outbox: dict[str, list[VerifierMessage]] = {}
+        num_rounds: collections.Counter[str] = collections.Counter()
+        # while nobody's drafts can pay, rounds without any say nothing of a drafter
+        is_closed = self._pricing is not None and self._pricing.price == NEVER
+        for request in requests:
+            drafter_id = self._likely_drafter(request, now_s)
+            length = self._draft_length(request, drafter_id)
+            self.num_asks += 1
+            if length or not (is_closed or request.plan.is_off):
+                num_rounds[drafter_id] += 1
+            if request.plan.is_off:
+                self._end_session(request.request_id, outbox)
+            elif length > 0 and self._ask_one(request, length, now_s, outbox):
+                self.num_asked_tokens += length
+            else:
+                self._end_round(request)
+        self._num_steps += bool(num_rounds)
+        for drafter_id in num_rounds.keys() & self._drafters.keys():
+            self._drafters[drafter_id].draft_yield.observe_rounds(num_rounds[drafter_id], self._num_steps)
+        for drafter_id, messages in outbox.items():
+            self._client.send(drafter_id, messages)
+
+    def _ask_one(
+        self, request: Request, length: int, now_s: float, outbox: dict[str, list[VerifierMessage]]
+    ) -> bool:
+        """Ask the best drafter for `length` tokens; return False where none can be asked now."""
+        drafter_id = self._choose_drafter(request, now_s)
+        if self._pricing is not None:
+            has_predictions = drafter_id is not None and self._drafters[drafter_id].needs.predictions
+            self._pricing.choose(request.request_id, drafter_id, has_predictions=has_predictions)
+        if drafter_id is None:
+            request.metrics.disabled_reason = "drafter_timeout" if self._drafters else "drafter_unavailable"
+            return False
+        request.metrics.enabled = True
+        session = self._session_at(request, drafter_id, outbox)
+        outbox.setdefault(drafter_id, []).extend(self._messages(request, session, length, now_s))
+        request.hold_until_s = now_s + self._drafters[drafter_id].timer_of(session).deadline_s
+        return True
+
+    def _end_round(self, request: Request) -> None:
+        """Expect nothing any more: whatever still comes is stale."""
+        if (session := self._sessions.get(request.request_id)) is not None:
+            session.round = None
+
+    def close(self, request: Request) -> None:
+        """Forget a finished request and let its drafter free the session."""
+        outbox: dict[str, list[VerifierMessage]] = {}
+        self._answered.pop(request.request_id, None)
+        self._end_session(request.request_id, outbox)
+        for drafter_id, messages in outbox.items():
+            self._client.send(drafter_id, messages)
+
+    def _draft_length(self, request: Request, drafter_id: str) -> int:
+        """Return how many tokens to ask for; only counts decide, never what a drafter drew."""
+        sampling = request.sampling
+        if sampling.num_speculative_tokens == 0:
+            request.metrics.disabled_reason = "request_opt_out"
+            return 0
+        length = request.plan.draft_length
+        if length == 0:
+            request.metrics.disabled_reason = request.plan.disabled_reason
+        if sampling.num_speculative_tokens is not None:
+            length = min(length, sampling.num_speculative_tokens)
+        # the bonus token always follows, so a draft may fill all but one of the remaining places
+        remaining_output = sampling.max_tokens - request.num_output_tokens - 1
+        remaining_context = self._config.max_model_len - request.num_tokens - 1
+        bound = max(0, min(length, remaining_output, remaining_context))
+        if bound > 0:
+            request.metrics.disabled_reason = None
+        return bound if self._pricing is None else self._pricing.length(request, drafter_id, bound)
+
+    def _likely_drafter(self, request: Request, now_s: float) -> str:
+        """Return the drafter whose record speaks for a request's next draft: that of its plan, if that may be asked."""
+        planned = request.plan.drafter_id or ""
+        drafter, session = self._drafters.get(planned), self._sessions.get(request.request_id)
+        if session is None or (drafter is not None and drafter.breaker.state_at(now_s) is BreakerState.CLOSED):
+            return planned
+        return session.drafter_id
+
+    def _choose_drafter(self, request: Request, now_s: float) -> str | None:
+        """Return the planned drafter if it is usable, else the usable one with the fewest sessions."""
+        planned = request.plan.drafter_id
+        if planned in self._drafters and self._drafters[planned].breaker.allow(now_s):
+            return planned
+        by_load = sorted(
+            self._drafters, key=lambda drafter_id: (len(self._drafters[drafter_id].session_ids), drafter_id)
+        )
+        return next((drafter_id for drafter_id in by_load if self._drafters[drafter_id].breaker.allow(now_s)), None)
+
+    def _session_at(self, request: Request, drafter_id: str, outbox: dict[str, list[VerifierMessage]]) -> DraftSession:
+        session = self._sessions.get(request.request_id)
+        if session is None or session.drafter_id != drafter_id:
+            self._end_session(request.request_id, outbox)
+            session = self._sessions[request.request_id] = DraftSession(drafter_id)
+            self._drafters[drafter_id].session_ids.add(request.request_id)
+        return session
+
+    def _end_session(self, request_id: str, outbox: dict[str, list[VerifierMessage]]) -> None:
+        session = self._sessions.pop(request_id, None)
+        if session is not None:
+            self._drafters[session.drafter_id].session_ids.discard(request_id)
+            outbox.setdefault(session.drafter_id, []).append(Close(request_id=request_id))
+
+    def _messages(
+        self, request: Request, session: DraftSession, max_length: int, now_s: float
+    ) -> list[VerifierMessage]:
+        """Say what the drafter does not know yet and ask for `max_length` tokens after it, as a new round."""
+        messages: list[VerifierMessage] = []
+        if session.num_sent_tokens == 0:
+            messages.append(
+                Open(
+                    request_id=request.request_id,
+                    sampling=_draft_sampling(request),
+                    token_ids=tuple(request.token_ids),
+                    cache_salt=request.cache_salt,
+                )
+            )
+            session.num_sent_tokens = request.num_tokens
+        messages.extend(self._state_messages(request, session))
+        self._num_rounds += 1
+        # block verification is for chains: a tree that happens to be one would choose the rule by what was drawn
+        is_tree = max_length > 1 and request.sampling.acceptance is not AcceptanceRule.BLOCK
+        max_nodes = self._config.max_tree_nodes if is_tree else 0
+        messages.append(
+            Commit(
+                request_id=request.request_id,
+                round_id=self._num_rounds,
+                position=session.num_sent_tokens,
+                token_ids=tuple(request.token_ids[session.num_sent_tokens :]),
+                max_length=max_length,
+                max_nodes=max_nodes,
+                predicted_ids=request.predicted_ids,
+                forced_ids=request.forced_ids,
+            )
+        )
+        session.num_sent_tokens = request.num_tokens
+        session.round = OutstandingRound(self._num_rounds, request.num_tokens, max_length, max_nodes, now_s)
+        return messages
+
+    def _state_messages(self, request: Request, session: DraftSession) -> Iterable[States]:
+        """Say the states that the drafter needs and does not have; those of the last token are not computed yet."""
+        needs = self._drafters[session.drafter_id].needs
+        if not needs.taps or self._states is None:
+            return ()
+        stop = request.num_computed_tokens
+        start = max(0, stop - 1) if needs.last_state_only else session.num_sent_states
+        session.num_sent_states = stop
+        return self._states.messages(request, start, stop)
+
+
+def _draft_sampling(request: Request) -> DraftSampling:
+    sampling = request.sampling
+    return DraftSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        choice_index=sampling.choice_index,
+    )

@@ -1,0 +1,72 @@
+"""What a verifier remembers of its drafters, of what each was told about a request, and of the rounds between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.verifier_service.drafting.draft_yield import DraftYield
+from outrider.verifier_service.drafting.round_timer import LateShare, RoundTimer
+from outrider.verifier_service.messages.circuit_breaker import CircuitBreaker
+from outrider.verifier_service.messages.draft import DraftNeeds
+from outrider.verifier_service.messages.engine import DrafterTime
+
+
+@dataclass(slots=True)
+class OutstandingRound:
+    """One outstanding ask."""
+
+    round_id: int
+    position: int
+    max_length: int
+    max_nodes: int
+    asked_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredRound:
+    """Who drafted what is attached to a request, and when, by the engine's clock."""
+
+    drafter_id: str
+    asked_s: float
+    received_s: float
+
+
+@dataclass(slots=True)
+class DraftSession:
+    """What one drafter has been told about one request."""
+
+    drafter_id: str
+    num_sent_tokens: int = 0  # 0: not open
+    num_sent_states: int = 0
+    has_answered: bool = False  # since it was opened; until then its rounds contain a prefill
+    round: OutstandingRound | None = None
+    missed: OutstandingRound | None = None  # the last one whose deadline passed
+    missed_deadline_s: float = 0.0
+
+
+@dataclass(slots=True)
+class DrafterRecord:
+    """What the verifier knows of one drafter that is up."""
+
+    vocab_size: int
+    needs: DraftNeeds
+    timer: RoundTimer
+    opening_timer: RoundTimer  # of rounds that contain the drafter's prefill
+    breaker: CircuitBreaker
+    late_share: LateShare = field(default_factory=LateShare)  # of the other rounds
+    draft_yield: DraftYield = field(default_factory=DraftYield)
+    session_ids: set[str] = field(default_factory=set)
+
+    def timer_of(self, session: DraftSession) -> RoundTimer:
+        return self.timer if session.has_answered else self.opening_timer
+
+    def time(self, drafter_id: str, now_s: float, step: int) -> DrafterTime | None:
+        """Return how it serves, by the step of `DraftYield`; None: it has not answered yet."""
+        if self.timer.smoothed_s is None:
+            return None
+        return DrafterTime(
+            drafter_id=drafter_id,
+            seconds=self.timer.smoothed_s,
+            late_share=self.late_share.at(now_s),
+            accepted_per_round=self.draft_yield.at(step),
+        )

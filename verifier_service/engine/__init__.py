@@ -1,0 +1,1 @@
+"""The step loop and its process: receive, schedule, execute, verify, commit, ask, publish."""

@@ -1,0 +1,130 @@
+"""Assemble a verifier engine from its parts, the same way in every process that hosts one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import torch
+
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.engine.engine import Runner, VerifierEngine
+from outrider.verifier_service.engine.loop import EngineLoop
+from outrider.verifier_service.engine.step_profile import measure_step_profile
+from outrider.verifier_service.engine.verifier_spec import VerifierSpec
+from outrider.verifier_service.links.relay_client import RelayDraftClient
+from outrider.verifier_service.messages.draft import DraftClient
+from outrider.verifier_service.messages.engine import EngineReady, StepTime
+from outrider.verifier_service.messages.seeds import derive_seed
+from outrider.verifier_service.messages.wire import encode
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.packed_linear import bound_shape_caches
+from outrider.verifier_service.model.ranks import RankSpec, connect, gather, keep_freed_memory, keep_loaded
+from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow, resolve_device
+from outrider.verifier_service.model.tokenizer import fingerprint_of
+from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.sampling.coupled_sampler import gumbel_noise
+from outrider.verifier_service.sampling.grammar import GrammarCompiler
+from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+
+COLLECTIVE_TIMEOUT_S = 60.0  # a rank that is this late is dead: the group fails and its replica is replaced
+MAX_PROFILED_TOKENS = 512  # beyond, the refitted slope goes on
+
+
+def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> VerifierEngine:
+    """Put scheduler, KV pool and drafting around a loaded model."""
+    pool = BlockPool(runner.num_blocks, runner.block_size, spec.enable_prefix_caching)
+    config = SchedulerConfig(
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        max_num_seqs=spec.max_num_seqs,
+        max_model_len=runner.max_model_len,
+        vocab_size=runner.vocab_size,
+        enable_prefix_caching=spec.enable_prefix_caching,
+    )
+    speculation = SpeculationConfig(
+        vocab_size=runner.vocab_size,
+        max_model_len=runner.max_model_len,
+        first_deadline_s=spec.max_draft_deadline_s,
+        min_deadline_s=spec.min_draft_deadline_s,
+        max_deadline_s=spec.max_draft_deadline_s,
+        max_tree_nodes=spec.max_tree_nodes,
+    )
+    pricing = DraftPricing()
+    return VerifierEngine(
+        runner,
+        Scheduler(config, pool, pricing),
+        DraftCoordinator(drafts, speculation, runner.states, pricing),
+        clock=time.monotonic,
+        generator=torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "verifier")),
+        grammars=GrammarCompiler.of_model(
+            spec.model, vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids
+        ),
+        pricing=pricing,
+    )
+
+
+def profile_engine(engine: VerifierEngine, runner: ParallelRunner, spec: VerifierSpec) -> tuple[StepTime, ...]:
+    """Measure steps before anything is served, and have the engine price its drafts by them where it should."""
+    profile = measure_step_profile(runner, max_tokens=min(MAX_PROFILED_TOKENS, spec.max_num_batched_tokens))
+    if spec.prices_drafts:
+        engine.pricing.use_profile(profile.step_times, runner.experts, profile.context)
+    return profile.step_times
+
+
+def load_rank(
+    model: ModelConfig, rank: RankSpec, *, are_followers_alive: Callable[[], bool] = lambda: True
+) -> tuple[ModelRunner, list[Connection]]:
+    """Join the tensor-parallel group and load this rank's share of the model.
+
+    Rank 0 gets a pipe to each of its followers, a follower one pipe to rank 0.
+    """
+    bound_shape_caches()
+    keep_freed_memory()
+    backend = "nccl" if resolve_device(model.device).type == "cuda" else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(rank.rank % torch.cuda.device_count())  # under Ray each rank sees its own device only
+    group, pipes = gather(rank, backend, COLLECTIVE_TIMEOUT_S, are_followers_alive=are_followers_alive)
+    runner = ModelRunner(replace(model, tensor_parallel_size=rank.size), group)
+    # the table of logarithms behind coupled sampling takes 0.3 s once: no request should wait for it
+    gumbel_noise(0, 0, torch.zeros(1, dtype=torch.int64, device=runner.device), 1, runner.device)
+    return runner, pipes
+
+
+MakeDrafts = Callable[[ParallelRunner, DraftClient], tuple[DraftClient, Callable[[VerifierEngine], None]]]
+
+
+def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDrafts | None = None) -> None:
+    """Be one rank of a verifier until its shell, or rank 0, goes away.
+
+    `make_drafts` adds a drafter of this process to those behind the links: from the loaded model and their client it
+    makes the engine's client, and a function that shows it the engine.
+    """
+    share, pipes = load_rank(spec.model, rank)
+    keep_loaded()
+    if rank.rank > 0:
+        follow(pipes[0], share)
+        return
+    runner = ParallelRunner(share, pipes)
+    shell = connect(rank.shell_address)
+    links = RelayDraftClient()
+    if make_drafts is None:
+        engine = build_engine(runner, spec, links)
+    else:
+        drafts, attach = make_drafts(runner, links)
+        engine = build_engine(runner, spec, drafts)
+        attach(engine)
+    ready = EngineReady(
+        vocab_size=runner.vocab_size,
+        max_model_len=runner.max_model_len,
+        eos_token_ids=runner.eos_token_ids,
+        num_kv_blocks=runner.num_blocks,
+        step_times=profile_engine(engine, runner, spec),
+        vocab_fingerprint=fingerprint_of(spec.model),
+    )
+    shell.send_bytes(encode(ready))
+    with contextlib.closing(links):
+        EngineLoop(engine, links, shell, clock=time.monotonic, check_integrity=spec.check_integrity).run()

@@ -1,0 +1,93 @@
+"""The verifier's gRPC face for gateways: one call per request, cancelled to stop it.
+
+Only translates: requests go to the engine as messages, outputs come back per request through a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from typing import Any
+
+import grpc
+
+from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.verifier_service.messages.engine import Cancel
+from outrider.verifier_service.messages.link import ACCEPTED
+from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
+from outrider.verifier_service.messages.wire import WireError, decode, encode
+
+
+class EngineLostError(ConnectionError):
+    """The engine ended while requests were running; they can go on elsewhere from what was published."""
+
+
+class RequestTable:
+    """The requests that this verifier's callers are waiting for."""
+
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        self._send = send
+        self._queues: dict[str, asyncio.Queue[RequestOutput | EngineLostError]] = {}
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput | None]:
+        """Yield None once the engine has a request, then its outputs; leaving early cancels it in the engine.
+
+        Raises `ConnectionError` when there is no engine.
+        """
+        if request.request_id in self._queues:
+            raise ValueError(f"request_id: {request.request_id!r} is already running")
+        queue = self._queues[request.request_id] = asyncio.Queue()
+        is_finished = False
+        try:
+            self._send(request)
+            yield None
+            while not is_finished:
+                output = await queue.get()
+                if isinstance(output, EngineLostError):
+                    is_finished = True  # there is no engine left to cancel it in
+                    raise output
+                is_finished = output.finish_reason is not None
+                yield output
+        finally:
+            del self._queues[request.request_id]
+            if not is_finished:
+                with contextlib.suppress(ConnectionError):  # no engine, nothing to cancel in it
+                    self._send(Cancel(request_id=request.request_id))
+
+    def deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        """Pass outputs to their callers; those of callers that left are dropped."""
+        for output in outputs:
+            if (queue := self._queues.get(output.request_id)) is not None:
+                queue.put_nowait(output)
+
+    def fail(self, reason: str) -> None:
+        """Let every caller know that the engine is gone."""
+        for queue in self._queues.values():
+            queue.put_nowait(EngineLostError(reason))
+
+
+class VerifierLinkServicer(link_pb2_grpc.VerifierLinkServicer):
+    """Serve `Generate` to gateways."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+
+    async def Generate(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> AsyncIterator[link_pb2.Frame]:
+        try:
+            request = decode(frame.payload, (GenerationRequest,))
+            async with contextlib.aclosing(self._table.stream(request)) as outputs:
+                async for output in outputs:
+                    if output is None:
+                        yield link_pb2.Frame(payload=ACCEPTED)
+                        continue
+                    if output.finish_reason is FinishReason.ERROR:
+                        raise ValueError(output.error)
+                    yield link_pb2.Frame(payload=encode(output))
+        except (WireError, ValueError) as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except ConnectionError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))

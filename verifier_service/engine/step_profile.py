@@ -1,0 +1,119 @@
+"""Measure how long a step takes as its tokens and their context grow: the verifier's cost curve, taken at start.
+
+Token counts by powers of two show where the curve goes, those between them where it bends: a gap is halved where the
+time in its middle is not on the line between its ends, again and again. So knees and the stairs of padded batches are
+found, and straight stretches cost one more point.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.messages.engine import StepTime
+from outrider.verifier_service.pricing.cost_model import ContextTime, StepTimeModel
+
+if TYPE_CHECKING:
+    from outrider.verifier_service.engine.engine import Runner
+
+NUM_REPEATS = 5
+NUM_ALWAYS = 64  # tokens up to which powers of two are measured however long they take …
+PATIENCE_S = 1.0  # … beyond which no more when measuring has taken so long
+GAPS_PATIENCE_S = 0.5  # for the counts between them
+BEND = 0.05  # by which a step may differ from the line between its neighbours
+GAPS_PER_OCTAVE = 8  # at most: the profile is followed no finer
+MAX_CONTEXT_TOKENS = 1 << 16  # that are read to learn what reading takes
+TOKEN_STRIDE = 7919  # between the profile's tokens: a mixture of experts sends equal ones to the same experts
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """What steps take before anything is served."""
+
+    step_times: tuple[StepTime, ...]  # of one-token sequences with nothing before them
+    context: ContextTime | None  # None: there is too little to compare with
+
+
+def measure_step_profile(
+    runner: Runner, max_tokens: int, clock: Callable[[], float] = time.perf_counter
+) -> StepProfile:
+    """Time steps of 1, 2, 4 … `max_tokens` tokens, some between them, and one that reads as much KV as there may be.
+
+    Times are the quickest of a few: on a busy machine, as one whose replicas start together, a median may be of stalls,
+    and a knee is seen where there is none. The scratch sequences write to KV blocks that no request owns yet.
+    """
+
+    def step_s(count: int, context_length: int = 1) -> float:
+        return _step_time_s(runner, count, context_length, clock)
+
+    seconds: dict[int, float] = {}
+    count, begin_s = 1, clock()
+    while count <= min(max_tokens, runner.num_blocks):
+        if count > NUM_ALWAYS and clock() - begin_s > PATIENCE_S:
+            break
+        seconds[count] = step_s(count)
+        count *= 2
+    deadline_s = clock() + GAPS_PATIENCE_S
+    _halve_gaps(seconds, step_s, is_late=lambda: clock() > deadline_s)
+    times = tuple(StepTime(num_tokens=count, seconds=seconds[count]) for count in sorted(seconds))
+    return StepProfile(times, _context_time(runner, times, step_s))
+
+
+def _halve_gaps(seconds: dict[int, float], step_s: Callable[[int], float], is_late: Callable[[], bool]) -> None:
+    """Add the times in the middle of gaps, then in that of their halves where the curve bends; quick steps first."""
+    counts = sorted(seconds)
+    gaps = deque(pairwise(counts))
+    while gaps and not is_late():
+        low, high = gaps.popleft()
+        if (high - low) * GAPS_PER_OCTAVE < 2 * low or high - low < 2:
+            continue
+        middle = (low + high) // 2
+        seconds[middle] = step_s(middle)
+        share = (middle - low) / (high - low)
+        on_line_s = seconds[low] + share * (seconds[high] - seconds[low])
+        if abs(seconds[middle] / on_line_s - 1.0) > BEND:
+            gaps.extend(((low, middle), (middle, high)))
+
+
+def _context_time(
+    runner: Runner, times: tuple[StepTime, ...], step_s: Callable[[int, int], float]
+) -> ContextTime | None:
+    """Compare sequences as long as the model and the KV pool allow with as many that have nothing before them."""
+    if len(times) < 2:
+        return None
+    num_slots = min(runner.num_blocks * runner.block_size, MAX_CONTEXT_TOKENS)
+    length = min(runner.max_model_len, num_slots) // runner.block_size * runner.block_size
+    if length < runner.block_size:
+        return None
+    affordable = max(1, int(PATIENCE_S / (1 + NUM_REPEATS) / step_s(1, length)))
+    count = min(num_slots // length, times[-1].num_tokens, affordable)
+    plain_s = StepTimeModel.from_points(times).t(count)
+    num_read = count * length
+    return ContextTime(seconds=max(0.0, step_s(count, length) - plain_s) / num_read, num_tokens=num_read)
+
+
+def _step_time_s(runner: Runner, count: int, context_length: int, clock: Callable[[], float]) -> float:
+    blocks_each = -(-context_length // runner.block_size)
+    tables = [list(range(index * blocks_each, (index + 1) * blocks_each)) for index in range(count)]
+    last = context_length - 1
+    batch = ScheduledBatch(
+        token_ids=[index * TOKEN_STRIDE % runner.vocab_size for index in range(count)],
+        positions=[last] * count,
+        slot_mapping=[table[-1] * runner.block_size + last % runner.block_size for table in tables],
+        query_lengths=[1] * count,
+        context_lengths=[context_length] * count,
+        block_tables=tables,
+        logits_indices=list(range(count)),
+    )
+    runner.execute(batch)  # allocations and kernel choices are not part of the curve
+    samples = []
+    for _ in range(NUM_REPEATS):
+        begin_s = clock()
+        runner.execute(batch)[:1].cpu()  # the copy waits for an accelerator to finish
+        samples.append(clock() - begin_s)
+    return min(samples)

@@ -1,0 +1,164 @@
+"""What an engine process and the asyncio shell in front of it say to each other over their pipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.verifier_service.messages.circuit_breaker import BreakerState
+from outrider.verifier_service.messages.draft import DraftNeeds
+from outrider.verifier_service.messages.histogram import NO_VALUES, HistogramCounts
+from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SpeculationPlan
+from outrider.verifier_service.messages.tensor_route import TensorRoute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetPlans:
+    """The router's decisions for running requests."""
+
+    plans: dict[str, SpeculationPlan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relay:
+    """A message of the verifier-drafter link, passed on unopened: `peer` is the other end of the link."""
+
+    peer: str
+    payload: bytes
+    received_s: float | None = None  # when a draft arrived, by this machine's monotonic clock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerState:
+    """The other end of a link came up or went away."""
+
+    peer: str
+    is_up: bool
+    vocab_size: int | None = None
+    needs: DraftNeeds = DraftNeeds()
+    tensors: TensorRoute | None = None  # a channel for states beside the link; None: they go as bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """How long a step over `num_tokens` takes."""
+
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReady:
+    """First message of an engine: it is loaded and will serve."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_kv_blocks: int
+    step_times: tuple[StepTime, ...]
+    vocab_fingerprint: str = ""  # empty: not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLoad:
+    """One request: its plan, and its counters since it started on this verifier."""
+
+    request_id: str
+    drafter_id: str | None
+    draft_length: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_speculative_tokens: int | None  # the request's own cap; 0: it opted out
+    priority: int = 0
+    target_inter_token_ms: float | None = None
+    inter_token_ms: float | None = None  # of its last tokens; None: it has no target, or no second token yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterTime:
+    """How one drafter serves a verifier: how long it takes, how often too long, and what its drafts bring."""
+
+    drafter_id: str
+    seconds: float  # from asking to the draft, smoothed
+    late_share: float = 0.0  # of its drafts: that missed their deadline
+    accepted_per_round: float | None = None  # tokens; None: hardly any request was its lately, or none could draft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterCircuit:
+    """The state of the circuit breaker in front of a drafter: closed, half_open or open."""
+
+    drafter_id: str
+    state: str
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the drafter is failing, and asked nothing."""
+        return self.state == BreakerState.OPEN.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCounters:
+    """What happened in an engine since its start; none of these ever falls."""
+
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_committed_tokens: int = 0
+    num_drafts: int = 0  # verifications with a draft that was not empty
+    num_draft_tokens: int = 0  # verified
+    num_accepted_tokens: int = 0
+    num_asks: int = 0  # decisions how much to draft next, one per decoding request and step: maybe nothing
+    num_asked_tokens: int = 0  # that were then asked for
+    num_preemptions: int = 0
+    num_prefix_queried_tokens: int = 0  # looked up in the prefix cache
+    num_prefix_hit_tokens: int = 0
+    num_stale_drafts: int = 0  # answers to a round that was over
+    num_resyncs: int = 0  # drafters that asked for the whole prefix again
+    fallbacks: dict[str, int] = field(default_factory=dict)  # rounds that ended without a draft, by reason
+    num_state_bytes: dict[str, int] = field(default_factory=dict)  # hidden states sent to drafters, by transport
+    num_tensor_fallbacks: int = 0  # states that went as bytes for their channel was full or had failed
+    idle_s: float = 0.0  # no step ran, for every request waited for its draft
+    num_extrapolated_steps: int = 0  # far beyond all that the cost model had profiled or seen
+    step_s: HistogramCounts = NO_VALUES
+    queue_s: HistogramCounts = NO_VALUES  # from a request's arrival to its first step
+    round_trip_s: HistogramCounts = NO_VALUES  # from asking a drafter to its draft
+    lateness_s: HistogramCounts = NO_VALUES  # of drafts that came after their deadline: by how much
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """The verifier's state, sent a few times a second."""
+
+    num_running: int
+    num_waiting: int
+    num_decoding: int
+    kv_usage: float
+    tokens_per_s: float = 0.0  # committed, over the last two seconds
+    mean_step_s: float | None = None  # over the last two seconds; None: no step ran
+    price: float | None = None  # committed tokens that one more verified position costs; None: steps are not priced
+    knee: float | None = None  # tokens in a step from which the machine is compute-bound; None: never, or not known
+    draft_length_mean: float = 0.0  # asked for per decoding request and step, over the last two seconds
+    verify_idle_share: float = 0.0  # of the last two seconds: every request waited for its draft
+    counters: EngineCounters = EngineCounters()
+    requests: tuple[RequestLoad, ...] = ()  # the running ones first
+    drafter_times: tuple[DrafterTime, ...] = ()
+    circuits: tuple[DrafterCircuit, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineUpdate:
+    """Everything one step produced, in one frame."""
+
+    outputs: tuple[RequestOutput, ...] = ()
+    relays: tuple[Relay, ...] = ()
+    load: EngineLoad | None = None
+
+
+ToEngine = GenerationRequest | Cancel | SetPlans | Relay | PeerState
+TO_ENGINE = (GenerationRequest, Cancel, SetPlans, Relay, PeerState)
+FROM_ENGINE = (EngineReady, EngineUpdate)

@@ -1,0 +1,190 @@
+"""The messages of a verifier-drafter link beyond `drafting`: handshake and heartbeat, and the check between them.
+
+Every message travels as msgpack (see `wire`) in the payload of a `Frame` that names the verifier and its epoch, in
+both directions, so that a frame of an older incarnation is known as such wherever it turns up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgpack
+
+from outrider.proto.link_pb2 import Frame
+from outrider.verifier_service.messages.draft import (
+    PROTOCOL_VERSION,
+    Close,
+    Commit,
+    Draft,
+    DraftNeeds,
+    Open,
+    Resync,
+    States,
+)
+from outrider.verifier_service.messages.tensor_route import TensorRoute, choose_transport
+from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The verifier's first frame: who it is, and in which vocabulary it speaks."""
+
+    protocol_version: int = PROTOCOL_VERSION
+    verifier_id: str
+    epoch: int
+    vocab_size: int
+    vocab_fingerprint: str = ""  # empty: not known
+    state_taps: tuple[int, ...] = ()  # the hidden states that it keeps for drafters, as in `DraftNeeds`
+    tensor_transports: tuple[str, ...] = ()  # channels that it can do, best first; states as bytes it always can
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The drafter's answer to a `Hello` it accepts."""
+
+    protocol_version: int = PROTOCOL_VERSION
+    drafter_id: str
+    vocab_size: int
+    max_draft_length: int
+    max_model_len: int
+    needs: DraftNeeds = DraftNeeds()
+    tensors: TensorRoute | None = None  # None: states come as bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """The drafter's answer to a `Hello` it does not accept; the stream ends after it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    sent_s: float  # the verifier's own clock, returned untouched
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pong:
+    """The drafter lives; how busy it is."""
+
+    sent_s: float
+    num_sessions: int
+    queue_depth: int
+    mean_draft_s: float | None = None  # None: nothing drafted yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterIdentity:
+    """What a drafter says of itself in the handshake."""
+
+    drafter_id: str
+    vocab_size: int
+    vocab_fingerprint: str
+    max_draft_length: int
+    max_model_len: int
+    needs: DraftNeeds = DraftNeeds()
+    tensor_transports: tuple[str, ...] = ()  # channels that it can do
+    tensor_store: str = ""  # where its channels meet, "host:port"; "": it has none
+
+    def route(self, hello: Hello, group: str) -> TensorRoute | None:
+        """Return the channel beside a link to a verifier, None where there is none."""
+        transport = choose_transport(hello.tensor_transports, self.tensor_transports)
+        if transport is None or not self.tensor_store or not self.needs.taps:
+            return None
+        return TensorRoute(transport=transport, store=self.tensor_store, group=group)
+
+    def welcome(self, tensors: TensorRoute | None = None) -> Welcome:
+        return Welcome(
+            drafter_id=self.drafter_id,
+            vocab_size=self.vocab_size,
+            max_draft_length=self.max_draft_length,
+            max_model_len=self.max_model_len,
+            needs=self.needs,
+            tensors=tensors,
+        )
+
+
+VERIFIER_MESSAGES = (Open, States, Commit, Close)  # verifier to drafter, for the drafting engine
+DRAFTER_MESSAGES = (Draft, Resync, Pong)  # drafter to verifier, after the handshake
+
+# The first payload of a verifier's answer to a gateway, once its engine has the request: from then on the request may
+# be what the verifier dies of. Not metadata: gRPC's asyncio client loses that when the status comes close behind it.
+ACCEPTED = b""
+
+# What a link delivers goes on to an engine in an envelope of its own, with every default spelled out: that must still
+# be a frame, or a peer could kill the engine by a message just below the limit.
+MAX_LINK_FRAME_BYTES = MAX_FRAME_BYTES - (64 << 10)
+# A draft is some kilobytes; decoding a frame of the full size would hold a step up for seconds.
+MAX_DRAFTER_FRAME_BYTES = 1 << 20
+MAX_REQUEST_ID_CHARS = 1024  # a gateway's own prefix, and a client's id of at most 128
+
+# Both ends set these: a frozen peer is seen by grpc only with ping_timeout_ms beside the keepalive options, and a
+# server calls frequent pings abuse unless told what to expect.
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 2000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_receive_message_length", MAX_LINK_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_LINK_FRAME_BYTES),
+)
+
+
+def vocab_fingerprint(vocab: Mapping[str, int]) -> str:
+    """Hash a tokenizer's vocabulary: equal for two tokenizers exactly when every token has the same id."""
+    digest = hashlib.blake2b(digest_size=16)
+    for token, token_id in sorted(vocab.items(), key=lambda item: (item[1], item[0])):
+        encoded = token.encode("utf-8", "surrogatepass")
+        # lengths make the encoding injective: no token can imitate the boundary between two others
+        digest.update(b"%d %d " % (token_id, len(encoded)))
+        digest.update(encoded)
+    return digest.hexdigest()
+
+
+def refusal_reason(hello: Hello, drafter: DrafterIdentity) -> str | None:
+    """Return why a drafter cannot serve a verifier, for its operator to read, or None when it can."""
+    if hello.protocol_version != PROTOCOL_VERSION:
+        return f"protocol version {hello.protocol_version} of the verifier, {PROTOCOL_VERSION} of the drafter"
+    if drafter.needs.taps and hello.state_taps != drafter.needs.taps:
+        return f"the drafter reads the target's states {drafter.needs.taps}, the verifier keeps {hello.state_taps}"
+    if hello.vocab_fingerprint and drafter.vocab_fingerprint:
+        if hello.vocab_fingerprint != drafter.vocab_fingerprint:
+            return f"vocabularies differ: {hello.vocab_fingerprint} (verifier), {drafter.vocab_fingerprint} (drafter)"
+        return None
+    if drafter.vocab_size < hello.vocab_size:
+        # a larger one may be padding; a smaller one cannot hold the verifier's tokens
+        return f"the drafter's vocabulary has {drafter.vocab_size} tokens, the verifier's {hello.vocab_size}"
+    return None
+
+
+def frame_of(verifier_id: str, epoch: int, payload: bytes) -> Frame:
+    return Frame(sender=verifier_id, epoch=epoch, payload=payload)
+
+
+def peek_type(payload: bytes) -> str | None:
+    """Return the message type of an encoded message without decoding the rest; None when it has none in front."""
+    unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES)
+    try:
+        unpacker.feed(payload)
+        if unpacker.read_map_header() < 1 or unpacker.unpack() != "type":
+            return None
+        name = unpacker.unpack()
+    except (ValueError, msgpack.UnpackException, msgpack.BufferFull):
+        return None
+    return name if isinstance(name, str) else None
+
+
+def peek_request_id(payload: bytes) -> str | None:
+    """Return the request that a message which does not decode was about, where that much can be read."""
+    try:
+        fields = msgpack.unpackb(payload)
+    except (ValueError, TypeError, msgpack.UnpackException):
+        return None
+    request_id = fields.get("request_id") if isinstance(fields, dict) else None
+    return request_id if isinstance(request_id, str) else None

@@ -1,0 +1,346 @@
+"""What a user asks for, what the engine remembers of it, and what it answers."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from dataclasses import dataclass, field
+
+from outrider.verifier_service.messages.draft import Draft, check_sampling_shape, require
+from outrider.verifier_service.messages.inter_token_time import InterTokenTime
+
+GREEDY_TEMPERATURE = 1e-5  # at and below this a request is greedy, as in vLLM
+MAX_LOGPROBS = 20  # alternatives per token, as OpenAI and vLLM
+MAX_LOGIT_BIASES = 300  # as OpenAI
+MAX_PRIORITY = 1000
+MAX_TARGET_INTER_TOKEN_MS = 60_000.0
+MAX_STRUCTURED_CHARS = 1 << 17  # of a schema, or of all choices together
+MAX_GRAMMAR_CHARS = 1 << 14  # of a regular expression or a grammar: reading one is quadratic in it
+MAX_STRUCTURED_CHOICES = 1024
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"  # an end-of-sequence or stop token
+    LENGTH = "length"  # max_tokens or the model's maximum length
+    ABORT = "abort"  # cancelled by the client
+    ERROR = "error"
+
+
+class TokenOrigin(enum.StrEnum):
+    """Where a committed token came from; see design.md, Words."""
+
+    ACCEPTED = "accepted"  # the draft token was right
+    RECOVERED = "recovered"  # sampled in place of the first rejected draft token
+    BONUS = "bonus"  # sampled after a fully accepted draft
+    PLAIN = "plain"  # sampled without a draft
+
+
+class VerificationMode(enum.Enum):
+    """How drafts are judged; see the design's fifth idea."""
+
+    GREEDY = "greedy"
+    REJECTION = "rejection"  # unseeded sampling
+    COUPLED = "coupled"  # seeded sampling: drafter-invariant
+
+
+class AcceptanceRule(enum.StrEnum):
+    """Which draft tokens count as right."""
+
+    STANDARD = "standard"  # token by token: rejection sampling, or equality where the target's own token is known
+    BLOCK = "block"  # the same law, never fewer tokens on average (Sun et al. 2024)
+    TYPICAL = "typical"  # whatever the target finds likely enough (Medusa, Cai et al. 2024): changes the law
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitBias:
+    """What is added to one token's logit."""
+
+    token_id: int
+    bias: float
+
+
+class StructuredKind(enum.StrEnum):
+    """How the form of an output is described."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"  # any
+    REGEX = "regex"
+    GRAMMAR = "grammar"  # Lark or GBNF
+    CHOICE = "choice"  # one of some texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """The form that an output must have. Raises `ValueError` naming `structured` where it can be none."""
+
+    kind: StructuredKind
+    text: str = ""  # the schema as JSON, the regular expression or the grammar
+    choices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        is_short = self.kind in (StructuredKind.REGEX, StructuredKind.GRAMMAR)
+        limit = MAX_GRAMMAR_CHARS if is_short else MAX_STRUCTURED_CHARS
+        num_chars = len(self.text) + sum(len(choice) for choice in self.choices)
+        require(num_chars <= limit, "structured", f"at most {limit} characters")
+        if self.kind is StructuredKind.CHOICE:
+            is_list = 1 <= len(self.choices) <= MAX_STRUCTURED_CHOICES and all(self.choices)
+            require(is_list, "structured", f"1 to {MAX_STRUCTURED_CHOICES} texts, none of them empty")
+        elif self.kind is not StructuredKind.JSON_OBJECT:
+            require(bool(self.text), "structured", f"a {self.kind} that is not empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens. Raises `ValueError` naming the field that is out of range."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    choice_index: int = 0  # which of the `n` choices of one prompt: part of the noise key
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_speculative_tokens: int | None = None  # a cap on the draft length; 0: never speculate; None: the router decides
+    presence_penalty: float = 0.0  # subtracted from the logit of every token that the output contains
+    frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
+    repetition_penalty: float = 1.0  # divides (multiplies, below zero) the logits of tokens in prompt or output
+    logit_bias: tuple[LogitBias, ...] = ()
+    min_tokens: int = 0  # neither an end-of-sequence nor a stop token before so many output tokens
+    logprobs: int | None = None  # of each output token and so many alternatives; None: not wanted
+    prompt_logprobs: int | None = None  # the same of each prompt token but the first
+    structured: StructuredOutput | None = None  # the form that the output must have
+    acceptance: AcceptanceRule = AcceptanceRule.STANDARD
+    # typical acceptance takes a token whose target probability exceeds min(epsilon, delta * exp(-entropy))
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        check_sampling_shape(self.temperature, self.top_k, self.top_p, self.min_p)
+        require(self.max_tokens >= 1, "max_tokens", "at least 1")
+        require(self.choice_index >= 0, "choice_index", "at least 0")
+        require(self.seed is None or -(1 << 63) <= self.seed < 1 << 63, "seed", "a 64-bit integer")
+        cap = self.num_speculative_tokens
+        require(cap is None or cap >= 0, "num_speculative_tokens", "at least 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            require(-2.0 <= getattr(self, name) <= 2.0, name, "in [-2, 2]")
+        require(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "in (0, 100]")
+        require(len(self.logit_bias) <= MAX_LOGIT_BIASES, "logit_bias", f"at most {MAX_LOGIT_BIASES} tokens")
+        require(all(-100.0 <= item.bias <= 100.0 for item in self.logit_bias), "logit_bias", "in [-100, 100]")
+        require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "in [0, max_tokens]")
+        require(0.0 < self.typical_epsilon <= 1.0, "typical_epsilon", "in (0, 1]")
+        require(0.0 < self.typical_delta <= 1.0, "typical_delta", "in (0, 1]")
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name)
+            require(wanted is None or 0 <= wanted <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]")
+
+    @property
+    def mode(self) -> VerificationMode:
+        if self.temperature <= GREEDY_TEMPERATURE:
+            return VerificationMode.GREEDY
+        return VerificationMode.REJECTION if self.seed is None else VerificationMode.COUPLED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationPlan:
+    """The router's decision for one request: who drafts, how much, and why; or why not, where the length is 0.
+
+    The length is a bound, below which the price of a step decides. A pinned plan's is asked for whatever it costs.
+    """
+
+    drafter_id: str | None = None
+    draft_length: int = 0
+    enabled_reason: str | None = None
+    disabled_reason: str | None = None
+    is_pinned: bool = False
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nobody drafts for the request until the plan changes: what a drafter keeps for it can go."""
+        return self.draft_length == 0 and self.drafter_id is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One choice of one prompt, as it reaches the engine. Raises `ValueError` naming the field out of range."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    plan: SpeculationPlan = SpeculationPlan()
+    output_token_ids: tuple[int, ...] = ()  # published by a verifier that was lost: generation goes on after them
+    group_id: str | None = None  # shared by the n choices of one prompt: they share its KV
+    cache_salt: str = ""  # prefixes are only shared between requests of one salt
+    priority: int = 0  # lower is served earlier
+    target_inter_token_ms: float | None = None  # a slower request keeps its drafts longer, a far faster one shorter
+    trace_parent: str | None = None  # W3C traceparent of the request's span; None: not traced
+    session_id: str | None = None  # the client's word for requests that share a prefix: best served by one verifier
+
+    def __post_init__(self) -> None:
+        require(abs(self.priority) <= MAX_PRIORITY, "priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+        target_ms, limit = self.target_inter_token_ms, MAX_TARGET_INTER_TOKEN_MS
+        require(target_ms is None or 0.0 < target_ms <= limit, "target_inter_token_ms", f"in (0, {limit:g}]")
+
+
+@dataclass(slots=True, kw_only=True)
+class SpeculationMetrics:
+    """Counters of one request's speculation; the two rates are derived where they are shown.
+
+    draft_acceptance_rate  = num_accepted_tokens / num_draft_tokens (scheduled for verification)
+    mean_acceptance_length = 1 + num_accepted_tokens / num_drafts   (bonus included, empty drafts left out)
+    """
+
+    enabled: bool = False
+    disabled_reason: str | None = None
+    acceptance: AcceptanceRule = AcceptanceRule.STANDARD  # how drafts were judged
+    num_drafts: int = 0  # verifications with a draft that was not empty
+    num_draft_tokens: int = 0  # draft tokens scheduled for verification
+    num_accepted_tokens: int = 0
+    num_cut_tokens: int = 0  # received, but cut before verification
+    num_empty_rounds: int = 0  # decode steps that ran without a draft although speculation was on
+    num_accepted_per_position: list[int] = field(default_factory=list)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the tokens have another law than the target's."""
+        return self.acceptance is AcceptanceRule.TYPICAL
+
+    def plus(self, other: SpeculationMetrics) -> SpeculationMetrics:
+        """Return the counters of both together, and the first reason that either has."""
+        per_position = itertools.zip_longest(
+            self.num_accepted_per_position, other.num_accepted_per_position, fillvalue=0
+        )
+        return SpeculationMetrics(
+            enabled=self.enabled or other.enabled,
+            disabled_reason=self.disabled_reason or other.disabled_reason,
+            acceptance=self.acceptance,
+            num_drafts=self.num_drafts + other.num_drafts,
+            num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens + other.num_accepted_tokens,
+            num_cut_tokens=self.num_cut_tokens + other.num_cut_tokens,
+            num_empty_rounds=self.num_empty_rounds + other.num_empty_rounds,
+            num_accepted_per_position=[sum(accepted) for accepted in per_position],
+        )
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """The model's own log probability (before penalties, biases and temperature) of one token and the likeliest."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: the likeliest
+    top_token_ids: tuple[int, ...] = ()  # the likeliest first
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTiming:
+    """When the step that committed some tokens ran, in Unix seconds; only of requests that are traced."""
+
+    began_s: float
+    ended_s: float
+    num_scheduled_tokens: int
+    drafter_id: str | None = None  # of the draft that was verified
+    draft_asked_s: float | None = None
+    draft_received_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """Tokens committed by one step for one request, with its counters so far; the last one has a finish reason."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_draft_tokens: int = 0  # verified in this step
+    num_accepted_tokens: int = 0  # of those, committed: the first of `token_ids`
+    follows_leaf: bool = False  # no draft token was left to try after the accepted ones
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token, where asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # one per prompt token, on the first output
+    timing: StepTiming | None = None
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    speculation: SpeculationMetrics | None = None
+
+    @property
+    def origins(self) -> tuple[TokenOrigin, ...]:
+        """Return where each of `token_ids` came from."""
+        accepted = (TokenOrigin.ACCEPTED,) * self.num_accepted_tokens
+        if len(accepted) == len(self.token_ids):
+            return accepted  # a stop token within the draft ended the request
+        if self.num_draft_tokens == 0:
+            return (TokenOrigin.PLAIN,)
+        return (*accepted, TokenOrigin.BONUS if self.follows_leaf else TokenOrigin.RECOVERED)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The engine's own record of a request: `num_computed_tokens` chases `num_tokens` plus the draft.
+
+    token_ids   |<- prompt ->|<- output ->|<- draft (in `draft`, not yet in token_ids) ->|
+    KV written  |<- num_computed_tokens ->|
+    """
+
+    request_id: str
+    sampling: SamplingParams
+    token_ids: list[int]
+    num_prompt_tokens: int
+    plan: SpeculationPlan
+    arrival_s: float
+    group_id: str | None = None
+    cache_salt: str = ""
+    priority: int = 0
+    inter_token_time: InterTokenTime | None = None  # None: it has no target
+    trace_parent: str | None = None
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # chained, of the full blocks of token_ids; grown lazily
+    draft: Draft | None = None  # arrived, bounds-checked, for exactly this position; None or empty: decode plainly
+    predicted_ids: tuple[int, ...] = ()  # for drafters that want them: see `Commit`; of the last verification
+    forced_ids: tuple[int, ...] = ()  # by the grammar; see `Commit`
+    hold_until_s: float | None = None  # leave out of steps until then: its draft is on its way
+    num_preemptions: int = 0
+    first_scheduled_s: float | None = None  # by the clock of `arrival_s`; the difference is its time in the queue
+    metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+
+    @classmethod
+    def of(cls, message: GenerationRequest, now_s: float) -> Request:
+        target_ms = message.target_inter_token_ms
+        return cls(
+            request_id=message.request_id,
+            sampling=message.sampling,
+            token_ids=[*message.prompt_token_ids, *message.output_token_ids],
+            num_prompt_tokens=len(message.prompt_token_ids),
+            plan=message.plan,
+            arrival_s=now_s,
+            group_id=message.group_id,
+            cache_salt=message.cache_salt,
+            priority=message.priority,
+            inter_token_time=None if target_ms is None else InterTokenTime(target_ms),
+            trace_parent=message.trace_parent,
+            metrics=SpeculationMetrics(acceptance=message.sampling.acceptance),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """True when the next step of this request samples: all but its last token are in the KV cache."""
+        return self.num_computed_tokens >= self.num_tokens - 1

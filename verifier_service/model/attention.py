@@ -1,0 +1,407 @@
+"""Paged attention for the library's own modelling code: one function, registered once, over our block pool.
+
+A packed batch runs as one sequence of N tokens through the unchanged modelling code. Each attention layer lands in
+`attend_paged`, which finds the step's metadata in the `AttentionContext` that the runner has entered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from outrider.verifier_service.messages.batch import ScheduledBatch
+
+IMPLEMENTATION_NAME = "outrider_paged"
+MAX_SHORT_QUERY = 16  # up to here queries of several sequences share a padded call; longer prefill chunks go alone
+MIN_PADDED_BLOCKS = 16  # block tables up to this width share one call, wider ones with those of up to twice the width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """What a layer asks of its attention besides plain causal softmax."""
+
+    scaling: float | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # [num_heads] logits that take part in the softmax and attend to nothing
+
+
+class AttentionHandler(Protocol):
+    def attend(
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor: ...
+
+
+# one per thread: two engines in one process (tests, an embedded drafter) do not see each other's step
+_active_handler: ContextVar[AttentionHandler | None] = ContextVar("outrider_attention", default=None)
+
+
+class entered:
+    """Make `handler` the one that attention layers of this thread use; asserts that none is active yet."""
+
+    __slots__ = ("_handler", "_token")
+
+    def __init__(self, handler: AttentionHandler) -> None:
+        self._handler = handler
+
+    def __enter__(self) -> None:
+        assert _active_handler.get() is None, "attention contexts do not nest"
+        self._token: Token[AttentionHandler | None] = _active_handler.set(self._handler)
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _active_handler.reset(self._token)
+
+
+def attend_paged(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: torch.Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend with the active handler; the signature is the library's attention interface."""
+    handler = _active_handler.get()
+    assert handler is not None, "attention ran outside of an attention context"
+    options = AttentionOptions(scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
+    layer_idx = module.layer_idx
+    assert isinstance(layer_idx, int)
+    return handler.attend(layer_idx, query, key, value, options), None
+
+
+def register_attention() -> None:
+    """Tell the library about `attend_paged`; it builds no mask for an implementation it has no mask function for."""
+    AttentionInterface.register(IMPLEMENTATION_NAME, attend_paged)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """The KV heads of one layer on this rank."""
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_kv_heads * (self.head_dim + self.value_dim)
+
+
+@dataclass(slots=True)
+class ShapeRecorder:
+    """Attend to nothing and note what each layer would cache: the model itself says its KV shapes."""
+
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+
+    def attend(
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        assert layer_index not in self.shapes, f"layer {layer_index} attends twice"
+        self.shapes[layer_index] = LayerShape(
+            num_kv_heads=key.shape[1], head_dim=key.shape[3], value_dim=value.shape[3]
+        )
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+class KVPool:
+    """Keys and values of all layers, [num_blocks * block_size, num_kv_heads, head_dim] each."""
+
+    def __init__(
+        self,
+        shapes: dict[int, LayerShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks, self.block_size, self.dtype, self.device = num_blocks, block_size, dtype, device
+        num_slots = num_blocks * block_size
+        # zeros, not empty: masked slots still enter a product, and 0 * NaN is NaN
+        self.keys = {
+            index: torch.zeros(num_slots, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
+            for index, shape in shapes.items()
+        }
+        self.values = {
+            index: torch.zeros(num_slots, shape.num_kv_heads, shape.value_dim, dtype=dtype, device=device)
+            for index, shape in shapes.items()
+        }
+
+        self._scratch: dict[str, torch.Tensor] = {}
+
+    def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the keys and values of single tokens, in every layer; all are read before the first is written."""
+        if not sources:
+            return
+        source_ids, target_ids = torch.tensor(sources, device=self.device), torch.tensor(targets, device=self.device)
+        for cache in (*self.keys.values(), *self.values.values()):
+            cache.index_copy_(0, target_ids, cache.index_select(0, source_ids))
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks of keys and values, in every layer; all are read before the first is written."""
+        if not sources:
+            return
+        source_ids, target_ids = torch.tensor(sources, device=self.device), torch.tensor(targets, device=self.device)
+        for cache in (*self.keys.values(), *self.values.values()):
+            blocks = cache.view(self.num_blocks, -1)
+            blocks.index_copy_(0, target_ids, blocks.index_select(0, source_ids))
+
+    def gather(
+        self, layer_index: int, block_ids: torch.Tensor, num_sequences: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read whole blocks of keys and values: [num_sequences, num_kv_heads, context, head_dim] each.
+
+        `block_ids` is [num_sequences * width]. The results live in memory that the next call overwrites.
+        """
+        key = self._gather_one("key", self.keys[layer_index], block_ids, num_sequences)
+        return key, self._gather_one("value", self.values[layer_index], block_ids, num_sequences)
+
+    def _gather_one(self, role: str, cache: torch.Tensor, block_ids: torch.Tensor, num_sequences: int) -> torch.Tensor:
+        _, num_heads, head_dim = cache.shape
+        num_elements = block_ids.numel() * self.block_size * num_heads * head_dim
+        scratch = self._scratch.get(role)
+        if scratch is None or scratch.numel() < num_elements:
+            # kept between steps: on a CPU the page faults of fresh memory cost several times the copy
+            scratch = self._scratch[role] = torch.empty(num_elements, dtype=self.dtype, device=self.device)
+        rows = scratch[:num_elements].view(block_ids.numel(), -1)
+        torch.index_select(cache.view(self.num_blocks, -1), 0, block_ids, out=rows)
+        return rows.view(num_sequences, -1, num_heads, head_dim).transpose(1, 2)
+
+
+@dataclass(slots=True, kw_only=True)
+class QueryGroup:
+    """Sequences that share one attention call, padded to the longest query and the longest block table."""
+
+    num_sequences: int
+    query_length: int
+    token_index: torch.Tensor | None  # [num_sequences * query_length] into the packed tokens; None: all, in order
+    block_ids: torch.Tensor  # [num_sequences * width]
+    distance: torch.Tensor  # [num_sequences, query_length, context] query position - key position; < 0: never seen
+    fold_heads: bool  # query heads that share a KV head become query rows: no copy of keys and values
+    _biases: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
+
+    def bias(self, window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return 0 where a query may look and -inf elsewhere: [num_sequences, 1, query_length * repeats, context]."""
+        cached = self._biases.get((window, repeats))
+        if cached is None:
+            allowed = self.distance >= 0
+            if window is not None:
+                allowed &= self.distance < window
+            cached = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+            cached.masked_fill_(~allowed, float("-inf"))
+            if repeats > 1:
+                cached = cached.repeat_interleave(repeats, dim=1)
+            cached = self._biases[window, repeats] = cached[:, None]
+        return cached
+
+
+class AttentionContext:
+    """One step's attention metadata, computed once and shared by all layers."""
+
+    __slots__ = ("_groups", "_output_order", "_pool", "_slots")
+
+    def __init__(
+        self, pool: KVPool, slots: torch.Tensor, groups: list[QueryGroup], output_order: list[int] | None
+    ) -> None:
+        self._pool, self._slots, self._groups = pool, slots, groups
+        self._output_order = None if output_order is None else torch.tensor(output_order, device=pool.device)
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch, pool: KVPool) -> AttentionContext:
+        """Derive slots, gathers and masks from a batch."""
+        starts = _starts(batch.query_lengths)
+        members = group_members(batch)
+        token_indices = [_padded_tokens(batch, indices, starts) for indices in members]
+        order = _output_order(batch, members, starts)
+        in_order = order is None and len(members) == 1
+        groups = [
+            _query_group(batch, indices, None if in_order else tokens, pool)
+            for indices, tokens in zip(members, token_indices, strict=True)
+        ]
+        return cls(pool, torch.tensor(batch.slot_mapping, device=pool.device), groups, order)
+
+    def attend(
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Write this step's keys and values, then attend: [1, num_tokens, num_heads, value_dim]."""
+        keys, values = self._pool.keys[layer_index], self._pool.values[layer_index]
+        keys.index_copy_(0, self._slots, key[0].transpose(0, 1))
+        values.index_copy_(0, self._slots, value[0].transpose(0, 1))
+        packed = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
+        outputs = [self._attend_group(group, layer_index, packed, options) for group in self._groups]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if self._output_order is not None:
+            output = output.index_select(0, self._output_order)
+        return output[None]
+
+    def _attend_group(
+        self,
+        group: QueryGroup,
+        layer_index: int,
+        packed: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Return [num_sequences * query_length, num_heads, value_dim]."""
+        num_sequences, length = group.num_sequences, group.query_length
+        query = packed if group.token_index is None else packed.index_select(0, group.token_index)
+        key, value = self._pool.gather(layer_index, group.block_ids, num_sequences)
+        num_heads, num_kv_heads = query.shape[1], key.shape[1]
+        repeats = num_heads // num_kv_heads if group.fold_heads else 1
+        # [num_sequences, num_heads / repeats, query_length * repeats, head_dim]
+        query = query.reshape(num_sequences, length, num_heads // repeats, repeats, -1).transpose(1, 2).flatten(2, 3)
+        bias = group.bias(options.sliding_window or None, repeats, query.dtype)
+        output = _attend(query, key, value, bias, options, repeats)
+        output = output.unflatten(2, (length, repeats)).transpose(1, 2)
+        return output.reshape(num_sequences * length, num_heads, -1)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    options: AttentionOptions,
+    repeats: int,
+) -> torch.Tensor:
+    if options.softcap is None and options.sinks is None:
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=bias, scale=options.scaling, enable_gqa=grouped
+        )
+    return attend_by_hand(query, key, value, bias, options, repeats)
+
+
+def attend_by_hand(
+    query: torch.Tensor,  # [num_sequences, num_heads, num_rows, head_dim]
+    key: torch.Tensor,  # [num_sequences, num_kv_heads, context, head_dim]
+    value: torch.Tensor,  # [num_sequences, num_kv_heads, context, value_dim]
+    bias: torch.Tensor,  # [num_sequences, 1, num_rows, context]
+    options: AttentionOptions,
+    repeats: int,
+) -> torch.Tensor:
+    """Attend in plain operations: what torch's fused attention lacks (soft cap, sinks), and the reference for it.
+
+    `repeats` query heads may be folded into the rows; the sinks are unfolded accordingly.
+    """
+    copies = query.shape[1] // key.shape[1]
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
+    scaling = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
+    scores = (query @ key.transpose(-1, -2)).float() * scaling
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = scores + bias
+    if options.sinks is not None:
+        sinks = options.sinks.float().view(query.shape[1], 1, repeats).expand(-1, query.shape[2] // repeats, -1)
+        sinks = sinks.reshape(1, query.shape[1], -1, 1).expand(query.shape[0], -1, -1, -1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    return weights.to(value.dtype) @ value
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    starts, total = [], 0
+    for length in lengths:
+        starts.append(total)
+        total += length
+    return starts
+
+
+def group_members(batch: ScheduledBatch) -> list[list[int]]:
+    """Put sequences with short queries and contexts of like length together, long prefill chunks alone.
+
+    All of a group's block tables are padded to the widest, so without a limit on their ratio one long context among
+    many short ones would have them all read as much.
+    """
+    short: dict[int, list[int]] = {}
+    members: list[list[int]] = []
+    for index, length in enumerate(batch.query_lengths):
+        if length > MAX_SHORT_QUERY:
+            members.append([index])
+        else:
+            width = max(len(batch.block_tables[index]), MIN_PADDED_BLOCKS)
+            short.setdefault((width - 1).bit_length(), []).append(index)
+    return [*short.values(), *members]
+
+
+def _padded_tokens(batch: ScheduledBatch, members: list[int], starts: list[int]) -> list[int]:
+    """Index the packed tokens of each member, repeating its last one up to the longest query: always a valid query."""
+    longest = max(batch.query_lengths[index] for index in members)
+    tokens: list[int] = []
+    for index in members:
+        start, length = starts[index], batch.query_lengths[index]
+        tokens += range(start, start + length)
+        tokens += [start + length - 1] * (longest - length)
+    return tokens
+
+
+def _output_order(batch: ScheduledBatch, members: list[list[int]], starts: list[int]) -> list[int] | None:
+    """Find each packed token in the concatenated outputs of all groups; None where they are in order already."""
+    order = [0] * batch.num_tokens
+    base = 0
+    for indices in members:
+        longest = max(batch.query_lengths[index] for index in indices)
+        for index in indices:
+            start, length = starts[index], batch.query_lengths[index]
+            order[start : start + length] = range(base, base + length)
+            base += longest
+    return None if base == batch.num_tokens and order == list(range(base)) else order
+
+
+def _query_group(batch: ScheduledBatch, members: list[int], tokens: list[int] | None, pool: KVPool) -> QueryGroup:
+    device = pool.device
+    query_length = max(batch.query_lengths[index] for index in members)
+    width = max(len(batch.block_tables[index]) for index in members)
+    blocks: list[int] = []
+    positions: list[list[int]] = []
+    trees: list[tuple[int, int, int, list[list[int]]]] = []  # (member, first query, first key, distances)
+    for member, index in enumerate(members):
+        table, length, context = batch.block_tables[index], batch.query_lengths[index], batch.context_lengths[index]
+        blocks += table
+        blocks += [0] * (width - len(table))  # any block: its positions lie beyond every query
+        distances = tree_distances(batch.tree_parents[index]) if batch.tree_parents else []
+        first_key = context - len(distances)
+        depths = [max(row) for row in distances]
+        own = [*range(context - length, first_key), *(first_key + depth for depth in depths)]
+        positions.append([*own, *[context - 1] * (query_length - length)])
+        if distances:
+            trees.append((member, length - len(distances), first_key, distances))
+    query_positions = torch.tensor(positions, device=device)  # [num_sequences, query_length]
+    key_positions = torch.arange(width * pool.block_size, device=device)
+    distance = query_positions[:, :, None] - key_positions
+    for member, first_query, first_key, distances in trees:
+        rows = slice(first_query, first_query + len(distances))
+        distance[member, rows, first_key : first_key + len(distances)] = torch.tensor(distances, device=device)
+    return QueryGroup(
+        num_sequences=len(members),
+        query_length=query_length,
+        token_index=None if tokens is None else torch.tensor(tokens, device=device),
+        block_ids=torch.tensor(blocks, device=device),
+        distance=distance,
+        fold_heads=query_length <= MAX_SHORT_QUERY,
+    )
+
+
+def tree_distances(parents: Sequence[int]) -> list[list[int]]:
+    """Return how many steps above each node of a tree every other one lies: [num_nodes][num_nodes], -1 off its path."""
+    rows: list[list[int]] = []
+    for index, parent in enumerate(parents):
+        row = [-1] * len(parents) if parent < 0 else [steps + 1 if steps >= 0 else -1 for steps in rows[parent]]
+        row[index] = 0
+        rows.append(row)
+    return rows

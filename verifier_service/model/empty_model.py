@@ -1,0 +1,28 @@
+"""The library's model as the engine runs it, without its weights."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from outrider.verifier_service.model.attention import IMPLEMENTATION_NAME, register_attention
+
+
+def build_empty_model(description: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Build the library's model without memory for parameters (meta device), its computed buffers on `device`."""
+    register_attention()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(description, dtype=dtype, attn_implementation=IMPLEMENTATION_NAME)
+    make_computed_buffers(model, device)
+    return model.eval().requires_grad_(False)
+
+
+def make_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers that no checkpoint holds (rope frequencies, embedding scales), as the library would."""
+    for module in model.modules():
+        names = module._non_persistent_buffers_set
+        for name in names:
+            buffer = getattr(module, name)
+            setattr(module, name, torch.full_like(buffer, float("nan"), device=device))
+        if names:
+            model._init_weights(module)  # parameters are still on the meta device: only buffers get values

@@ -1,0 +1,174 @@
+"""Bring the ranks of one tensor-parallel group together, whoever started their processes.
+
+Ranks of a group live on one node. They meet in a private folder of Unix sockets: rank 0 listens for its followers at
+`ranks.sock`, the shell (a Serve replica, or the process that called `outrider generate`) listens for rank 0 at
+`shell.sock`. Only bytes cross these pipes, never pickles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+
+CONNECT_TIMEOUT_S = 120.0  # a rank may still be importing torch
+# below what a system hands out to who asks for any port (Linux: from 32768), above what Ray gives its workers
+PORTS_TO_TRY = range(20_000, 32_768)
+NUM_PORT_ATTEMPTS = 100
+_POLL_S = 0.1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_LARGEST_OF_THE_HEAP = 32 << 20  # bytes: glibc takes no more
+_PIPE_BUFFER_BYTES = 4 << 20  # an engine's step must not wait for its shell to read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpec:
+    """Which rank a process is, and where its group meets."""
+
+    rank: int
+    size: int
+    folder: Path
+
+    @property
+    def shell_address(self) -> str:
+        return str(self.folder / "shell.sock")
+
+    @property
+    def ranks_address(self) -> str:
+        return str(self.folder / "ranks.sock")
+
+
+class PipeListener:
+    """Accept pipes at a Unix socket, for as long as those who are to connect are alive."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(address)
+        self._socket.listen()
+        self._socket.settimeout(_POLL_S)
+
+    def accept(self, is_awaited: Callable[[], bool] = lambda: True, timeout_s: float = CONNECT_TIMEOUT_S) -> Connection:
+        """Return the next pipe; raises `ConnectionError` when nobody can be awaited any more."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s and is_awaited():
+            try:
+                accepted, _ = self._socket.accept()
+            except TimeoutError:
+                continue
+            accepted.setblocking(True)
+            return widen(Connection(accepted.detach()))
+        raise ConnectionError("a rank ended, or was too late, while its group was starting")
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> PipeListener:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Connection:
+    """Connect to a listener that may not be there yet."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return widen(Client(address, family="AF_UNIX"))
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.02)
+
+
+def widen(pipe: Connection) -> Connection:
+    """Give a pipe a send buffer that holds many steps, so that its writer does not block."""
+    with socket.socket(fileno=socket.dup(pipe.fileno())) as duplicate:
+        duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PIPE_BUFFER_BYTES)
+    return pipe
+
+
+def arrived(pipe: Connection, patience_s: float = 0.0) -> Iterator[bytes]:
+    """Yield every frame that has arrived, waiting `patience_s` for the first of them."""
+    while pipe.poll(patience_s):
+        yield pipe.recv_bytes()
+        patience_s = 0.0
+
+
+def gather(
+    spec: RankSpec, backend: str, timeout_s: float, *, are_followers_alive: Callable[[], bool] = lambda: True
+) -> tuple[TensorParallelGroup, list[Connection]]:
+    """Join the group; rank 0 also gets a pipe to every follower, a follower one pipe to rank 0."""
+    from outrider.verifier_service.model.tensor_parallel import (
+        TensorParallelGroup,  # shells use the rest and need no torch
+    )
+
+    if spec.size == 1:
+        return TensorParallelGroup.single(), []
+    if spec.rank == 0:
+        with PipeListener(spec.ranks_address) as listener:
+            pipes = [listener.accept(are_followers_alive) for _ in range(spec.size - 1)]
+        address = f"127.0.0.1:{free_port()}"
+        for pipe in pipes:
+            pipe.send_bytes(address.encode())
+    else:
+        pipes = [connect(spec.ranks_address)]
+        address = pipes[0].recv_bytes().decode()
+    return TensorParallelGroup.join(spec.rank, spec.size, address, backend, timeout_s), pipes
+
+
+def keep_loaded() -> None:
+    """Leave what this process has loaded out of garbage collections: a full one takes 0.2 s, and steps would wait."""
+    gc.collect()
+    gc.freeze()
+
+
+def keep_freed_memory() -> None:
+    """Keep what tensors of the CPU free in this process, for the next step's; does nothing where malloc is not glibc's.
+
+    By its own rules glibc gives much of it back after every step, and the system hands it out again page by page: 64
+    rows of a model of 250 M parameters then took 320 ms instead of 177. What a user has set in the environment stays.
+    """
+    named = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
+    if named or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_OF_THE_HEAP)
+        mallopt(_M_TRIM_THRESHOLD, -1)  # never
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback address that nobody listens at; see `free_ports`."""
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Return as many different TCP ports of the loopback address that nobody listens at.
+
+    They are none that the system hands out by itself: a process of Ray that asks for any port could get them first.
+    """
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(PORTS_TO_TRY, NUM_PORT_ATTEMPTS):
+        if len(ports) == count:
+            break
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+    if len(ports) < count:
+        raise OSError(f"of {NUM_PORT_ATTEMPTS} ports tried in {PORTS_TO_TRY}, {len(ports)} are free, not {count}")
+    return tuple(ports)

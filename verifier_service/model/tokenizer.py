@@ -1,0 +1,28 @@
+"""Load the tokenizer that came with a model, and tell its vocabulary from others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outrider.verifier_service.messages.link import vocab_fingerprint
+from outrider.verifier_service.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer."""
+    from transformers import AutoTokenizer  # brings torch: seconds that every replica in front of an engine would take
+
+    return AutoTokenizer.from_pretrained(
+        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+
+
+def fingerprint_of(model: ModelConfig) -> str:
+    """Return the fingerprint of a model's vocabulary; empty: not known, it came without a tokenizer."""
+    try:
+        return vocab_fingerprint(load_tokenizer(model).get_vocab())
+    except (OSError, ValueError):
+        return ""

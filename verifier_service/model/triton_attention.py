@@ -1,0 +1,304 @@
+"""Paged attention on a CUDA device: one Triton kernel over block tables for prefill, decode, chains and trees.
+
+Keys and values are read where they lie in the KV pool, never gathered. A program takes a tile of queries, tokens times
+the query heads that share a KV head, and walks over the keys once with the online softmax of FlashAttention (Dao et
+al., 2022, arXiv:2205.14135), in powers of two and float32. Where that leaves multiprocessors idle (few queries, long
+contexts), the keys are split among programs and a second kernel joins their parts (Flash-Decoding, Dao et al., 2023).
+
+    tokens of a sequence   0 ............ context - query ....... context - tree ...... context
+    seen by its queries    |  by all      |  by those after it    |  by descendants, by bit mask
+
+The reference for all of it is `attention.AttentionContext`. `TRITON_INTERPRET=1` runs the kernels without a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.model.attention import AttentionOptions, KVPool
+from outrider.verifier_service.model.triton_kernels import attention_kernel, join_kernel, triton
+
+WORD_BITS = 64  # of the trees' ancestor masks
+ALIGNMENT_BYTES = 16  # of each part of an upload: Triton compiles aligned and unaligned pointers apart
+MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
+TILE_ROWS = (16, 64, 128)  # decode, verification, prefill: few sizes, since each is compiled apart
+LONG_QUERY_ROWS = 512  # from here on the largest tile pays
+MAX_TILE_KEYS = 64
+STAGE_BYTES = 32 << 10  # of keys and values that a tile takes at a time; an H100 has 227 KiB of shared memory …
+QUERY_BYTES = 64 << 10  # … in which the tile's queries and outputs want a place too
+FOUR_WARPS_BYTES = 64 * 128 * 2  # of a tile's output, up to which four warps' registers hold all that goes with it
+MIN_SPLIT_KEYS = 256  # shorter parts cost more in the joining than they gain
+MAX_SPLITS = 128
+JOINED_AT_ONCE = 16
+PROGRAMS_PER_MULTIPROCESSOR = 2
+LOG2_E = math.log2(math.e)
+
+def require_triton() -> None:
+    """Raise `RuntimeError` where Triton is missing: CUDA builds of torch bring it, others need `pip install triton`."""
+    if triton is None:
+        raise RuntimeError("attention on a CUDA device needs the package triton, which is not installed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedMetadata:
+    """What the kernels must know of a step: made once, moved to the device in one copy, shared by all layers.
+
+    The numbers on the host shape the launch alone, so that nothing here is ever read back from the device.
+    """
+
+    num_tokens: int
+    num_sequences: int
+    max_query_length: int
+    max_context_length: int
+    block_size: int
+    slot_mapping: torch.Tensor  # int64 [num_tokens]
+    query_starts: torch.Tensor  # int32 [num_sequences + 1] into the packed tokens
+    context_lengths: torch.Tensor  # int32 [num_sequences]
+    block_tables: torch.Tensor  # int32 [num_sequences, width], padded
+    tree_sizes: torch.Tensor | None  # int32 [num_sequences] of how many last tokens form a tree; None: all are chains
+    positions: torch.Tensor | None  # int32 [num_tokens] in a tree the depth counts, elsewhere the place in the sequence
+    ancestors: torch.Tensor | None  # int64 [num_tokens, num_words] bit j: the tree's j-th token is seen
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch, block_size: int, device: torch.device) -> PagedMetadata:
+        """Derive the step's metadata from a batch."""
+        starts = [0]
+        for length in batch.query_lengths:
+            starts.append(starts[-1] + length)
+        parts = [
+            torch.tensor(batch.slot_mapping, dtype=torch.int64),
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(batch.context_lengths, dtype=torch.int32),
+            _padded_tables(batch.block_tables),
+        ]
+        has_trees = any(batch.tree_parents)
+        if has_trees:
+            parts += _tree_parts(batch)
+        slots, query_starts, context_lengths, tables, *trees = _upload(parts, device)
+        return cls(
+            num_tokens=batch.num_tokens,
+            num_sequences=len(batch.query_lengths),
+            max_query_length=max(batch.query_lengths),
+            max_context_length=max(batch.context_lengths),
+            block_size=block_size,
+            slot_mapping=slots,
+            query_starts=query_starts,
+            context_lengths=context_lengths,
+            block_tables=tables,
+            tree_sizes=trees[0] if has_trees else None,
+            positions=trees[1] if has_trees else None,
+            ancestors=trees[2] if has_trees else None,
+        )
+
+
+class TritonContext:
+    """One step's attention handler on a CUDA device: what `AttentionContext` is elsewhere."""
+
+    __slots__ = ("_metadata", "_pool")
+
+    def __init__(self, metadata: PagedMetadata, pool: KVPool) -> None:
+        self._metadata, self._pool = metadata, pool
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch, pool: KVPool) -> TritonContext:
+        """Derive slots, tables and masks from a batch."""
+        return cls(PagedMetadata.of(batch, pool.block_size, pool.device), pool)
+
+    def attend(
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Write this step's keys and values, then attend: [1, num_tokens, num_heads, value_dim]."""
+        keys, values = self._pool.keys[layer_index], self._pool.values[layer_index]
+        keys.index_copy_(0, self._metadata.slot_mapping, key[0].transpose(0, 1))
+        values.index_copy_(0, self._metadata.slot_mapping, value[0].transpose(0, 1))
+        return paged_attention(query[0].transpose(0, 1), keys, values, self._metadata, options)[None]
+
+
+def paged_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    key_cache: torch.Tensor,  # [num_slots, num_kv_heads, head_dim]
+    value_cache: torch.Tensor,  # [num_slots, num_kv_heads, value_dim]
+    metadata: PagedMetadata,
+    options: AttentionOptions,
+    *,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Attend to keys and values that are in the pool already: [num_tokens, num_heads, value_dim].
+
+    All three tensors have one dtype and their last dimension is contiguous. `num_splits` is how many programs share
+    the keys of a query; None: as many as fill the device. Nothing waits for the device.
+    """
+    require_triton()
+    num_tokens, num_heads, head_dim = query.shape
+    _, num_kv_heads, value_dim = value_cache.shape
+    assert query.dtype == key_cache.dtype == value_cache.dtype
+    assert query.stride(2) == key_cache.stride(2) == value_cache.stride(2) == 1
+    assert num_tokens == metadata.num_tokens
+    assert num_heads % num_kv_heads == 0
+    window = options.sliding_window or None
+    tile = tile_of(metadata.max_query_length, num_heads // num_kv_heads, head_dim, value_dim, query.element_size())
+    num_tiles = num_tokens // tile.num_tokens + metadata.num_sequences  # `_find_tile` says why
+    if num_splits is None:
+        reach = metadata.max_context_length
+        reach = reach if window is None else min(reach, window + metadata.max_query_length)
+        num_splits = choose_num_splits(num_tiles * num_kv_heads, reach, _num_multiprocessors(query.device))
+    output = query.new_empty(num_tokens, num_heads, value_dim)
+    with torch.cuda.device_of(query):  # Triton launches on the thread's own device, which need not be the tensors'
+        if num_splits == 1:
+            _launch(output, None, query, key_cache, value_cache, metadata, options, tile, num_tiles, 1)
+            return output
+        parts = query.new_empty(num_tokens, num_heads, num_splits, value_dim, dtype=torch.float32)
+        weights = query.new_empty(num_tokens, num_heads, num_splits, dtype=torch.float32)
+        _launch(parts, weights, query, key_cache, value_cache, metadata, options, tile, num_tiles, num_splits)
+        join_kernel[(num_tokens * num_heads,)](
+            output, parts, weights, num_splits, VALUE_DIM=value_dim, BLOCK_V=_padded(value_dim), AT_ONCE=JOINED_AT_ONCE
+        )
+    return output
+
+
+def _launch(
+    output: torch.Tensor,  # [num_tokens, num_heads, value_dim], or [num_tokens, num_heads, num_splits, value_dim]
+    weights: torch.Tensor | None,  # [num_tokens, num_heads, num_splits]
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: PagedMetadata,
+    options: AttentionOptions,
+    tile: Tile,
+    num_tiles: int,
+    num_splits: int,
+) -> None:
+    head_dim, (_, num_kv_heads, value_dim) = query.shape[2], value_cache.shape
+    scaling = head_dim**-0.5 if options.scaling is None else options.scaling
+    softcap = options.softcap
+    ancestors = metadata.ancestors
+    attention_kernel[(num_tiles, num_kv_heads, num_splits)](
+        *(output, weights, query, key_cache, value_cache, options.sinks),
+        *(metadata.query_starts, metadata.context_lengths, metadata.block_tables),
+        *(metadata.tree_sizes, metadata.positions, ancestors),
+        metadata.num_sequences,
+        metadata.block_tables.shape[1],
+        0 if ancestors is None else ancestors.shape[1],
+        options.sliding_window or 0,
+        num_splits,
+        # powers of two instead of e; a cap is applied to what is scaled by it
+        scaling * LOG2_E if softcap is None else scaling / softcap,
+        1.0 if softcap is None else softcap * LOG2_E,
+        *(*query.stride()[:2], *key_cache.stride()[:2], *value_cache.stride()[:2]),
+        GROUP=query.shape[1] // num_kv_heads,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_D=_padded(head_dim),
+        BLOCK_V=_padded(value_dim),
+        BLOCK_SIZE=metadata.block_size,
+        TOKENS=tile.num_tokens,
+        ROWS=tile.num_rows,
+        KEYS=tile.num_keys,
+        HAS_WINDOW=bool(options.sliding_window),
+        HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=options.sinks is not None,
+        HAS_TREES=ancestors is not None,
+        IS_SPLIT=weights is not None,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """The share of one program, and what it is compiled with."""
+
+    num_tokens: int
+    num_rows: int  # tokens * heads of a group, and what is left over
+    num_keys: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_of(max_query_length: int, group_size: int, head_dim: int, value_dim: int, element_bytes: int) -> Tile:
+    """Choose a tile for the step's longest query; `group_size` query heads share a KV head."""
+    num_wanted = max_query_length * group_size
+    decode, verification, prefill = TILE_ROWS
+    num_rows = decode if num_wanted <= decode else verification if num_wanted < LONG_QUERY_ROWS else prefill
+    padded_bytes = (_padded(head_dim) + _padded(value_dim)) * element_bytes
+    while num_rows > decode and num_rows * padded_bytes > QUERY_BYTES:
+        num_rows //= 2
+    num_rows = max(num_rows, 1 << (group_size - 1).bit_length())
+    num_keys = MAX_TILE_KEYS
+    while num_keys > MIN_DOT and num_keys * padded_bytes > STAGE_BYTES:
+        num_keys //= 2
+    return Tile(
+        num_tokens=num_rows // group_size,
+        num_rows=num_rows,
+        num_keys=num_keys,
+        num_warps=4 if num_rows * _padded(value_dim) * element_bytes <= FOUR_WARPS_BYTES else 8,
+        num_stages=3,
+    )
+
+
+def choose_num_splits(num_programs: int, num_keys: int, num_multiprocessors: int) -> int:
+    """Split `num_keys` keys among so many programs that the device is full, but none gets too few."""
+    wanted = num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // num_programs
+    return max(1, min(wanted, num_keys // MIN_SPLIT_KEYS, MAX_SPLITS))
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _padded(dim: int) -> int:
+    return max(MIN_DOT, 1 << (dim - 1).bit_length())
+
+
+def _padded_tables(tables: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Pad with block 0: int32 [num_sequences, width]; arrays, since nested lists of this size take milliseconds."""
+    width = max(map(len, tables))
+    rows = array("i")
+    for table in tables:
+        rows.extend(table)
+        rows.extend(array("i", [0]) * (width - len(table)))
+    return torch.frombuffer(rows, dtype=torch.int32).view(len(tables), width)
+
+
+def _tree_parts(batch: ScheduledBatch) -> list[torch.Tensor]:
+    """Return tree sizes, positions and ancestors as `PagedMetadata` describes them."""
+    num_words = -(-max(map(len, batch.tree_parents)) // WORD_BITS)
+    positions = array("i")
+    words = bytearray()
+    for parents, length, context in zip(batch.tree_parents, batch.query_lengths, batch.context_lengths, strict=True):
+        first = context - len(parents)  # the place of the tree's first token
+        masks: list[int] = []
+        depths: list[int] = []
+        for index, parent in enumerate(parents):
+            masks.append(1 << index if parent < 0 else masks[parent] | 1 << index)
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        positions.extend(range(context - length, first))
+        positions.extend(first + depth for depth in depths)
+        words += bytes(8 * num_words * (length - len(parents)))
+        words += b"".join(mask.to_bytes(8 * num_words, "little") for mask in masks)
+    return [
+        torch.tensor([len(parents) for parents in batch.tree_parents], dtype=torch.int32),
+        torch.frombuffer(positions, dtype=torch.int32),
+        torch.frombuffer(words, dtype=torch.int64).view(batch.num_tokens, num_words),
+    ]
+
+
+def _upload(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Move tensors to a device in one copy that nobody waits for."""
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + -(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for start, part in zip(starts, parts, strict=False):
+        staged[start : start + part.nbytes].view(part.dtype).copy_(part.flatten())
+    moved = staged.to(device, non_blocking=True)
+    return [
+        moved[start : start + part.nbytes].view(part.dtype).view(part.shape)
+        for start, part in zip(starts, parts, strict=False)
+    ]

@@ -1,0 +1,447 @@
+"""How much of its drafts an engine asks for and verifies: the price of a step, put to use.
+
+Before drafting, a request asks for the positions whose survival, by history alone, exceeds the price; when its draft is
+there, those are verified whose survival, by the draft's own confidences, exceeds what verifying alone costs: waiting is
+past by then. (In a trial the first at least: what drafts claim is not known to mean anything yet.) Whatever was on
+offer is remembered and makes the price of later steps. Nothing here looks at a drawn token: its confidence is the
+largest weight of the row that it was drawn from, and the price comes from steps before the one that verifies it. Drawn
+trees, whose shape must not depend on what was drawn, are cut by depth and history alone; trees of point masses lose any
+node that does not pay, and all below it. Those of a drafter that learns from what the target predicts after each node
+are verified whole while they pay on the whole, since nodes that do not are worth what they teach, and are else cut at
+their end alone, or nobody could tell which prediction is of which node.
+
+While nothing pays, a request now and then drafts a little all the same, so that its survival stays known. These probes
+have a budget, a share of the time that steps take, and are charged what they were seen to cost. Requests that the
+router has switched off are priced on, so that the price tells it when drafts would pay again. Without a profile of step
+times nothing is priced: the plan's length stands.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from outrider.verifier_service.messages.draft import ROOT, Draft
+from outrider.verifier_service.messages.engine import StepTime
+from outrider.verifier_service.messages.request import Request
+from outrider.verifier_service.messages.tree import depths
+from outrider.verifier_service.pricing.cost_model import ContextTime, CostModel, ExpertShape, StepShape, StepTimeModel
+from outrider.verifier_service.pricing.load_levels import LoadLevel, LoadLevels
+from outrider.verifier_service.pricing.offer import Offer, PricedStep, Round, confidences_of, hoped_worths, judged_nodes
+from outrider.verifier_service.pricing.recent_confidences import RecentConfidences
+from outrider.verifier_service.pricing.step_price import NEVER
+from outrider.verifier_service.pricing.survival import SurvivalEstimator
+from outrider.verifier_service.pricing.token_worth import TokenWorth
+from outrider.verifier_service.scheduling.outcome import Outcome, num_draft_tokens
+from outrider.verifier_service.scheduling.schedule import ScheduledRequest, first_nodes, kept_nodes
+
+PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rounds, at most
+PROBE_LENGTH = 2
+PROBE_SHARE = 0.01  # of the time of steps of one request; of n, over the root of n: there are more to probe
+FIRST_PLAIN_STEPS = 2  # in a row that are all taken in: the first is the one after a draft
+PLAIN_STRIDE = 8  # plain steps after those, of which one is taken in for all of them
+STALL = 4.0  # times what a step should have taken: beyond that the machine stood still
+SLOW = 1.5  # times what a step with drafts usually takes: beyond that they are not what slows it down
+MAX_SAVED_STEPS = 50.0  # of that share: what is left over does not pile up
+UNPLANNED_LENGTH = 4  # of a draft: priced until a plan has named a drafter, so that drafts have a price by then
+LOW_SURVIVAL = 0.25  # of a first position: below, a request is off for what it drafts and not for the load
+
+
+@dataclass(slots=True)
+class _Pricing:
+    """What is remembered of one request."""
+
+    drafter_id: str
+    num_rounds_off: int  # since its last draft was asked for
+    is_opening: bool = True  # its drafter has not answered yet
+    round: Round | None = None  # None: it has not asked since the last step that it was in
+    survivals: Sequence[float] = ()  # by history
+    survivals_at: tuple[int, str, int] | None = None  # what they were estimated from
+
+
+@dataclass(slots=True)
+class DraftPricing:
+    """The engine's side of the price: `length` when it asks, `admitted` when it schedules.
+
+    After the step `end_step`, and `learn` once what requests then asked for is on its way: drafters work meanwhile.
+    """
+
+    survival: SurvivalEstimator = field(default_factory=SurvivalEstimator)
+    worth: TokenWorth = field(default_factory=TokenWorth)
+    num_extrapolated_steps: int = 0  # far beyond all that was profiled, or seen at this load
+    _confidences: RecentConfidences = field(default_factory=RecentConfidences)
+    _levels: LoadLevels | None = None  # None: there is no profile, so nothing is priced
+    _level: LoadLevel | None = None  # of the last step
+    _depths: tuple[int | None, int | None] = (None, None)  # how long drafts should be, and may be now; None: any length
+    _requests: dict[str, _Pricing] = field(default_factory=dict)
+    _usual: tuple[str, int] = ("", UNPLANNED_LENGTH)  # drafter and plan of the last request that was allowed to draft
+    _base: StepShape = field(default_factory=lambda: StepShape(1, 0))  # of the last step, its drafts left out
+    _unlearnt: PricedStep | None = None  # the last one, until it is learnt from
+    _gone: set[str] = field(default_factory=set)  # requests that have left since
+    _probe_s: float = 0.0  # what probes may cost now
+    _num_plain_steps: int = 0  # in a row, of one load, without prompts and with nobody who asked
+
+    def use_profile(
+        self,
+        step_times: Sequence[StepTime],
+        experts: ExpertShape | None = None,
+        context: ContextTime | None = None,
+    ) -> None:
+        """Start pricing by measured step times; too few of them leave it off. `experts`, `context`: see `CostModel`."""
+        if len({point.num_tokens for point in step_times}) < 2:
+            return
+        self._levels = LoadLevels(CostModel(StepTimeModel.from_points(step_times), experts, context))
+        self._go_to_level(1)
+
+    @property
+    def cost(self) -> CostModel | None:
+        """What steps take at the present load; None: there is no profile."""
+        return None if self._level is None else self._level.cost
+
+    @property
+    def price(self) -> float | None:
+        """The survival that a draft position must exceed now; None: nothing is priced."""
+        return None if self._level is None else self._level.price.price
+
+    @property
+    def knee(self) -> float | None:
+        """The number of tokens from which a step is compute-bound; None: never, or not known."""
+        knee = math.inf if self._level is None else self._level.cost.knee()
+        return None if math.isinf(knee) else knee
+
+    @property
+    def request_ids(self) -> set[str]:
+        """The requests of which anything is kept here."""
+        return ({*self._requests} | self.survival.request_ids | self.worth.request_ids) - self._gone
+
+    def length(self, request: Request, drafter_id: str, bound: int) -> int:
+        """Return how many of `bound` tokens to ask for: those expected to be worth the price.
+
+        Only earlier rounds count, so nothing depends on what the drafter will draw.
+        """
+        if self._level is None:
+            return bound
+        if bound:
+            self._usual = drafter_id, request.plan.draft_length
+        # who is switched off goes on being priced, or nobody would learn when the load that was the reason is gone
+        drafter_id, potential = (drafter_id, bound) if bound else self._usual
+        kept = self._kept(request, drafter_id)
+        kept.is_opening = kept.is_opening or kept.drafter_id != drafter_id or request.plan.is_off
+        kept.drafter_id, is_pinned = drafter_id, request.plan.is_pinned
+        asked = kept.round = Round(drafter_id, potential, bound, is_pinned=is_pinned, is_opening=kept.is_opening)
+        if bound and not is_pinned:
+            asked.length = 0
+            if self._level.price.price < NEVER or not kept.survivals:  # else nothing is admitted, whatever it is worth
+                asked.worths = self._worths(request.request_id, kept, asked)
+                asked.length = self._level.asked(asked.worths, *self._depths)
+            if not asked.length:
+                self._probe(request.request_id, kept, asked)
+                request.metrics.disabled_reason = "low_acceptance" if kept.survivals[0] < LOW_SURVIVAL else "load"
+        kept.num_rounds_off = 0 if asked.length else kept.num_rounds_off + 1
+        return asked.length
+
+    def choose(self, request_id: str, drafter_id: str | None, *, has_predictions: bool = False) -> None:
+        """Hear of whom a draft was asked in the end: maybe of another drafter than was likely, or of nobody.
+
+        `has_predictions`: it is told what the target predicts after each node of its trees.
+        """
+        kept = self._requests.get(request_id)
+        if kept is None or kept.round is None:
+            return
+        kept.round.has_predictions = has_predictions
+        if drafter_id is None:
+            kept.round.length, kept.round.is_probe = 0, False
+        elif drafter_id != kept.drafter_id:
+            kept.drafter_id = kept.round.drafter_id = drafter_id
+            kept.is_opening = kept.round.is_opening = True
+
+    def _worths(self, request_id: str, kept: _Pricing, asked: Round) -> Sequence[float]:
+        return self.worth.worths(request_id, self._survivals(request_id, kept, asked))
+
+    def _survivals(self, request_id: str, kept: _Pricing, asked: Round) -> Sequence[float]:
+        """Return those by history, estimated again only after something was learnt: without drafts nothing is."""
+        source = (self.survival.num_observed, asked.drafter_id, asked.bound)
+        if kept.survivals_at != source:
+            kept.survivals = self.survival.survivals(request_id, asked.drafter_id, asked.bound)
+            kept.survivals_at = source
+        return kept.survivals
+
+    def _kept(self, request: Request, drafter_id: str) -> _Pricing:
+        kept = self._requests.get(request.request_id)
+        if kept is None:  # requests that came together do not probe together
+            waited = zlib.crc32(request.request_id.encode()) % PROBE_ROUNDS
+            kept = self._requests[request.request_id] = _Pricing(drafter_id, num_rounds_off=waited)
+        return kept
+
+    def _probe(self, request_id: str, kept: _Pricing, asked: Round) -> None:
+        """Let a request draft a little although it does not pay: mostly not at all."""
+        assert self._level is not None
+        if kept.num_rounds_off + 1 < PROBE_ROUNDS:
+            return
+        if self._probe_s <= 0.0:  # the last probes are not paid for yet
+            return
+        length = min(PROBE_LENGTH, asked.bound)
+        times = self._level.cost.seconds_with(self._base, length)
+        self._probe_s -= times[-1] - times[0] + times[0] / self._base.num_tokens  # it misses a step at least
+        asked.length, asked.is_probe = length, True
+        asked.worths = self._worths(request_id, kept, asked)
+
+    def admitted(self, request: Request, draft: Draft) -> Draft:
+        """Return the part of a draft that is worth verifying by the price of earlier steps."""
+        kept = self._requests.get(request.request_id)
+        if self._level is None or kept is None or (asked := kept.round) is None:
+            return draft
+        if draft.parents is not None and draft.draft_probs is None:
+            return self._best_nodes(request.request_id, asked, draft)
+        is_chain = draft.parents is None
+        num_levels = len(draft.token_ids) if is_chain else asked.length
+        # a drafter that stopped of itself has nothing more on offer
+        num_offered = max(num_levels, asked.bound) if is_chain and num_levels >= asked.length else num_levels
+        asked.confidences = confidences_of(draft) if is_chain else None
+        survivals = self.survival.survivals(request.request_id, asked.drafter_id, num_offered, asked.confidences)
+        worths = self.worth.worths(request.request_id, survivals)
+        asked.offered = Offer(survivals, worths, asked.worths, worths)
+        if asked.is_probe or asked.is_pinned:
+            return draft
+        num_paying = self._level.price.verified(asked.offered.levels[:num_levels])
+        num_paying = max(num_paying, int(self._level.trial.goes_on))
+        if is_chain and num_paying == num_levels:
+            return draft
+        return first_nodes(draft, max_nodes=num_paying if is_chain else len(draft.token_ids), max_depth=num_paying)
+
+    def _best_nodes(self, request_id: str, asked: Round, draft: Draft) -> Draft:
+        """Return the nodes of a tree of point masses that are worth the price; a node survives less than its parent."""
+        assert draft.parents is not None
+        assert self._level is not None
+        rates = self.survival.claimed_rates(asked.drafter_id, draft.confidences or (0.5,) * len(draft.token_ids))
+        survivals: list[float] = []
+        for parent, rate in zip(draft.parents, rates, strict=True):
+            survivals.append(rate * (1.0 if parent == ROOT else survivals[parent]))
+        worths = self.worth.node_worths(request_id, survivals)
+        levels: list[float] = []
+        node_depths = depths(draft.parents)
+        for depth, worth in zip(node_depths, worths, strict=True):
+            levels.extend([0.0] * (depth + 1 - len(levels)))
+            levels[depth] = max(levels[depth], worth)
+        hoped = hoped_worths(asked.worths, levels)
+        asked.offered = Offer(survivals, worths, [hoped[depth] for depth in node_depths], levels)
+        if asked.is_probe or asked.is_pinned:
+            return draft
+        price = self._level.price.verifying_price
+        num_least = int(self._level.trial.goes_on)
+        if asked.has_predictions:
+            num_nodes = max(asked.offered.num_first_paying(price), num_least)
+            return first_nodes(draft, max_nodes=num_nodes, max_depth=len(worths))
+        paying = [node for node, worth in enumerate(worths) if worth > price]
+        return kept_nodes(draft, paying or [worths.index(max(worths))][:num_least])
+
+    def end_step(self, step: PricedStep) -> None:
+        """Note how a step's drafts went, before its requests ask again: all else that it says waits for `learn`."""
+        self.learn()
+        for outcome in step.outcomes:
+            request_id = outcome.item.request.request_id
+            kept = self._requests.get(request_id)
+            if kept is None or not outcome.item.samples:  # who reads its prompt again may have a draft on its way
+                continue
+            if outcome.item.draft is None:
+                self.survival.observe_plain(request_id)
+            if kept.round is None:
+                continue
+            step.rounds[request_id] = kept.round
+            if kept.round.offered is not None:
+                kept.is_opening = False
+            if outcome.item.draft is not None:
+                kept.round.after = self.survival.end_round(
+                    request_id, kept.round.drafter_id, outcome.num_judged, len(outcome.path)
+                )
+            kept.round = None
+        for request in step.held:
+            if (kept := self._requests.get(request.request_id)) is not None and kept.round is not None:
+                step.rounds[request.request_id] = kept.round
+        self._unlearnt = step
+        self._go_to_level(len(step.schedule.items) + len(step.held))
+        if self._level is not None and self._level.price.is_new and not all(
+            step.is_pinned(outcome.item) for outcome in step.outcomes
+        ):
+            self.learn()  # or all would be asked for as if it were free
+
+    def _go_to_level(self, num_requests: int) -> None:
+        """Let the price be that of such a load."""
+        if self._levels is None:
+            return
+        level = self._levels.at(num_requests)
+        if level is not self._level:
+            self._num_plain_steps = 0
+        self._level, self._depths = level, (level.depth.bound, level.depth.next_bound)
+
+    def learn(self) -> None:
+        """Take in how long the last step took and what was on offer in it, if that is still to be done."""
+        if self._unlearnt is None:
+            return
+        step, self._unlearnt = self._unlearnt, None
+        self._observe_step(step)
+        gone, self._gone = self._gone, set()
+        for request_id in gone:
+            self.forget(request_id)
+
+    def _observe_step(self, step: PricedStep) -> None:
+        if (level := self._level) is None:
+            return
+        schedule, outcomes = step.schedule, step.outcomes
+        num_context_tokens = sum(schedule.batch.context_lengths)
+        priced = [outcome.item for outcome in outcomes if outcome.item.samples and not step.is_pinned(outcome.item)]
+        granted_s = PROBE_SHARE * step.step_s / math.sqrt(max(1, len(priced)))
+        self._probe_s = min(self._probe_s + granted_s, MAX_SAVED_STEPS * granted_s)
+        is_asking = any(one.length for one in step.rounds.values())
+        is_plain = not is_asking and schedule.batch.num_tokens == len(schedule.items)
+        if is_asking:
+            self._num_plain_steps = 0
+        self._num_plain_steps += is_plain
+        num_alike = _num_alike(self._num_plain_steps) if is_plain else 1
+        if not num_alike:  # nothing is seen in it that the one before it has not shown
+            self._base = StepShape(schedule.batch.num_tokens, num_context_tokens)
+            if len(priced) == len(schedule.items):
+                level.observe_plain()
+            return
+        taking_part = step.asking(item.request for item in schedule.items)
+        asking = [*taking_part, *step.asking(step.held)]
+        num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
+        # a step with drafts says nothing of how long plain ones take: drafters' work may have slowed it down
+        is_drafting = bool(step.held) or any(item.draft is not None for item in schedule.items)
+        shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=is_drafting)
+        self.num_extrapolated_steps += level.cost.is_extrapolating(shape)
+        level.cost.observe(shape, step.step_s)
+        # a drafter that had to read a prompt first says nothing of later rounds
+        if taking_part and not any(one.is_opening for one in taking_part):
+            level.exposure.observe(max(one.length for one in taking_part), step.exposed_s)
+        base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
+        if level.price.is_new:  # before the first drafts: as if the prompts had been read already
+            base = StepShape(max(1, len(priced)), num_context_tokens)
+        self._base = base
+        if priced:
+            self._observe_loss(level, step, priced, asking, base, num_drafted)
+        self._observe_offers(level, base, [self._offer(step, item.request) for item in priced], num_alike)
+        rounds = (
+            (outcome.item.request.request_id, len(outcome.committed), num_draft_tokens(outcome.item))
+            for outcome in outcomes
+            if outcome.item.samples
+        )
+        self.worth.observe(rounds, level.price.price, num_alike)
+        for outcome in outcomes:
+            if (asked := step.rounds.get(outcome.item.request.request_id)) is not None:
+                self._observe_draft(asked, outcome)
+
+    def _observe_offers(self, level: LoadLevel, base: StepShape, offers: Sequence[Offer], num_steps: int) -> None:
+        """Price what was on offer in the step, and in others like it, as far as drafts should go."""
+        level.depth.observe(base, [offer.levels for offer in offers], level.price.verifying_price, num_steps)
+        bound = level.depth.bound
+        slots = [slot for offer in offers for slot in offer.down_to(bound)]
+        longest = max((len(offer.levels) for offer in offers), default=0)
+        exposed_s = level.exposure.seconds(longest if bound is None else min(bound, longest))
+        level.price.observe(
+            base,
+            len(offers),
+            slots,
+            exposed_s=exposed_s,
+            log_loss=level.shortfall.log_loss,
+            num_steps=num_steps,
+        )
+
+    def _observe_loss(
+        self,
+        level: LoadLevel,
+        step: PricedStep,
+        priced: Sequence[ScheduledRequest],
+        asking: Sequence[Round],
+        base: StepShape,
+        num_drafted: int,
+    ) -> None:
+        """Compare a step with what the model expects of it; one with prompts in it counts for trials alone."""
+        num_held = len(step.held)
+        if any(one.is_pinned for one in asking):  # they are waited for whatever it costs
+            return
+        if not asking:
+            if base.num_tokens == len(priced):
+                level.observe_plain()
+            return
+        num_all = len(priced) + num_held
+        plain_s = level.cost.seconds(StepShape(base.num_tokens + num_held, base.num_context_tokens))
+        num_tokens = len(priced) + sum(step.expected(item) for item in priced)
+        verified = replace(base, num_tokens=base.num_tokens + num_drafted)
+        longest = max((one.length for one in asking), default=0)
+        model_s = level.cost.seconds(verified) + level.exposure.seconds(longest)
+        usual_s = level.cost.seconds(replace(verified, is_drafting=True))
+        elapsed_s = min(step.exposed_s + min(step.step_s, SLOW * usual_s), STALL * (plain_s + model_s))
+        made, forgone = num_tokens / num_all, elapsed_s / plain_s
+        is_trying = not all(one.is_probe for one in asking)
+        if is_trying:
+            level.trial.observe(len(asking), forgone - made)
+        if base.num_tokens > len(priced):
+            return
+        if not is_trying:  # what a few cost says nothing of what all would
+            level.observe_plain()
+            self._probe_s -= max(0.0, elapsed_s - plain_s * made)
+            return
+        log_gain = None
+        if num_held or any(one.offered is not None and one.offered.worths for one in asking):
+            log_gain = math.log(num_tokens / model_s) - math.log(base.num_tokens / level.cost.seconds(base))
+        level.shortfall.observe(log_gain=log_gain, num_made=made, num_forgone=forgone)
+
+    def _offer(self, step: PricedStep, request: Request) -> Offer:
+        """Return what one request had on offer; where nothing was asked for, as if it were one of the last drafts."""
+        asked = step.rounds.get(request.request_id)
+        if asked is not None and asked.offered is not None:
+            return asked.offered
+        if asked is not None and asked.length:
+            return Offer()  # its draft did not come
+        if asked is None:  # it has not asked yet
+            asked = Round(request.plan.drafter_id or "", 0 if request.plan.is_pinned else request.plan.draft_length)
+        hoped = asked.worths or self._worths(request.request_id, self._kept(request, asked.drafter_id), asked)
+        confidences = self._confidences.next(asked.drafter_id)
+        if confidences is None:
+            return Offer(worths=hoped, levels=hoped)
+        survivals = self.survival.survivals(request.request_id, asked.drafter_id, asked.bound, confidences)
+        worths = self.worth.worths(request.request_id, survivals)
+        return Offer(survivals, worths, hoped, worths)
+
+    def _observe_draft(self, asked: Round, outcome: Outcome) -> None:
+        if asked.confidences:
+            self._confidences.observe(asked.drafter_id, asked.confidences)
+        draft = outcome.item.draft
+        if draft is None:
+            return
+        is_chain = draft.parents is None
+        self.survival.observe(
+            draft.request_id,
+            asked.drafter_id,
+            num_draft_tokens=outcome.num_judged,
+            num_accepted_tokens=len(outcome.path),
+            confidences=confidences_of(draft) if is_chain else None,
+            after=asked.after,
+        )
+        if not is_chain and draft.confidences is not None:
+            self.survival.observe_claims(asked.drafter_id, judged_nodes(draft, outcome))
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept of a request, once its last step is learnt from; its drafter's record stays.
+
+        Until then nobody may ask by the same id.
+        """
+        if self._unlearnt is not None:
+            self._gone.add(request_id)
+            return
+        self._requests.pop(request_id, None)
+        self.survival.forget(request_id)
+        self.worth.forget(request_id)
+
+
+def _num_alike(num_plain_steps: int) -> int:
+    """Return how many steps the last of so many plain ones in a row stands for; 0: it is left out.
+
+    Nothing is drafted in them, so a few tell of the others, and pricing may not cost what it cannot bring.
+    """
+    if num_plain_steps <= FIRST_PLAIN_STEPS:
+        return 1
+    return PLAIN_STRIDE if (num_plain_steps - FIRST_PLAIN_STEPS) % PLAIN_STRIDE == 0 else 0

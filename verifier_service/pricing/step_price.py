@@ -1,0 +1,198 @@
+"""The price of a draft position: what it would have paid to ask for in the steps before this one.
+
+Every past step tells, for each price of a grid, how many of the slots on offer survive it, how many tokens they are
+expected to bring and how long the step takes with them. The price is the one with the most tokens per second over these
+steps, the later ones counting more. Nothing is assumed of the shape of step times: every price is tried, so stairs,
+knees and a wait that starts with the first slot are all seen. Slots are draft positions (or tree nodes) with their
+survivals; a step's own tokens, prefill among them, count as one token each, so that a step which is busy with prompts
+makes drafts dear and they do not starve time to first token.
+
+A slot is asked for before its draft is seen, by what its request's history says of it, and verified by what the draft
+says of it. From the first slot that is asked for on drafts are waited for, whatever they turn out to be worth. (Charged
+to those alone that are verified, waiting would seem to cost nothing at a price that only good drafts exceed, which is
+one at which nothing is asked for.) Once drafts are there, waiting is past: what is worth verifying is then decided by
+the price that would be best if they always came at once, where that is lower.
+
+The price of a step comes from earlier steps alone: an optimum over its own survivals would depend on what its drafts
+drew (design.md, the fifth idea).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from outrider.verifier_service.pricing.cost_model import CostModel, StepShape
+
+NEVER = 1.0  # no survival exceeds it
+GRID = (*(0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08), *(0.1 + 0.03 * step for step in range(30)), NEVER)
+WINDOW_STEPS = 32.0  # how many steps count, in all: each one less than the next
+FADE = 1.0 - 1.0 / WINDOW_STEPS
+MIN_GAIN = 1e-3  # of tokens per second: drafts that gain less are not worth drafting
+TIE = 2e-4  # prices whose tokens per second differ by less are equals: of those the middle one holds
+Settle = Callable[[float, float, float], float]
+Slot = tuple[float, float]  # what a draft position is worth, and what it seemed to be before its draft was there
+
+
+@dataclass(frozen=True, slots=True)
+class GridGains:
+    """What each price of the grid would have made of a step: logarithms of tokens per second / those without drafts."""
+
+    gains: list[float]
+    free_gains: list[float]  # without any wait for drafts
+    num_asked: int  # at the lowest so many prices something is asked for; at the others nothing is gained
+
+
+def fade_over(num_steps: int) -> tuple[float, float]:
+    """Return what is left of earlier sums after so many steps that are alike, and what these weigh together."""
+    fade = FADE**num_steps
+    return fade, (1.0 - fade) / (1.0 - FADE)
+
+
+class StepPrice:
+    """Find the price that would have been best over recent steps; 0, all is admitted, before the first."""
+
+    def __init__(self, cost: CostModel, settle: Settle | None = None) -> None:
+        """`settle` says which price holds after the one there was, the best one and `price_if_free`; None: the best."""
+        self._cost = cost
+        self._settle = settle
+        self._gains = [0.0] * len(GRID)  # sums of log (tokens per second at this price / without drafts)
+        self._free_gains = [0.0] * len(GRID)  # the same without any wait for drafts
+        self._asked = [0.0] * len(GRID)  # what those steps weigh in which something is asked for at this price
+        self._num_steps = 0.0  # what the sums weigh
+        self._price = self._price_if_free = 0.0
+
+    @property
+    def price(self) -> float:
+        """The survival that a position must exceed in the next step, 0 to 1."""
+        return self._price
+
+    @property
+    def price_if_free(self) -> float:
+        """The price that would have been best had no step waited for drafts: what verifying alone costs."""
+        return self._price_if_free
+
+    @property
+    def verifying_price(self) -> float:
+        """The survival that a position must exceed to be verified, once its draft is there."""
+        return min(self._price, self._price_if_free)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no step has said anything yet."""
+        return self._num_steps == 0.0
+
+    def asked(self, worths: Sequence[float]) -> int:
+        """Return how many leading positions are worth being asked for; their worths must not rise."""
+        return _num_above(worths, self._price)
+
+    def verified(self, worths: Sequence[float]) -> int:
+        """Return how many leading positions of a draft that is there are worth verifying; they must not rise."""
+        return _num_above(worths, self.verifying_price)
+
+    def observe(
+        self,
+        base: StepShape,
+        num_decoding: int,
+        slots: Sequence[Slot],
+        exposed_s: float = 0.0,
+        log_loss: float = 0.0,
+        num_steps: int = 1,
+    ) -> None:
+        """Take in a past step, or so many that were alike: its shape without drafts and what was on offer.
+
+        As soon as one slot is asked for, drafts hold the step up by `exposed_s`; `log_loss` is what they take off the
+        logarithm of tokens per second besides, as far as is known now: it counts for all past steps alike. A step in
+        which no request was decoding says nothing of drafts, and one in which nothing was on offer only what they lose.
+        """
+        if num_decoding < 1:
+            return
+        if slots:
+            self._add(self.gains_at(base, slots, exposed_s), num_steps)
+            self._price_if_free = self._best(self._free_gains)
+        if not self.is_new:
+            self._settle_price(log_loss)
+
+    def gains_at(self, base: StepShape, slots: Sequence[Slot], exposed_s: float) -> GridGains:
+        """Return what each price would have made of such a step, by the step times as they are known now."""
+        seconds = self._cost.seconds_with(base, len(slots))
+        plain = math.log(base.num_tokens / seconds[0])
+        num_asked = bisect_left(GRID, max(before for _, before in slots))
+        free = self._price_if_free
+        at_once = [(min(before, worth), worth) for worth, before in slots]
+        waited = [(before if worth > free else min(before, worth), worth) for worth, before in slots]
+        free_rates = _rates(at_once, base.num_tokens, seconds, num_asked)
+        rates = free_rates if waited == at_once else _rates(waited, base.num_tokens, seconds, num_asked)
+        gains = [rate - plain - math.log1p(exposed_s / seconds[count]) for rate, count in rates]
+        nothing = [0.0] * (len(GRID) - num_asked)
+        return GridGains(gains + nothing, [rate - plain for rate, _ in free_rates] + nothing, num_asked)
+
+    def observe_gains(self, steps: Sequence[GridGains]) -> None:
+        """Take in past steps, one after another, of which is known what each price would have made of them."""
+        for step in steps:
+            self._add(step, num_steps=1)
+        if steps:
+            self._price_if_free = self._best(self._free_gains)
+            self._settle_price(log_loss=0.0)
+
+    def _add(self, step: GridGains, num_steps: int) -> None:
+        fade, weight = fade_over(num_steps)
+        asked = [weight] * step.num_asked + [0.0] * (len(GRID) - step.num_asked)
+        self._gains = [fade * old + weight * new for old, new in zip(self._gains, step.gains, strict=True)]
+        self._free_gains = [
+            fade * old + weight * new for old, new in zip(self._free_gains, step.free_gains, strict=True)
+        ]
+        self._asked = [fade * old + new for old, new in zip(self._asked, asked, strict=True)]
+        self._num_steps = fade * self._num_steps + weight
+
+    def _settle_price(self, log_loss: float) -> None:
+        gains = self._gains
+        if log_loss:
+            gains = [gain - log_loss * weight for gain, weight in zip(gains, self._asked, strict=True)]
+        best = self._best(gains)
+        self._price = best if self._settle is None else self._settle(self._price, best, self._price_if_free)
+
+    def _best(self, gains: Sequence[float]) -> float:
+        """Return the best price; where a stretch of prices is as good, one in the middle of it, as noise is then."""
+        best = max(gains)
+        if best <= gains[-1] + MIN_GAIN * self._num_steps:
+            return NEVER
+        tie = TIE * self._num_steps
+        top = gains.index(best)
+        low = high = top
+        while low > 0 and gains[low - 1] >= best - tie:
+            low -= 1
+        while high + 1 < len(GRID) and gains[high + 1] >= best - tie:
+            high += 1
+        return GRID[(low + high) // 2]
+
+
+def _rates(
+    slots: Sequence[Slot], num_tokens: int, seconds: Sequence[float], num_prices: int
+) -> list[tuple[float, int]]:
+    """Return, for each of the grid's first prices, the logarithm of tokens per second and the number of slots.
+
+    `slots` are pairs of the price from which on one takes no part and what it is worth; `seconds` are a step's times
+    with so many of them, beside its `num_tokens` own.
+    """
+    falling = sorted(slots, reverse=True)
+    negated = [-last for last, _ in falling]
+    tokens = list(accumulate((worth for _, worth in falling), initial=float(num_tokens)))
+    rates: list[tuple[float, int]] = []
+    for price in GRID[:num_prices]:
+        count = bisect_left(negated, -price)  # slots above the price: equals are not
+        if rates and count == rates[-1][1]:  # most prices are exceeded by as many as the one before
+            rates.append(rates[-1])
+        else:
+            rates.append((math.log(tokens[count] / seconds[count]), count))
+    return rates
+
+
+def _num_above(worths: Sequence[float], price: float) -> int:
+    for place, worth in enumerate(worths):
+        if worth <= price:
+            return place
+    return len(worths)

@@ -1,0 +1,226 @@
+"""Change a target's logits before tokens are drawn or drafts are judged: biases, minimum length, penalties.
+
+Semantics are those of vLLM and OpenAI. In this order, and all before temperature and truncation:
+
+    logit_bias          added
+    min_tokens          end-of-sequence and stop tokens get -inf while the output is shorter
+    repetition_penalty  divides a positive logit, multiplies another, of tokens in prompt or output
+    frequency_penalty   subtracted once per occurrence in the output
+    presence_penalty    subtracted if the output has the token
+    structured          what the grammar does not allow gets -inf; where min_tokens bars all that it does, it gives way
+
+The row after a draft token sees that token and its ancestors as output: that is the output by the time the row counts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.nn.functional import embedding
+
+from outrider.verifier_service.messages.draft import ROOT
+from outrider.verifier_service.messages.request import SamplingParams
+from outrider.verifier_service.messages.tree import depths
+
+
+class TokenMask(Protocol):
+    """What a grammar allows; grammar.py has the real one."""
+
+    def allowed(
+        self, output_token_ids: Sequence[int], draft_token_ids: Sequence[int], parents: Sequence[int]
+    ) -> np.ndarray:
+        """Return which tokens may follow the output and each draft token: uint8 [num_rows, num_bytes], low bit first.
+
+        Never nothing at all.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitEdits:
+    """What changes in the rows of one request: for each row the same ids, none of them twice.
+
+    A logit x becomes (x + bias) / divisor - penalty; where x + bias is negative it is multiplied by the divisor.
+    `allowed` comes after that: what it leaves out becomes -inf.
+    """
+
+    token_ids: np.ndarray  # int64 [num_ids], in the target's vocabulary
+    biases: np.ndarray  # float32 [num_rows, num_ids]; -inf: never this token
+    divisors: np.ndarray  # float32 [num_rows, num_ids]
+    penalties: np.ndarray  # float32 [num_rows, num_ids]
+    allowed: np.ndarray | None = None  # uint8 [num_rows, num_bytes], low bit first: one bit per token; None: all
+
+
+class LogitsProcessor:
+    """One request's sampling parameters that change logits, with the counts of its tokens so far.
+
+    It counts what it is shown as committed, once, so a rejected draft or a preemption leaves no trace. `stop_token_ids`
+    are those that end the request, end-of-sequence included where it does.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        *,
+        num_prompt_tokens: int,
+        stop_token_ids: Iterable[int],
+        vocab_size: int,
+        mask: TokenMask | None = None,
+    ) -> None:
+        """`mask`: of a request with structured output."""
+        assert (sampling.structured is None) == (mask is None)
+        self._mask = mask
+        self._sampling = sampling
+        self._num_prompt_tokens = num_prompt_tokens
+        self._vocab_size = vocab_size
+        self._repeats = sampling.repetition_penalty != 1.0
+        self._counts_tokens = self._repeats or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+        self._num_counted = 0 if self._repeats else num_prompt_tokens
+        self._slots: dict[int, int] = {}  # of a token id in the four arrays
+        self._token_ids = array("q")
+        self._counts = array("q")  # in the output
+        self._is_in_prompt = array("b")
+        self._biases = array("f")
+        for item in sampling.logit_bias:
+            self._biases[self._slot(item.token_id)] += item.bias
+        suppressed = stop_token_ids if sampling.min_tokens else ()
+        self._stop_slots = [self._slot(token_id) for token_id in suppressed if 0 <= token_id < vocab_size]
+
+    @staticmethod
+    def is_needed(sampling: SamplingParams) -> bool:
+        """Say whether these parameters change logits at all."""
+        penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+        changes_some = bool(sampling.logit_bias) or sampling.min_tokens > 0 or sampling.structured is not None
+        return changes_some or penalties != (0.0, 0.0, 1.0)
+
+    def edits(
+        self, token_ids: Sequence[int], draft_token_ids: Sequence[int], parents: Sequence[int] | None = None
+    ) -> LogitEdits | None:
+        """Return the changes to the rows after the committed `token_ids` (prompt and output) and each draft token.
+
+        `parents` as in `Draft`. Draft ids outside the vocabulary are not counted: the rows after them are never used.
+        """
+        parents = range(ROOT, len(draft_token_ids) - 1) if parents is None else parents
+        sampling, num_rows = self._sampling, len(draft_token_ids) + 1
+        num_missing = sampling.min_tokens - (len(token_ids) - self._num_prompt_tokens)
+        if not (self._counts_tokens or sampling.logit_bias or num_missing > 0 or self._mask is not None):
+            return None
+        self._count(token_ids)
+        new_ids = self._new_ids(draft_token_ids)
+        biases = np.tile(_extended(self._biases, len(new_ids)), (num_rows, 1))
+        num_drafted = np.array([0, *(depth + 1 for depth in depths(parents))])  # [num_rows] by the time a row counts
+        biases[np.ix_(np.flatnonzero(num_drafted < num_missing), np.array(self._stop_slots, dtype=np.int64))] = -np.inf
+        counts = self._output_counts(draft_token_ids, parents, new_ids)
+        is_seen = (counts > 0) | (_extended(self._is_in_prompt, len(new_ids)) > 0)
+        penalties = sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+        return LogitEdits(
+            token_ids=np.concatenate([np.array(self._token_ids), np.array(new_ids, dtype=np.int64)]),
+            biases=biases,
+            divisors=np.where(is_seen, sampling.repetition_penalty, 1.0).astype(np.float32),
+            penalties=penalties.astype(np.float32),
+            allowed=self._allowed(token_ids, draft_token_ids, parents),
+        )
+
+    def _allowed(
+        self, token_ids: Sequence[int], draft_token_ids: Sequence[int], parents: Sequence[int]
+    ) -> np.ndarray | None:
+        if self._mask is None:
+            return None
+        return self._mask.allowed(token_ids[self._num_prompt_tokens :], draft_token_ids, parents)
+
+    def _new_ids(self, draft_token_ids: Sequence[int]) -> list[int]:
+        """Return the draft's ids that have no slot: until they are committed, their columns follow the slots'."""
+        if not self._counts_tokens:
+            return []
+        return [id_ for id_ in dict.fromkeys(draft_token_ids) if id_ < self._vocab_size and id_ not in self._slots]
+
+    def _output_counts(
+        self, draft_token_ids: Sequence[int], parents: Sequence[int], new_ids: Sequence[int]
+    ) -> np.ndarray:
+        """Count each id in the output before each row: int64 [num_rows, num_ids]."""
+        counts = np.tile(_extended(self._counts, len(new_ids)), (len(draft_token_ids) + 1, 1))
+        new_columns = {id_: len(self._counts) + index for index, id_ in enumerate(new_ids)}
+        for row, (id_, parent) in enumerate(zip(draft_token_ids, parents, strict=True), start=1):
+            counts[row] = counts[parent + 1]  # ROOT's row is the first
+            column = self._slots.get(id_, new_columns.get(id_))
+            if column is not None:
+                counts[row, column] += 1
+        return counts
+
+    def _count(self, token_ids: Sequence[int]) -> None:
+        """Take in what was committed since the last call."""
+        if not self._counts_tokens:
+            return
+        for index in range(self._num_counted, len(token_ids)):
+            slot = self._slot(token_ids[index])
+            if index < self._num_prompt_tokens:
+                self._is_in_prompt[slot] = 1
+            else:
+                self._counts[slot] += 1
+        self._num_counted = len(token_ids)
+
+    def _slot(self, token_id: int) -> int:
+        slot = self._slots.setdefault(token_id, len(self._token_ids))
+        if slot == len(self._token_ids):
+            self._token_ids.append(token_id)
+            self._counts.append(0)
+            self._is_in_prompt.append(0)
+            self._biases.append(0.0)
+        return slot
+
+
+def apply_edits(logits: torch.Tensor, edits: Sequence[tuple[int, LogitEdits]]) -> torch.Tensor:
+    """Return the logits with each request's edits, given with its first row; the given logits stay as they are.
+
+    logits float32 [num_rows, vocab_size]; returned as they are, not copied, where there is nothing to edit.
+    """
+    assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
+    if not edits:
+        return logits
+    vocab_size = logits.shape[1]
+    cells = _on_device([_cells(first_row, edit, vocab_size) for first_row, edit in edits], logits)
+    biases = _on_device([edit.biases.ravel() for _, edit in edits], logits)
+    divisors = _on_device([edit.divisors.ravel() for _, edit in edits], logits)
+    penalties = _on_device([edit.penalties.ravel() for _, edit in edits], logits)
+    edited = logits.clone(memory_format=torch.contiguous_format)
+    flat = edited.view(-1)
+    values = flat.index_select(0, cells) + biases  # [num_cells]
+    values = torch.where(values > 0.0, values / divisors, values * divisors) - penalties
+    flat.index_copy_(0, cells, values)
+    _mask(edited, logits, [(first_row, edit.allowed) for first_row, edit in edits if edit.allowed is not None])
+    return edited
+
+
+def _mask(edited: torch.Tensor, logits: torch.Tensor, masks: Sequence[tuple[int, np.ndarray]]) -> None:
+    """Leave only what is allowed, in place; where the edits bar all of that, the logits stand as they were."""
+    if not masks:
+        return
+    rows = _on_device([np.arange(first_row, first_row + len(mask)) for first_row, mask in masks], logits)
+    packed = _on_device([mask for _, mask in masks], logits)  # uint8 [num_masked_rows, num_bytes]
+    bits = torch.arange(256, device=logits.device).unsqueeze(1) >> torch.arange(8, device=logits.device) & 1
+    of_byte = torch.where(bits == 1, 0.0, -torch.inf)  # [256, 8]; to look bytes up and to add is the fastest way
+    barring = embedding(packed.int(), of_byte).flatten(1)[:, : logits.shape[1]]  # [num_masked_rows, vocab_size]
+    values = edited.index_select(0, rows) + barring
+    is_dead = values.amax(dim=1, keepdim=True) == -torch.inf  # [num_masked_rows, 1]
+    if bool(is_dead.any()):
+        values = torch.where(is_dead, logits.index_select(0, rows) + barring, values)
+    edited.index_copy_(0, rows, values)
+
+
+def _cells(first_row: int, edit: LogitEdits, vocab_size: int) -> np.ndarray:
+    rows = np.arange(first_row, first_row + len(edit.biases), dtype=np.int64)[:, None]
+    cells: np.ndarray = (rows * vocab_size + edit.token_ids).ravel()
+    return cells
+
+
+def _extended(values: array[int] | array[float], num_zeros: int) -> np.ndarray:
+    own = np.array(values)
+    return np.concatenate([own, np.zeros(num_zeros, dtype=own.dtype)])
+
+
+def _on_device(parts: Sequence[np.ndarray], like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(like.device)

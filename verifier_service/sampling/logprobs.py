@@ -1,0 +1,66 @@
+"""The model's own log probabilities of tokens, before penalties, biases, temperature and truncation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.verifier_service.messages.request import TokenLogprobs
+from outrider.verifier_service.sampling.sampler import top_candidates
+
+_ENTRY_BYTES = 80  # of one token on the wire, its field names included
+_ALTERNATIVE_BYTES = 14  # an id of five bytes and a float of nine
+
+
+def encoded_bytes(num_tokens: int, num_top: int) -> int:
+    """Return how many bytes the entries of so many tokens take on the wire, at most."""
+    return num_tokens * (_ENTRY_BYTES + num_top * _ALTERNATIVE_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobsQuery:
+    """Tokens whose log probabilities are wanted: the i-th is predicted by the i-th of `rows`."""
+
+    rows: Sequence[int]
+    token_ids: Sequence[int]
+    num_top: int  # how many of the likeliest are wanted besides
+
+
+def token_logprobs(logits: torch.Tensor, queries: Sequence[LogprobsQuery]) -> list[list[TokenLogprobs]]:
+    """Return one entry per token of each query; no row is looked at but those asked for.
+
+    logits float32 [num_rows, vocab_size], the model's own. Equal logits rank alike; in the list of the likeliest they
+    stand by ascending id.
+    """
+    assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
+    wanted = [
+        (row, token_id, query.num_top)
+        for query in queries
+        for row, token_id in zip(query.rows, query.token_ids, strict=True)
+    ]
+    entries = iter(_entries(logits, wanted) if wanted else [])
+    return [list(itertools.islice(entries, len(query.token_ids))) for query in queries]
+
+
+def _entries(logits: torch.Tensor, wanted: Sequence[tuple[int, int, int]]) -> list[TokenLogprobs]:
+    """Answer (row, token id, num_top) triples."""
+    rows, ids, num_top = torch.tensor(wanted, device=logits.device).unbind(1)
+    logprobs = torch.log_softmax(logits.index_select(0, rows), dim=1)  # [len(wanted), vocab_size]
+    chosen = logprobs.gather(1, ids[:, None])  # [len(wanted), 1]
+    ranks = (logprobs > chosen).sum(dim=1) + 1
+    most = min(max(count for _, _, count in wanted), logits.shape[1])
+    top_logprobs, top_ids = top_candidates(logprobs, most)  # [len(wanted), most]
+    columns = (ids, chosen[:, 0], ranks, num_top, top_ids, top_logprobs)
+    return [
+        TokenLogprobs(
+            token_id=token_id,
+            logprob=logprob,
+            rank=rank,
+            top_token_ids=tuple(best_ids[:count]),
+            top_logprobs=tuple(best[:count]),
+        )
+        for token_id, logprob, rank, count, best_ids, best in zip(*(column.tolist() for column in columns), strict=True)
+    ]

@@ -1,0 +1,217 @@
+"""Turn one step's logits into committed tokens for all its requests: greedy, by rejection, or coupled.
+
+| acceptance | greedy, coupled                           | rejection                                                  |
+| standard   | down the tree while a child is the        | token by token, in a tree sibling by sibling               |
+| block      | target's own choice                       | chains by blocks; a draft with `parents` as standard       |
+| typical    | greedy: the same; coupled: likely tokens, | likely tokens, then one drawn from the target              |
+|            | then the target's own choice              |                                                            |
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.verifier_service.messages.draft import Draft
+from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams, VerificationMode
+from outrider.verifier_service.messages.tree import VerifiedTokens, depths, is_chain, matching_path, parents_of
+from outrider.verifier_service.sampling.block_verification import verify_blocks
+from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, noise_keys, noise_of_keys
+from outrider.verifier_service.sampling.logits_processors import LogitEdits, apply_edits
+from outrider.verifier_service.sampling.rejection_sampler import draw_from_rest, verify_batch_by_rejection
+from outrider.verifier_service.sampling.sampler import target_probs
+from outrider.verifier_service.sampling.tree_sampler import verify_trees
+from outrider.verifier_service.sampling.typical_acceptance import typical_paths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerificationEntry:
+    """One request's share of a step: `num_rows` consecutive rows of logits.
+
+    Row 0 follows the last committed token, row i + 1 follows draft token i, in a chain and in a tree.
+    """
+
+    sampling: SamplingParams
+    draft: Draft | None
+    position: int  # absolute position of the first token to be chosen: what row 0 chooses
+    edits: LogitEdits | None = None  # to be made before anything is chosen
+
+    @property
+    def draft_token_ids(self) -> tuple[int, ...]:
+        return () if self.draft is None else self.draft.token_ids
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.draft_token_ids) + 1
+
+    @property
+    def positions(self) -> list[int]:
+        """Return the absolute position of what each row chooses: in a tree, as deep as the token that it follows."""
+        if self.draft is None or self.draft.parents is None:
+            return list(range(self.position, self.position + self.num_rows))
+        return [self.position, *(self.position + depth + 1 for depth in depths(self.draft.parents))]
+
+
+def verify(logits: torch.Tensor, entries: Sequence[VerificationEntry], rng: torch.Generator) -> list[VerifiedTokens]:
+    """Return each entry's committed tokens: accepted draft tokens, then one recovered or bonus token.
+
+    logits float32 [num_rows, vocab_size], the rows of the entries one after another; they stay as they are, an entry's
+    edits are made to a copy. `rng` gives one uniform number per row of a rejection-sampled request, accepted or not, in
+    row order; the other modes take none.
+    """
+    assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
+    assert logits.shape[0] == sum(entry.num_rows for entry in entries), (logits.shape, len(entries))
+    logits = apply_edits(logits, _edits_by_row(entries))
+    indices = {mode: [i for i, entry in enumerate(entries) if entry.sampling.mode is mode] for mode in VerificationMode}
+    committed: dict[int, VerifiedTokens] = {}
+    for mode, members in indices.items():
+        if members:
+            chosen = [entries[index] for index in members]
+            verified = _verify_mode(mode, _rows_of(logits, entries, members), chosen, rng)
+            committed |= zip(members, verified, strict=True)
+    return [committed[index] for index in range(len(entries))]
+
+
+def _first_rows(entries: Sequence[VerificationEntry]) -> list[int]:
+    return list(itertools.accumulate((entry.num_rows for entry in entries), initial=0))[:-1]
+
+
+def _edits_by_row(entries: Sequence[VerificationEntry]) -> list[tuple[int, LogitEdits]]:
+    assert all(entry.edits is None or len(entry.edits.biases) == entry.num_rows for entry in entries)
+    starts = _first_rows(entries)
+    return [(row, entry.edits) for row, entry in zip(starts, entries, strict=True) if entry.edits is not None]
+
+
+def _rows_of(values: torch.Tensor, entries: Sequence[VerificationEntry], members: Sequence[int]) -> torch.Tensor:
+    """Select the members' rows, without a copy when they are all."""
+    if len(members) == len(entries):
+        return values
+    starts = _first_rows(entries)
+    rows = [starts[index] + offset for index in members for offset in range(entries[index].num_rows)]
+    return values.index_select(0, torch.tensor(rows, device=values.device))
+
+
+def _verify_mode(
+    mode: VerificationMode, logits: torch.Tensor, entries: Sequence[VerificationEntry], rng: torch.Generator
+) -> list[VerifiedTokens]:
+    if mode is VerificationMode.GREEDY:
+        return _accept_equal(logits.argmax(dim=1).tolist(), entries)
+    probs = target_probs(logits, [entry.sampling for entry in entries for _ in range(entry.num_rows)])
+    if mode is VerificationMode.COUPLED:
+        noise = noise_of_keys(_keys(entries, logits.device), logits.shape[1])
+        return _accept_coupled(probs, coupled_choice(probs, noise).tolist(), entries)
+    uniforms = torch.rand(len(probs), dtype=torch.float64, generator=rng, device=rng.device)
+    return _accept_sampled(probs, entries, uniforms)
+
+
+def _keys(entries: Sequence[VerificationEntry], device: torch.device) -> torch.Tensor:
+    """Return the noise key of every row: int64 [num_rows]."""
+    rows = [
+        (entry.sampling.seed, entry.sampling.choice_index, position)
+        for entry in entries
+        for position in entry.positions
+    ]
+    seeds, choice_indices, positions = torch.tensor(rows, dtype=torch.int64, device=device).unbind(1)
+    return noise_keys(seeds, choice_indices, positions)
+
+
+def _accept_equal(choices: Sequence[int], entries: Sequence[VerificationEntry]) -> list[VerifiedTokens]:
+    """Walk down while a draft token is the target's own choice, and commit the choice that none equals.
+
+    choices [num_rows], one after the root and one after each draft token.
+    """
+    committed = []
+    for start, entry in zip(_first_rows(entries), entries, strict=True):
+        own = choices[start : start + entry.num_rows]
+        committed.append(_chosen(entry, own, matching_path(entry.draft_token_ids, parents_of(entry.draft), own)))
+    return committed
+
+
+def _accept_coupled(
+    probs: torch.Tensor, choices: Sequence[int], entries: Sequence[VerificationEntry]
+) -> list[VerifiedTokens]:
+    """Judge seeded requests: under typical acceptance the noise decides the last token alone."""
+    committed = _accept_equal(choices, entries)
+    members = [i for i, entry in enumerate(entries) if entry.sampling.acceptance is AcceptanceRule.TYPICAL]
+    if members:
+        starts = _first_rows(entries)
+        chosen = [entries[index] for index in members]
+        for index, path in zip(members, _typical_paths(_rows_of(probs, entries, members), chosen), strict=True):
+            own = choices[starts[index] : starts[index] + entries[index].num_rows]
+            committed[index] = _chosen(entries[index], own, path)
+    return committed
+
+
+def _chosen(entry: VerificationEntry, own: Sequence[int], path: Sequence[int]) -> VerifiedTokens:
+    return VerifiedTokens.along(entry.draft, path, own[_row_after(path)])
+
+
+def _row_after(path: Sequence[int]) -> int:
+    return path[-1] + 1 if path else 0
+
+
+_Judge = Callable[[torch.Tensor, Sequence[VerificationEntry], torch.Tensor], list[VerifiedTokens]]
+
+
+def _accept_sampled(
+    probs: torch.Tensor, entries: Sequence[VerificationEntry], uniforms: torch.Tensor
+) -> list[VerifiedTokens]:
+    """Judge unseeded requests, each by its rule: probs [num_rows, vocab_size], uniforms [num_rows]."""
+    groups: dict[_Judge, list[int]] = defaultdict(list)
+    for index, entry in enumerate(entries):
+        groups[_judge_of(entry)].append(index)
+    committed: dict[int, VerifiedTokens] = {}
+    for judge, members in groups.items():
+        chosen = [entries[index] for index in members]
+        verified = judge(_rows_of(probs, entries, members), chosen, _rows_of(uniforms, entries, members))
+        committed |= zip(members, verified, strict=True)
+    return [committed[index] for index in range(len(entries))]
+
+
+def _judge_of(entry: VerificationEntry) -> _Judge:
+    if entry.sampling.acceptance is AcceptanceRule.TYPICAL:
+        return _by_typicality
+    parents = None if entry.draft is None else entry.draft.parents
+    if parents is None:
+        return _by_blocks if entry.sampling.acceptance is AcceptanceRule.BLOCK else _by_rejection
+    return _by_rejection if is_chain(parents) else _by_trees
+
+
+def _by_rejection(
+    probs: torch.Tensor, entries: Sequence[VerificationEntry], uniforms: torch.Tensor
+) -> list[VerifiedTokens]:
+    committed = verify_batch_by_rejection(probs, [entry.draft for entry in entries], uniforms)
+    return [VerifiedTokens(token_ids, tuple(range(len(token_ids) - 1))) for token_ids in committed]
+
+
+def _by_trees(
+    probs: torch.Tensor, entries: Sequence[VerificationEntry], uniforms: torch.Tensor
+) -> list[VerifiedTokens]:
+    return verify_trees(probs, [entry.draft for entry in entries], uniforms)
+
+
+def _by_blocks(
+    probs: torch.Tensor, entries: Sequence[VerificationEntry], uniforms: torch.Tensor
+) -> list[VerifiedTokens]:
+    return verify_blocks(probs, [entry.draft for entry in entries], uniforms)
+
+
+def _by_typicality(
+    probs: torch.Tensor, entries: Sequence[VerificationEntry], uniforms: torch.Tensor
+) -> list[VerifiedTokens]:
+    paths = _typical_paths(probs, entries)
+    starts = _first_rows(entries)
+    rows = [start + _row_after(path) for start, path in zip(starts, paths, strict=True)]
+    last = draw_from_rest(probs, rows, [{}] * len(entries), uniforms[starts])
+    return [
+        VerifiedTokens.along(entry.draft, path, token_id)
+        for entry, path, token_id in zip(entries, paths, last, strict=True)
+    ]
+
+
+def _typical_paths(probs: torch.Tensor, entries: Sequence[VerificationEntry]) -> list[tuple[int, ...]]:
+    return typical_paths(probs, [entry.draft for entry in entries], [entry.sampling for entry in entries])

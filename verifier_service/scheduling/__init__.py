@@ -1,0 +1,1 @@
+"""Which requests run in a step, over which KV blocks: pure Python over integers."""

@@ -1,0 +1,122 @@
+"""Keep the KV blocks of each request: taken from cache or sibling, grown, rolled back, published, given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.verifier_service.messages.request import Request
+from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.scheduling.prefix_cache import extend_hashes
+
+
+class BlockTables:
+    """What the scheduler does to `Request.block_table`, `num_computed_tokens` and `block_hashes`, over one pool."""
+
+    def __init__(self, pool: BlockPool, enable_prefix_caching: bool) -> None:
+        self._pool = pool
+        self._enable_prefix_caching = enable_prefix_caching
+
+    # --- taking what is there ---
+
+    def has_cached(self, request: Request, index: int) -> bool:
+        """Return whether the prefix cache holds block `index` of a request; the last token's never counts."""
+        if not self._enable_prefix_caching or index >= (request.num_tokens - 1) // self._pool.block_size:
+            return False
+        self._extend_hashes(request, index + 1)
+        return self._pool.is_cached(request.block_hashes[index])
+
+    def take_nothing(self, request: Request) -> bool:
+        """Start from the first token; False, as of the other two, when all that is to be computed does not fit."""
+        return self._fits(request, 0)
+
+    def take_cached(self, request: Request) -> bool:
+        """Take the prefix that the cache holds.
+
+        |<- cached: whole blocks ->|<- to compute, in chunks: at least the last token, whose logits are needed ->|
+        """
+        # The whole of it must fit, though only a chunk is allocated now: half a prefill, preempted, was for nothing.
+        num_missing = self._pool.num_blocks_for(request.num_tokens) - self._pool.num_free_blocks
+        if num_missing > 0 and not self.has_cached(request, num_missing - 1):
+            return False  # the usual answer while the pool is full, without walking the prefix at every step
+        cached = self._pool.match_prefix(self._prefix_hashes(request))
+        if not self._fits(request, len(cached)):
+            self._pool.release(cached)  # blocks that nobody else uses were free before the match: no gain
+            return False
+        request.block_table = cached
+        request.num_computed_tokens = len(cached) * self._pool.block_size
+        return True
+
+    def fork(self, request: Request, source: Request) -> bool:
+        """Share the blocks that hold a sibling's prompt.
+
+        |<- shared: all of the prompt but its last token ->|<- to compute ->|
+        |<- whole blocks ->|<- part of a block: whoever writes into it first does so in a copy
+        """
+        num_shared = request.num_prompt_tokens - 1
+        if not self._fits(request, num_shared // self._pool.block_size):
+            return False
+        request.block_table = source.block_table[: self._pool.num_blocks_for(num_shared)]
+        request.num_computed_tokens = num_shared
+        self._pool.share(request.block_table)
+        return True
+
+    def _fits(self, request: Request, num_held_blocks: int) -> bool:
+        return self._pool.num_blocks_for(request.num_tokens) - num_held_blocks <= self._pool.num_free_blocks
+
+    def _prefix_hashes(self, request: Request) -> Sequence[bytes]:
+        if not self._enable_prefix_caching:
+            return ()
+        num_blocks = (request.num_tokens - 1) // self._pool.block_size
+        self._extend_hashes(request, num_blocks)
+        return request.block_hashes[:num_blocks]
+
+    def _extend_hashes(self, request: Request, num_blocks: int) -> None:
+        size = self._pool.block_size
+        extend_hashes(request.block_hashes, request.token_ids, size, num_blocks, request.cache_salt)
+
+    # --- growing and shrinking ---
+
+    def room(self, request: Request) -> int:
+        """Return how many more tokens the request's own and all free blocks could hold."""
+        num_blocks = len(request.block_table) + self._pool.num_free_blocks - self._must_copy(request)
+        return max(0, num_blocks * self._pool.block_size - request.num_computed_tokens)
+
+    def reserve(self, request: Request, num_new_tokens: int) -> list[tuple[int, int]]:
+        """Cover the next tokens with blocks of the request's own; returns (source, target) of each block to copy."""
+        copies = [self._copy_last_block(request)] if self._must_copy(request) else []
+        num_blocks = self._pool.num_blocks_for(request.num_computed_tokens + num_new_tokens)
+        num_missing = num_blocks - len(request.block_table)
+        if num_missing > 0:
+            request.block_table.extend(self._pool.allocate(num_missing))
+        return copies
+
+    def _must_copy(self, request: Request) -> bool:
+        """Return whether the block that the request writes into next is another's, too."""
+        index = request.num_computed_tokens // self._pool.block_size
+        return index < len(request.block_table) and self._pool.is_shared(request.block_table[index])
+
+    def _copy_last_block(self, request: Request) -> tuple[int, int]:
+        (shared,) = request.block_table[request.num_computed_tokens // self._pool.block_size :]
+        (own,) = self._pool.allocate(1)
+        self._pool.release([shared])
+        request.block_table[-1] = own
+        return shared, own
+
+    def roll_back(self, request: Request) -> None:
+        """Give back the blocks beyond the computed tokens."""
+        self._pool.trim(request.block_table, request.num_computed_tokens)
+
+    def publish(self, request: Request, first: int) -> None:
+        """Publish the blocks that became full of committed tokens since block `first`; rejected KV never is."""
+        num_full = request.num_computed_tokens // self._pool.block_size
+        if num_full == first or not self._enable_prefix_caching:
+            return
+        self._extend_hashes(request, num_full)
+        for index in range(first, num_full):
+            self._pool.publish(request.block_table[index], request.block_hashes[index])
+
+    def free(self, request: Request) -> None:
+        """Give all back."""
+        self._pool.release(request.block_table)
+        request.block_table = []  # a new list: the old one may belong to a batch that is still running
+        request.num_computed_tokens = 0

@@ -1,0 +1,76 @@
+"""What a step decided for its requests, in integers: which rows of its logits are whose, and what became of drafts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.verifier_service.messages.draft import ROOT, Draft
+from outrider.verifier_service.messages.request import FinishReason
+from outrider.verifier_service.messages.tree import depths
+from outrider.verifier_service.scheduling.schedule import ScheduledRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a step decided for one request: tokens up to the first that ends it, none after a prefill chunk."""
+
+    item: ScheduledRequest
+    first_row: int  # of the logits that the tokens were chosen from: that of the draft's root
+    committed: list[int]
+    path: tuple[int, ...]  # committed draft tokens: what a stop token cut off is not committed, so it does not count
+    follows_leaf: bool  # the last token stands where no draft token was left to try
+    finish_reason: FinishReason | None
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of the logits that the committed tokens were chosen from."""
+        return [self.first_row, *(self.first_row + 1 + node for node in self.path)][: len(self.committed)]
+
+    @property
+    def num_judged(self) -> int:
+        """How deep the draft was judged: its accepted tokens and the place where all that was tried was rejected."""
+        was_rejected = not self.follows_leaf and len(self.committed) > len(self.path)
+        return len(self.path) + (self.item.draft is not None and was_rejected)
+
+
+def is_leaf(draft: Draft | None, path: Sequence[int]) -> bool:
+    """Return whether no token of the draft follows the accepted ones."""
+    if draft is None:
+        return False
+    if draft.parents is None:
+        return len(path) == len(draft.token_ids)
+    return (path[-1] if path else ROOT) not in draft.parents
+
+
+def num_draft_tokens(item: ScheduledRequest) -> int:
+    """Return how many draft tokens the step verifies for a request."""
+    return len(item.draft.token_ids) if item.draft is not None else 0
+
+
+def num_choice_rows(item: ScheduledRequest) -> int:
+    """Return how many rows of the logits tokens are chosen from."""
+    return 1 + num_draft_tokens(item) if item.samples else 0
+
+
+def row_starts(items: Sequence[ScheduledRequest]) -> list[int]:
+    """Return where each item's rows begin in the step's logits: those of its prompt, then those it chooses from."""
+    num_rows = (item.num_prompt_rows + num_choice_rows(item) for item in items)
+    return list(itertools.accumulate(num_rows, initial=0))[:-1]
+
+
+def count_draft(item: ScheduledRequest, *, num_accepted: int) -> None:
+    """Take one verification into its request's counters."""
+    metrics = item.request.metrics
+    if item.draft is None:
+        metrics.num_empty_rounds += metrics.enabled and metrics.disabled_reason is None
+        return
+    metrics.num_drafts += 1
+    metrics.num_draft_tokens += len(item.draft.token_ids)
+    metrics.num_accepted_tokens += num_accepted
+    depth = len(item.draft.token_ids) if item.draft.parents is None else 1 + max(depths(item.draft.parents))
+    per_position = metrics.num_accepted_per_position
+    per_position.extend([0] * (depth - len(per_position)))
+    for position in range(num_accepted):
+        per_position[position] += 1

@@ -1,0 +1,125 @@
+"""What the scheduler decides for one step, and how that becomes a packed batch of integers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
+from outrider.verifier_service.messages.draft import ROOT, Draft
+from outrider.verifier_service.messages.request import Request
+from outrider.verifier_service.messages.tree import depths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledRequest:
+    """One request's share of a step.
+
+    token_ids  |<-- computed -->|<------- num_new_tokens ------->|
+                                |<- to the end ->|<-- `draft` -->|   the draft only where the step `samples`
+    """
+
+    request: Request
+    num_new_tokens: int  # draft included
+    draft: Draft | None  # to verify now, possibly cut; never empty
+    samples: bool  # this step reaches the end of the request's tokens
+    num_prompt_rows: int = 0  # before its sampling rows in `logits_indices`: positions from num_computed_tokens on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One step. `batch` shares the requests' block tables: it is good until the first `commit`."""
+
+    items: tuple[ScheduledRequest, ...]  # in the batch's order
+    preempted: tuple[Request, ...]  # back in the waiting queue, least senior first
+    batch: ScheduledBatch  # logits_indices: each item's prompt rows, then, where it samples, its last 1 + len(draft)
+
+
+def first_nodes(draft: Draft, *, max_nodes: int, max_depth: int) -> Draft:
+    """Return the first tokens of a draft, up to the first that is `max_depth` deep (0: a child of the root).
+
+    Counts and shape alone decide, so that cutting a sampled draft leaves the law as it is.
+    """
+    if draft.parents is None:
+        num_kept = min(len(draft.token_ids), max_nodes, max_depth)
+    else:
+        fitting = itertools.takewhile(lambda depth: depth < max_depth, depths(draft.parents))
+        num_kept = min(max_nodes, sum(1 for _ in fitting))
+    if num_kept >= len(draft.token_ids):
+        return draft
+    parents = None if draft.parents is None else draft.parents[:num_kept]
+    num_rows = num_kept if parents is None else len(set(parents))
+    return replace(
+        draft,
+        token_ids=draft.token_ids[:num_kept],
+        draft_probs=None if draft.draft_probs is None else draft.draft_probs[:num_rows],
+        parents=parents,
+        confidences=None if draft.confidences is None else draft.confidences[:num_kept],
+    )
+
+
+def kept_nodes(draft: Draft, nodes: Sequence[int]) -> Draft:
+    """Return a tree of point masses with some of its nodes, in order, each after its parent."""
+    assert draft.parents is not None
+    assert draft.draft_probs is None, "which drawn nodes are verified must not depend on what was drawn"
+    if len(nodes) == len(draft.token_ids):
+        return draft
+    new_index = {ROOT: ROOT} | {node: index for index, node in enumerate(nodes)}
+    return replace(
+        draft,
+        token_ids=tuple(draft.token_ids[node] for node in nodes),
+        parents=tuple(new_index[draft.parents[node]] for node in nodes),
+        confidences=None if draft.confidences is None else tuple(draft.confidences[node] for node in nodes),
+    )
+
+
+def build_batch(
+    items: Sequence[ScheduledRequest],
+    *,
+    copies: Sequence[tuple[int, int]],
+    moves: Sequence[tuple[int, int]],
+    block_size: int,
+    vocab_size: int,
+) -> ScheduledBatch:
+    """Pack the items' tokens for one forward pass; every block table must already cover its tokens."""
+    batch = ScheduledBatch(
+        token_ids=[],
+        positions=[],
+        slot_mapping=[],
+        query_lengths=[item.num_new_tokens for item in items],
+        context_lengths=[item.request.num_computed_tokens + item.num_new_tokens for item in items],
+        block_tables=[item.request.block_table for item in items],
+        logits_indices=[],
+        move_sources=[source for source, _ in moves],
+        move_targets=[target for _, target in moves],
+        copy_sources=[source for source, _ in copies],
+        copy_targets=[target for _, target in copies],
+    )
+    for item, stop in zip(items, batch.context_lengths, strict=True):
+        start = item.request.num_computed_tokens
+        batch.logits_indices.extend(range(batch.num_tokens, batch.num_tokens + item.num_prompt_rows))
+        batch.token_ids.extend(item.request.token_ids[start:stop])
+        num_rows = 1
+        if item.draft is not None:
+            num_rows += len(item.draft.token_ids)
+            # A drafter's padded vocabulary may be larger than the target's. Such an id is verified with target
+            # probability 0, so it is never accepted, but it still needs *some* embedding to occupy its position.
+            batch.token_ids.extend([min(token_id, vocab_size - 1) for token_id in item.draft.token_ids])
+        if item.samples:
+            batch.logits_indices.extend(range(batch.num_tokens - num_rows, batch.num_tokens))
+        batch.positions.extend(_positions(item, start, stop))
+        batch.slot_mapping.extend(slots_of(item.request.block_table, range(start, stop), block_size))
+    trees = [item.draft.parents if item.draft is not None else None for item in items]
+    if any(trees):
+        batch.tree_parents.extend([] if parents is None else list(parents) for parents in trees)
+    return batch
+
+
+def _positions(item: ScheduledRequest, start: int, stop: int) -> Sequence[int]:
+    """Return where the item's tokens stand: those of a tree as deep as they are, whatever their slot."""
+    parents = None if item.draft is None else item.draft.parents
+    if parents is None:
+        return range(start, stop)
+    first = stop - len(parents)
+    return [*range(start, first), *(first + depth for depth in depths(parents))]

@@ -1,0 +1,377 @@
+"""Decide which tokens of which requests the next step computes: pure Python over integers.
+
+There are no phases. A request is `num_computed_tokens` chasing `num_tokens` plus its draft; prefill, chunked prefill,
+prefix-cache hit, decode and verification differ only in how far apart the two are.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from outrider.verifier_service.messages.batch import slot_of
+from outrider.verifier_service.messages.draft import Draft
+from outrider.verifier_service.messages.request import Request
+from outrider.verifier_service.scheduling.block_tables import BlockTables
+from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.scheduling.prompt_groups import PromptGroups
+from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest, build_batch, first_nodes
+from outrider.verifier_service.scheduling.waiting_queue import Seniority, WaitingQueue
+
+PRIORITY_STEP_S = 5.0  # one level of priority is worth as much as having arrived so much earlier
+MAX_PROMPT_ROWS = 256  # logits rows per step for prompt_logprobs: a row is a vocabulary wide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one step and of one request. Raises `ValueError` naming the field that is out of range."""
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    max_model_len: int
+    vocab_size: int
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        minima = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "max_model_len": 2, "vocab_size": 1}
+        for name, minimum in minima.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} must be at least {minimum}")
+
+
+class Admission(Protocol):
+    """Who says how much of a draft is worth verifying."""
+
+    def admitted(self, request: Request, draft: Draft) -> Draft:
+        """Return the part that is, as a draft: its length must not depend on tokens drawn beyond it."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A schedule in the making."""
+
+    budget: int  # tokens that may still be added
+    items: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # KV blocks (source, target)
+    num_prompt_rows_left: int = MAX_PROMPT_ROWS
+
+
+class Scheduler:
+    """Serve the most senior request first, where seniority is arrival plus `priority` times PRIORITY_STEP_S seconds.
+
+    It is fixed at arrival, so whoever waits outranks all but a bounded span of later arrivals: nobody starves. A
+    request takes blocks only from running ones that are less senior; one that waits takes none, however senior.
+
+    Siblings (one prompt, one `group_id`) share the prompt's blocks. While one computes them the others are parked:
+    they wait outside of the queue and hold nobody up.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, admission: Admission | None = None) -> None:
+        """Without `admission` drafts are verified as far as they fit."""
+        self._config = config
+        self._admission = admission
+        self._pool = pool
+        self._tables = BlockTables(pool, config.enable_prefix_caching)
+        self._requests: dict[str, Request] = {}
+        self._seniority: dict[str, Seniority] = {}
+        self._num_added = 0
+        self._running: list[Request] = []  # the most senior first
+        self._waiting = WaitingQueue()
+        self._groups = PromptGroups()
+        self._moves: list[tuple[int, int]] = []  # KV slots (source, target) of accepted paths of trees
+        self.num_preemptions = 0
+        # of first admissions, as vLLM counts them; what a sibling has computed is a hit, too
+        self.num_prefix_queried_tokens = 0
+        self.num_prefix_hit_tokens = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """Return the used share of the KV blocks, 0 to 1."""
+        return self._pool.usage
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """The requests that hold KV (held ones too), the most senior first."""
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> Sequence[Request]:
+        """The requests that hold no KV, the most senior first: O(n log n)."""
+        return tuple(sorted([*self._waiting, *self._groups.parked], key=self._seniority_of))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests) - len(self._running)
+
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def next_deadline_s(self) -> float | None:
+        """Return the earliest `hold_until_s` of the running requests, or None when none is held."""
+        return min((r.hold_until_s for r in self._running if r.hold_until_s is not None), default=None)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises `ValueError` when it could not run even with the whole pool to itself."""
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id!r} is already here")
+        self._check_lengths(request)
+        # The last token is never computed: nothing follows it.
+        num_blocks = self._pool.num_blocks_for(self._max_total_tokens(request) - 1)
+        if num_blocks > self._pool.num_blocks:
+            raise ValueError(
+                f"prompt and max_tokens need {num_blocks} KV blocks of {self._pool.block_size} tokens, "
+                f"the whole pool has {self._pool.num_blocks}"
+            )
+        self._requests[request.request_id] = request
+        seniority_s = request.arrival_s + request.priority * PRIORITY_STEP_S
+        self._seniority[request.request_id] = (seniority_s, self._num_added)
+        self._num_added += 1
+        self._groups.add(request)
+        self._enqueue([request])
+
+    def remove(self, request_id: str) -> Request | None:
+        """Forget a request wherever it is and free its KV at once; None when it is not here."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return None
+        if request.block_table:
+            self._running.remove(request)
+            self._free(request)
+        elif self._seniority_of(request) in self._waiting:
+            self._waiting.discard(self._seniority_of(request))
+        self._groups.remove(request)
+        del self._seniority[request_id]
+        return request
+
+    def schedule(self, now_s: float) -> Schedule | None:
+        """Choose the next step and reserve its KV; None when nothing can run now.
+
+        Every scheduled request must then be committed (or removed) before the next call.
+        """
+        step = _Step(budget=self._config.max_num_batched_tokens)
+        self._schedule_running(step, now_s)
+        if not step.preempted:  # blocks were just taken away for want of room: there is none for newcomers
+            self._admit_waiting(step)
+        if not step.items:  # perhaps after a preemption: all that it took away may be shared with who stays
+            return None
+        batch = build_batch(
+            step.items,
+            copies=step.copies,
+            moves=self.take_moves(),
+            block_size=self._pool.block_size,
+            vocab_size=self._config.vocab_size,
+        )
+        return Schedule(items=tuple(step.items), preempted=tuple(step.preempted), batch=batch)
+
+    @property
+    def moves(self) -> Sequence[tuple[int, int]]:
+        """The KV slots (source, target) that the next batch moves: commits since the last one accepted tree paths."""
+        return self._moves
+
+    def take_moves(self) -> list[tuple[int, int]]:
+        """Hand the moves over: whoever runs the next batch must make them before anything else."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def commit(self, item: ScheduledRequest, committed: Sequence[int], path: Sequence[int] | None = None) -> None:
+        """Take over a step's result: `committed` tokens after a sampling item, none after a prefill chunk.
+
+        `path` are the accepted draft tokens where the draft was a tree; of a chain they are its first ones.
+
+        before   |<- num_computed ->|<- to the end ->|<---------- draft ---------->|
+        verified |                  |                |<- accepted ->|<- rejected ->|
+        after    |<------------- num_computed --------------------->| recovered | bonus: in token_ids, no KV yet
+                                                                    |<- blocks beyond are released
+
+        A request that was removed while its step ran is left alone.
+        """
+        request = item.request
+        if self._requests.get(request.request_id) is not request:
+            return
+        first_unpublished = request.num_computed_tokens // self._pool.block_size
+        if item.samples:
+            max_committed = 1 + (len(item.draft.token_ids) if item.draft else 0)
+            assert 1 <= len(committed) <= max_committed, f"{len(committed)} tokens committed, at most {max_committed}"
+            self._move_path(request, (path or ())[: len(committed) - 1])
+            request.token_ids.extend(committed)
+            request.num_computed_tokens = request.num_tokens - 1
+            request.draft = None
+            request.hold_until_s = None
+        else:
+            assert not committed, "a prefill chunk samples nothing"
+            request.num_computed_tokens += item.num_new_tokens
+        self._tables.roll_back(request)
+        self._tables.publish(request, first_unpublished)
+        self._enqueue(self._groups.release(request))
+
+    def _move_path(self, request: Request, path: Sequence[int]) -> None:
+        """Have the KV of accepted tree nodes moved to where their positions are; called before they are committed.
+
+        slots    |<- committed ->|<- node 0 | node 1 | node 2 | node 3 ->|
+        path     |               |<-          node 1 ,         node 3 ->|   depth k goes to the k-th place
+        """
+        first, size = request.num_tokens, self._pool.block_size
+        for depth, node in enumerate(path):
+            if node != depth:
+                source, target = (slot_of(request.block_table, first + place, size) for place in (node, depth))
+                self._moves.append((source, target))
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless queues, block tables and pool agree."""
+        waiting = self.waiting
+        assert {*self._running, *waiting} == {*self._requests.values()}, "the queues are not what was added"
+        assert len(self._running) + len(waiting) == len(self._requests), "a request is queued twice"
+        assert self._running == sorted(self._running, key=self._seniority_of), "the running are not in order"
+        assert len(self._running) <= self._config.max_num_seqs, "too many requests are running"
+        for request in waiting:
+            assert not request.block_table, f"{request.request_id} waits and holds KV"
+            assert request.num_computed_tokens == 0, f"{request.request_id} waits with computed tokens"
+        for request in self._running:
+            num_blocks = self._pool.num_blocks_for(request.num_computed_tokens)
+            assert len(request.block_table) >= max(1, num_blocks), f"{request.request_id} has KV outside its blocks"
+            assert request.num_computed_tokens < request.num_tokens, f"{request.request_id} has nothing to compute"
+        self._groups.check_integrity(self._running)
+        self._pool.check_integrity([request.block_table for request in self._running])
+
+    def _check_lengths(self, request: Request) -> None:
+        if not 0 < request.num_prompt_tokens < self._config.max_model_len:
+            raise ValueError(
+                f"prompt_token_ids: a prompt of {request.num_prompt_tokens} tokens; it must have at least 1 "
+                f"and leave room for one more within the model's maximum of {self._config.max_model_len}"
+            )
+        if request.num_tokens >= self._max_total_tokens(request):
+            raise ValueError(f"output_token_ids: nothing is left to generate after {request.num_output_tokens} tokens")
+
+    def _seniority_of(self, request: Request) -> Seniority:
+        return self._seniority[request.request_id]
+
+    def _enqueue(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self._waiting.push(self._seniority_of(request), request)
+
+    def _schedule_running(self, step: _Step, now_s: float) -> None:
+        index = 0  # the list may lose its tail to preemption on the way
+        while index < len(self._running) and step.budget:
+            request = self._running[index]
+            index += 1
+            if request.hold_until_s is None or request.hold_until_s <= now_s:
+                self._schedule_request(request, step)
+
+    def _admit_waiting(self, step: _Step) -> None:
+        while step.budget and len(self._running) < self._config.max_num_seqs:
+            request = self._waiting.first()
+            if request is None:
+                return
+            if self._park(request):
+                self._waiting.pop()
+                continue
+            if not self._take_prefix(request):
+                return
+            self._waiting.pop()
+            insort(self._running, request, key=self._seniority_of)
+            self._groups.enter(request)
+            self._schedule_request(request, step)
+
+    def _park(self, request: Request) -> bool:
+        """Put a request aside while a sibling computes blocks of their prompt; for less than a block none waits."""
+        num_blocks = (request.num_prompt_tokens - 1) // self._pool.block_size
+        if request.group_id is None or num_blocks == 0 or _wants_prompt_rows(request):
+            return False
+        return not self._tables.has_cached(request, num_blocks - 1) and self._groups.park(request)
+
+    def _take_prefix(self, request: Request) -> bool:
+        """Give a waiting request the KV of its prefix that is here, if all that it has to compute now fits besides."""
+        if _wants_prompt_rows(request):
+            return self._tables.take_nothing(request)
+        source = self._groups.source(request)
+        # What lies beyond the prompt is this request's own output, of an earlier life: a sibling has no such KV.
+        if source is None or self._tables.has_cached(request, (request.num_prompt_tokens - 1) // self._pool.block_size):
+            is_taken = self._tables.take_cached(request)
+        else:
+            is_taken = self._tables.fork(request, source)
+        if is_taken and request.num_preemptions == 0:
+            self._count_prefix(request)
+        return is_taken
+
+    def _count_prefix(self, request: Request) -> None:
+        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if self._config.enable_prefix_caching:
+            self.num_prefix_queried_tokens += request.num_tokens
+            self.num_prefix_hit_tokens += request.num_computed_tokens
+
+    def _schedule_request(self, request: Request, step: _Step) -> None:
+        """Add one running request to the step, as far as budget and blocks reach; its draft yields to both.
+
+        Less senior ones are preempted for the request's own tokens only: a recompute costs more than a draft gains.
+        """
+        num_left = request.num_tokens - request.num_computed_tokens
+        num_wanted = min(num_left, step.budget)
+        if _wants_prompt_rows(request):  # at least one, so that it holds KV as every running request does
+            num_wanted = min(num_wanted, max(1, step.num_prompt_rows_left))
+        while self._tables.room(request) < num_wanted and self._running[-1] is not request:
+            self._preempt(self._running.pop(), step)
+        num_new = min(num_wanted, self._tables.room(request))
+        if num_new == 0:
+            return
+        samples = num_new == num_left
+        num_prompt_rows = num_new - samples if _wants_prompt_rows(request) else 0
+        draft = self._cut_draft(request, min(step.budget, self._tables.room(request)) - num_new) if samples else None
+        num_new += len(draft.token_ids) if draft else 0
+        step.copies += self._tables.reserve(request, num_new)
+        step.budget -= num_new
+        step.num_prompt_rows_left -= num_prompt_rows
+        step.items.append(
+            ScheduledRequest(
+                request=request,
+                num_new_tokens=num_new,
+                draft=draft,
+                samples=samples,
+                num_prompt_rows=num_prompt_rows,
+            )
+        )
+
+    def _cut_draft(self, request: Request, num_fitting: int) -> Draft | None:
+        """Return the part of a request's draft that this step verifies, counting what was cut.
+
+        Where to cut depends on counts and on what precedes the cut, never on the tokens drawn at or after it: otherwise
+        a sampled draft would bias the committed tokens (design.md, the fifth idea). So an id that cannot be right
+        stays in, to be verified with target probability 0.
+        """
+        draft = request.draft
+        if draft is None or not draft.token_ids:
+            return None
+        assert draft.position == request.num_tokens, f"draft for {draft.position} at {request.num_tokens} tokens"
+        # A recovered or bonus token always follows the accepted ones, and must still be within the limits.
+        max_depth = self._max_total_tokens(request) - request.num_tokens - 1
+        paying = draft if self._admission is None else self._admission.admitted(request, draft)
+        kept = first_nodes(paying, max_nodes=max(0, num_fitting), max_depth=max(0, max_depth))
+        request.metrics.num_cut_tokens += len(draft.token_ids) - len(kept.token_ids)
+        return kept if kept.token_ids else None
+
+    def _preempt(self, request: Request, step: _Step) -> None:
+        """Take a request's KV away; it will be recomputed, output included, when its turn comes again."""
+        self._free(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        if request.draft is not None:
+            request.metrics.num_cut_tokens += len(request.draft.token_ids)
+        request.draft = None
+        request.hold_until_s = None
+        self._enqueue([request])
+        step.preempted.append(request)
+
+    def _max_total_tokens(self, request: Request) -> int:
+        return min(self._config.max_model_len, request.num_prompt_tokens + request.sampling.max_tokens)
+
+    def _free(self, request: Request) -> None:
+        """Take a running request's KV away; siblings that were parked for it must look for themselves."""
+        self._tables.free(request)
+        self._enqueue(self._groups.leave(request))
+
+
+def _wants_prompt_rows(request: Request) -> bool:
+    """Return whether every prompt position must be computed here, for its logits; a preempted prompt starts again."""
+    return request.sampling.prompt_logprobs is not None and request.num_output_tokens == 0
