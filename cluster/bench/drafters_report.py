@@ -26,9 +26,9 @@ from rich.text import Text
 
 from outrider.cluster.bench.drafter_arms import OFF, BenchPlan, Measurement, Place
 from outrider.cluster.bench.figures import Machine, Workload, first_difference
+from outrider.cluster.common.terminal import NOTHING
 from outrider.verifier_service.messages.request import SpeculationMetrics
 
-NOTHING = "-"
 FORMAT_VERSION = 1
 _STATES = "States"
 _FROM_DRAFTER = frozenset({"Draft", "Resync"})

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from outrider.cluster.bench import figures as bench_figures
 from outrider.cluster.bench.figures import LIBRARY_ASSISTED, BenchResult, Row
+from outrider.cluster.common.terminal import NOTHING
 
-NOTHING = "-"
 FORMAT_VERSION = 1
 
 

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cluster.bench import serve_figures as bench_serve_figures
-from outrider.cluster.bench.report import NOTHING
 from outrider.cluster.bench.serve import ServeBenchResult
 from outrider.cluster.bench.serve_figures import Latency, LoadFigures
+from outrider.cluster.common.terminal import NOTHING
 
 FORMAT_VERSION = 1
 MAX_ERRORS_SHOWN = 10

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cluster.client.chat import UNSAFE
+from outrider.cluster.common.terminal import NOTHING
 
 BAR_CELLS = 10
-NOTHING = "-"
 FULL_KV = 0.9  # from here on requests are about to be preempted
 OLD_SNAPSHOT_S = 3.0  # the router has been silent for several intervals
 

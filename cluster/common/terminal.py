@@ -1,4 +1,4 @@
-"""What the verbs of `outrider bench` share: numbers in options, the console, progress, tables as Markdown.
+"""What commands share: numbers in options, the console, progress, tables as Markdown.
 
 Nothing heavy is imported before a verb runs.
 """
@@ -14,6 +14,7 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
+NOTHING = "-"  # in a cell of a table: there is no such figure
 NumberT = TypeVar("NumberT", int, float)
 
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.cluster.replicas.rank_actors import RANK_CPUS
-
+RANK_CPUS = 0.5  # what Ray reserves for a rank: the default pair must fit on the two cores of a small machine
 SHELL_CPUS = 0.1  # gateways, routers and the shells of engines wait for I/O
 
 

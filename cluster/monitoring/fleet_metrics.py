@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 from outrider.cluster.monitoring.fleet_load import tokens_per_accelerator
 from outrider.cluster.monitoring.metrics import LABELS, OWN_PREFIX, Definition, alias_of
 from outrider.cluster.router.fleet import DrafterReport, FleetSnapshot, ReplicaState, VerifierReport, VerifierState
-from outrider.verifier_service.messages.circuit_breaker import BreakerState
+from outrider.verifier_service.messages.engine import BreakerState
 from outrider.verifier_service.messages.histogram import HistogramCounts
 
 CIRCUIT_STATES = {BreakerState.CLOSED.value: 0.0, BreakerState.HALF_OPEN.value: 1.0, BreakerState.OPEN.value: 2.0}

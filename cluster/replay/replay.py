@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of, markdown_table
+from outrider.cluster.common.terminal import NOTHING, console_of, markdown_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from outrider.cluster.bench.figures import Machine
     from outrider.cluster.replay.traces import Figures
 
-NOTHING = "-"
 PLAIN_WIDTH = 150  # columns of text where the output is no terminal
 
 

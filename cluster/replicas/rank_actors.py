@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from outrider.cluster.config.placement import RANK_CPUS
 from outrider.verifier_service.model.ranks import PipeListener, RankSpec
 
-RANK_CPUS = 0.5  # what Ray reserves: the default pair must fit on the two cores of a small machine
 START_TIMEOUT_S = 300.0  # a rank imports torch and loads its share of the weights
 
 

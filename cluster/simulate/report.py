@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cluster.bench.report import NOTHING
+from outrider.cluster.common.terminal import NOTHING
 from outrider.cluster.simulate import figures as simulate_figures
 from outrider.cluster.simulate.figures import RunFigures
 from outrider.cluster.simulate.studies import DayStudy, FleetStudy, Plan

@@ -13,9 +13,15 @@ import torch
 
 from outrider.drafter_service.engine.draft_sampler import Children, draft_children
 from outrider.drafter_service.engine.engine import Ask, DraftResult
-from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, DrawnGrowth, TreeConfig, answer_of, result_of
-from outrider.drafter_service.head_drafters.last_state import chain_growth
-from outrider.drafter_service.head_drafters.medusa_drafter import best_of_product
+from outrider.drafter_service.engine.product_tree import best_of_product
+from outrider.drafter_service.engine.tree_growth import (
+    DEFAULT_TREES,
+    DrawnGrowth,
+    TreeConfig,
+    answer_of,
+    chain_growth,
+    result_of,
+)
 from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
 
 BRANCHING = 10  # the most children that a node of a best tree has: the product is deep in its likeliest tokens

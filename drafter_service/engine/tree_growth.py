@@ -89,6 +89,12 @@ def start_growth(ask: Ask, trees: TreeConfig, *, vocab_size: int, max_nodes: int
     )
 
 
+def chain_growth(ask: Ask, depth: int) -> DrawnGrowth:
+    """Start a chain: greedy and seeded requests take the likeliest tokens, others draw theirs from rows."""
+    is_drawn = ask.sampling.temperature > GREEDY_TEMPERATURE and ask.sampling.seed is None
+    return DrawnGrowth(ask.forced_ids, depth=depth, max_nodes=depth, branching=1, has_rows=is_drawn)
+
+
 class BestFirstGrowth:
     """The best `max_nodes` nodes by the chance of their whole path, none deeper than `depth`."""
 

@@ -15,9 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.drafter_service.engine.engine import Ask
-from outrider.drafter_service.engine.tree_growth import DrawnGrowth
 from outrider.verifier_service.messages.draft import FINAL_TAP, DraftNeeds
-from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
 
 LAST_STATE_NEEDS = DraftNeeds(taps=(FINAL_TAP,), last_state_only=True)
 
@@ -43,9 +41,3 @@ def first_within(num_tokens: Sequence[int], max_num_tokens: int) -> int:
     """Count the first drafts that fit a budget together; the first of all fits any."""
     totals = itertools.accumulate(num_tokens)
     return max(1, sum(1 for total in totals if total <= max_num_tokens))
-
-
-def chain_growth(ask: Ask, depth: int) -> DrawnGrowth:
-    """Start a chain: greedy and seeded requests take the likeliest tokens, others draw theirs from rows."""
-    is_drawn = ask.sampling.temperature > GREEDY_TEMPERATURE and ask.sampling.seed is None
-    return DrawnGrowth(ask.forced_ids, depth=depth, max_nodes=depth, branching=1, has_rows=is_drawn)

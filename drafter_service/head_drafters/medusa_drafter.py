@@ -7,15 +7,14 @@ best nodes are found one by one with a heap; the product itself is never made.
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 import torch
 
 from outrider.drafter_service.engine.draft_sampler import Children, draft_children
-from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
 from outrider.drafter_service.engine.engine import Ask, DraftResult
+from outrider.drafter_service.engine.product_tree import best_of_product
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.tree_growth import answer_of, result_of
 from outrider.drafter_service.head_drafters.last_state import (
@@ -27,7 +26,6 @@ from outrider.drafter_service.head_drafters.last_state import (
     last_states,
 )
 from outrider.drafter_service.heads.medusa import MedusaHeads
-from outrider.verifier_service.messages.draft import ROOT
 
 
 class MedusaDrafter:
@@ -114,28 +112,3 @@ def _answer(ask: Ask, depth: int, guesses: Sequence[Children]) -> DraftResult:
     for children in guesses:
         chain.grow([children])
     return answer_of(ask, chain)
-
-
-def best_of_product(levels: Sequence[Children], forced_ids: Sequence[int], *, max_nodes: int) -> ChosenNodes:
-    """Find the best `max_nodes` nodes, forced tokens first, of the tree in which every node has the same children.
-
-    `levels` are the children at each depth after the forced tokens, likeliest first. Of the candidates only the best
-    unused child of each node is looked at: O(max_nodes log max_nodes).
-    """
-    tree = DraftTree()
-    last = ROOT
-    for token_id in forced_ids[:max_nodes]:
-        last = tree.add(last, token_id, 1.0)
-    num_forced = len(tree)
-    candidates = [(-levels[0].probs[0], last, 0)] if levels else []  # (- score, parent, rank among its children)
-    while candidates and len(tree) < max_nodes:
-        _, parent, rank = heapq.heappop(candidates)
-        depth = 0 if parent == ROOT else tree.depths[parent] + 1
-        above = 1.0 if parent == ROOT else tree.scores[parent]
-        level, *below = levels[depth - num_forced :][:2]
-        node = tree.add(parent, level.token_ids[rank], level.probs[rank])
-        if rank + 1 < len(level.probs):
-            heapq.heappush(candidates, (-above * level.probs[rank + 1], parent, rank + 1))
-        if below:
-            heapq.heappush(candidates, (-tree.scores[node] * below[0].probs[0], node, 0))
-    return tree.best(max_nodes)

@@ -13,13 +13,12 @@ from outrider.drafter_service.service.speculative_config import (
     Method,
     SpeculativeConfig,
 )
+from outrider.drafter_service.target.scratch_blocks import MAX_DRAFTS_TOGETHER, scratch_blocks_per_draft
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.architectures import load_model_description, resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.ranks import RankSpec
-
-MAX_DRAFTS_TOGETHER = 32  # that a target drafts for itself in one go: scratch blocks for more would lie idle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +104,3 @@ def num_scratch_blocks(spec: DrafterSpec, block_size: int, max_num_seqs: int) ->
         return 0
     num_nodes = max(speculative.num_tree_nodes, speculative.num_speculative_tokens)
     return min(max_num_seqs, MAX_DRAFTS_TOGETHER) * scratch_blocks_per_draft(num_nodes, block_size)
-
-
-def scratch_blocks_per_draft(num_nodes: int, block_size: int) -> int:
-    """Return how many blocks hold a partly filled block's tokens, the last committed one and the drafted ones."""
-    return -(-(block_size + num_nodes) // block_size)

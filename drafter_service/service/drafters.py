@@ -42,8 +42,6 @@ from outrider.verifier_service.model.architectures import load_model_description
 from outrider.verifier_service.model.runner import resolve_device
 from outrider.verifier_service.model.weights import Checkpoint
 
-MAX_DRAFTS_TOGETHER = 32  # that a target drafts for itself in one go: scratch blocks for more would lie idle
-
 
 def build_drafter(spec: DrafterSpec, *, runner: Runner | None = None, view: TargetView | None = None) -> Drafter:
     """Build what `spec` asks for; raises `ValueError` naming what is wrong with it or its files.

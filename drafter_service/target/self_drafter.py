@@ -29,7 +29,7 @@ from outrider.drafter_service.engine.tree_growth import (
     start_growth,
     stem_length,
 )
-from outrider.drafter_service.service.drafter_spec import scratch_blocks_per_draft
+from outrider.drafter_service.target.scratch_blocks import scratch_blocks_per_draft
 from outrider.drafter_service.target.target_view import TargetView
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.messages.draft import ROOT, DraftNeeds

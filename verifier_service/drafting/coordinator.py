@@ -20,7 +20,7 @@ from outrider.verifier_service.drafting.drafter_record import (
 )
 from outrider.verifier_service.drafting.joining import DueDraft
 from outrider.verifier_service.drafting.round_timer import RoundTimer
-from outrider.verifier_service.messages.circuit_breaker import BreakerState, CircuitBreaker
+from outrider.verifier_service.links.circuit_breaker import CircuitBreaker
 from outrider.verifier_service.messages.draft import (
     Close,
     Commit,
@@ -35,7 +35,7 @@ from outrider.verifier_service.messages.draft import (
     VerifierMessage,
     check_draft,
 )
-from outrider.verifier_service.messages.engine import DrafterTime
+from outrider.verifier_service.messages.engine import BreakerState, DrafterTime
 from outrider.verifier_service.messages.histogram import Histogram
 from outrider.verifier_service.messages.request import AcceptanceRule, Request
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing

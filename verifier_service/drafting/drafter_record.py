@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from outrider.verifier_service.drafting.draft_yield import DraftYield
 from outrider.verifier_service.drafting.round_timer import LateShare, RoundTimer
-from outrider.verifier_service.messages.circuit_breaker import CircuitBreaker
+from outrider.verifier_service.links.circuit_breaker import CircuitBreaker
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.engine import DrafterTime
 

@@ -20,8 +20,8 @@ import grpc
 
 from outrider.proto.link_pb2 import Frame
 from outrider.proto.link_pb2_grpc import DrafterLinkStub
+from outrider.verifier_service.links.circuit_breaker import BreakerConfig, CircuitBreaker
 from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
-from outrider.verifier_service.messages.circuit_breaker import BreakerConfig, CircuitBreaker
 from outrider.verifier_service.messages.draft import PROTOCOL_VERSION, DrafterMessage, DraftNeeds
 from outrider.verifier_service.messages.link import (
     DRAFTER_MESSAGES,

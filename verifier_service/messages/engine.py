@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
-from outrider.verifier_service.messages.circuit_breaker import BreakerState
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.histogram import NO_VALUES, HistogramCounts
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SpeculationPlan
@@ -87,6 +87,14 @@ class DrafterTime:
     seconds: float  # from asking to the draft, smoothed
     late_share: float = 0.0  # of its drafts: that missed their deadline
     accepted_per_round: float | None = None  # tokens; None: hardly any request was its lately, or none could draft
+
+
+class BreakerState(enum.Enum):
+    """Of a circuit breaker in front of a drafter."""
+
+    CLOSED = "closed"  # healthy: everything may pass
+    OPEN = "open"  # failing: nothing may pass
+    HALF_OPEN = "half_open"  # one probe may pass; its outcome decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.pricing.cost_model import ExpertShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.verifier_service.messages.engine import StepTime
+from outrider.verifier_service.messages.expert_shape import ExpertShape
 
 FADE = 0.98  # of what earlier steps say, per step: a memory of about 50
 PRIOR_STEPS = (1.0, 0.1, 0.1, 0.1, 0.1)  # how many steps the profile is worth against each factor
@@ -120,18 +121,6 @@ class StepShape:
     num_tokens: int  # computed
     num_context_tokens: int  # KV positions read, by all of its sequences together
     is_drafting: bool = False  # drafters work for it, before or meanwhile: they may share memory or cores with it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertShape:
-    """A mixture of experts: a step reads the weights of every expert that one of its tokens is sent to."""
-
-    num_experts: int
-    num_active: int  # per token
-
-    def covered_share(self, num_tokens: float) -> float:
-        """Return the share of the experts that `num_tokens` are expected to use, each sent anywhere alike."""
-        return 1.0 - (1.0 - self.num_active / self.num_experts) ** num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,10 @@ from dataclasses import dataclass, field, replace
 
 from outrider.verifier_service.messages.draft import ROOT, Draft
 from outrider.verifier_service.messages.engine import StepTime
+from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.messages.tree import depths
-from outrider.verifier_service.pricing.cost_model import ContextTime, CostModel, ExpertShape, StepShape, StepTimeModel
+from outrider.verifier_service.pricing.cost_model import ContextTime, CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.pricing.load_levels import LoadLevel, LoadLevels
 from outrider.verifier_service.pricing.offer import Offer, PricedStep, Round, confidences_of, hoped_worths, judged_nodes
 from outrider.verifier_service.pricing.recent_confidences import RecentConfidences

@@ -1,6 +1,5 @@
-from outrider.cluster.config.placement import SHELL_CPUS, PoolPlacement
+from outrider.cluster.config.placement import RANK_CPUS, SHELL_CPUS, PoolPlacement
 from outrider.cluster.config.service_config import ServiceConfig
-from outrider.cluster.replicas.rank_actors import RANK_CPUS
 
 SHELL, RANK = {"CPU": SHELL_CPUS}, {"CPU": RANK_CPUS}
 

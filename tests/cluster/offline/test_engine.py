@@ -14,8 +14,8 @@ import torch
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.engine import OfflineEngine, PipeDraftClient
 from outrider.cluster.offline.prompts import Result, collect
+from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, SamplingParams, SpeculationPlan
-from outrider.verifier_service.pricing.cost_model import ExpertShape
 from tiny_models import make_checkpoint, make_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

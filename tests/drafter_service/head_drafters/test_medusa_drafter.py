@@ -11,8 +11,9 @@ import torch
 from law import p_value
 from outrider.drafter_service.engine.draft_sampler import Children, quantised_rows
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
+from outrider.drafter_service.engine.product_tree import best_of_product
 from outrider.drafter_service.engine.sessions import SessionKey
-from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter, best_of_product
+from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
 from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,

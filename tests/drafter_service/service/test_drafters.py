@@ -13,10 +13,8 @@ from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
 from outrider.drafter_service.lookup.suffix_drafter import SuffixDrafter
 from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.drafter_service.service.drafter_spec import (
-    MAX_DRAFTS_TOGETHER,
     DrafterSpec,
     num_scratch_blocks,
-    scratch_blocks_per_draft,
     state_taps,
 )
 from outrider.drafter_service.service.drafters import build_drafter
@@ -30,6 +28,7 @@ from outrider.drafter_service.service.speculative_config import (
     Method,
     SpeculativeConfig,
 )
+from outrider.drafter_service.target.scratch_blocks import MAX_DRAFTS_TOGETHER, scratch_blocks_per_draft
 from outrider.drafter_service.target.self_drafter import SelfDrafter
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.config import ModelConfig

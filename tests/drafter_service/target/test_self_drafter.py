@@ -16,9 +16,9 @@ from drafter_play import GREEDY, ask_of, check_form, paths_of
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, Drafter, DraftResult
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.tree_growth import TreeConfig
-from outrider.drafter_service.service.drafter_spec import scratch_blocks_per_draft
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.target.early_exit_drafter import early_exit_drafter
+from outrider.drafter_service.target.scratch_blocks import scratch_blocks_per_draft
 from outrider.drafter_service.target.self_drafter import SelfDrafter
 from outrider.drafter_service.target.sparse_drafter import choose_blocks, sparse_drafter
 from outrider.drafter_service.target.target_view import TargetView

@@ -10,7 +10,7 @@ import pytest
 from engine_bench import MemoryDrafts
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig, StateSource
 from outrider.verifier_service.drafting.draft_yield import RETRY_STEPS
-from outrider.verifier_service.messages.circuit_breaker import BreakerConfig, BreakerState
+from outrider.verifier_service.links.circuit_breaker import BreakerConfig
 from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,
     Close,
@@ -24,6 +24,7 @@ from outrider.verifier_service.messages.draft import (
     States,
     VerifierMessage,
 )
+from outrider.verifier_service.messages.engine import BreakerState
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     GenerationRequest,

@@ -19,9 +19,10 @@ from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.service.service import DrafterLinkServicer, EngineDeadError
 from outrider.proto.link_pb2_grpc import DrafterLinkServicer as DrafterLinkBase
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
+from outrider.verifier_service.links.circuit_breaker import BreakerConfig
 from outrider.verifier_service.links.drafter_link import DrafterLink, LinkConfig, LinkEvent
-from outrider.verifier_service.messages.circuit_breaker import BreakerConfig, BreakerState
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, Resync
+from outrider.verifier_service.messages.engine import BreakerState
 from outrider.verifier_service.messages.link import (
     CHANNEL_OPTIONS,
     MAX_DRAFTER_FRAME_BYTES,

@@ -15,9 +15,9 @@ from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.links.circuit_breaker import BreakerConfig
 from outrider.verifier_service.links.drafter_link import DrafterLink, LinkConfig, LinkEvent
 from outrider.verifier_service.links.grpc_channel import open_channel
-from outrider.verifier_service.messages.circuit_breaker import BreakerConfig
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterIdentity, Hello
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams
 from outrider.verifier_service.messages.wire import decode, encode

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.model.architectures import (
     ARCHITECTURES,
     UnsupportedModelError,
@@ -19,7 +20,6 @@ from outrider.verifier_service.model.architectures import (
     resolve_folder,
 )
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.pricing.cost_model import ExpertShape
 from tiny_models import COMMON, TINY_ARCHITECTURES
 
 

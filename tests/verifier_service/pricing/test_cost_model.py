@@ -4,7 +4,8 @@ import random
 import pytest
 
 from outrider.verifier_service.messages.engine import StepTime
-from outrider.verifier_service.pricing.cost_model import CostModel, ExpertShape, StepShape, StepTimeModel
+from outrider.verifier_service.messages.expert_shape import ExpertShape
+from outrider.verifier_service.pricing.cost_model import CostModel, StepShape, StepTimeModel
 
 
 def model(*points: tuple[int, float]) -> StepTimeModel:

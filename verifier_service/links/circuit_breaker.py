@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
-
-class BreakerState(enum.Enum):
-    CLOSED = "closed"  # healthy: everything may pass
-    OPEN = "open"  # failing: nothing may pass
-    HALF_OPEN = "half_open"  # one probe may pass; its outcome decides
+from outrider.verifier_service.messages.engine import BreakerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

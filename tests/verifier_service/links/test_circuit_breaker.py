@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.verifier_service.messages.circuit_breaker import BreakerConfig, BreakerState, CircuitBreaker
+from outrider.verifier_service.links.circuit_breaker import BreakerConfig, CircuitBreaker
+from outrider.verifier_service.messages.engine import BreakerState
 
 CONFIG = BreakerConfig(failure_threshold=3, open_s=10.0, probe_timeout_s=5.0)
 
