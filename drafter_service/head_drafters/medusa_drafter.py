@@ -16,10 +16,9 @@ from outrider.drafter_service.engine.draft_sampler import Children, draft_childr
 from outrider.drafter_service.engine.engine import Ask, DraftResult
 from outrider.drafter_service.engine.product_tree import best_of_product
 from outrider.drafter_service.engine.sessions import SessionKey
-from outrider.drafter_service.engine.tree_growth import answer_of, result_of
+from outrider.drafter_service.engine.tree_growth import answer_of, chain_growth, result_of
 from outrider.drafter_service.head_drafters.last_state import (
     LAST_STATE_NEEDS,
-    chain_growth,
     draft_depth,
     first_within,
     has_state,

@@ -19,10 +19,9 @@ import torch
 from outrider.drafter_service.engine.draft_sampler import Children, draft_children
 from outrider.drafter_service.engine.engine import Ask, DraftResult
 from outrider.drafter_service.engine.sessions import SessionKey
-from outrider.drafter_service.engine.tree_growth import BestFirstGrowth, Growth, answer_of
+from outrider.drafter_service.engine.tree_growth import BestFirstGrowth, Growth, answer_of, chain_growth
 from outrider.drafter_service.head_drafters.last_state import (
     LAST_STATE_NEEDS,
-    chain_growth,
     draft_depth,
     first_within,
     has_state,

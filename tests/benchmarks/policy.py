@@ -22,8 +22,8 @@ from outrider.cluster.common.terminal import console_of, markdown_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from benchmarks.policy_replay import MachineFit
-    from benchmarks.policy_table import Point
+    from benchmarks.draft_lengths.replay import MachineFit
+    from benchmarks.draft_lengths.table import Point
 
 PLAIN_WIDTH = 180  # columns of text where the output is no terminal
 BATCH_SIZES = "1,2,4,8,16,32,64,128,256"
@@ -74,8 +74,8 @@ def policy(
     TRACES_FOLDER holds JSONL files (.gz too): prompt_token_ids, generated_token_ids, and acc_eagle.acc_len and
     acc_ngram.acc_len: the tokens that one verification at each generated position committed.
     """
-    from benchmarks.policy_replay import MachineFit
-    from benchmarks.policy_table import count_points, run_table
+    from benchmarks.draft_lengths.replay import MachineFit
+    from benchmarks.draft_lengths.table import count_points, run_table
     from outrider.cluster.replay.traces import TraceError, read_traces
 
     files = sorted(path for path in traces_folder.iterdir() if path.name.endswith(SUFFIXES))
@@ -182,7 +182,7 @@ def to_table(title: str, points: Sequence[Point]) -> Table:
 
 def verdict(points: Sequence[Point]) -> str:
     """Say at how many points adaptive is what it has to be, and where it is not."""
-    from benchmarks.policy_table import MIN_OF_ORACLE, MIN_OF_TABLE
+    from benchmarks.draft_lengths.table import MIN_OF_ORACLE, MIN_OF_TABLE
 
     missed = [point for point in points if not point.is_met]
     lines = [
@@ -220,7 +220,8 @@ def to_json(points: Sequence[Point], machine: MachineFit) -> dict[str, object]:
 
 def to_markdown(points: Sequence[Point], machine: MachineFit) -> str:
     """Write a page: what was replayed, the verdict, a table per dataset and drafter, what the names mean."""
-    from benchmarks import policy_replay, policy_table
+    from benchmarks.draft_lengths import replay as policy_replay
+    from benchmarks.draft_lengths import table as policy_table
 
     lines = [
         "# How much to draft: policies over recorded acceptance",

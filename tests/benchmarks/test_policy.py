@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.draft_lengths.replay import EAGLE, NGRAM, MachineFit
+from benchmarks.draft_lengths.table import Point, count_points, run_table
 from benchmarks.policy import cells, grouped, to_json, to_markdown, verdict
-from benchmarks.policy_replay import EAGLE, NGRAM, MachineFit
-from benchmarks.policy_table import Point, count_points, run_table
 from outrider.cluster.cli.bench import bench
 from outrider.cluster.replay.traces import Trace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from fake_backend import build_tokenizer
+from fakes.backend import build_tokenizer
 
 
 @pytest.fixture(scope="session")

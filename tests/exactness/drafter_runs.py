@@ -25,7 +25,7 @@ from outrider.verifier_service.messages.request import (
     SpeculationPlan,
     VerificationMode,
 )
-from tiny_models import full_logits
+from tiny.models import full_logits
 
 ALPHA = 1e-5
 NUM_NEW_TOKENS = 24

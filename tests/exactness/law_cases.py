@@ -16,10 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 
-import law
+from exactness import law
+from fakes.scripted import (
+    PERIOD,
+    DraftScript,
+    Drawn,
+    Result,
+    Scenario,
+    random_laws,
+    run_scenario,
+    sparse_row,
+    triple_law,
+)
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, SparseRow
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
-from scripted import PERIOD, DraftScript, Drawn, Result, Scenario, random_laws, run_scenario, sparse_row, triple_law
 
 VOCAB_SIZE = 6
 NUM_DRAWS = 30_000  # of each population

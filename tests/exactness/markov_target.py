@@ -17,8 +17,8 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 from exactness.drafter_checkpoints import small_tokens, write_tokenizer
-from law import MIN_EXPECTED
-from tiny_models import full_logits, make_model
+from exactness.law import MIN_EXPECTED
+from tiny.models import full_logits, make_model
 
 VOCAB_SIZE = 5
 SHAPE = {

@@ -22,7 +22,7 @@ from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
-from tiny_models import make_model
+from tiny.models import make_model
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 128

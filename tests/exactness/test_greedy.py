@@ -29,7 +29,7 @@ from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, entered
 from outrider.verifier_service.model.runner import ModelRunner, forward_packed
-from tiny_models import TINY_ARCHITECTURES, random_sequences
+from tiny.models import TINY_ARCHITECTURES, random_sequences
 
 NUM_NEW_TOKENS = 20
 PROMPTS = random_sequences((5, 33, 14))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-import law
+from exactness import law
 from exactness.law_cases import CASES, DEFECTS, NUM_DRAWS, Outcome, run_case
 
 ALPHA = 1e-4

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config
 
-import law
+from exactness import law
 from exactness.small_engines import load
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig, Drafter
 from outrider.drafter_service.heads.dflash import DFlashConfig, DFlashHead
@@ -33,8 +33,8 @@ from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
-from tiny_heads import randomised
-from tiny_models import full_logits, make_model
+from tiny.heads import randomised
+from tiny.models import full_logits, make_model
 
 VOCAB_SIZE, MASK_ID, ALPHA = 8, 7, 1e-4
 NUM_DRAWS, NUM_DEFECT_DRAWS = 4000, 1500

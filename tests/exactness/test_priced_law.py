@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-import law
+from exactness import law
 from exactness.law_cases import GOOD_LAWS, PROMPT, TARGET_LAWS, VOCAB_SIZE, Population, weight_of
+from fakes.scripted import PERIOD, DraftScript, ScriptedDrafter, ScriptedTarget, VirtualClock
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.batch import ScheduledBatch
@@ -28,7 +29,6 @@ from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.schedule import first_nodes
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
-from scripted import PERIOD, DraftScript, ScriptedDrafter, ScriptedTarget, VirtualClock
 
 ALPHA = 1e-4
 NUM_DRAWS, NUM_SEEDED_DRAWS = 12_000, 1_500

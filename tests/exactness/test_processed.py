@@ -28,6 +28,7 @@ from exactness.small_engines import (
     make_lively_model,
     perturbed_copy,
 )
+from fakes.processed import processed_row
 from outrider.verifier_service.messages.request import (
     GenerationRequest,
     LogitBias,
@@ -39,8 +40,7 @@ from outrider.verifier_service.messages.request import (
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.sampler import target_probs
-from processed import processed_row
-from tiny_models import VOCAB_SIZE, full_logits, random_sequences
+from tiny.models import VOCAB_SIZE, full_logits, random_sequences
 
 ARCHITECTURE = "gpt_neox"  # one whose plain output repeats itself, so that penalties show
 NUM_NEW_TOKENS = 24

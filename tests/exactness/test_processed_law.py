@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from law import assert_law, draw_rows, joint_counts, many_small_objects, power, rejects_law, shifted
+from exactness.law import assert_law, draw_rows, joint_counts, many_small_objects, power, rejects_law, shifted
+from fakes.processed import processed_row
+from fakes.scripted import softmax, sparse_row
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft
 from outrider.verifier_service.messages.request import LogitBias, SamplingParams
 from outrider.verifier_service.sampling.logits_processors import LogitEdits, LogitsProcessor
 from outrider.verifier_service.sampling.sampler import target_probs
 from outrider.verifier_service.sampling.verification import VerificationEntry, verify
-from processed import processed_row
-from scripted import softmax, sparse_row
 
 VOCAB_SIZE = 5
 NUM_DRAWS = 60_000

@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 
-from outrider.verifier_service.links.tensor_channel import ChannelLimits
-from outrider.verifier_service.messages.draft import Resync
-from outrider.verifier_service.messages.engine import Relay
-from outrider.verifier_service.messages.request import GenerationRequest
-from outrider.verifier_service.messages.wire import encode
-from remote_states import (
+from exactness.remote_states import (
     DRAFT_DEADLINE_S,
     Colocated,
     DrafterProcess,
@@ -26,7 +21,12 @@ from remote_states import (
     verifying,
     write_pair,
 )
-from tiny_models import random_sequences
+from outrider.verifier_service.links.tensor_channel import ChannelLimits
+from outrider.verifier_service.messages.draft import Resync
+from outrider.verifier_service.messages.engine import Relay
+from outrider.verifier_service.messages.request import GenerationRequest
+from outrider.verifier_service.messages.wire import encode
+from tiny.models import random_sequences
 
 BYTES_PER_TOKEN = 3 * 64 * 4  # three taps of a 64 wide model in float32
 PROMPTS = random_sequences((9, 30, 17), seed=3)

@@ -33,7 +33,7 @@ from outrider.verifier_service.messages.request import (
     SpeculationPlan,
     VerificationMode,
 )
-from tiny_models import make_model, random_sequences
+from tiny.models import make_model, random_sequences
 
 NUM_BRANCHES = 6
 MAX_AHEAD_TOKENS = 4096

@@ -15,7 +15,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from byte_tokens import UNFORCED, ByteTokens, allowed_ids, matches
 from exactness.small_engines import (
     Generated,
     Limits,
@@ -28,6 +27,8 @@ from exactness.small_engines import (
     make_lively_model,
     perturbed_copy,
 )
+from fakes.byte_tokens import UNFORCED, ByteTokens, allowed_ids, matches
+from fakes.processed import processed_row
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
 from outrider.verifier_service.messages.draft import ROOT, Commit, Draft
 from outrider.verifier_service.messages.request import (
@@ -43,8 +44,7 @@ from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.grammar import GrammarCompiler
 from outrider.verifier_service.sampling.sampler import target_probs
-from processed import processed_row
-from tiny_models import VOCAB_SIZE, full_logits, random_sequences
+from tiny.models import VOCAB_SIZE, full_logits, random_sequences
 
 ARCHITECTURE = "llama"
 EOS, STOP = 2, 10  # the tiny models' end, and a token that no text of the grammar has

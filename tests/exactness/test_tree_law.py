@@ -18,12 +18,12 @@ import torch
 from exactness.drafter_cells import SERVED, Bench, Cell, Place, Shape, drive
 from exactness.drafter_runs import ALPHA, LAW_PROMPT, NUM_LAW_TOKENS, MarkovRuns, law_requests
 from exactness.markov_target import VOCAB_SIZE, count_transitions, transition_p_value
+from fakes.scripted import random_laws, sparse_row
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, DraftNeeds, SparseRow
 from outrider.verifier_service.messages.request import AcceptanceRule
-from scripted import random_laws, sparse_row
 
 NUM_CHILDREN = {ROOT: 3, 0: 2, 1: 1, 2: 1}
 NUM_NODES = sum(NUM_CHILDREN.values())

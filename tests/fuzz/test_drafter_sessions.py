@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_runner import FakeRunner
+from fakes.runner import FakeRunner
 from fuzz.budget import examples
 from fuzz.frames import values_of
 from fuzz.tally import TALLY
@@ -50,8 +50,8 @@ from outrider.verifier_service.messages.draft import (
     check_draft,
 )
 from outrider.verifier_service.messages.wire import decode, encode
-from tiny_dflash import dflash_head
-from tiny_heads import VOCAB_SIZE, eagle3_head, eagle_head
+from tiny.dflash import dflash_head
+from tiny.heads import VOCAB_SIZE, eagle3_head, eagle_head
 
 MAX_LENGTH, MAX_NODES = 5, 9
 DRAWN = TreeConfig(method="sampled", branching=3)

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from external_drafter import FAULTS, Fault
 from fuzz.budget import examples
 from fuzz.tally import TALLY
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow, check_draft
@@ -19,6 +18,7 @@ from outrider.verifier_service.messages.tree import parents_of
 from outrider.verifier_service.messages.wire import WireError, decode
 from outrider.verifier_service.sampling.verification import VerificationEntry, verify
 from outrider.verifier_service.scheduling.schedule import first_nodes
+from services.external_drafter import FAULTS, Fault
 
 VOCAB_SIZE, DRAFT_VOCAB_SIZE = 7, 9  # the drafter's is padded
 MAX_LENGTH, MAX_NODES = 4, 6

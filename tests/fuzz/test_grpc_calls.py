@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from smg_grpc_proto.generated import vllm_engine_pb2
 
-from fake_backend import FakeBackend, build_gateway, build_tokenizer
+from fakes.backend import FakeBackend, build_gateway, build_tokenizer
 from fuzz.budget import examples
 from fuzz.protobufs import messages_of, spoilt
 from fuzz.servers import CALL_TIMEOUT_S, Loop, kept_open, status_of

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
-from fake_backend import FakeBackend, build_gateway, build_tokenizer
+from fakes.backend import FakeBackend, build_gateway, build_tokenizer
 from fuzz.budget import examples
 from fuzz.json_bodies import (
     BASE_BODIES,

@@ -12,9 +12,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bench import EngineBench, make_request, tokens_of
-from fake_backend import FakeBackend, build_gateway, build_tokenizer
-from fake_runner import continuation
+from fakes.backend import FakeBackend, build_gateway, build_tokenizer
+from fakes.engine_bench import EngineBench, make_request, tokens_of
+from fakes.runner import continuation
 from fuzz.budget import examples
 from fuzz.tally import TALLY
 from outrider.cluster.gateway.gateway import Gateway, RequestInput

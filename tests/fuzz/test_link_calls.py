@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_bench import EngineBench, greedy_tokens, make_request
-from fake_runner import FakeRunner
+from fakes.engine_bench import EngineBench, greedy_tokens, make_request
+from fakes.runner import FakeRunner
 from fuzz.budget import examples
 from fuzz.frames import FRAMES, INTEGERS, spoilt_frames, values_of
 from fuzz.servers import CALL_TIMEOUT_S, Loop, kept_open, status_of

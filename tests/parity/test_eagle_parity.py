@@ -13,7 +13,7 @@ from outrider.drafter_service.heads.eagle3 import Eagle3Head
 from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.heads.mtp import MtpHead
 from outrider.verifier_service.model.weights import StateDictSource
-from tiny_heads import SlowDrafting
+from tiny.heads import SlowDrafting
 
 DATA = Path(__file__).parent / "data"
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}

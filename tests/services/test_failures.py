@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from external_drafter import FAULTS, Fault
-from failures import (
+from services.external_drafter import FAULTS, Fault
+from services.failures import (
     FLEET_CASES,
     LINK_CASES,
     PARALLEL_CASES,

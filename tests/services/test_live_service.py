@@ -13,9 +13,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from live_service import LiveService, live_service, wait_for
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.proto import generation_pb2, generation_pb2_grpc
+from services.live_service import LiveService, live_service, wait_for
 
 pytestmark = pytest.mark.service
 

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from live_service import LiveService, live_service, wait_for
-from load_tools import (
+from outrider.drafter_service.embedded import held_out_prompts
+from services.live_service import LiveService, live_service, wait_for
+from services.load_tools import (
     Ask,
     ClosedLoop,
     ask_many,
@@ -28,7 +29,6 @@ from load_tools import (
     short_asks,
     stream_all,
 )
-from outrider.drafter_service.embedded import held_out_prompts
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]  # a busy machine serves slowly
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from live_service import LiveService, live_service, wait_for
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
+from services.live_service import LiveService, live_service, wait_for
 
 pytestmark = pytest.mark.service
 

@@ -11,11 +11,11 @@ import grpc
 import pytest
 from ray import serve
 
-from live_service import LiveService, live_service
 from outrider.cluster.config.service_config import APP_NAME
 from outrider.cluster.replicas.app import build
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.proto import generation_pb2, generation_pb2_grpc
+from services.live_service import LiveService, live_service
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 

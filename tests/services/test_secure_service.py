@@ -12,12 +12,12 @@ import pytest
 from google.protobuf import descriptor_pool, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from certificates import Certificates
-from live_service import LiveService, live_service
 from outrider.cluster.api.grpc_api import SERVICE_NAME
 from outrider.cluster.common.api_keys import hash_api_key
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.proto import generation_pb2, generation_pb2_grpc, link_pb2, link_pb2_grpc
+from services.certificates import Certificates
+from services.live_service import LiveService, live_service
 
 pytestmark = pytest.mark.service
 

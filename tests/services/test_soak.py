@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from external_drafter import FAULTS
-from failures import (
+from services.external_drafter import FAULTS
+from services.failures import (
     ENGINE_TIMEOUT_S,
     FLEET_CASES,
     LINK_CASES,

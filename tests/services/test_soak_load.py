@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from live_service import LiveService, live_service
-from load_tools import (
+from outrider.drafter_service.embedded import held_out_prompts
+from services.live_service import LiveService, live_service
+from services.load_tools import (
     LoadResult,
     Process,
     ask_many,
@@ -27,7 +28,6 @@ from load_tools import (
     short_asks,
     stream_all,
 )
-from outrider.drafter_service.embedded import held_out_prompts
 
 NUM_STREAMS = 256
 STREAM_TOKENS = 64

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from live_service import Streamed
 from outrider.cluster.router.fleet import DisabledReason
 from outrider.drafter_service.embedded import held_out_prompts
-from raylets import QUICK, Deployed, deployed_service, wait
+from services.live_service import Streamed
+from services.raylets import QUICK, Deployed, deployed_service, wait
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 

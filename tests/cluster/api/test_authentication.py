@@ -14,8 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from certificates import Certificates
-from fake_backend import FakeBackend, build_gateway, says
+from fakes.backend import FakeBackend, build_gateway, says
 from outrider.cluster.api.authentication import ApiKeyInterceptor, ApiKeyMiddleware
 from outrider.cluster.api.grpc_api import SERVICE_NAME, start_grpc_server
 from outrider.cluster.api.http_server import HttpsServer
@@ -23,6 +22,7 @@ from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.common.api_keys import ApiKeys, hash_api_key
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
+from services.certificates import Certificates
 
 KEY = "sk-right"
 WRONG_KEY = "sk-wrong"

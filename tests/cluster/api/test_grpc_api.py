@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from fake_backend import FakeBackend, build_gateway, fake_logprobs, says
+from fakes.backend import FakeBackend, build_gateway, fake_logprobs, says
 from outrider.cluster.api.grpc_api import SERVICE_NAME, start_grpc_server
 from outrider.cluster.common.errors import Overloaded
 from outrider.proto import generation_pb2 as pb

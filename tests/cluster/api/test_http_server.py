@@ -13,9 +13,9 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from certificates import Certificates
 from outrider.cluster.api.http_server import MAX_HEADER_BYTES, HttpsServer, PunctualProtocol
 from outrider.cluster.common.security import TlsConfig
+from services.certificates import Certificates
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from transformers import AutoTokenizer
 
-from fake_backend import FakeBackend, build_gateway, fake_logprobs, says
+from fakes.backend import FakeBackend, build_gateway, fake_logprobs, says
 from outrider.cluster.api import vllm_grpc
 from outrider.cluster.api.authentication import ApiKeyInterceptor
 from outrider.cluster.api.grpc_api import start_grpc_server

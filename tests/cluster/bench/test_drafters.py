@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from fake_backend import build_tokenizer
+from fakes.backend import build_tokenizer
 from outrider.cluster.bench.arms import BenchError
 from outrider.cluster.bench.drafter_arms import (
     OFF,
@@ -51,7 +51,7 @@ from outrider.drafter_service.service.speculative_config import Location, Method
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DrafterEvent, DraftSampling, Open
 from outrider.verifier_service.messages.request import SpeculationMetrics
 from outrider.verifier_service.messages.wire import encode
-from tiny_models import make_checkpoint, random_sequences
+from tiny.models import make_checkpoint, random_sequences
 
 PROMPTS = tuple(tuple(sequence) for sequence in random_sequences((5, 9, 3)))
 WORKLOAD = Workload(prompts=PROMPTS, max_tokens=10, num_speculative_tokens=3)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fake_backend import build_tokenizer
+from fakes.backend import build_tokenizer
 from outrider.cluster.bench.arms import Arm, open_arms, placed
 from outrider.cluster.bench.figures import (
     APART,
@@ -42,7 +42,7 @@ from outrider.cluster.bench.peers import AssistedLibraryArm, LibraryArm, count_d
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.prompts import PromptError
 from outrider.verifier_service.model.config import ModelConfig
-from tiny_models import make_checkpoint, random_sequences
+from tiny.models import make_checkpoint, random_sequences
 
 ALL_CORES = frozenset(os.sched_getaffinity(0))
 PROMPTS = tuple(tuple(sequence) for sequence in random_sequences((5, 9, 3)))

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from matplotlib.image import imread
 from transformers import PreTrainedTokenizerFast
 
-from fake_backend import FakeBackend, Step, build_gateway, says
+from fakes.backend import FakeBackend, Step, build_gateway, says
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.bench.serve import read_prompts
 from outrider.cluster.cli.main import main
@@ -19,7 +19,7 @@ from outrider.cluster.common.errors import RequestFailed, Unavailable
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.verifier_service.messages.request import GenerationRequest, SpeculationMetrics
 from outrider.verifier_service.model.ranks import free_port
-from served_app import served
+from services.served_app import served
 
 SPECULATION = SpeculationMetrics(enabled=True, num_drafts=2, num_draft_tokens=8, num_accepted_tokens=3)
 TEXT = "the quick brown fox"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fake_backend import build_tokenizer
+from fakes.backend import build_tokenizer
 from outrider.cluster.cli.bench import bench
-from tiny_models import make_checkpoint
+from tiny.models import make_checkpoint
 
 
 def test_the_group_loads_neither_torch_nor_rich() -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.cluster.cli.main import main
 from outrider.cluster.config.service_config import ServiceConfig
-from tiny_models import make_checkpoint
+from tiny.models import make_checkpoint
 
 PROMPT = "the quick brown"
 

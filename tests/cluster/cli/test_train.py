@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from outrider.cluster.cli.train import OWN_OPTIONS, train_drafter
-from tiny_training import write_target, write_text
+from tiny.training import write_target, write_text
 
 SMALL = ("--rows", "4", "--window", "16", "--device", "cpu")
 

@@ -8,14 +8,14 @@ import pytest
 from click.testing import CliRunner, Result
 from transformers import PreTrainedTokenizerFast
 
-from fake_backend import FakeBackend, build_gateway, build_tokenizer, says
+from fakes.backend import FakeBackend, build_gateway, build_tokenizer, says
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.cli.main import main
 from outrider.cluster.client.chat import Answer
 from outrider.cluster.common.errors import Overloaded
 from outrider.verifier_service.messages.request import GenerationRequest, SpeculationMetrics
 from outrider.verifier_service.model.ranks import free_port
-from served_app import served
+from services.served_app import served
 
 SPECULATION = SpeculationMetrics(enabled=True, num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
 ANSWER = "the quick\x1b[2J fox"

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from fleet_snapshots import DECIDED_AT_S, busy_fleet
+from fakes.fleet_snapshots import DECIDED_AT_S, busy_fleet
 from outrider.cluster.cli.main import main
 from outrider.cluster.client import top
 from outrider.cluster.client.openai_client import Server
@@ -23,7 +23,7 @@ from outrider.cluster.client.top_view import TopState
 from outrider.cluster.monitoring.fleet_load import fleet_load
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.verifier_service.model.ranks import free_port
-from served_app import served
+from services.served_app import served
 
 LOAD = fleet_load(busy_fleet(), DECIDED_AT_S)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from fleet_snapshots import DECIDED_AT_S, busy_fleet
+from fakes.fleet_snapshots import DECIDED_AT_S, busy_fleet
 from outrider.cluster.client.top_view import Latency, TopState, render
 from outrider.cluster.monitoring.fleet_load import fleet_load
 

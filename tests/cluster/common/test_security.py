@@ -9,13 +9,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from certificates import Certificates, Identity
-from fake_backend import FakeBackend, build_gateway, says
+from fakes.backend import FakeBackend, build_gateway, says
 from outrider.cluster.api.grpc_api import start_grpc_server
 from outrider.cluster.common.security import TlsConfig, link_tls, public_tls
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
+from services.certificates import Certificates, Identity
 
 CALL_TIMEOUT_S = 10.0
 REQUEST = pb.GenerateRequest(text="the", sampling=pb.SamplingParams(max_tokens=4))

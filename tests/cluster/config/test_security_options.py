@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from certificates import Certificates
 from outrider.cluster.cli.main import main
+from services.certificates import Certificates
 
 
 @pytest.mark.parametrize(

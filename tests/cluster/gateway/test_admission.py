@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from fakes.played_fleet import snapshot_of
 from outrider.cluster.common.errors import Overloaded
 from outrider.cluster.gateway.admission import MAX_RETRY_S, MIN_RETRY_S, RATE_MEMORY_S, OwnQueue, Turnover, refusal
 from outrider.cluster.router.fleet import FleetSnapshot, RouterPolicy
-from played_fleet import snapshot_of
 
 POLICY = RouterPolicy()
 LIMIT = 100

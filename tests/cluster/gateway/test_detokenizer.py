@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from fake_backend import EOS, build_tokenizer
+from fakes.backend import EOS, build_tokenizer
 from outrider.cluster.gateway.detokenizer import Detokenizer, IncrementalDecoder, StopStringFinder, silent_token_ids
 
 TOKENIZER = build_tokenizer()

@@ -12,7 +12,19 @@ from typing import Any
 import grpc
 import pytest
 
-from engine_bench import greedy_tokens, make_request
+from fakes.engine_bench import greedy_tokens, make_request
+from fakes.played_fleet import (
+    HANGS,
+    REQUEST,
+    EngineVerifier,
+    Fleet,
+    ScriptedVerifier,
+    fleet_of,
+    snapshot_of,
+    tokens_of,
+    until,
+)
+from fakes.tcp_proxy import TcpProxy
 from outrider.cluster.common.errors import InvalidRequest, OutriderError, RequestFailed, Unavailable
 from outrider.cluster.gateway import routed_backend
 from outrider.cluster.gateway.journal import MAX_ATTEMPTS, MAX_LOSSES
@@ -25,18 +37,6 @@ from outrider.verifier_service.messages.request import (
     SpeculationMetrics,
     TokenLogprobs,
 )
-from played_fleet import (
-    HANGS,
-    REQUEST,
-    EngineVerifier,
-    Fleet,
-    ScriptedVerifier,
-    fleet_of,
-    snapshot_of,
-    tokens_of,
-    until,
-)
-from tcp_proxy import TcpProxy
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 

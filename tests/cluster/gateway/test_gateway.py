@@ -7,7 +7,7 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from fake_backend import EOS, FakeBackend, build_gateway, fake_logprobs, says
+from fakes.backend import EOS, FakeBackend, build_gateway, fake_logprobs, says
 from outrider.cluster.common import errors
 from outrider.cluster.gateway.gateway import RequestInput
 from outrider.verifier_service.messages.request import (

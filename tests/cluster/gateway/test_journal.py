@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-import law
-from engine_bench import EngineBench, make_request
-from fake_runner import next_token
+from exactness import law
+from fakes.engine_bench import EngineBench, make_request
+from fakes.played_fleet import MODEL, PLAN
+from fakes.runner import next_token
 from outrider.cluster.common.errors import RequestFailed, Unavailable
 from outrider.cluster.gateway.journal import HANDOVER_S, MAX_ATTEMPTS, MAX_LOSSES, RETRY_INTERVAL_S, Attempts, Journal
 from outrider.verifier_service.messages.request import (
@@ -21,7 +22,6 @@ from outrider.verifier_service.messages.request import (
     SpeculationMetrics,
     SpeculationPlan,
 )
-from played_fleet import MODEL, PLAN
 
 EOS = MODEL.eos_token_ids[0]
 

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from ray.exceptions import RayActorError
 
+from fakes.played_fleet import HANGS, PLAN, REQUEST, Router, ScriptedVerifier, fleet_of, snapshot_of, tokens_of, until
 from outrider.cluster.common.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
 from outrider.cluster.gateway import routed_backend
 from outrider.cluster.gateway.journal import HANDOVER_S, MAX_ATTEMPTS, RETRY_INTERVAL_S
@@ -34,7 +35,6 @@ from outrider.verifier_service.messages.request import (
     SpeculationPlan,
 )
 from outrider.verifier_service.messages.wire import decode, encode
-from played_fleet import HANGS, PLAN, REQUEST, Router, ScriptedVerifier, fleet_of, snapshot_of, tokens_of, until
 
 ASK = RouteAsk(request_id="r", num_prompt_tokens=3)
 

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from fake_backend import EOS
+from fakes.backend import EOS
 from outrider.cluster.gateway.text_codec import NUM_THREADS, TextCodec
 
 

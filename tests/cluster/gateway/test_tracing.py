@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from fake_backend import TickingClock
+from fakes.backend import TickingClock
 from outrider.cluster.common.errors import Unavailable
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo, RequestInput
 from outrider.cluster.gateway.tracing import TraceContextInterceptor, TraceContextMiddleware, Tracing

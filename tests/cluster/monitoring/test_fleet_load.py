@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fleet_snapshots import DECIDED_AT_S, busy_fleet
+from fakes.fleet_snapshots import DECIDED_AT_S, busy_fleet
 from outrider.cluster.monitoring.fleet_load import fleet_load
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fleet_snapshots import DECIDED_AT_S, busy_fleet
+from fakes.fleet_snapshots import DECIDED_AT_S, busy_fleet
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.monitoring.metrics_page import PAGE, metric_names, metrics_page

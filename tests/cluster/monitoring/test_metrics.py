@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fake_backend import FakeBackend, build_gateway, says
+from fakes.backend import FakeBackend, build_gateway, says
 from outrider.cluster.common.errors import Overloaded
 from outrider.cluster.gateway.gateway import RequestInput
 from outrider.cluster.monitoring.metrics import GatewayMetrics

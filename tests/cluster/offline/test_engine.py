@@ -16,7 +16,7 @@ from outrider.cluster.offline.engine import OfflineEngine, PipeDraftClient
 from outrider.cluster.offline.prompts import Result, collect
 from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, SamplingParams, SpeculationPlan
-from tiny_models import make_checkpoint, make_model
+from tiny.models import make_checkpoint, make_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter_play import KEY, ask_of
+from fakes.drafter_play import KEY, ask_of
 from outrider.cluster.replay.traces import (
     Arm,
     Figures,

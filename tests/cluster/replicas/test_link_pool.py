@@ -11,7 +11,7 @@ import grpc
 import pytest
 import torch
 
-from fake_runner import FakeRunner, confidence, continuation
+from fakes.runner import FakeRunner, confidence, continuation
 from outrider.cluster.replicas.link_pool import LinkPool
 from outrider.cluster.router.fleet import DrafterEndpoint
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig

@@ -3,6 +3,7 @@ import random
 
 import pytest
 
+from fakes.reporting_fleet import Fleet
 from outrider.cluster.router.fleet import RouterPolicy, SwitchPolicy
 from outrider.cluster.router.goodput import (
     AcceptanceCounts,
@@ -20,7 +21,6 @@ from outrider.cluster.router.goodput import (
 )
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.pricing.cost_model import StepTimeModel
-from reporting_fleet import Fleet
 
 
 def profile(times):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fakes.reporting_fleet import COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE, Fleet, drafter_report, names
 from outrider.cluster.router.fleet import (
     DisabledReason,
     EnabledReason,
@@ -16,7 +17,6 @@ from outrider.cluster.router.fleet import (
 from outrider.cluster.router.router import RouterCore
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import SpeculationPlan
-from reporting_fleet import COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE, Fleet, drafter_report, names
 
 TABLE = ((1, 2, 5), (4, 8, 3), (9, 64, 0))
 

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from fakes.reporting_fleet import COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE, Fleet, drafter_report, names, profile
 from outrider.cluster.router.fleet import (
     AcceptancePolicy,
     Directive,
@@ -26,7 +27,6 @@ from outrider.verifier_service.messages.engine import (
 )
 from outrider.verifier_service.messages.request import SpeculationPlan
 from outrider.verifier_service.messages.wire import decode, encode
-from reporting_fleet import COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE, Fleet, drafter_report, names, profile
 
 
 class TestLoad:

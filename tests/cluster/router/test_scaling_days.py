@@ -1,4 +1,4 @@
-"""Days of the autoscaler: what is written down, and a real one, recorded by `tests/scaling_day.py`, decided again."""
+"""Days of the autoscaler: what is written down, and one that `tests/services/scaling_day.py` recorded, replayed."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fleet_snapshots import BUSY_VERIFIER
+from fakes.fleet_snapshots import BUSY_VERIFIER
 from outrider.cluster.router.autoscaling import PoolsPolicy
 from outrider.cluster.simulate.scaling import PoolScaler, ScalingOptions
 from outrider.verifier_service.messages.engine import EngineCounters

@@ -25,8 +25,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerFast
 
-from fake_backend import FakeBackend, build_gateway, build_tokenizer
-from fleet_snapshots import BUSY_VERIFIER, DECIDED_AT_S, busy_fleet
+from fakes.backend import FakeBackend, build_gateway, build_tokenizer
+from fakes.fleet_snapshots import BUSY_VERIFIER, DECIDED_AT_S, busy_fleet
 from outrider.cluster.api.authentication import ApiKeyMiddleware
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.common.api_keys import ApiKeys, hash_api_key

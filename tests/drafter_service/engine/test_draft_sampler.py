@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from law import assert_law
+from exactness.law import assert_law
 from outrider.drafter_service.engine.draft_sampler import Children, draft_children, draft_tokens, quantised_rows
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftSampling, SparseRow, check_draft
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise

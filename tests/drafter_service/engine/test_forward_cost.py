@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fake_runner import TimedRunner
+from fakes.runner import TimedRunner
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.engine.forward_cost import ForwardCost, MeteredRunner
 from outrider.drafter_service.models.model_drafter import ModelDrafter

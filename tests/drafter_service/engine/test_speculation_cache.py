@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fake_runner import FakeRunner, continuation
+from fakes.runner import FakeRunner, continuation
 from outrider.drafter_service.engine.draft_sampler import Children
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig
 from outrider.drafter_service.engine.sessions import SessionKey

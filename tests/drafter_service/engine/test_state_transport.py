@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from by_channel import ByChannel
+from fakes.by_channel import ByChannel
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE
 from outrider.drafter_service.engine.sessions import SessionKey

@@ -17,7 +17,7 @@ from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, States, check_draft
-from tiny_heads import VOCAB_SIZE, SlowDrafting, eagle3_head, eagle_head, greedy_chain, mtp_head, states_of
+from tiny.heads import VOCAB_SIZE, SlowDrafting, eagle3_head, eagle_head, greedy_chain, mtp_head, states_of
 
 GREEDY = DraftSampling(temperature=0.0)
 DRAWN = DraftSampling(temperature=1.0)

@@ -11,7 +11,7 @@ from outrider.drafter_service.heads.head_layer import DraftHead, HeadError
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.config import ModelConfig
-from tiny_heads import HIDDEN_SIZE, VOCAB_SIZE, eagle3_head, eagle_head, llama_layer, mtp_head
+from tiny.heads import HIDDEN_SIZE, VOCAB_SIZE, eagle3_head, eagle_head, llama_layer, mtp_head
 
 BLOCK_SIZE = 4
 TABLES = ([3, 0, 5], [1, 2, 4])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from law import p_value
+from exactness.law import p_value
 from outrider.drafter_service.engine.draft_sampler import Children, quantised_rows
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
 from outrider.drafter_service.engine.product_tree import best_of_product

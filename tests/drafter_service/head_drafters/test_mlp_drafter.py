@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from law import p_value
+from exactness.law import p_value
 from outrider.drafter_service.engine.draft_sampler import quantised_rows
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
 from outrider.drafter_service.engine.sessions import SessionKey

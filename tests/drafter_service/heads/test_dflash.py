@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from outrider.drafter_service.heads.dflash import DFlashHead, parse_config
 from outrider.verifier_service.model.weights import StateDictSource
-from tiny_dflash import BLOCK_SIZE, MASK_ID, dflash_head, slow_block
-from tiny_heads import HIDDEN_SIZE, SHAPE, VOCAB_SIZE
+from tiny.dflash import BLOCK_SIZE, MASK_ID, dflash_head, slow_block
+from tiny.heads import HIDDEN_SIZE, SHAPE, VOCAB_SIZE
 
 LAYER = {**SHAPE, "num_hidden_layers": 2, "model_type": "qwen3"}
 ORIGINAL = {

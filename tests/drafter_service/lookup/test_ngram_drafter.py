@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from drafter_play import KEY, draft_after, paths_of, play
+from fakes.drafter_play import KEY, draft_after, paths_of, play
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter, copy_on

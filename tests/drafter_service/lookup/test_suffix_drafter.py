@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from drafter_play import KEY, ask_of, draft_after, paths_of, play
+from fakes.drafter_play import KEY, ask_of, draft_after, paths_of, play
 from outrider.drafter_service.engine.engine import DraftResult
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.lookup.suffix_drafter import SuffixConfig, SuffixDrafter

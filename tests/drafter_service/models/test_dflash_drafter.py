@@ -32,9 +32,9 @@ from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, g
 from outrider.verifier_service.sampling.sampler import target_probs
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
-from tiny_dflash import BLOCK_SIZE, MASK_ID, dflash_head, slow_block
-from tiny_heads import VOCAB_SIZE, randomised, states_of
-from tiny_models import make_checkpoint, make_model, random_sequences
+from tiny.dflash import BLOCK_SIZE, MASK_ID, dflash_head, slow_block
+from tiny.heads import VOCAB_SIZE, randomised, states_of
+from tiny.models import make_checkpoint, make_model, random_sequences
 
 GREEDY = DraftSampling(temperature=0.0)
 SAMPLED = DraftSampling(temperature=2.0)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exactness.small_engines import load
-from fake_runner import FakeRunner, continuation
+from fakes.runner import FakeRunner, continuation
 from outrider.drafter_service.engine.draft_sampler import draft_children, quantised_rows
 from outrider.drafter_service.engine.draft_tree import DraftTree
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
@@ -31,7 +31,7 @@ from outrider.verifier_service.messages.draft import (
     check_draft,
 )
 from outrider.verifier_service.sampling.sampler import target_probs
-from tiny_models import full_logits, make_model, random_sequences
+from tiny.models import full_logits, make_model, random_sequences
 
 GREEDY = DraftSampling(temperature=0.0)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from exactness.law import p_value
 from exactness.small_engines import Drafts, Generated, Limits, generate, load, make_engine, perturbed_copy
-from fake_runner import FakeRunner, next_token
-from law import p_value
+from fakes.runner import FakeRunner, next_token
 from outrider.drafter_service.engine.draft_sampler import quantised_rows
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
 from outrider.drafter_service.engine.sessions import SessionKey
@@ -38,7 +38,7 @@ from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.sampler import target_probs
-from tiny_models import VOCAB_SIZE, full_logits, make_checkpoint, make_model, random_sequences
+from tiny.models import VOCAB_SIZE, full_logits, make_checkpoint, make_model, random_sequences
 
 MASK_ID = 255
 GREEDY = DraftSampling(temperature=0.0)

@@ -19,7 +19,7 @@ from outrider.drafter_service.models.vocabulary_map import FileTokenizer, Vocabu
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, DraftNeeds, DraftSampling
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
-from tiny_models import make_model
+from tiny.models import make_model
 
 TEXT = (
     "the drafter guesses what the verifier would say, and the verifier says whether it was right; "

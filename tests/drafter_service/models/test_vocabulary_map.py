@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from fake_runner import FakeRunner
+from fakes.runner import FakeRunner
 from outrider.drafter_service.models.vocabulary_map import FileTokenizer, MappedRunner, VocabularyMap
 from outrider.verifier_service.messages.batch import ScheduledBatch
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_bench import MemoryDrafts
+from fakes.engine_bench import MemoryDrafts
 from outrider.drafter_service.service.colocated import JoinedDraftClient, open_local_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, num_scratch_blocks
 from outrider.drafter_service.service.local_client import LocalDraftClient
@@ -17,7 +17,7 @@ from outrider.verifier_service.messages.request import GenerationRequest, Sampli
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from tiny_models import make_checkpoint
+from tiny.models import make_checkpoint
 
 
 class Recording:

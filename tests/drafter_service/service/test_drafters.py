@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from drafter_play import ask_of
+from fakes.drafter_play import ask_of
 from outrider.drafter_service.lookup.lookahead_drafter import LookaheadDrafter
 from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
 from outrider.drafter_service.lookup.suffix_drafter import SuffixDrafter
@@ -32,7 +32,7 @@ from outrider.drafter_service.target.scratch_blocks import MAX_DRAFTS_TOGETHER, 
 from outrider.drafter_service.target.self_drafter import SelfDrafter
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.config import ModelConfig
-from tiny_models import VOCAB_SIZE, make_model
+from tiny.models import VOCAB_SIZE, make_model
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from drafter_play import ask_of, draft_after, play
+from fakes.drafter_play import ask_of, draft_after, play
 from outrider.drafter_service.engine.engine import Ask, Drafter, DraftResult
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.service.hybrid_drafter import EXPLORE_EVERY, HybridDrafter, expected_tokens

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from fake_runner import FakeRunner, continuation
+from fakes.runner import FakeRunner, continuation
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE
@@ -29,8 +29,8 @@ from outrider.verifier_service.messages.draft import Close, Commit, Draft, Draft
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.config import ModelConfig
-from tiny_heads import HIDDEN_SIZE, eagle_head
-from tiny_models import make_checkpoint
+from tiny.heads import HIDDEN_SIZE, eagle_head
+from tiny.models import make_checkpoint
 
 PATIENCE_S = 20.0  # never reached unless something is wrong
 GREEDY = DraftSampling(temperature=0.0)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fake_runner import FakeRunner, confidence, continuation
+from fakes.runner import FakeRunner, confidence, continuation
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.models.model_drafter import ModelDrafter

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from drafter_play import GREEDY, ask_of, check_form, paths_of
+from fakes.drafter_play import GREEDY, ask_of, check_form, paths_of
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, Drafter, DraftResult
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.tree_growth import TreeConfig
@@ -36,7 +36,7 @@ from outrider.verifier_service.messages.request import (
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from tiny_models import full_logits, make_checkpoint, random_sequences
+from tiny.models import full_logits, make_checkpoint, random_sequences
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 48

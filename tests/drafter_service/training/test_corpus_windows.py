@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fake_backend import build_tokenizer
+from fakes.backend import build_tokenizer
 from outrider.drafter_service.training.corpus_windows import (
     TokenStream,
     encode,

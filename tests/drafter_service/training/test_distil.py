@@ -23,7 +23,7 @@ from outrider.drafter_service.training.medusa import MedusaShape
 from outrider.drafter_service.training.mlp_speculator import MlpShape
 from outrider.drafter_service.training.trainer import Budget
 from outrider.verifier_service.model.weights import Checkpoint
-from tiny_training import DRAFT_VOCAB_SIZE, VOCAB_SIZE, make_teacher, options_for, write_target, write_text
+from tiny.training import DRAFT_VOCAB_SIZE, VOCAB_SIZE, make_teacher, options_for, write_target, write_text
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fake_backend import build_tokenizer
+from fakes.backend import build_tokenizer
 from outrider.drafter_service.engine.engine import Ask
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
@@ -30,9 +30,9 @@ from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource
-from tiny_dflash import slow_block
-from tiny_models import make_model
-from tiny_training import (
+from tiny.dflash import slow_block
+from tiny.models import make_model
+from tiny.training import (
     DRAFT_VOCAB_SIZE,
     VOCAB_SIZE,
     make_corpus,

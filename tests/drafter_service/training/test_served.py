@@ -6,7 +6,7 @@ import torch
 from outrider.drafter_service.engine.engine import DraftResult
 from outrider.drafter_service.training.served import play_greedily
 from outrider.verifier_service.messages.draft import FINAL_TAP, DraftNeeds
-from tiny_training import make_teacher
+from tiny.training import make_teacher
 
 PROMPTS = [[5, 6, 7], [9, 8]]
 

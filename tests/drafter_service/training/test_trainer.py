@@ -9,7 +9,7 @@ import torch
 from outrider.drafter_service.embedded.train import Phase, Progress, Recipe
 from outrider.drafter_service.training.distil import METHODS
 from outrider.drafter_service.training.trainer import Budget, PupilOptimizers, Trainer
-from tiny_training import make_corpus, make_tiny_pupil
+from tiny.training import make_corpus, make_tiny_pupil
 
 RECIPE = Recipe(minutes=math.inf, warm_up_steps=2, phases=(Phase(until=1.0, rows=4, window=16),))
 

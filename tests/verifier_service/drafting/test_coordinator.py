@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine_bench import MemoryDrafts
+from fakes.engine_bench import MemoryDrafts
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig, StateSource
 from outrider.verifier_service.drafting.draft_yield import RETRY_STEPS
 from outrider.verifier_service.links.circuit_breaker import BreakerConfig

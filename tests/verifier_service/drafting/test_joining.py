@@ -2,8 +2,8 @@ import random
 
 import pytest
 
+from fakes.priced_bench import FREE, FarBench, FarDrafts
 from outrider.verifier_service.drafting.joining import DueDraft, worth_waiting_until
-from priced_bench import FREE, FarBench, FarDrafts
 
 NOW_S = 100.0
 

@@ -6,10 +6,10 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
-from engine_bench import greedy_tokens, make_request, tokens_of
+from fakes.engine_bench import greedy_tokens, make_request, tokens_of
+from fakes.priced_bench import KNEED, Bench, GuessingDrafts
 from outrider.verifier_service.messages.draft import DrafterEvent
 from outrider.verifier_service.messages.request import RequestOutput
-from priced_bench import KNEED, Bench, GuessingDrafts
 
 MAX_TOKENS = 200
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from fakes.priced_bench import FREE, ONE_CORE, VOCAB_SIZE, Bench, GuessingDrafts
 from outrider.verifier_service.messages.draft import ROOT, Commit, Draft, DrafterEvent, DraftNeeds
 from outrider.verifier_service.messages.engine import StepTime
-from priced_bench import FREE, ONE_CORE, VOCAB_SIZE, Bench, GuessingDrafts
 
 NUM_GUESSES = 12  # nodes that are never right, as those of a lookahead window
 MAX_NODES = 16

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from engine_bench import PROMPT, EngineBench, greedy_tokens, make_request, tokens_of
-from fake_runner import next_token
+from fakes.engine_bench import PROMPT, EngineBench, greedy_tokens, make_request, tokens_of
+from fakes.runner import next_token
 from outrider.verifier_service.messages.draft import (
     FINAL_TAP,
     ROOT,

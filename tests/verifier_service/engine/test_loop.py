@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_bench import PROMPT, EngineBench, greedy_tokens, make_request, make_runner, tokens_of
+from fakes.engine_bench import PROMPT, EngineBench, greedy_tokens, make_request, make_runner, tokens_of
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.loop import EngineLoop, engine_load, update_frames

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from engine_bench import make_request
+from fakes.engine_bench import make_request
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import EngineLostError, RequestTable, VerifierLinkServicer
 from outrider.verifier_service.messages.engine import Cancel

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fake_runner import TimedRunner
+from fakes.runner import TimedRunner
 from outrider.verifier_service.engine.step_profile import (
     GAPS_PATIENCE_S,
     NUM_REPEATS,

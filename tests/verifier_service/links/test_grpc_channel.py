@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from certificates import Certificates
 from outrider.cluster.common.security import TlsConfig, bind
 from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.service.service import DrafterLinkServicer
@@ -21,6 +20,7 @@ from outrider.verifier_service.links.grpc_channel import open_channel
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterIdentity, Hello
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams
 from outrider.verifier_service.messages.wire import decode, encode
+from services.certificates import Certificates
 
 CALL_TIMEOUT_S = 10.0
 IDENTITY = DrafterIdentity(drafter_id="d", vocab_size=9, vocab_fingerprint="", max_draft_length=8, max_model_len=64)

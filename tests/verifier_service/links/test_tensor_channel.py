@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fakes.tensor_peer import Peer
 from outrider.verifier_service.links.tensor_channel import (
     RECEIVER,
     SENDER,
@@ -26,7 +27,6 @@ from outrider.verifier_service.links.tensor_channel import (
     open_pair,
 )
 from outrider.verifier_service.messages.tensor_route import TensorRoute
-from tensor_peer import Peer
 
 PATIENCE_S = 30.0
 ROUTE = TensorRoute(transport="gloo", store="nowhere:1", group="v/1/1")

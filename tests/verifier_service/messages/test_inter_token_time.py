@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine_bench import EngineBench, greedy_tokens, make_request
+from fakes.engine_bench import EngineBench, greedy_tokens, make_request
 from outrider.verifier_service.messages.inter_token_time import RECENT_TOKENS, InterTokenTime
 
 

@@ -2,7 +2,7 @@ from collections import Counter
 
 import torch
 
-from law import rejects_law
+from exactness.law import rejects_law
 from outrider.drafter_service.engine.draft_sampler import draft_tokens
 from outrider.verifier_service.messages.draft import Draft, DraftSampling
 from outrider.verifier_service.messages.request import SamplingParams

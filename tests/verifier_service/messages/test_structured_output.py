@@ -7,7 +7,7 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from byte_tokens import ByteTokens
+from fakes.byte_tokens import ByteTokens
 from outrider.verifier_service.messages.request import SamplingParams, StructuredKind, StructuredOutput
 from outrider.verifier_service.messages.structured_output import LIMITS, check_structured, grammar_text
 from outrider.verifier_service.messages.wire import decode, encode

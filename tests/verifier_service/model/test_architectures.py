@@ -20,7 +20,7 @@ from outrider.verifier_service.model.architectures import (
     resolve_folder,
 )
 from outrider.verifier_service.model.config import ModelConfig
-from tiny_models import COMMON, TINY_ARCHITECTURES
+from tiny.models import COMMON, TINY_ARCHITECTURES
 
 
 def describe(model_type: str, **fields):

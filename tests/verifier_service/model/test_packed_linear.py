@@ -13,7 +13,7 @@ from torch import nn
 
 from outrider.verifier_service.model.lean_modules import FastRMSNorm, fuse_siblings, replace_rms_norms
 from outrider.verifier_service.model.packed_linear import PackedLinear, can_pack, measure_row_cost, pack_linears
-from tiny_models import make_model
+from tiny.models import make_model
 
 
 class Block(nn.Module):

@@ -29,7 +29,7 @@ from outrider.verifier_service.model.start_check import (
     sample_token_ids,
 )
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from tiny_models import (
+from tiny.models import (
     TINY_ARCHITECTURES,
     forked_batches,
     full_logits,

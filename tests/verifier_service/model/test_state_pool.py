@@ -8,7 +8,7 @@ import torch
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
 from outrider.verifier_service.model.state_pool import MAX_MESSAGE_BYTES, StatePool, StateTaps, states_width
-from tiny_models import make_model
+from tiny.models import make_model
 
 BLOCK_SIZE, WIDTH = 4, 3
 

@@ -15,7 +15,7 @@ from outrider.verifier_service.model.ranks import free_port
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow
 from outrider.verifier_service.model.start_check import make_tiny_model, relative_difference
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup, plan_shards, shrink, vocabulary_range
-from tiny_models import (
+from tiny.models import (
     forked_batches,
     full_logits,
     make_checkpoint,

@@ -15,7 +15,7 @@ from outrider.verifier_service.model.architectures import (
 )
 from outrider.verifier_service.model.empty_model import build_empty_model
 from outrider.verifier_service.model.weights import Checkpoint, Shard, StateDictSource, WeightError, load_weights
-from tiny_models import full_logits, make_checkpoint, make_model
+from tiny.models import full_logits, make_checkpoint, make_model
 
 CPU = torch.device("cpu")
 TOKENS = [5, 9, 100, 7]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine_bench import PROMPT, make_request
+from fakes.engine_bench import PROMPT, make_request
+from fakes.priced_bench import DEAR, FREE, KNEED, ONE_CORE, Bench, FarBench, FarDrafts, GuessingDrafts
 from outrider.verifier_service.engine.loop import engine_load
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Commit, Draft, DrafterEvent, SparseRow
@@ -16,7 +17,6 @@ from outrider.verifier_service.messages.request import SpeculationPlan
 from outrider.verifier_service.pricing.draft_pricing import PROBE_ROUNDS, DraftPricing
 from outrider.verifier_service.pricing.survival import SurvivalEstimator
 from outrider.verifier_service.pricing.token_worth import TokenWorth
-from priced_bench import DEAR, FREE, KNEED, ONE_CORE, Bench, FarBench, FarDrafts, GuessingDrafts
 
 
 def test_what_is_free_is_asked_for_to_the_bound():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.pricing import outcome_of, schedule_of
+from fakes.priced_bench import DEAR, FREE, KNEED
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
@@ -17,7 +18,6 @@ from outrider.verifier_service.pricing.stretches import Stretches
 from outrider.verifier_service.pricing.token_worth import TokenWorth
 from outrider.verifier_service.scheduling.outcome import num_draft_tokens
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
-from priced_bench import DEAR, FREE, KNEED
 
 LENGTH = 4
 

@@ -1,5 +1,5 @@
+from fakes.priced_bench import ONE_CORE, FarBench, FarDrafts
 from outrider.verifier_service.pricing.recent_confidences import MAX_DRAFTERS, NUM_DRAFTS, RecentConfidences
-from priced_bench import ONE_CORE, FarBench, FarDrafts
 
 GOOD, POOR = (0.9, 0.8), (0.3,)
 

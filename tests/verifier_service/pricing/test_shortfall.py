@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
+from fakes.priced_bench import ONE_CORE, FarBench, FarDrafts
 from outrider.verifier_service.pricing.shortfall import Shortfall
-from priced_bench import ONE_CORE, FarBench, FarDrafts
 
 
 def observed(*, gain: float, seen: float, num_steps: int = 200) -> Shortfall:

@@ -2,7 +2,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine_bench import make_request
+from fakes.engine_bench import make_request
+from fakes.priced_bench import FREE, ONE_CORE, Bench, FarBench, FarDrafts, GuessingDrafts
 from outrider.verifier_service.pricing.step_price import NEVER
 from outrider.verifier_service.pricing.trial import (
     FIRST_CREDIT,
@@ -13,7 +14,6 @@ from outrider.verifier_service.pricing.trial import (
     TRIAL_DRAFTS,
     Trial,
 )
-from priced_bench import FREE, ONE_CORE, Bench, FarBench, FarDrafts, GuessingDrafts
 
 OPEN = 0.3  # a price that lets drafts through
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from engine_bench import greedy_tokens
+from fakes.engine_bench import greedy_tokens
+from fakes.priced_bench import ONE_CORE, FarBench, FarDrafts
 from outrider.verifier_service.messages.draft import Commit, Draft
-from priced_bench import ONE_CORE, FarBench, FarDrafts
 
 
 class UnderclaimingDrafts(FarDrafts):

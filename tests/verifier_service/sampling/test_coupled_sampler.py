@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from law import assert_law
+from exactness.law import assert_law
 from outrider.verifier_service.sampling.coupled_sampler import (
     LN2_SHIFT,
     NOISE_FRACTION_BITS,

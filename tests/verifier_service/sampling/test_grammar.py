@@ -12,7 +12,7 @@ import pytest
 from llguidance import LLTokenizer
 from transformers import AutoTokenizer
 
-from byte_tokens import UNFORCED, ByteTokens, allowed_ids, matches
+from fakes.byte_tokens import UNFORCED, ByteTokens, allowed_ids, matches
 from outrider.drafter_service import embedded
 from outrider.verifier_service.messages.draft import ROOT
 from outrider.verifier_service.messages.request import (

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from fakes.processed import processed_row
 from outrider.verifier_service.messages.request import LogitBias, SamplingParams, StructuredKind, StructuredOutput
 from outrider.verifier_service.sampling.logits_processors import LogitsProcessor, apply_edits
-from processed import processed_row
 
 INF = float("inf")
 VOCAB_SIZE = 11

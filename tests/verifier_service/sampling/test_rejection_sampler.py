@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from law import assert_law
+from exactness.law import assert_law
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, SparseRow
 from outrider.verifier_service.sampling.rejection_sampler import verify_batch_by_rejection, verify_by_rejection
 

@@ -13,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from law import assert_law
+from exactness.law import assert_law
 from outrider.verifier_service.messages.request import SamplingParams
 from outrider.verifier_service.sampling.sampler import NUCLEUS_CANDIDATES, choose, target_probs, top_candidates
 

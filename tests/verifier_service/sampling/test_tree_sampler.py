@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from enumerated import (
+from fakes.enumerated import (
     Drawn,
     Laws,
     committed_law,

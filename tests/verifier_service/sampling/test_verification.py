@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from law import (
+from exactness.law import (
     assert_law,
     draw_rows,
     joint_counts,

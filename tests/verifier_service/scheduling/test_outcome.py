@@ -1,6 +1,6 @@
 import pytest
 
-from engine_bench import make_request
+from fakes.engine_bench import make_request
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.scheduling.outcome import Outcome, is_leaf

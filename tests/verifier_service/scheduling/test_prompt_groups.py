@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from engine_bench import EngineBench, greedy_tokens, make_request, tokens_of
+from fakes.engine_bench import EngineBench, greedy_tokens, make_request, tokens_of
 from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.prompt_groups import PromptGroups

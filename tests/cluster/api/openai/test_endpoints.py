@@ -10,7 +10,7 @@ import openai
 import pytest
 import uvicorn
 
-from fake_backend import EOS, FakeBackend, build_gateway, build_tokenizer, says
+from fakes.backend import EOS, FakeBackend, build_gateway, build_tokenizer, says
 from outrider.cluster.api.openai.endpoints import MAX_BODY_BYTES, build_api
 from outrider.cluster.api.openai.protocol import MAX_TOKENIZED_CHARS
 from outrider.cluster.common.errors import Overloaded, RequestFailed, Unavailable

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.policy_replay import EAGLE, NGRAM, Batch, Drafts, MachineFit, StepOutcome
+from benchmarks.draft_lengths.replay import EAGLE, NGRAM, Batch, Drafts, MachineFit, StepOutcome
 from outrider.drafter_service.lookup.ngram_drafter import PRIOR
 from outrider.drafter_service.lookup.token_history import AcceptanceEstimate
 from outrider.verifier_service.messages.engine import StepTime

@@ -1,6 +1,6 @@
 """A day of a service whose pools follow the price: a real one on three raylets, recorded as its policy saw it.
 
-    python tests/scaling_day.py --record tests/cluster/router/recorded_day.jsonl.gz
+    PYTHONPATH=tests python -m services.scaling_day --record tests/cluster/router/recorded_day.jsonl.gz
 
 The table goes into SCALING.md. The target is inflated so that drafts pay for one stream and not for many; targets per
 replica are out of reach, so that nothing but the price moves the pools. Every stream is compared with plain decoding.
@@ -22,7 +22,7 @@ import httpx
 
 from outrider.cluster.bench.inflate import inflate
 from outrider.drafter_service.embedded import draft_path, held_out_prompts, target_path
-from raylets import QUICK, Deployed, deployed_service
+from services.raylets import QUICK, Deployed, deployed_service
 
 POLICY = {"requests_per_verifier": 1000.0, "sessions_per_drafter": 1000.0, "queue_per_drafter": 1000.0}
 DRAFTER = {"method": "draft_model", "model": str(draft_path()), "num_speculative_tokens": 4}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fake_runner import FakeRunner, continuation
+from fakes.runner import FakeRunner, continuation
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent, DraftNeeds, VerifierMessage

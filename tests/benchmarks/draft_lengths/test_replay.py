@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.policy_replay import (
+from benchmarks.draft_lengths.replay import (
     EAGLE,
     MAX_LENGTH,
     NGRAM,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.policy_arms import (
+from benchmarks.draft_lengths.arms import (
     PROBE_EVERY,
     BestSlots,
     FixedLength,
@@ -15,7 +15,7 @@ from benchmarks.policy_arms import (
     fit_survivals,
     oracle,
 )
-from benchmarks.policy_replay import (
+from benchmarks.draft_lengths.replay import (
     EAGLE,
     MAX_LENGTH,
     NGRAM,

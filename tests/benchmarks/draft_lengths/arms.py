@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from benchmarks.policy_replay import (
+from benchmarks.draft_lengths.replay import (
     EAGLE,
     MAX_LENGTH,
     NGRAM,

@@ -1,6 +1,6 @@
 """A target with an EAGLE-3 head far away: a drafter process behind the real link servicer, a verifier engine here.
 
-    python tests/remote_states.py         round trip and bytes per round of the embedded target, by transport
+    python -m exactness.remote_states         round trip and bytes per round of the embedded target, by transport
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import grpc
 import torch
 from transformers import LlamaConfig
 
-from by_channel import ByChannel
+from fakes.by_channel import ByChannel
 from outrider.cluster.replicas.link_pool import LinkPool
 from outrider.cluster.router.fleet import DrafterEndpoint
 from outrider.drafter_service.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -48,14 +48,14 @@ from outrider.verifier_service.model.ranks import RankSpec
 from outrider.verifier_service.model.runner import ParallelRunner
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
-from tiny_heads import randomised
-from tiny_models import make_checkpoint
+from tiny.heads import randomised
+from tiny.models import make_checkpoint
 
 PATIENCE_S = 120.0
 DRAFT_DEADLINE_S = 60.0
 NUM_LAYERS = 5
 TAPS = (1, 2, 4)
-HERE = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 
 
 # --- checkpoints ---
@@ -173,9 +173,9 @@ class DrafterProcess:
             "transports": list(transports),
             "num_speculative_tokens": num_speculative_tokens,
         }
-        code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import remote_states as r; r.drafter_main(sys.argv[1])"
+        code = f"import sys; sys.path.insert(0, {str(TESTS)!r}); from exactness.remote_states import drafter_main"
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", code, json.dumps(options)]
+        command = [sys.executable, "-c", f"{code}; drafter_main(sys.argv[1])", json.dumps(options)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
         self._port: int | None = None
 

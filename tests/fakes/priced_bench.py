@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine_bench import MemoryDrafts, greedy_tokens, make_request, make_runner, tokens_of
+from fakes.engine_bench import MemoryDrafts, greedy_tokens, make_request, make_runner, tokens_of
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from outrider.drafter_service.heads.dflash import DFlashConfig, DFlashHead
-from tiny_heads import HIDDEN_SIZE, VOCAB_SIZE, qwen3_layer, randomised
+from tiny.heads import HIDDEN_SIZE, VOCAB_SIZE, qwen3_layer, randomised
 
 MASK_ID, BLOCK_SIZE = 60, 6
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.policy_adaptive import MAX_PROBES, PROBE_EVERY, PROFILED_TOKENS, Adaptive, profile
-from benchmarks.policy_arms import FixedLength, oracle
-from benchmarks.policy_replay import (
+from benchmarks.draft_lengths.adaptive import MAX_PROBES, PROBE_EVERY, PROFILED_TOKENS, Adaptive, profile
+from benchmarks.draft_lengths.arms import FixedLength, oracle
+from benchmarks.draft_lengths.replay import (
     EAGLE,
     MAX_LENGTH,
     NGRAM,

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import grpc
 
-from live_service import LiveService
 from outrider.proto import generation_pb2, generation_pb2_grpc
 from outrider.proto.generation_pb2 import GenerateRequest
+from services.live_service import LiveService
 
 ANSWER_TIMEOUT_S = 120.0
 NUM_EQUAL_LOOKS = 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.recorded_lookup import recorded_kinds
+from benchmarks.draft_lengths.recorded_lookup import recorded_kinds
 from outrider.drafter_service.lookup.ngram_index import AGAIN, AGAINST, CHANGED, ONCE, UNSEEN
 
 

@@ -20,9 +20,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.policy_adaptive import Adaptive
-from benchmarks.policy_arms import FixedLength, clairvoyant, oracle
-from benchmarks.policy_replay import (
+from benchmarks.draft_lengths.adaptive import Adaptive
+from benchmarks.draft_lengths.arms import FixedLength, clairvoyant, oracle
+from benchmarks.draft_lengths.replay import (
     EAGLE,
     MAX_LENGTH,
     NGRAM,

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory bandwidth attention uses: `python tests/gpu_attention_bench.py`, on a CUDA device.
+"""How much of a GPU's memory bandwidth attention uses: `python tests/benchmarks/gpu_attention.py`, on a CUDA device.
 
 Every row is one layer's attention of a step, timed for the Triton kernel and for the gathered reference. The bytes are
 those of the keys and values that must be read once; the bandwidth is that of a copy on the same device.

@@ -14,11 +14,11 @@ from typing import Any
 import yaml
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
-from live_service import LiveService, Streamed, wait_for
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
 from outrider.verifier_service.model.ranks import free_port, free_ports
+from services.live_service import LiveService, Streamed, wait_for
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 180.0  # a replica takes seconds to start, on a busy machine a minute
 QUICK = {"upscale_delay_s": 1.0, "downscale_delay_s": 4.0, "look_back_period_s": 2.0, "metrics_interval_s": 0.5}
 

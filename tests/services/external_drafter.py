@@ -18,7 +18,6 @@ from typing import Any
 import grpc
 from ray import serve
 
-from live_service import LiveService
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
 from outrider.cluster.router.fleet import DrafterReport
 from outrider.drafter_service.engine.engine import DraftEngine
@@ -33,6 +32,7 @@ from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.tokenizer import fingerprint_of
+from services.live_service import LiveService
 
 REPORT_INTERVAL_S = 0.2
 

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.recorded_lookup import recorded_kinds
+from benchmarks.draft_lengths.recorded_lookup import recorded_kinds
 from outrider.cluster.replay.traces import Trace
 from outrider.drafter_service.lookup.ngram_index import Kind
 

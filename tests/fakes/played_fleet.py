@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from engine_bench import EngineBench
+from fakes.engine_bench import EngineBench
 from outrider.cluster.gateway.gateway import ModelInfo
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.router.fleet import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from fake_backend import build_tokenizer
+from fakes.backend import build_tokenizer
 from outrider.drafter_service.training.corpus_windows import Corpus, TokenStream
 from outrider.drafter_service.training.dflash import DFlashShape
 from outrider.drafter_service.training.distil import DistilOptions, Method, make_pupil
@@ -17,7 +17,7 @@ from outrider.drafter_service.training.eagle3 import Eagle3Shape
 from outrider.drafter_service.training.pupil import Pupil
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.drafter_service.training.trainer import Budget
-from tiny_models import make_checkpoint, make_model
+from tiny.models import make_checkpoint, make_model
 
 NUM_LAYERS = 4
 INITIALIZER_RANGE = 0.15  # peaked laws, that steps of seconds can teach something of

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 PATIENCE_S = 60.0
 
 
@@ -21,7 +21,7 @@ class Peer:
     """A child process at the other end."""
 
     def __init__(self) -> None:
-        code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import tensor_peer; tensor_peer.main()"
+        code = f"import sys; sys.path.insert(0, {str(TESTS)!r}); from fakes import tensor_peer; tensor_peer.main()"
         command = [sys.executable, "-c", code]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.heard: list[str] = []

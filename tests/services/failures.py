@@ -20,10 +20,10 @@ from typing import Any
 
 import httpx
 
-from external_drafter import HONEST, ExternalDrafter, Fault, external_drafter
-from live_service import LiveService, Streamed, live_service
+from fakes.tcp_proxy import TcpProxy
 from outrider.drafter_service.embedded import held_out_prompts
-from tcp_proxy import TcpProxy
+from services.external_drafter import HONEST, ExternalDrafter, Fault, external_drafter
+from services.live_service import LiveService, Streamed, live_service
 
 MAX_TOKENS = 240
 NUM_STREAMS = 4
