@@ -1,4 +1,4 @@
-"""The arrows between the folders and the house's limits, held by reading the sources.
+"""The rooms, the arrows between them, and the house's limits, held by reading the sources.
 
 Every rule is a function from source text (or an import graph) to complaints, tested on a snippet that breaks it.
 """
@@ -9,13 +9,80 @@ import ast
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-LAYERS = ("proto", "verifier_service", "drafter_service", "cluster")  # imports point left only
+from rooms import LAYERS, ROOT, Room, cycle, imported, module_name, read_rooms, rooms_of, sources
+
+# Every folder of modules, and the rooms that it may import, typing included; in its own layer a room goes by its name.
+ROOMS = {
+    "proto": "",
+    # the target model: what crosses, what executes, what decides
+    "verifier_service": "",
+    "verifier_service/messages": "proto",
+    "verifier_service/model": "messages",
+    "verifier_service/sampling": "messages model",
+    "verifier_service/scheduling": "messages",
+    "verifier_service/pricing": "messages scheduling",
+    "verifier_service/links": "proto messages",
+    "verifier_service/drafting": "messages pricing links",  # and neither model code nor Ray: other engines stand on it
+    "verifier_service/engine": "proto messages model sampling scheduling pricing links drafting",
+    # who drafts
+    "drafter_service": "",
+    "drafter_service/engine": (
+        "verifier_service/messages verifier_service/sampling verifier_service/scheduling verifier_service/pricing "
+        "verifier_service/links verifier_service/engine"
+    ),
+    "drafter_service/lookup": "engine verifier_service/messages",
+    "drafter_service/heads": "verifier_service/messages verifier_service/model",
+    "drafter_service/head_drafters": "engine heads verifier_service/messages verifier_service/model",
+    "drafter_service/models": (
+        "engine heads verifier_service/messages verifier_service/model verifier_service/scheduling "
+        "verifier_service/engine"
+    ),
+    "drafter_service/target": "engine verifier_service/messages verifier_service/model verifier_service/engine",
+    "drafter_service/service": (
+        "proto engine lookup heads head_drafters models target verifier_service/messages verifier_service/model "
+        "verifier_service/links verifier_service/engine"
+    ),
+    "drafter_service/embedded": "service",
+    "drafter_service/training": "engine heads models service embedded verifier_service/messages verifier_service/model",
+    # the service around them
+    "cluster": "router replicas",  # the names that users' configurations import
+    "cluster/common": "verifier_service/links",
+    "cluster/router": "common verifier_service/messages verifier_service/pricing drafter_service/engine",
+    "cluster/monitoring": "common router verifier_service/messages",
+    "cluster/gateway": "common router monitoring proto verifier_service/messages verifier_service/links",
+    "cluster/web": "",
+    "cluster/api/openai": "common gateway web verifier_service/messages",
+    "cluster/api": "common gateway web api/openai proto verifier_service/messages",
+    "cluster/config": (
+        "common router verifier_service/messages verifier_service/model verifier_service/links verifier_service/engine "
+        "drafter_service/service drafter_service/embedded"
+    ),
+    "cluster/replicas": (
+        "common router monitoring gateway api api/openai config proto verifier_service/messages verifier_service/model "
+        "verifier_service/links verifier_service/engine drafter_service/engine drafter_service/service"
+    ),
+    "cluster/offline": (
+        "common router gateway config verifier_service/messages verifier_service/model verifier_service/links "
+        "verifier_service/engine drafter_service/engine drafter_service/service"
+    ),
+    "cluster/client": "common",
+    "cluster/bench": (
+        "common config offline client verifier_service/messages verifier_service/model verifier_service/engine "
+        "drafter_service/engine drafter_service/service drafter_service/embedded"
+    ),
+    "cluster/replay": "common bench verifier_service/messages drafter_service/engine drafter_service/lookup",
+    "cluster/simulate": "common router replay verifier_service/messages verifier_service/pricing",
+    "cluster/cli": (  # nothing imports it
+        "common router config replicas offline client bench replay simulate proto verifier_service/messages "
+        "verifier_service/model drafter_service/embedded drafter_service/training"
+    ),
+}
+MAX_ROOM_FILES = 25
 PURE_MODULES = {  # a room's modules; of those with none named, all
     "verifier_service/messages": ("batch", "draft", "request", "tree"),
     "verifier_service/scheduling": (),
@@ -40,13 +107,10 @@ Rule = Callable[[str], list[str]]
 
 def imports_of(source: str) -> Iterator[tuple[str, int]]:
     """Yield every imported module with its line; `from a import b` yields both `a` and `a.b`."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            module = "." * node.level + (node.module or "")
-            yield module, node.lineno
-            yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
+    for module, name, line in imported(source):
+        yield module, line
+        if name:
+            yield f"{module}.{name}", line
 
 
 def arrow_violations(source: str, layer: str) -> list[str]:
@@ -145,14 +209,25 @@ def impure_path(start: str, graph: dict[str, set[str]]) -> list[str] | None:
     return None
 
 
-def sources(folder: str) -> list[Path]:
-    """Our hand-written modules of a folder."""
-    return sorted(path for path in (ROOT / folder).rglob("*.py") if "_pb2" not in path.name)
+def allowed_arrows(table: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return the table with all names in full."""
+    return {
+        room: {other if other in table else f"{room.split('/')[0]}/{other}" for other in others.split()}
+        for room, others in table.items()
+    }
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(("outrider", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+def room_violations(rooms: Mapping[str, Room], allowed: Mapping[str, set[str]]) -> list[str]:
+    """Complain of rooms that the table lacks or has too many of, and of arrows likewise."""
+    problems = [f"{room} is not in the table" for room in rooms.keys() - allowed.keys()]
+    problems += [f"{room} is in the table only" for room in allowed.keys() - rooms.keys()]
+    for name, room in rooms.items():
+        may = allowed.get(name, set())
+        problems += [f"{name} may not import {other}: {room.arrows[other]}" for other in room.arrows.keys() - may]
+        problems += [f"{name} does not import {other} any more" for other in may - room.arrows.keys()]
+        if room.num_files > MAX_ROOM_FILES:
+            problems.append(f"{name} has {room.num_files} files, at most {MAX_ROOM_FILES} find their way")
+    return sorted(problems)
 
 
 def complaints(paths: list[Path], rule: Rule) -> list[str]:
@@ -164,16 +239,49 @@ def is_pure(path: Path) -> bool:
     return room in PURE_MODULES and (not PURE_MODULES[room] or path.stem in PURE_MODULES[room])
 
 
-PACKAGED = [path for layer in LAYERS for path in sources(layer)]
-ALL = [*PACKAGED, *sources("tests"), *sources("deploy")]
+PACKAGED = [path for layer in LAYERS for path in sources(ROOT / layer)]
+ALL = [*PACKAGED, *sources(ROOT / "tests"), *sources(ROOT / "deploy")]
 
 
 # The repository.
 
 
+def test_rooms_import_what_the_table_says() -> None:
+    assert room_violations(read_rooms(), allowed_arrows(ROOMS)) == []
+
+
+def test_the_service_imports_nothing_of_the_tests_and_benchmarks_only_where_they_are_verbs() -> None:
+    folders = {path.name for path in (ROOT / "tests").iterdir()}
+    names = [module for path in PACKAGED for module, _ in imports_of(path.read_text())]
+    assert not {module.split(".")[0] for module in names} & (folders - {"proto"})
+    assert {room for room, others in allowed_arrows(ROOMS).items() if "cluster/bench" in others} == {
+        "cluster/cli",
+        "cluster/replay",  # of recorded requests, with the figures of a machine
+    }
+
+
+def test_no_two_rooms_import_each_other() -> None:
+    assert cycle(allowed_arrows(ROOMS)) is None
+
+
+def test_the_halls_of_tests_are_rooms_as_well() -> None:
+    folders = {path.parent for path in sources(ROOT / "tests")}
+    assert not [folder for folder in folders if len(list(folder.glob("*.py"))) > MAX_ROOM_FILES]
+
+
+def test_another_engine_can_stand_on_the_verifiers_side_of_drafting() -> None:
+    """Sessions, deadlines, prices, messages and links: without transformers and without Ray."""
+    rooms = ("messages", "pricing", "links", "drafting")
+    modules = [module_name(path) for room in rooms for path in sources(ROOT / "verifier_service" / room)]
+    source = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
+    source += "print(sys.modules.keys() & {'transformers', 'ray'})"
+    found = subprocess.run([sys.executable, "-c", source, *modules], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_imports_point_left_only(layer: str) -> None:
-    assert not complaints(sources(layer), lambda source: arrow_violations(source, layer))
+    assert not complaints(sources(ROOT / layer), lambda source: arrow_violations(source, layer))
 
 
 @pytest.mark.parametrize("rule", [pickles, pickling_pipes, prints, long_file, unprefixed_imports, long_functions])
@@ -183,7 +291,7 @@ def test_packages_keep_the_house_rules(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", [unprefixed_imports, long_functions, pickles])
 def test_tests_keep_the_house_rules(rule: Rule) -> None:
-    assert not complaints(sources("tests"), rule)
+    assert not complaints(sources(ROOT / "tests"), rule)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +321,53 @@ def test_the_rules_see_the_sources() -> None:
 
 
 # The rules.
+
+
+HOUSE = {
+    "outrider.a.x": ("a", "from outrider.b import y"),
+    "outrider.b": ("b", ""),
+    "outrider.b.y": ("b", "def f():\n    import outrider.a.x"),
+    "outrider.c": ("c", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from outrider.b.y import Thing"),
+}
+
+
+def test_arrows_are_found_also_within_functions_and_for_typing() -> None:
+    rooms = rooms_of(HOUSE)
+    assert {name: room.arrows for name, room in rooms.items()} == {
+        "a": {"b": ["outrider.a.x:1"]},
+        "b": {"a": ["outrider.b.y:2"]},
+        "c": {"b": ["outrider.c:3"]},
+    }
+    assert (rooms["b"].num_files, rooms["b"].num_lines) == (2, 2)
+
+
+def test_an_arrow_that_the_table_lacks_is_caught_and_so_is_one_that_it_no_longer_needs() -> None:
+    table = {"a": {"b"}, "b": {"a"}, "c": {"b"}}
+    assert room_violations(rooms_of(HOUSE), table) == []
+    assert room_violations(rooms_of(HOUSE), {**table, "c": {"a"}}) == [
+        "c does not import a any more",
+        "c may not import b: ['outrider.c:3']",
+    ]
+    assert room_violations(rooms_of(HOUSE), {"a": {"b"}, "b": {"a"}, "d": set()}) == [
+        "c is not in the table",
+        "c may not import b: ['outrider.c:3']",
+        "d is in the table only",
+    ]
+
+
+def test_a_hall_is_caught() -> None:
+    hall = {f"outrider.a.m{index}": ("a", "") for index in range(MAX_ROOM_FILES + 1)}
+    assert room_violations(rooms_of(hall), {"a": set()}) == ["a has 26 files, at most 25 find their way"]
+
+
+def test_rooms_that_import_each_other_are_caught() -> None:
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+
+
+def test_names_in_the_table_are_those_of_the_same_layer() -> None:
+    table = {"proto": "", "cluster/api": "web api/openai proto", "cluster/web": "", "cluster/api/openai": ""}
+    assert allowed_arrows(table)["cluster/api"] == {"proto", "cluster/web", "cluster/api/openai"}
 
 
 @pytest.mark.parametrize(

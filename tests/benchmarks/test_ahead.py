@@ -19,7 +19,7 @@ from benchmarks.ahead import (
 from benchmarks.ahead_figures import AheadModel, AheadRun, fit, median
 from outrider.cluster.bench.figures import Machine, Workload
 from outrider.cluster.bench.pairs import BenchOptions
-from outrider.cluster.cli.bench import bench
+from benchmarks.study import study
 from outrider.cluster.config.service_config import ServiceConfig
 
 MODEL = AheadModel(
@@ -142,12 +142,12 @@ def test_arms_that_run_ahead_differ_in_that_alone():
 
 
 def test_the_verb_refuses_what_it_cannot_run():
-    result = CliRunner().invoke(bench, ["ahead", "--outcomes", "some"])
+    result = CliRunner().invoke(study, ["ahead", "--outcomes", "some"])
     assert result.exit_code == 2
     assert "numbers with commas" in result.output
-    result = CliRunner().invoke(bench, ["ahead", "--method", "medusa"])
+    result = CliRunner().invoke(study, ["ahead", "--method", "medusa"])
     assert result.exit_code == 2
     assert "eagle3" in result.output
-    result = CliRunner().invoke(bench, ["ahead", "--max-tokens", "100000"])
+    result = CliRunner().invoke(study, ["ahead", "--max-tokens", "100000"])
     assert result.exit_code == 2
     assert "max_tokens must be at most" in result.output

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from benchmarks.draft_lengths.replay import EAGLE, NGRAM, MachineFit
 from benchmarks.draft_lengths.table import Point, count_points, run_table
 from benchmarks.policy import cells, grouped, to_json, to_markdown, verdict
-from outrider.cluster.cli.bench import bench
+from benchmarks.study import study
 from outrider.cluster.replay.traces import Trace
 
 
@@ -136,7 +136,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_verb_prints_tables_and_writes_both_files(folder: Path) -> None:
     options = ["--batch-sizes", "1,3", "--num-tokens", "50"]
     files = ["--json", f"{folder}/policy.json", "--markdown", f"{folder}/policy.md"]
-    done = CliRunner().invoke(bench, ["policy", f"{folder}/traces", *options, *files])
+    done = CliRunner().invoke(study, ["policy", f"{folder}/traces", *options, *files])
     assert done.exit_code == 0, done.output
     assert "tiny, EAGLE" in done.output
     document = json.loads((folder / "policy.json").read_text())
@@ -146,7 +146,7 @@ def test_the_verb_prints_tables_and_writes_both_files(folder: Path) -> None:
 
 def test_what_cannot_be_replayed_is_an_error(folder: Path) -> None:
     def message(*options: str) -> str:
-        done = CliRunner().invoke(bench, ["policy", *options])
+        done = CliRunner().invoke(study, ["policy", *options])
         assert done.exit_code != 0
         return " ".join(done.output.split())
 
