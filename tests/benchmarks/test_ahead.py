@@ -17,9 +17,9 @@ from benchmarks.ahead import (
     verdict,
 )
 from benchmarks.ahead_figures import AheadModel, AheadRun, fit, median
+from benchmarks.study import study
 from outrider.cluster.bench.figures import Machine, Workload
 from outrider.cluster.bench.pairs import BenchOptions
-from benchmarks.study import study
 from outrider.cluster.config.service_config import ServiceConfig
 
 MODEL = AheadModel(
