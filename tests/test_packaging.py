@@ -86,8 +86,8 @@ def test_the_wheel_holds_the_embedded_models(wheel: Path) -> None:
 
 def test_the_wheel_holds_the_web_page(wheel: Path) -> None:
     shipped = set(zipfile.ZipFile(wheel).namelist())
-    page = {path for path in (ROOT / "cluster" / "web").iterdir() if path.is_file()}
-    assert {f"outrider/{path.relative_to(ROOT)}" for path in page} <= shipped
+    page = ROOT / "cluster" / "web" / "static"
+    assert {f"outrider/{path.relative_to(ROOT)}" for path in page.iterdir()} <= shipped
 
 
 def test_the_wheel_holds_nothing_else(wheel: Path) -> None:

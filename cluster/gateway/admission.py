@@ -72,11 +72,11 @@ def refusal(
 
 
 def _num_waiting(state: VerifierState) -> int:
-    return state.report.num_waiting + state.num_assigned
+    return state.report.load.num_waiting + state.num_assigned
 
 
 def _kv_share(state: VerifierState) -> float:
-    is_full = state.report.kv_usage >= FULL_KV_USAGE and state.report.num_waiting > 0
+    is_full = state.report.load.kv_usage >= FULL_KV_USAGE and state.report.load.num_waiting > 0
     return FULL_KV_SHARE if is_full else 1.0
 
 

@@ -57,30 +57,30 @@ def _verifier(state: VerifierState) -> dict[str, Any]:
     return {
         "id": report.verifier_id,
         "state": ReplicaState.of(report).value,
-        "num_running": report.num_running,
-        "num_waiting": report.num_waiting,
-        "kv_usage": report.kv_usage,
-        "tokens_per_s": report.tokens_per_s,
-        "mean_step_s": report.mean_step_s,
+        "num_running": report.load.num_running,
+        "num_waiting": report.load.num_waiting,
+        "kv_usage": report.load.kv_usage,
+        "tokens_per_s": report.load.tokens_per_s,
+        "mean_step_s": report.load.mean_step_s,
         "price": state.price,
-        "knee": report.knee,
-        "num_extrapolated_steps": report.counters.num_extrapolated_steps,
+        "knee": report.load.knee,
+        "num_extrapolated_steps": report.load.counters.num_extrapolated_steps,
         "draft_length": state.default_plan.draft_length,
         "enabled_reason": state.default_plan.enabled_reason,
         "disabled_reason": state.default_plan.disabled_reason,
-        "num_asks": report.counters.num_asks,
-        "num_asked_tokens": report.counters.num_asked_tokens,
-        "draft_length_mean": report.draft_length_mean,
-        "verify_idle_share": report.verify_idle_share,
+        "num_asks": report.load.counters.num_asks,
+        "num_asked_tokens": report.load.counters.num_asked_tokens,
+        "draft_length_mean": report.load.draft_length_mean,
+        "verify_idle_share": report.load.verify_idle_share,
         **_lateness(report),
         **_acceptance([state]),
     }
 
 
 def _lateness(report: VerifierReport) -> dict[str, float | None]:
-    lateness_s = report.counters.lateness_s
+    lateness_s = report.load.counters.lateness_s
     num_late = sum(lateness_s.counts)
-    num_drafts = num_late + sum(report.counters.round_trip_s.counts)
+    num_drafts = num_late + sum(report.load.counters.round_trip_s.counts)
     return {
         "late_share": num_late / num_drafts if num_drafts else None,
         "mean_lateness_s": lateness_s.total / num_late if num_late else None,
@@ -91,7 +91,7 @@ def _drafter(report: DrafterReport, verifiers: tuple[VerifierState, ...]) -> dic
     circuits = [
         circuit.state
         for state in verifiers
-        for circuit in state.report.circuits
+        for circuit in state.report.load.circuits
         if circuit.drafter_id == report.drafter_id
     ]
     return {
@@ -110,10 +110,10 @@ def _drafter(report: DrafterReport, verifiers: tuple[VerifierState, ...]) -> dic
 
 def _mean_yield(drafter_id: str, verifiers: tuple[VerifierState, ...]) -> float | None:
     found = [
-        trip.accepted_per_round
+        known.accepted_per_round
         for state in verifiers
-        for trip in state.report.round_trips
-        if trip.drafter_id == drafter_id and trip.accepted_per_round is not None
+        for known in state.report.load.drafters
+        if known.drafter_id == drafter_id and known.accepted_per_round is not None
     ]
     return sum(found) / len(found) if found else None
 
@@ -121,9 +121,9 @@ def _mean_yield(drafter_id: str, verifiers: tuple[VerifierState, ...]) -> float 
 def _totals(verifiers: tuple[VerifierState, ...], drafters: tuple[DrafterState, ...]) -> dict[str, Any]:
     reports = [state.report for state in verifiers]
     return {
-        "num_running": sum(report.num_running for report in reports),
-        "num_waiting": sum(report.num_waiting for report in reports),
-        "tokens_per_s": sum(report.tokens_per_s for report in reports),
+        "num_running": sum(report.load.num_running for report in reports),
+        "num_waiting": sum(report.load.num_waiting for report in reports),
+        "tokens_per_s": sum(report.load.tokens_per_s for report in reports),
         "tokens_per_s_per_accelerator": tokens_per_accelerator(verifiers, drafters),
         "num_draft_sessions": sum(state.report.num_sessions for state in drafters),
         "hit_rate": _hit_rate([state.report for state in drafters]),
@@ -135,7 +135,7 @@ def tokens_per_accelerator(verifiers: Sequence[VerifierState], drafters: Sequenc
     """Return committed tokens per second and rank of either pool; None where there is no rank."""
     num_ranks = sum(state.report.num_ranks for state in verifiers)
     num_ranks += sum(state.report.num_ranks for state in drafters)
-    return sum(state.report.tokens_per_s for state in verifiers) / num_ranks if num_ranks else None
+    return sum(state.report.load.tokens_per_s for state in verifiers) / num_ranks if num_ranks else None
 
 
 def _hit_rate(reports: Sequence[DrafterReport]) -> float | None:
@@ -145,7 +145,7 @@ def _hit_rate(reports: Sequence[DrafterReport]) -> float | None:
 
 
 def _acceptance(verifiers: tuple[VerifierState, ...] | list[VerifierState]) -> dict[str, float | None]:
-    counters = [state.report.counters for state in verifiers]
+    counters = [state.report.load.counters for state in verifiers]
     num_drafts = sum(item.num_drafts for item in counters)
     num_draft_tokens = sum(item.num_draft_tokens for item in counters)
     num_accepted = sum(item.num_accepted_tokens for item in counters)

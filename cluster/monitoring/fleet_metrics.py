@@ -72,9 +72,9 @@ def _of_verifiers_by(
 
 
 def _yields(report: VerifierReport) -> Iterable[tuple[str, Value]]:
-    for trip in report.round_trips:
-        if trip.accepted_per_round is not None:
-            yield trip.drafter_id, trip.accepted_per_round
+    for known in report.load.drafters:
+        if known.accepted_per_round is not None:
+            yield known.drafter_id, known.accepted_per_round
 
 
 def _bad_frames(snapshot: FleetSnapshot, now_s: float) -> Rows:
@@ -113,49 +113,49 @@ _LOAD = (
         "num_requests_running",
         "gauge",
         "Requests that hold KV in a verifier",
-        lambda state: state.report.num_running,
+        lambda state: state.report.load.num_running,
         has_alias=True,
     ),
     _of_verifiers(
         "num_requests_waiting",
         "gauge",
         "Requests in a verifier's queue",
-        lambda state: state.report.num_waiting,
+        lambda state: state.report.load.num_waiting,
         has_alias=True,
     ),
     _of_verifiers(
         "kv_cache_usage_perc",
         "gauge",
         "KV blocks in use / KV blocks, 0 to 1",
-        lambda state: state.report.kv_usage,
+        lambda state: state.report.load.kv_usage,
         has_alias=True,
     ),
     _of_verifiers(
         "prefix_cache_queries",
         "counter",
         "Tokens of admitted requests that were looked up in the prefix cache",
-        lambda state: state.report.counters.num_prefix_queried_tokens,
+        lambda state: state.report.load.counters.num_prefix_queried_tokens,
         has_alias=True,
     ),
     _of_verifiers(
         "prefix_cache_hits",
         "counter",
         "Tokens found in the prefix cache; rate = this / prefix_cache_queries",
-        lambda state: state.report.counters.num_prefix_hit_tokens,
+        lambda state: state.report.load.counters.num_prefix_hit_tokens,
         has_alias=True,
     ),
     _of_verifiers(
         "num_preemptions",
         "counter",
         "Times a request's KV was taken away for an older one",
-        lambda state: state.report.counters.num_preemptions,
+        lambda state: state.report.load.counters.num_preemptions,
         has_alias=True,
     ),
     _of_verifiers(
         "request_queue_time_seconds",
         "histogram",
         "Begin of a request's first step - time the verifier received it",
-        lambda state: state.report.counters.queue_s,
+        lambda state: state.report.load.counters.queue_s,
         has_alias=True,
     ),
     _FleetMetric(
@@ -183,43 +183,43 @@ _STEPS = (
         "verify_step_seconds",
         "histogram",
         "Time of a verifier's step, from scheduling to the last ask for a draft",
-        lambda state: state.report.counters.step_s,
+        lambda state: state.report.load.counters.step_s,
     ),
     _of_verifiers(
         "verify_idle_seconds",
         "counter",
         "Time without a step because every request waited for its draft",
-        lambda state: state.report.counters.idle_s,
+        lambda state: state.report.load.counters.idle_s,
     ),
     _of_verifiers(
         "verify_idle_share",
         "gauge",
         "Share of the last two seconds without a step because every request waited for its draft",
-        lambda state: state.report.verify_idle_share,
+        lambda state: state.report.load.verify_idle_share,
     ),
     _of_verifiers(
         "verify_knee_tokens",
         "gauge",
         "Tokens of a step from which a verifier is compute-bound; no sample where it never is, or does not know",
-        lambda state: state.report.knee,
+        lambda state: state.report.load.knee,
     ),
     _of_verifiers(
         "verify_extrapolated_steps",
         "counter",
         "Steps a quarter larger than all that the cost model had profiled or seen: their cost was extrapolated",
-        lambda state: state.report.counters.num_extrapolated_steps,
+        lambda state: state.report.load.counters.num_extrapolated_steps,
     ),
     _of_verifiers(
         "verify_scheduled_tokens",
         "counter",
         "Tokens computed by the target model, drafts included",
-        lambda state: state.report.counters.num_scheduled_tokens,
+        lambda state: state.report.load.counters.num_scheduled_tokens,
     ),
     _of_verifiers(
         "verify_committed_tokens",
         "counter",
         "Output tokens committed; throughput is its rate",
-        lambda state: state.report.counters.num_committed_tokens,
+        lambda state: state.report.load.counters.num_committed_tokens,
     ),
     _FleetMetric(
         Definition(
@@ -268,58 +268,58 @@ _DRAFTING = (
         "draft_length_mean",
         "gauge",
         "Draft tokens asked for per decoding request and step, of the last two seconds: what the price makes of plans",
-        lambda state: state.report.draft_length_mean,
+        lambda state: state.report.load.draft_length_mean,
     ),
     _of_verifiers(
         "draft_rtt_seconds",
         "histogram",
         "Time from asking a drafter to its draft, of rounds answered in time",
-        lambda state: state.report.counters.round_trip_s,
+        lambda state: state.report.load.counters.round_trip_s,
     ),
     _of_verifiers(
         "draft_lateness_seconds",
         "histogram",
         "Arrival of a draft - its deadline, of drafts that missed it",
-        lambda state: state.report.counters.lateness_s,
+        lambda state: state.report.load.counters.lateness_s,
     ),
     _of_verifiers(
         "drafts_stale",
         "counter",
         "Drafts dropped because their round was over",
-        lambda state: state.report.counters.num_stale_drafts,
+        lambda state: state.report.load.counters.num_stale_drafts,
     ),
     _of_verifiers_by(
         "reason",
         "draft_fallback",
         "counter",
         "Rounds that ended without a usable draft, by reason; the request then decoded plainly",
-        lambda report: report.counters.fallbacks.items(),
+        lambda report: report.load.counters.fallbacks.items(),
     ),
     _of_verifiers(
         "draft_resyncs",
         "counter",
         "Times a drafter asked for a request's whole prefix again",
-        lambda state: state.report.counters.num_resyncs,
+        lambda state: state.report.load.counters.num_resyncs,
     ),
     _of_verifiers_by(
         "transport",
         "draft_state_bytes",
         "counter",
         "Bytes of the target's hidden states sent to drafters, by transport",
-        lambda report: report.counters.num_state_bytes.items(),
+        lambda report: report.load.counters.num_state_bytes.items(),
     ),
     _of_verifiers(
         "draft_tensor_fallbacks",
         "counter",
         "Hidden states that went in frames because their channel was full or had failed",
-        lambda state: state.report.counters.num_tensor_fallbacks,
+        lambda state: state.report.load.counters.num_tensor_fallbacks,
     ),
     _of_verifiers_by(
         "drafter",
         "drafter_circuit_state",
         "gauge",
         "A verifier's circuit breaker in front of a drafter: 0 closed, 1 half open, 2 open",
-        lambda report: [(circuit.drafter_id, CIRCUIT_STATES[circuit.state]) for circuit in report.circuits],
+        lambda report: [(circuit.drafter_id, CIRCUIT_STATES[circuit.state]) for circuit in report.load.circuits],
     ),
     _of_verifiers_by(
         "drafter",

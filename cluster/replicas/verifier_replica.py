@@ -110,14 +110,14 @@ class VerifierReplica:
         await self._links.hold(directive.drafters)
 
     def _report(self, load: EngineLoad) -> VerifierReport:
-        return VerifierReport.of(
+        return VerifierReport(
             verifier_id=self._verifier_id,
             endpoint=self._endpoint,
             epoch=self._epoch,
             load=load,
             max_model_len=self._ready.max_model_len,
             step_times=self._ready.step_times,
-            drafters_up=self._links.drafters_up,
+            linked_drafters=self._links.drafters_up,
             own_draft_length=self._own_draft_length,
             num_ranks=self._num_ranks,
             draining=self._is_draining,

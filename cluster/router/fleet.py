@@ -18,41 +18,13 @@ from typing import Any, TypeVar
 from outrider.cluster.common.hints import did_you_mean
 from outrider.drafter_service.engine.load import DrafterCounters
 from outrider.verifier_service.messages.engine import (
-    DrafterCircuit,
-    DrafterTime,
-    EngineCounters,
     EngineLoad,
     RequestLoad,
     StepTime,
 )
-from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 
 UNKNOWN_POOL = ""
-
-
-class DisabledReason(enum.StrEnum):
-    """Why a request runs without drafts; the only values a `disabled_reason` takes."""
-
-    REQUEST_OPT_OUT = "request_opt_out"
-    LOAD = "load"  # the verifier is compute-bound: a draft token costs more than it brings
-    LOW_ACCEPTANCE = "low_acceptance"
-    DRAFTER_UNAVAILABLE = "drafter_unavailable"  # no drafter, or no link to one
-    DRAFTER_TIMEOUT = "drafter_timeout"  # no drafter has answered in time, or well, lately: its circuit is open
-    DRAFT_QUEUE = "draft_queue"  # drafts arrive too late to pay for the wait
-    MAX_MODEL_LEN = "max_model_len"
-    UNSUPPORTED_PARAMS = "unsupported_params"
-    WARMUP = "warmup"  # no step-time profile yet
-    CONFIG = "config"  # the operator switched it off
-
-
-class EnabledReason(enum.StrEnum):
-    """Why a request may draft, as far as it may."""
-
-    PAYS = "pays"  # a draft token brings more than it costs
-    DWELL = "dwell"  # none does by now, but not for long enough to switch it off
-    PROBE = "probe"  # it is off, but for a moment in which it drafts to see whether that would pay by now
-    KV_PRESSURE = "kv_pressure"  # the KV pool is nearly full: only the best positions are drafted
-    PINNED = "pinned"  # the operator says how far, whatever it costs
 
 
 class PlacementReason(enum.StrEnum):
@@ -71,7 +43,7 @@ LACKS_DRAFTER = frozenset({DisabledReason.DRAFTER_UNAVAILABLE, DisabledReason.DR
 @functools.cache  # one is as good as another, and a busy router says it often
 def off(reason: DisabledReason) -> SpeculationPlan:
     """Return the plan of a request that runs without drafts."""
-    return SpeculationPlan(disabled_reason=reason.value)
+    return SpeculationPlan(disabled_reason=reason)
 
 
 class PolicyMode(enum.Enum):
@@ -87,72 +59,28 @@ class VerifierReport:
     verifier_id: str
     endpoint: str  # "host:port" of its gateway-facing gRPC
     epoch: int
-    num_running: int
-    num_waiting: int
-    num_decoding: int
-    kv_usage: float  # used share of the KV blocks, 0 to 1
+    load: EngineLoad  # what its engine says of itself
     max_model_len: int | None = None  # longest sequence its KV pool holds; None: not known
     step_times: tuple[StepTime, ...] = ()
-    requests: tuple[RequestLoad, ...] = ()  # the running ones first; those that wait may follow
     own_draft_length: int = 0  # the longest draft of the drafter in its own process; 0: there is none
-    drafters_up: tuple[str, ...] = ()  # drafters it has a live link to and that have not failed it lately
-    round_trips: tuple[DrafterTime, ...] = ()
+    linked_drafters: tuple[str, ...] = ()  # those it has a live link to
     draining: bool = False  # takes no new requests and ends when the running ones have
-    tokens_per_s: float = 0.0
-    mean_step_s: float | None = None
-    counters: EngineCounters = field(default_factory=EngineCounters)
-    circuits: tuple[DrafterCircuit, ...] = ()
     num_bad_frames: int = 0  # that drafters sent
-    price: float | None = None  # committed tokens that one more draft token costs a step; None: it prices nothing
-    knee: float | None = None  # tokens in a step from which it is compute-bound; None: never, or not known
-    draft_length_mean: float = 0.0  # asked for per decoding request and step, over the last two seconds
-    verify_idle_share: float = 0.0  # of the time lately, without a step because every request waited for its draft
     num_ranks: int = 1  # accelerators that it takes
 
-    @classmethod
-    def of(
-        cls,
-        *,
-        verifier_id: str,
-        endpoint: str,
-        epoch: int,
-        load: EngineLoad,
-        max_model_len: int,
-        step_times: tuple[StepTime, ...],
-        drafters_up: tuple[str, ...],
-        own_draft_length: int = 0,
-        draining: bool = False,
-        num_bad_frames: int = 0,
-        num_ranks: int = 1,
-    ) -> VerifierReport:
-        """Make a report of what an engine says of itself; `drafters_up` are those it has a link to."""
-        failing = {circuit.drafter_id for circuit in load.circuits if circuit.is_open}
-        return cls(
-            verifier_id=verifier_id,
-            endpoint=endpoint,
-            epoch=epoch,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_decoding=load.num_decoding,
-            kv_usage=load.kv_usage,
-            max_model_len=max_model_len,
-            step_times=step_times,
-            requests=load.requests,
-            own_draft_length=own_draft_length,
-            drafters_up=tuple(drafter_id for drafter_id in drafters_up if drafter_id not in failing),
-            round_trips=load.drafter_times,
-            draining=draining,
-            tokens_per_s=load.tokens_per_s,
-            mean_step_s=load.mean_step_s,
-            counters=load.counters,
-            circuits=load.circuits,
-            num_bad_frames=num_bad_frames,
-            price=load.price,
-            knee=load.knee,
-            draft_length_mean=load.draft_length_mean,
-            verify_idle_share=load.verify_idle_share,
-            num_ranks=num_ranks,
-        )
+    @property
+    def drafters_up(self) -> tuple[str, ...]:
+        """Drafters that it has a live link to and that have not failed it lately."""
+        failing = {circuit.drafter_id for circuit in self.load.circuits if circuit.is_open}
+        return tuple(drafter_id for drafter_id in self.linked_drafters if drafter_id not in failing)
+
+    @property
+    def running(self) -> tuple[RequestLoad, ...]:
+        return tuple(request for request in self.load.requests if request.is_running)
+
+    @property
+    def waiting(self) -> tuple[RequestLoad, ...]:
+        return tuple(request for request in self.load.requests if not request.is_running)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

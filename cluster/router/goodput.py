@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, replace
 
 from outrider.cluster.router.fleet import (
     AcceptancePolicy,
-    DisabledReason,
     RequestLoad,
     RouterPolicy,
     SwitchPolicy,
     VerifierReport,
     off,
 )
-from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 from outrider.verifier_service.pricing.cost_model import StepTimeModel
 
 NUM_EM_ROUNDS = 4
@@ -290,7 +289,7 @@ def observe(report: VerifierReport, memory: VerifierMemory, policy: RouterPolicy
     """
     prior_rate, news, requests = memory.pool_rate(policy.acceptance), [], {}
     starts_on = None if memory.switch is None else memory.switch.is_on and memory.default_plan.draft_length > 0
-    for request in report.requests:
+    for request in report.load.requests:
         kept = memory.requests.get(request.request_id)
         if kept is None:  # of a verifier that is new here, perhaps for the router itself is: as the request goes on
             is_on = request.draft_length > 0 if starts_on is None else starts_on

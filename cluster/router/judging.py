@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from outrider.cluster.router.fleet import DisabledReason, EnabledReason, RouterPolicy, VerifierReport, off
+from outrider.cluster.router.fleet import RouterPolicy, VerifierReport, off
 from outrider.cluster.router.goodput import (
     Allocation,
     Candidate,
@@ -28,7 +28,7 @@ from outrider.cluster.router.goodput import (
     solo_gain,
     worth_length,
 )
-from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, EnabledReason, SpeculationPlan
 from outrider.verifier_service.pricing.cost_model import StepTimeModel
 
 
@@ -46,7 +46,7 @@ class Entrant:
         return SpeculationPlan(
             drafter_id=self.drafter_id,
             draft_length=length,
-            enabled_reason=reason.value,
+            enabled_reason=reason,
             is_pinned=reason is EnabledReason.PINNED,
         )
 
@@ -99,17 +99,17 @@ class Judge:
     def _heed_price(self, memory: VerifierMemory) -> VerifierMemory:
         """Remember the verifier's price if it is fresh and more than a guess, which it is before the first drafts."""
         is_guess = memory.quote is None and not self._is_drafting
-        if self.report.price is None or self.report.num_decoding == 0 or is_guess:
+        if self.report.load.price is None or self.report.load.num_decoding == 0 or is_guess:
             return memory
-        return replace(memory, quote=Quote(self.report.price, self.report.num_decoding))
+        return replace(memory, quote=Quote(self.report.load.price, self.report.load.num_decoding))
 
     @property
     def _is_drafting(self) -> bool:
-        return any(request.draft_length > 0 for request in self.report.requests[: self.report.num_running])
+        return any(request.draft_length > 0 for request in self.report.running)
 
     def _weigh(self, memory: VerifierMemory, entrants: Sequence[Entrant]) -> Allocation:
         """Return which positions pay, and what the whole verifier gains."""
-        quote, num_decoding = memory.quote, self.report.num_decoding
+        quote, num_decoding = memory.quote, self.report.load.num_decoding
         if quote is not None and (self.step_time is None or quote.is_of(num_decoding)):
             return allocate_at(_candidates(entrants), max(quote.price, self._least_price))
         return self._estimate(entrants, self.exposed_s)
@@ -119,7 +119,7 @@ class Judge:
             return allocate_at(_candidates(entrants), self._least_price)
         return allocate(
             _candidates(entrants),
-            num_decoding=max(1, self.report.num_decoding, len(entrants)),
+            num_decoding=max(1, self.report.load.num_decoding, len(entrants)),
             step_time=self.step_time,
             min_price=self._least_price,
             exposed_s=exposed_s,
@@ -128,7 +128,7 @@ class Judge:
     @property
     def _kv_pressure(self) -> float:
         """How near the KV pool is to its end: 0 below `kv_pressure_from`, 1 where it is full."""
-        used, begin = self.report.kv_usage, self.policy.kv_pressure_from
+        used, begin = self.report.load.kv_usage, self.policy.kv_pressure_from
         return (used - begin) / (1.0 - begin) if used > begin else 0.0
 
     @property
@@ -137,7 +137,7 @@ class Judge:
 
     def _verifier_switch(self, switch: SpeculationSwitch | None, gain: float) -> SpeculationSwitch:
         if switch is None:
-            wanting = self.report.requests[: self.report.num_running]
+            wanting = self.report.running
             if all(item.num_speculative_tokens == 0 for item in wanting):
                 return SpeculationSwitch(gain > self.policy.switch.on_gain, self.now_s)
             # the router is new, the verifier is not: it goes on as it does until a dwell has shown better
@@ -148,7 +148,7 @@ class Judge:
         """Switch every request off, except in the moments in which drafts are tried again."""
         assert memory.switch is not None
         reason = self._off_reason(memory, judged)
-        can_change = reason is not DisabledReason.LOAD or self.report.price is not None
+        can_change = reason is not DisabledReason.LOAD or self.report.load.price is not None
         if can_change and self._is_probing(memory.switch):
             return Verdict(memory, {entrant.request_id: self._probe(entrant) for entrant in entrants}, off(reason))
         return Verdict(memory, {entrant.request_id: off(reason) for entrant in entrants}, off(reason))
@@ -182,7 +182,7 @@ class Judge:
     def _on_plan(self, entrant: Entrant, length: int, price: float) -> SpeculationPlan:
         """Return how far one that is on may draft: where the verifier prices each step any length, else what pays."""
         reason = EnabledReason.PAYS if length > 0 else EnabledReason.DWELL
-        if self.report.price is not None and self._kv_pressure == 0.0 and entrant.worth >= 1.0:
+        if self.report.load.price is not None and self._kv_pressure == 0.0 and entrant.worth >= 1.0:
             return entrant.plan(entrant.max_length, reason)
         is_pressed = price <= self._kv_pressure and 0 < length < entrant.max_length
         return entrant.plan(max(1, length), EnabledReason.KV_PRESSURE if is_pressed else reason)

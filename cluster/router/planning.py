@@ -25,9 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outrider.cluster.router.fleet import (
-    DisabledReason,
     DrafterState,
-    EnabledReason,
     PolicyMode,
     RequestLoad,
     RouterPolicy,
@@ -38,7 +36,7 @@ from outrider.cluster.router.fleet import (
 from outrider.cluster.router.goodput import VerifierMemory, observe
 from outrider.cluster.router.judging import Entrant, Judge, Verdict
 from outrider.cluster.router.routing import DrafterDesk
-from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, EnabledReason, SpeculationPlan
 from outrider.verifier_service.pricing.cost_model import StepTimeModel
 
 URGENT_WORTH = 2.0  # of a token of an urgent request; of a lesser one's the inverse
@@ -81,7 +79,7 @@ def plan_speculation(
         judge = Judge(report, policy, now_s, step_time, _exposed_s(report, desk, policy))
         verdict = judge.decide(memory, entrants, newcomer, desk.reason)
     plans |= verdict.plans
-    for request in report.requests[report.num_running :]:
+    for request in report.waiting:
         plans[request.request_id] = _capped(verdict.default_plan, request)
     requests = {
         request_id: kept if kept.plan == plans[request_id] else replace(kept, plan=plans[request_id])
@@ -98,7 +96,7 @@ def _enter(
     plans: dict[str, SpeculationPlan] = {}
     entrants: list[Entrant] = []
     prior_rate, prior_tokens = memory.pool_rate(policy.acceptance), policy.acceptance.request_prior_tokens
-    for request in report.requests[: report.num_running]:
+    for request in report.running:
         if request.num_speculative_tokens == 0:
             plans[request.request_id] = off(DisabledReason.REQUEST_OPT_OUT)
         elif (drafter := desk.choose(request.drafter_id)) is None:
@@ -145,7 +143,7 @@ def _pinned_length(report: VerifierReport, policy: RouterPolicy) -> int | None:
     if policy.mode is PolicyMode.ALWAYS:
         return policy.max_draft_length
     if policy.draft_length_by_batch_size:
-        return table_length(policy.draft_length_by_batch_size, report.num_running)
+        return table_length(policy.draft_length_by_batch_size, report.load.num_running)
     return None
 
 
@@ -156,7 +154,7 @@ def _blanket_reason(
         return DisabledReason.CONFIG
     if pinned is not None:
         return DisabledReason.LOAD if pinned == 0 else None  # the table's: at this batch size no draft pays
-    return DisabledReason.WARMUP if step_time is None and report.price is None else None
+    return DisabledReason.WARMUP if step_time is None and report.load.price is None else None
 
 
 def _pin(entrant: Entrant, length: int) -> SpeculationPlan:
@@ -176,6 +174,6 @@ def _exposed_s(report: VerifierReport, desk: DrafterDesk, policy: RouterPolicy) 
 
     Drafters that requests leave do not count.
     """
-    measured = [trip.seconds for trip in report.round_trips if trip.drafter_id in desk.preferred]
+    measured = [known.round_trip_s for known in report.load.drafters if known.drafter_id in desk.preferred]
     times_s = measured or [desk.linked[drafter_id].report.mean_draft_s for drafter_id in desk.preferred]
     return policy.exposed_draft_share * sum(times_s) / len(times_s) if times_s else 0.0

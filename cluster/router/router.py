@@ -77,11 +77,12 @@ class RouterCore:
         before = {request_id: kept.plan for request_id, kept in memory.requests.items()}
         drafters = [*self._drafters.values(), *self._unheard(report, now_s)]
         decision = plan_speculation(report, drafters, memory, self.policy, now_s, step_time)
+        load = replace(report.load, requests=())  # what nobody routes by stays out of snapshots
         state = VerifierState(
-            report=replace(report, requests=(), step_times=()),  # what nobody routes by stays out of snapshots
+            report=replace(report, load=load, step_times=()),
             reported_s=now_s,
             default_plan=decision.default_plan,
-            price=report.price if decision.price is None else decision.price,
+            price=report.load.price if decision.price is None else decision.price,
         )
         self._verifiers[report.verifier_id] = _Verifier(state, decision.memory, points, step_time)
         changed = _changed_plans(report, decision.plans, before)
@@ -205,7 +206,7 @@ def _changed_plans(
 ) -> dict[str, SpeculationPlan]:
     """Return the plans that differ from what was last said, or from what the verifier says it follows."""
     changed: dict[str, SpeculationPlan] = {}
-    for request in report.requests:
+    for request in report.load.requests:
         plan = plans[request.request_id]
         follows = (request.drafter_id, request.draft_length) == (plan.drafter_id, plan.draft_length)
         previous = before.get(request.request_id)
@@ -232,7 +233,7 @@ def _changed_decisions(
     Of a request that is new here only the plan that it follows is known: it came with `route`, which counted it.
     """
     decisions = []
-    for request in report.requests:
+    for request in report.load.requests:
         plan = plans[request.request_id]
         previous = before.get(request.request_id)
         was_on = request.draft_length > 0

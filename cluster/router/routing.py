@@ -27,10 +27,8 @@ from dataclasses import replace
 from outrider.cluster.router.fleet import (
     UNKNOWN_POOL,
     Assignment,
-    DisabledReason,
     DrafterReport,
     DrafterState,
-    DrafterTime,
     FleetSnapshot,
     PlacementReason,
     RouteAsk,
@@ -41,7 +39,8 @@ from outrider.cluster.router.fleet import (
 )
 from outrider.cluster.router.goodput import stable_hash
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
-from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.messages.engine import DrafterPerformance
+from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 
 WAITING_WEIGHT = 4.0  # a request in the queue delays the next one more than one that runs
 KV_WEIGHT = 16.0  # a full KV cache counts as much as so many running requests
@@ -125,10 +124,10 @@ def _choose_verifier(
 def _load(state: VerifierState, ask: RouteAsk) -> float:
     """Return a verifier's load in running requests; an urgent request is not held up by those that wait."""
     report = state.report
-    num_ahead = 0 if ask.priority < 0 else report.num_waiting
+    num_ahead = 0 if ask.priority < 0 else report.load.num_waiting
     price = min(1.0, state.price or 0.0)
-    used = WAITING_WEIGHT * num_ahead + KV_WEIGHT * report.kv_usage + PRICE_WEIGHT * price
-    return report.num_running + used + state.num_assigned
+    used = WAITING_WEIGHT * num_ahead + KV_WEIGHT * report.load.kv_usage + PRICE_WEIGHT * price
+    return report.load.num_running + used + state.num_assigned
 
 
 def _spread(state: VerifierState, request_id: str) -> tuple[int, str]:
@@ -171,8 +170,8 @@ class DrafterDesk:
         self.reason = DisabledReason.DRAFT_QUEUE if self.linked else _why_nobody(verifier)
         # per draft in time: one that comes late is none
         self._round_trips_s = {
-            trip.drafter_id: max(trip.seconds, MIN_ROUND_TRIP_S) / max(1.0 - trip.late_share, MIN_SHARE_IN_TIME)
-            for trip in verifier.round_trips
+            known.drafter_id: max(known.round_trip_s, MIN_ROUND_TRIP_S) / max(1.0 - known.late_share, MIN_SHARE_IN_TIME)
+            for known in verifier.load.drafters
         }
         # of a link that was never used the best is hoped, or it never would be
         self._hoped_s = min((self._round_trips_s.get(id_, math.inf) for id_ in self.linked), default=math.inf)
@@ -236,11 +235,11 @@ class DrafterDesk:
             shortest_s[state.report.pool] = min(delay_s, shortest_s.get(state.report.pool, math.inf))
         if UNKNOWN_POOL in shortest_s:
             return dict.fromkeys(shortest_s, 0.0)
-        yields, step_s = _yields(self.linked, verifier.round_trips), verifier.mean_step_s or 0.0
+        yields, step_s = _yields(self.linked, verifier.load.drafters), verifier.load.mean_step_s or 0.0
         return {pool: (step_s + delay_s) / (1.0 + yields[pool]) for pool, delay_s in shortest_s.items()}
 
 
-def _yields(linked: Mapping[str, DrafterState], served: Iterable[DrafterTime]) -> dict[str, float]:
+def _yields(linked: Mapping[str, DrafterState], served: Iterable[DrafterPerformance]) -> dict[str, float]:
     """Return the accepted tokens per round of every pool; of one that had no rounds lately whole drafts are hoped."""
     known: dict[str, list[float]] = {}
     for drafter in served:
@@ -251,7 +250,7 @@ def _yields(linked: Mapping[str, DrafterState], served: Iterable[DrafterTime]) -
 
 
 def _why_nobody(verifier: VerifierReport) -> DisabledReason:
-    is_failed = any(circuit.is_open for circuit in verifier.circuits)
+    is_failed = any(circuit.is_open for circuit in verifier.load.circuits)
     return DisabledReason.DRAFTER_TIMEOUT if is_failed else DisabledReason.DRAFTER_UNAVAILABLE
 
 

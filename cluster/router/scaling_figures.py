@@ -27,7 +27,7 @@ class VerifierFigures:
         """Return the figures; `default_plan` is the router's last word on new requests, None before its first."""
         before, self._before = self._before, load.counters
         lacks_drafter = default_plan is not None and default_plan.disabled_reason in LACKS_DRAFTER
-        num_willing = sum(request.num_speculative_tokens != 0 for request in load.requests[: load.num_running])
+        num_willing = sum(request.is_running and request.num_speculative_tokens != 0 for request in load.requests)
         return {
             "num_requests": float(load.num_running + load.num_waiting),
             "kv_usage": load.kv_usage,

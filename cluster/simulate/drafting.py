@@ -77,7 +77,7 @@ class RoundLoad(NamedTuple):
         return list(itertools.accumulate(accepted, initial=0.0))
 
 
-class Round(NamedTuple):
+class SimulatedRound(NamedTuple):
     """One round: every decoding row is verified once in it."""
 
     seconds: float
@@ -98,11 +98,13 @@ class Round(NamedTuple):
         return self.share * sum(load.num_at_least[: self.longest])
 
 
-def choose_round(load: RoundLoad, timing: StepTiming, speed: DraftSpeed | None, acceptance_rate: float) -> Round:
+def choose_round(
+    load: RoundLoad, timing: StepTiming, speed: DraftSpeed | None, acceptance_rate: float
+) -> SimulatedRound:
     """Return the way to run a round that promises the most tokens per second."""
     if speed is None or load.num_drafting == 0:
         step_s = _step_s(load, timing, 0.0)
-        return Round(seconds=step_s, step_s=step_s)
+        return SimulatedRound(seconds=step_s, step_s=step_s)
     ways = [_wait(load, timing, speed, _worth_waiting(load, timing, speed, acceptance_rate))]
     if not speed.is_local:
         if speed.hit_rate > 0.0:
@@ -112,7 +114,7 @@ def choose_round(load: RoundLoad, timing: StepTiming, speed: DraftSpeed | None, 
 
     accepted = load.expected_accepted(acceptance_rate)
 
-    def rate(way: Round) -> float:
+    def rate(way: SimulatedRound) -> float:
         return (load.num_decoding + way.share * accepted[way.longest]) / way.seconds
 
     return max(ways, key=rate)
@@ -140,12 +142,12 @@ def _worth_waiting(load: RoundLoad, timing: StepTiming, speed: DraftSpeed, accep
     return best
 
 
-def _wait(load: RoundLoad, timing: StepTiming, speed: DraftSpeed, longest: int) -> Round:
+def _wait(load: RoundLoad, timing: StepTiming, speed: DraftSpeed, longest: int) -> SimulatedRound:
     """Run a round that waits for drafts of at most `longest` tokens."""
     step_s = _step_s(load, timing, sum(load.num_at_least[:longest]))
     draft_s = speed.link_s + longest * speed.token_s
     seconds = step_s + draft_s
-    return Round(
+    return SimulatedRound(
         seconds=seconds,
         step_s=step_s,
         longest=longest,
@@ -156,12 +158,12 @@ def _wait(load: RoundLoad, timing: StepTiming, speed: DraftSpeed, longest: int) 
     )
 
 
-def _ahead(load: RoundLoad, timing: StepTiming, speed: DraftSpeed) -> Round:
+def _ahead(load: RoundLoad, timing: StepTiming, speed: DraftSpeed) -> SimulatedRound:
     """Run a round whose drafts are as long as their drafter got while the last one ran."""
     longest = min(len(load.num_at_least), int(_step_s(load, timing, 0.0) / speed.ahead_token_s))
     step_s = _step_s(load, timing, speed.hit_rate * sum(load.num_at_least[:longest]))
     seconds = step_s + speed.link_s
-    return Round(
+    return SimulatedRound(
         seconds=seconds,
         step_s=step_s,
         longest=longest,
@@ -172,14 +174,14 @@ def _ahead(load: RoundLoad, timing: StepTiming, speed: DraftSpeed) -> Round:
     )
 
 
-def _groups(load: RoundLoad, timing: StepTiming, speed: DraftSpeed) -> Round:
+def _groups(load: RoundLoad, timing: StepTiming, speed: DraftSpeed) -> SimulatedRound:
     """Run two steps of half the rows each; drafts are as long as their drafter gets in one."""
     room_s = _step_s(load, timing, 0.0, part=0.5) - speed.link_s
     longest = max(1, min(len(load.num_at_least), int(room_s / speed.token_s)))
     step_s = _step_s(load, timing, sum(load.num_at_least[:longest]), part=0.5)
     draft_s = speed.link_s + longest * speed.token_s
     seconds = 2 * max(step_s, draft_s)
-    return Round(
+    return SimulatedRound(
         seconds=seconds,
         step_s=step_s,
         longest=longest,

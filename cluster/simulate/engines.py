@@ -21,12 +21,25 @@ import numpy as np
 
 from outrider.cluster.router.fleet import LACKS_DRAFTER, VerifierReport
 from outrider.cluster.simulate.accelerators import StepTiming
-from outrider.cluster.simulate.drafting import DraftDemand, DraftSpeed, FakeDrafter, Round, RoundLoad, choose_round
+from outrider.cluster.simulate.drafting import (
+    DraftDemand,
+    DraftSpeed,
+    FakeDrafter,
+    RoundLoad,
+    SimulatedRound,
+    choose_round,
+)
 from outrider.cluster.simulate.ledger import Ledger
 from outrider.cluster.simulate.lengths import BatchSeen, LengthPolicy, Rounds, Row
 from outrider.cluster.simulate.load import Ints
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
-from outrider.verifier_service.messages.engine import DrafterTime, EngineCounters, EngineLoad, RequestLoad, StepTime
+from outrider.verifier_service.messages.engine import (
+    DrafterPerformance,
+    EngineCounters,
+    EngineLoad,
+    RequestLoad,
+    StepTime,
+)
 from outrider.verifier_service.messages.request import SpeculationPlan
 
 # The lines of a verifier's table of decoding requests: length of the drafts, output tokens to come, positions in the
@@ -159,7 +172,7 @@ class FakeVerifier:
         for number in done:
             self._begin(number)
 
-    def _next_round(self, num_prefill_tokens: int) -> Round:
+    def _next_round(self, num_prefill_tokens: int) -> SimulatedRound:
         """Choose how the next rounds run; remembered as `_round` and `_load`."""
         if self._num_at_least is None:
             counts = np.bincount(self._rows[LENGTH, : self._num_rows], minlength=1)
@@ -176,7 +189,7 @@ class FakeVerifier:
             self._chosen_for = chosen_for
         return self._round
 
-    def _run(self, num_rounds: int, way: Round) -> None:
+    def _run(self, num_rounds: int, way: SimulatedRound) -> None:
         """Run so many rounds, fewer if a request ends; prompts of the round are not decoded in it."""
         if self._num_rows:
             num_rounds = self._decode(num_rounds, way)
@@ -192,7 +205,7 @@ class FakeVerifier:
         if self._num_rows:
             self._retire()
 
-    def _decode(self, num_rounds: int, way: Round) -> int:
+    def _decode(self, num_rounds: int, way: SimulatedRound) -> int:
         """Draw the rounds of all rows; return how many ran until the first request ended."""
         rows = self._rows[:, : self._num_rows]
         acceptance, random = self._ledger.workload.acceptance, self._ledger.random
@@ -302,17 +315,17 @@ class FakeVerifier:
             verify_idle_share=(self._idle_s - idle_before_s) / elapsed_s,
             counters=self._counters(),
             requests=self._request_loads(),
-            drafter_times=self._drafter_times(),
+            drafters=self._performances(),
         )
         self._reported = (self.clock_s, self._num_committed, self._num_steps, self._idle_s)
-        return VerifierReport.of(
+        return VerifierReport(
             verifier_id=self.verifier_id,
             endpoint=f"{self.verifier_id}:0",
             epoch=1,
             load=load,
             max_model_len=self._shape.kv_tokens,
             step_times=self._profile,
-            drafters_up=drafters_up,
+            linked_drafters=drafters_up,
             own_draft_length=self._shape.own_draft_length if self._shape.own_drafter is not None else 0,
             draining=self.draining,
         )
@@ -329,11 +342,13 @@ class FakeVerifier:
         )
 
     def _request_loads(self) -> tuple[RequestLoad, ...]:
-        columns = self._rows[(NUMBER, DRAFTS, DRAFTED, ACCEPTED), : self._num_rows].T.tolist()
-        columns += [[number, 0, 0, 0] for number in (*(prefill.number for prefill in self._prefills), *self._waiting)]
+        rows = [(True, *row) for row in self._rows[(NUMBER, DRAFTS, DRAFTED, ACCEPTED), : self._num_rows].T.tolist()]
+        rows += [(True, prefill.number, 0, 0, 0) for prefill in self._prefills]
+        rows += [(False, number, 0, 0, 0) for number in self._waiting]
         return tuple(
             RequestLoad(
                 request_id=str(number),
+                is_running=is_running,
                 drafter_id=self._plans[number].drafter_id,
                 draft_length=self._plans[number].draft_length,
                 num_drafts=num_drafts,
@@ -341,12 +356,13 @@ class FakeVerifier:
                 num_accepted_tokens=num_accepted,
                 num_speculative_tokens=None,
             )
-            for number, num_drafts, num_drafted, num_accepted in columns
+            for is_running, number, num_drafts, num_drafted, num_accepted in rows
         )
 
-    def _drafter_times(self) -> tuple[DrafterTime, ...]:
+    def _performances(self) -> tuple[DrafterPerformance, ...]:
         return tuple(
-            DrafterTime(drafter_id=drafter_id, seconds=self._round.round_trip_s) for drafter_id in sorted(self._asked)
+            DrafterPerformance(drafter_id=drafter_id, round_trip_s=self._round.round_trip_s)
+            for drafter_id in sorted(self._asked)
         )
 
     def follow(self, plans: Mapping[str, SpeculationPlan]) -> None:

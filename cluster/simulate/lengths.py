@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from outrider.cluster.simulate.accelerators import StepTiming
-from outrider.cluster.simulate.drafting import DraftSpeed, Round, RoundLoad, choose_round
+from outrider.cluster.simulate.drafting import DraftSpeed, RoundLoad, SimulatedRound, choose_round
 from outrider.cluster.simulate.load import Acceptance, Floats, Ints
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import SpeculationPlan
@@ -40,7 +40,7 @@ class BatchSeen(NamedTuple):
     """What a verifier knows of its last round when it sets the lengths of the next ones."""
 
     load: RoundLoad  # of the last round
-    way: Round
+    way: SimulatedRound
     prefill_share: float  # of the rounds since the last decision: computed prompts, too
     num_prefill_tokens: int  # of such a round, on average
     speed: DraftSpeed | None

@@ -75,17 +75,17 @@ class PoolScaler:
     ) -> PoolsLoad:
         """Sum up reports; a verifier without requests has price 0."""
         num_ready = len(verifiers)
-        self._fills = {report.verifier_id: (report.counters, self._knee_fill(report)) for report in verifiers}
+        prices = (min(1.0, report.load.price or 0.0) for report in verifiers if report.load.num_decoding)
+        self._fills = {report.verifier_id: (report.load.counters, self._knee_fill(report)) for report in verifiers}
         return PoolsLoad(
             verifiers=VerifiersLoad(
                 num_replicas=self.verifiers.num_replicas,
                 num_ready=num_ready,
-                num_with_knee=sum(bool(report.knee) for report in verifiers),
-                num_requests=sum(report.num_running + report.num_waiting for report in verifiers),
-                kv_usage=sum(report.kv_usage for report in verifiers),
+                num_with_knee=sum(bool(report.load.knee) for report in verifiers),
+                num_requests=sum(report.load.num_running + report.load.num_waiting for report in verifiers),
+                kv_usage=sum(report.load.kv_usage for report in verifiers),
                 knee_fill=sum(fill for _, fill in self._fills.values()),
-                price=sum(min(1.0, report.price or 0.0) for report in verifiers if report.num_decoding)
-                / max(1, num_ready),
+                price=sum(prices) / max(1, num_ready),
                 num_undrafted=num_undrafted,
             ),
             drafters=DraftersLoad(
@@ -98,8 +98,8 @@ class PoolScaler:
 
     def _knee_fill(self, report: VerifierReport) -> float:
         before, last = self._fills.get(report.verifier_id, (EngineCounters(), 0.0))
-        if not report.num_running:
+        if not report.load.num_running:
             return 0.0
-        if report.counters.num_steps == before.num_steps:  # it has not reported since
+        if report.load.counters.num_steps == before.num_steps:  # it has not reported since
             return last
-        return knee_fill(before, report.counters, report.knee)
+        return knee_fill(before, report.load.counters, report.load.knee)

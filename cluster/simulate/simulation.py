@@ -269,13 +269,13 @@ class Simulation:
             verifier.draining = True
         for drafter in drafters[: max(0, len(drafters) - scaler.drafters.num_replicas)]:
             drafter.draining = True
-        prices = [report.price for report in reports if report.price is not None and report.num_decoding]
+        prices = [report.load.price for report in reports if report.load.price is not None and report.load.num_decoding]
         self.samples.append(
             PoolSample(
                 at_s=now_s,
                 num_verifiers=len(cell.verifiers),
                 num_drafters=len(cell.drafters),
-                num_requests=sum(report.num_running + report.num_waiting for report in reports),
+                num_requests=sum(report.load.num_running + report.load.num_waiting for report in reports),
                 mean_price=sum(prices) / len(prices) if prices else None,
                 verifiers_reason=sizes.verifiers.reason.value,
                 drafters_reason=sizes.drafters.reason.value,

@@ -15,10 +15,10 @@ from outrider.drafter_service.engine.forward_cost import ForwardCost
 from outrider.drafter_service.engine.load import DrafterCounters, DrafterLoad
 from outrider.drafter_service.engine.sessions import (
     SMOOTHING,
-    Round,
     Session,
     SessionKey,
     SessionTable,
+    UnansweredRound,
     first_bad_token,
     in_turns,
     known_prefix,
@@ -269,7 +269,7 @@ class DraftEngine:
             self._reply_empty(key, message.round_id, len(session.token_ids))
             return
         self._num_asks += 1
-        session.round = Round(
+        session.round = UnansweredRound(
             self._num_asks,
             message.round_id,
             length,

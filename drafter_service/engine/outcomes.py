@@ -48,7 +48,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LikelyOutcome:
     """One end of a verification."""
 
     num_accepted: int
@@ -86,17 +86,17 @@ def _bin_of(confidence: float) -> int:
 
 def likely_outcomes(
     places: Sequence[Place], after: Place, memory: AcceptanceMemory, num_outcomes: int
-) -> list[Outcome]:
+) -> list[LikelyOutcome]:
     """Return the likeliest ends of a draft's verification; `after` is the place that follows its last token."""
-    outcomes: list[Outcome] = []
+    outcomes: list[LikelyOutcome] = []
     survival = 1.0
     for index, place in enumerate(places):
         acceptance = memory.chance(place.confidence)
         rejection = survival * (1.0 - acceptance)
-        outcomes += [Outcome(index, token_id, rejection * chance) for token_id, chance in place.others]
+        outcomes += [LikelyOutcome(index, token_id, rejection * chance) for token_id, chance in place.others]
         survival *= acceptance
     guesses = after.guesses(memory.chance(after.confidence))
-    outcomes += [Outcome(len(places), token_id, survival * chance) for token_id, chance in guesses]
+    outcomes += [LikelyOutcome(len(places), token_id, survival * chance) for token_id, chance in guesses]
     return heapq.nsmallest(num_outcomes, outcomes, key=lambda outcome: -outcome.chance)
 
 

@@ -24,7 +24,7 @@ class SessionKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class UnansweredRound:
     """One unanswered ask of a session."""
 
     ask_id: int  # the engine's own number
@@ -44,7 +44,7 @@ class Session:
     sampling: DraftSampling
     token_ids: list[int]
     last_used_s: float
-    round: Round | None = None
+    round: UnansweredRound | None = None
     cache_salt: str = ""
     states: StateBuffer = field(default_factory=StateBuffer)
     refusal: str | None = None  # why nothing can be drafted for it: its asks are answered by empty drafts

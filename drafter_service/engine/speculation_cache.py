@@ -26,7 +26,7 @@ from outrider.drafter_service.engine.engine import Ask
 from outrider.drafter_service.engine.kv_budget import num_common
 from outrider.drafter_service.engine.outcomes import (
     AcceptanceMemory,
-    Outcome,
+    LikelyOutcome,
     Pace,
     Place,
     length_worth_waiting_for,
@@ -145,7 +145,7 @@ class _Outlook(Generic[StateT]):
     trunk: StateT  # with the draft that was the answer
     chain: WatchedChain  # that draft, and the place after it once the trunk has been computed to its end
     num_drafted: int
-    planned: list[Outcome] = field(default_factory=list)  # without a branch yet
+    planned: list[LikelyOutcome] = field(default_factory=list)  # without a branch yet
     branches: dict[tuple[int, ...], StateT] = field(default_factory=dict)  # by the tokens that the outcome commits
 
     @property
@@ -309,7 +309,7 @@ class SpeculationCache(Generic[StateT]):
         step.add(state, share)
         return True
 
-    def _begin(self, step: AheadStep[StateT], outlook: _Outlook[StateT], outcome: Outcome) -> bool:
+    def _begin(self, step: AheadStep[StateT], outlook: _Outlook[StateT], outcome: LikelyOutcome) -> bool:
         """Fork the trunk for an outcome; False where the pool has no block left for it."""
         if self._pool.num_free_blocks < 1:
             return False

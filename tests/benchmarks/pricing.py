@@ -118,7 +118,7 @@ class PricedBatch:
         self._learn(is_drafting=all(lengths))
         asked = [(request, self._draft(request, n)) for request, n in zip(self._requests, lengths, strict=True) if n]
         begin_s = self._clock()
-        drafts = {request.request_id: self._pricing.admitted(request, draft) for request, draft in asked}
+        drafts = {request.request_id: self._pricing.admit(request, draft) for request, draft in asked}
         self.timings.cut_s += self._clock() - begin_s
         schedule = _schedule(self._requests, drafts)
         outcomes = [self._outcome(*pair) for pair in zip(schedule.items, self._rates, strict=True)]

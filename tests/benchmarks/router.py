@@ -108,29 +108,31 @@ class PlayedVerifier:
     def report(self, drafter_ids: tuple[str, ...]) -> VerifierReport:
         """Let every request go on, and say how they are."""
         from outrider.cluster.router.fleet import VerifierReport
-        from outrider.verifier_service.messages.engine import DrafterTime, StepTime
+        from outrider.verifier_service.messages.engine import DrafterPerformance, EngineLoad, StepTime
 
         num_requests = len(self._acceptance)
         return VerifierReport(
             verifier_id=self._id,
             endpoint=f"{self._id}:1",
             epoch=1,
-            num_running=num_requests,
-            num_waiting=0,
-            num_decoding=num_requests,
-            kv_usage=0.5,
+            load=EngineLoad(
+                num_running=num_requests,
+                num_waiting=0,
+                num_decoding=num_requests,
+                kv_usage=0.5,
+                requests=tuple(self._request(request_id) for request_id in self._acceptance),
+                drafters=tuple(
+                    DrafterPerformance(drafter_id=drafter_id, round_trip_s=self._rng.uniform(0.002, 0.004))
+                    for drafter_id in drafter_ids
+                ),
+                mean_step_s=STEP_S,
+                price=self._situation.price,
+            ),
             step_times=tuple(
                 StepTime(num_tokens=1 << power, seconds=STEP_S * max(1.0, (1 << power) / KNEE_TOKENS))
                 for power in range(12)
             ),
-            requests=tuple(self._request(request_id) for request_id in self._acceptance),
-            drafters_up=drafter_ids,
-            round_trips=tuple(
-                DrafterTime(drafter_id=drafter_id, seconds=self._rng.uniform(0.002, 0.004))
-                for drafter_id in drafter_ids
-            ),
-            mean_step_s=STEP_S,
-            price=self._situation.price,
+            linked_drafters=drafter_ids,
         )
 
     def _request(self, request_id: str) -> Any:
@@ -144,6 +146,7 @@ class PlayedVerifier:
             for index, amount in enumerate((1, length, accepted)):
                 counters[index] += amount
         return RequestLoad(
+            is_running=True,
             request_id=request_id,
             drafter_id=None if plan is None else plan.drafter_id,
             draft_length=length,

@@ -34,7 +34,7 @@ from outrider.drafter_service.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.drafter_service.service.colocated import open_local_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
-from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import load_rank
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
@@ -256,7 +256,7 @@ def build_patient_engine(runner: ParallelRunner, spec: VerifierSpec, drafts: Dra
     return VerifierEngine(
         runner,
         Scheduler(config, BlockPool(runner.num_blocks, runner.block_size)),
-        DraftCoordinator(drafts, SpeculationConfig(**limits, **patience), runner.states),
+        DraftCoordinator(drafts, CoordinatorConfig(**limits, **patience), runner.states),
         clock=time.monotonic,
         generator=torch.Generator().manual_seed(7),
     )

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
-from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import Runner, VerifierEngine
 from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent, Open, VerifierMessage
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
@@ -158,7 +158,7 @@ def make_engine(runner: Runner, drafts: Drafts, limits: Limits) -> VerifierEngin
     return VerifierEngine(
         runner,
         Scheduler(config, BlockPool(limits.num_blocks, runner.block_size)),
-        DraftCoordinator(drafts, SpeculationConfig(**model)),
+        DraftCoordinator(drafts, CoordinatorConfig(**model)),
         clock=lambda: 0.0,
         generator=torch.Generator().manual_seed(0),
     )

@@ -24,7 +24,7 @@ from outrider.drafter_service.heads.dflash import DFlashConfig, DFlashHead
 from outrider.drafter_service.models.dflash_drafter import DFlashModel, dflash_drafter
 from outrider.drafter_service.models.parallel_drafter import parallel_drafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
-from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.draft import Draft, DrafterEvent, VerifierMessage
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
@@ -114,7 +114,7 @@ def counts_of(target: ModelRunner, drafts: Drafts, num_draws: int) -> tuple[np.n
         Scheduler(
             SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=100, **sizes), BlockPool(512, target.block_size)
         ),
-        DraftCoordinator(drafts, SpeculationConfig(**sizes), target.states),
+        DraftCoordinator(drafts, CoordinatorConfig(**sizes), target.states),
         clock=lambda: 0.0,
         generator=torch.Generator().manual_seed(11),
     )

@@ -18,7 +18,7 @@ import torch
 from exactness import law
 from exactness.law_cases import GOOD_LAWS, PROMPT, TARGET_LAWS, VOCAB_SIZE, Population, weight_of
 from fakes.scripted import PERIOD, DraftScript, ScriptedDrafter, ScriptedTarget, VirtualClock
-from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DrafterEvent, Resync, VerifierMessage
@@ -77,14 +77,14 @@ class TimedTarget(ScriptedTarget):
 class ByTheDrawnToken(DraftPricing):
     """Mistake: take what the drafter thinks of the very token that it drew for the confidence."""
 
-    def admitted(self, request: Request, draft: Draft) -> Draft:
+    def admit(self, request: Request, draft: Draft) -> Draft:
         assert draft.draft_probs is not None
         pairs = zip(draft.draft_probs, draft.token_ids, strict=True)
         claimed = [weight_of(row, token_id) / DRAFT_PROB_SCALE for row, token_id in pairs]
         survivals = self.survival.survivals(request.request_id, "scripted", len(claimed), claimed)
         price = self.price or 0.0
         num_paying = next((i for i, s in enumerate(survivals) if s <= price), len(survivals))
-        super().admitted(request, draft)  # the books are right
+        super().admit(request, draft)  # the books are right
         return first_nodes(draft, max_nodes=num_paying, max_depth=num_paying)
 
 
@@ -108,7 +108,7 @@ def make_engine(pricing: DraftPricing, seed: int, profile: Sequence[StepTime]) -
     return VerifierEngine(
         target,
         Scheduler(config, BlockPool(target.num_blocks, target.block_size), pricing),
-        DraftCoordinator(MemoryLink(seed), SpeculationConfig(**limits), pricing=pricing),
+        DraftCoordinator(MemoryLink(seed), CoordinatorConfig(**limits), pricing=pricing),
         clock=target.clock,
         generator=torch.Generator().manual_seed(seed),
         pricing=pricing,

@@ -29,7 +29,7 @@ from exactness.small_engines import (
 )
 from fakes.byte_tokens import UNFORCED, ByteTokens, allowed_ids, matches
 from fakes.processed import processed_row
-from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.messages.draft import ROOT, Commit, Draft
 from outrider.verifier_service.messages.request import (
     FinishReason,
@@ -203,7 +203,7 @@ def run(
 ) -> Generated:
     engine = make_engine(models.target, drafts, limits)
     model = {"max_model_len": models.target.max_model_len, "vocab_size": VOCAB_SIZE}
-    engine.drafting = DraftCoordinator(drafts, SpeculationConfig(**model, max_tree_nodes=max_tree_nodes))
+    engine.drafting = DraftCoordinator(drafts, CoordinatorConfig(**model, max_tree_nodes=max_tree_nodes))
     engine.grammars = GRAMMARS
     generated = generate(engine, drafts, requests)
     engine.check_integrity()

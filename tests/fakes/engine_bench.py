@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fakes.runner import FakeRunner, continuation
-from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent, DraftNeeds, VerifierMessage
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
@@ -105,7 +105,7 @@ class EngineBench:
             self.runner,
             Scheduler(config, BlockPool(self.runner.num_blocks, self.runner.block_size)),
             DraftCoordinator(
-                self.drafts, SpeculationConfig(max_tree_nodes=max_tree_nodes, **limits), self.runner.states
+                self.drafts, CoordinatorConfig(max_tree_nodes=max_tree_nodes, **limits), self.runner.states
             ),
             clock=lambda: self.now_s,
             generator=torch.Generator().manual_seed(0),

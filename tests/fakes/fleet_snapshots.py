@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fakes.reports import verifier_report
 from outrider.cluster.router.fleet import (
     DecisionCount,
     DrafterReport,
@@ -9,13 +10,12 @@ from outrider.cluster.router.fleet import (
     FleetSnapshot,
     PlacementCount,
     PlacementReason,
-    VerifierReport,
     VerifierState,
 )
 from outrider.drafter_service.engine.load import DrafterCounters
-from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterTime, EngineCounters
+from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterPerformance, EngineCounters
 from outrider.verifier_service.messages.histogram import HistogramCounts
-from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, EnabledReason, SpeculationPlan
 
 DECIDED_AT_S = 1000.0
 COUNTERS = EngineCounters(
@@ -42,7 +42,7 @@ COUNTERS = EngineCounters(
     round_trip_s=HistogramCounts(bounds=(0.01,), counts=(39, 1), total=0.25),
     lateness_s=HistogramCounts(bounds=(0.01,), counts=(2, 1), total=0.125),
 )
-BUSY_VERIFIER = VerifierReport(
+BUSY_VERIFIER = verifier_report(
     verifier_id="v0",
     endpoint="v0:1",
     epoch=1,
@@ -50,8 +50,8 @@ BUSY_VERIFIER = VerifierReport(
     num_waiting=2,
     num_decoding=5,
     kv_usage=0.625,
-    drafters_up=("d0",),
-    round_trips=(DrafterTime(drafter_id="d0", seconds=0.01, accepted_per_round=1.5),),
+    linked_drafters=("d0",),
+    drafters=(DrafterPerformance(drafter_id="d0", round_trip_s=0.01, accepted_per_round=1.5),),
     tokens_per_s=120.0,
     mean_step_s=0.05,
     counters=COUNTERS,
@@ -63,7 +63,7 @@ BUSY_VERIFIER = VerifierReport(
     verify_idle_share=0.125,
     num_ranks=2,
 )
-IDLE_VERIFIER = VerifierReport(
+IDLE_VERIFIER = verifier_report(
     verifier_id="v1",
     endpoint="v1:1",
     epoch=1,
@@ -71,7 +71,7 @@ IDLE_VERIFIER = VerifierReport(
     num_waiting=0,
     num_decoding=0,
     kv_usage=0.0,
-    drafters_up=("d0", "d1"),
+    linked_drafters=("d0", "d1"),
     draining=True,
 )
 BUSY_DRAFTER = DrafterReport(
@@ -108,11 +108,13 @@ def busy_fleet() -> FleetSnapshot:
             VerifierState(
                 report=BUSY_VERIFIER,
                 reported_s=999.0,
-                default_plan=SpeculationPlan(drafter_id="d0", draft_length=3, enabled_reason="pays"),
+                default_plan=SpeculationPlan(drafter_id="d0", draft_length=3, enabled_reason=EnabledReason.PAYS),
                 price=0.25,
             ),
             VerifierState(
-                report=IDLE_VERIFIER, reported_s=999.5, default_plan=SpeculationPlan(disabled_reason="warmup")
+                report=IDLE_VERIFIER,
+                reported_s=999.5,
+                default_plan=SpeculationPlan(disabled_reason=DisabledReason.WARMUP),
             ),
         ),
         drafters=(

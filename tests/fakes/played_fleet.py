@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from fakes.engine_bench import EngineBench
+from fakes.reports import verifier_report
 from outrider.cluster.gateway.gateway import ModelInfo
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.router.fleet import (
@@ -20,7 +21,6 @@ from outrider.cluster.router.fleet import (
     RouteAnswer,
     RouteAsk,
     RouterPolicy,
-    VerifierReport,
     VerifierState,
 )
 from outrider.proto import link_pb2, link_pb2_grpc
@@ -28,6 +28,7 @@ from outrider.verifier_service.engine.service import RequestTable, VerifierLinkS
 from outrider.verifier_service.messages.engine import Cancel
 from outrider.verifier_service.messages.link import ACCEPTED, CHANNEL_OPTIONS
 from outrider.verifier_service.messages.request import (
+    DisabledReason,
     FinishReason,
     GenerationRequest,
     RequestOutput,
@@ -106,9 +107,9 @@ def snapshot_of(*verifier_ids: str, age_s: float = 0.0, **report: Any) -> FleetS
     return FleetSnapshot(
         verifiers=tuple(
             VerifierState(
-                report=VerifierReport(verifier_id=name, endpoint=f"{name}:1", epoch=1, **figures),
+                report=verifier_report(name, **figures),
                 reported_s=now_s,
-                default_plan=SpeculationPlan(disabled_reason="load"),
+                default_plan=SpeculationPlan(disabled_reason=DisabledReason.LOAD),
             )
             for name in verifier_ids
         ),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fakes.engine_bench import MemoryDrafts, greedy_tokens, make_request, make_runner, tokens_of
-from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent
 from outrider.verifier_service.messages.engine import StepTime
@@ -118,7 +118,7 @@ class Bench:
             self.runner,
             Scheduler(SchedulerConfig(**limits), BlockPool(1024, 4), self.pricing),
             DraftCoordinator(
-                drafts, SpeculationConfig(max_tree_nodes=max_tree_nodes, **limits), pricing=self.pricing
+                drafts, CoordinatorConfig(max_tree_nodes=max_tree_nodes, **limits), pricing=self.pricing
             ),
             clock=lambda: self.now_s,
             generator=torch.Generator().manual_seed(0),

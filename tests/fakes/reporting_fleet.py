@@ -6,9 +6,10 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fakes.reports import verifier_report
 from outrider.cluster.router.fleet import Directive, DrafterReport, RouterPolicy, VerifierReport
 from outrider.cluster.router.router import RouterCore
-from outrider.verifier_service.messages.engine import DrafterTime, RequestLoad, StepTime
+from outrider.verifier_service.messages.engine import DrafterPerformance, RequestLoad, StepTime
 from outrider.verifier_service.messages.request import SpeculationPlan
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -86,9 +87,11 @@ class Fleet:
                     self.counters[request_id][index] += amount
 
     def report(self, num_waiting: int = 0) -> VerifierReport:
+        num_running = len(self.plans) - num_waiting
         requests = tuple(
             RequestLoad(
                 request_id=request_id,
+                is_running=index < num_running,
                 drafter_id=plan.drafter_id,
                 draft_length=plan.draft_length,
                 num_drafts=self.counters[request_id][0],
@@ -99,10 +102,9 @@ class Fleet:
                 target_inter_token_ms=self.targets_ms.get(request_id),
                 inter_token_ms=self.inter_token_ms.get(request_id),
             )
-            for request_id, plan in self.plans.items()
+            for index, (request_id, plan) in enumerate(self.plans.items())
         )
-        num_running = len(requests) - num_waiting
-        return VerifierReport(
+        return verifier_report(
             verifier_id="v0",
             endpoint="v0:1",
             epoch=1,
@@ -112,9 +114,9 @@ class Fleet:
             kv_usage=self.kv_usage,
             step_times=self.points,
             requests=requests,
-            drafters_up=tuple(sorted(self.up)),
-            round_trips=tuple(
-                DrafterTime(drafter_id=drafter_id, seconds=self.round_trips_s[drafter_id])
+            linked_drafters=tuple(sorted(self.up)),
+            drafters=tuple(
+                DrafterPerformance(drafter_id=drafter_id, round_trip_s=self.round_trips_s[drafter_id])
                 for drafter_id in sorted(self.up & self.round_trips_s.keys())
             ),
             price=self.price,

@@ -24,7 +24,7 @@ from outrider.cluster.router.fleet import DrafterEndpoint
 from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
-from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.batch import ScheduledBatch
@@ -338,7 +338,7 @@ def make_engine(scenario: Scenario, drafts: RelayDraftClient, clock: VirtualCloc
     return VerifierEngine(
         target,
         Scheduler(config, BlockPool(scenario.num_blocks, scenario.block_size)),
-        DraftCoordinator(drafts, SpeculationConfig(**limits)),
+        DraftCoordinator(drafts, CoordinatorConfig(**limits)),
         clock=clock,
         generator=torch.Generator().manual_seed(scenario.sampling_seed),
     )

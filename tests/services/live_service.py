@@ -120,7 +120,8 @@ class LiveService:
 
     def _is_idle(self) -> bool:
         verifiers, drafters = self._fleet()
-        held = [state.report.num_running + state.report.num_waiting + state.report.kv_usage for state in verifiers]
+        loads = [state.report.load for state in verifiers]
+        held = [load.num_running + load.num_waiting + load.kv_usage for load in loads]
         return bool(verifiers) and sum(held) == 0 and all(state.report.num_sessions == 0 for state in drafters)
 
     @staticmethod

@@ -52,7 +52,7 @@ def test_a_pool_of_heads_reads_the_targets_states_over_the_link_beside_a_pool_of
                 accepted_of_streams(service, prompt)
             snapshot = service.call("Router", "snapshot")
             pools = {state.report.drafter_id: state.report.pool for state in snapshot.drafters}
-            for drafter in snapshot.verifiers[0].report.round_trips:
+            for drafter in snapshot.verifiers[0].report.load.drafters:
                 if drafter.accepted_per_round is not None:
                     brought[pools[drafter.drafter_id]] = drafter.accepted_per_round
             return brought.keys() == {"default", "lookup"}

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from outrider.cluster.router.fleet import DisabledReason
 from outrider.drafter_service.embedded import held_out_prompts
+from outrider.verifier_service.messages.request import DisabledReason
 from services.live_service import Streamed
 from services.raylets import QUICK, Deployed, deployed_service, wait
 

@@ -35,9 +35,9 @@ from outrider.verifier_service.messages.draft import (
     VerifierMessage,
     check_draft,
 )
-from outrider.verifier_service.messages.engine import BreakerState, DrafterTime
+from outrider.verifier_service.messages.engine import BreakerState, DrafterPerformance
 from outrider.verifier_service.messages.histogram import Histogram
-from outrider.verifier_service.messages.request import AcceptanceRule, Request
+from outrider.verifier_service.messages.request import AcceptanceRule, DisabledReason, Request
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.step_price import NEVER
 
@@ -54,7 +54,7 @@ class StateSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationConfig:
+class CoordinatorConfig:
     """What the verifier assumes of its drafters before and beyond what it measures."""
 
     vocab_size: int
@@ -75,7 +75,7 @@ class DraftCoordinator:
     def __init__(
         self,
         client: DraftClient,
-        config: SpeculationConfig,
+        config: CoordinatorConfig,
         states: StateSource | None = None,
         pricing: DraftPricing | None = None,
     ) -> None:
@@ -97,7 +97,7 @@ class DraftCoordinator:
         self.round_trip_s = Histogram(ROUND_TRIP_BOUNDS_S)
         self.lateness_s = Histogram(LATENESS_BOUNDS_S)
 
-    def drafter_times(self, now_s: float) -> tuple[DrafterTime, ...]:
+    def drafters(self, now_s: float) -> tuple[DrafterPerformance, ...]:
         """Return how every drafter serves that has answered."""
         times = (drafter.time(drafter_id, now_s, self._num_steps) for drafter_id, drafter in self._drafters.items())
         return tuple(found for found in times if found is not None)
@@ -297,7 +297,9 @@ class DraftCoordinator:
             has_predictions = drafter_id is not None and self._drafters[drafter_id].needs.predictions
             self._pricing.choose(request.request_id, drafter_id, has_predictions=has_predictions)
         if drafter_id is None:
-            request.metrics.disabled_reason = "drafter_timeout" if self._drafters else "drafter_unavailable"
+            is_known = bool(self._drafters)
+            reason = DisabledReason.DRAFTER_TIMEOUT if is_known else DisabledReason.DRAFTER_UNAVAILABLE
+            request.metrics.disabled_reason = reason
             return False
         request.metrics.enabled = True
         session = self._session_at(request, drafter_id, outbox)
@@ -322,7 +324,7 @@ class DraftCoordinator:
         """Return how many tokens to ask for; only counts decide, never what a drafter drew."""
         sampling = request.sampling
         if sampling.num_speculative_tokens == 0:
-            request.metrics.disabled_reason = "request_opt_out"
+            request.metrics.disabled_reason = DisabledReason.REQUEST_OPT_OUT
             return 0
         length = request.plan.draft_length
         if length == 0:

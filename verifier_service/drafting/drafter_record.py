@@ -8,7 +8,7 @@ from outrider.verifier_service.drafting.draft_yield import DraftYield
 from outrider.verifier_service.drafting.round_timer import LateShare, RoundTimer
 from outrider.verifier_service.links.circuit_breaker import CircuitBreaker
 from outrider.verifier_service.messages.draft import DraftNeeds
-from outrider.verifier_service.messages.engine import DrafterTime
+from outrider.verifier_service.messages.engine import DrafterPerformance
 
 
 @dataclass(slots=True)
@@ -60,13 +60,13 @@ class DrafterRecord:
     def timer_of(self, session: DraftSession) -> RoundTimer:
         return self.timer if session.has_answered else self.opening_timer
 
-    def time(self, drafter_id: str, now_s: float, step: int) -> DrafterTime | None:
+    def time(self, drafter_id: str, now_s: float, step: int) -> DrafterPerformance | None:
         """Return how it serves, by the step of `DraftYield`; None: it has not answered yet."""
         if self.timer.smoothed_s is None:
             return None
-        return DrafterTime(
+        return DrafterPerformance(
             drafter_id=drafter_id,
-            seconds=self.timer.smoothed_s,
+            round_trip_s=self.timer.smoothed_s,
             late_share=self.late_share.at(now_s),
             accepted_per_round=self.draft_yield.at(step),
         )

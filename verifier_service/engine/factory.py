@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import Runner, VerifierEngine
 from outrider.verifier_service.engine.loop import EngineLoop
 from outrider.verifier_service.engine.step_profile import measure_step_profile
@@ -45,7 +45,7 @@ def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> Ver
         vocab_size=runner.vocab_size,
         enable_prefix_caching=spec.enable_prefix_caching,
     )
-    speculation = SpeculationConfig(
+    speculation = CoordinatorConfig(
         vocab_size=runner.vocab_size,
         max_model_len=runner.max_model_len,
         first_deadline_s=spec.max_draft_deadline_s,

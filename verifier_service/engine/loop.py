@@ -176,8 +176,11 @@ def engine_load(
         draft_length_mean=rates.draft_length_mean,
         verify_idle_share=rates.idle_share,
         counters=_counters(engine, drafts or RelayDraftClient()),
-        requests=tuple(_request_load(request) for request in (*running, *waiting)),
-        drafter_times=drafting.drafter_times(now_s),
+        requests=(
+            *(_request_load(request, is_running=True) for request in running),
+            *(_request_load(request, is_running=False) for request in waiting),
+        ),
+        drafters=drafting.drafters(now_s),
         circuits=tuple(
             DrafterCircuit(drafter_id=drafter_id, state=state.value)
             for drafter_id, state in drafting.circuits(now_s).items()
@@ -213,10 +216,11 @@ def _counters(engine: VerifierEngine, drafts: RelayDraftClient) -> EngineCounter
     )
 
 
-def _request_load(request: Request) -> RequestLoad:
+def _request_load(request: Request, *, is_running: bool) -> RequestLoad:
     metrics, inter_token_time = request.metrics, request.inter_token_time
     return RequestLoad(
         request_id=request.request_id,
+        is_running=is_running,
         drafter_id=request.plan.drafter_id,
         draft_length=request.plan.draft_length,
         num_drafts=metrics.num_drafts,

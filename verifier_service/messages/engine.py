@@ -68,6 +68,7 @@ class RequestLoad:
     """One request: its plan, and its counters since it started on this verifier."""
 
     request_id: str
+    is_running: bool  # else it waits
     drafter_id: str | None
     draft_length: int
     num_drafts: int
@@ -80,11 +81,11 @@ class RequestLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterTime:
+class DrafterPerformance:
     """How one drafter serves a verifier: how long it takes, how often too long, and what its drafts bring."""
 
     drafter_id: str
-    seconds: float  # from asking to the draft, smoothed
+    round_trip_s: float  # from asking to the draft, smoothed
     late_share: float = 0.0  # of its drafts: that missed their deadline
     accepted_per_round: float | None = None  # tokens; None: hardly any request was its lately, or none could draft
 
@@ -153,8 +154,8 @@ class EngineLoad:
     draft_length_mean: float = 0.0  # asked for per decoding request and step, over the last two seconds
     verify_idle_share: float = 0.0  # of the last two seconds: every request waited for its draft
     counters: EngineCounters = EngineCounters()
-    requests: tuple[RequestLoad, ...] = ()  # the running ones first
-    drafter_times: tuple[DrafterTime, ...] = ()
+    requests: tuple[RequestLoad, ...] = ()
+    drafters: tuple[DrafterPerformance, ...] = ()  # that have answered
     circuits: tuple[DrafterCircuit, ...] = ()
 
 

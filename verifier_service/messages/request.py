@@ -142,6 +142,29 @@ class SamplingParams:
         return VerificationMode.REJECTION if self.seed is None else VerificationMode.COUPLED
 
 
+class DisabledReason(enum.StrEnum):
+    """Why a request runs without drafts; the only values a `disabled_reason` takes."""
+
+    REQUEST_OPT_OUT = "request_opt_out"
+    LOAD = "load"  # the verifier is compute-bound: a draft token costs more than it brings
+    LOW_ACCEPTANCE = "low_acceptance"
+    DRAFTER_UNAVAILABLE = "drafter_unavailable"  # no drafter, or no link to one
+    DRAFTER_TIMEOUT = "drafter_timeout"  # no drafter has answered in time, or well, lately: its circuit is open
+    DRAFT_QUEUE = "draft_queue"  # drafts arrive too late to pay for the wait
+    WARMUP = "warmup"  # no step-time profile yet
+    CONFIG = "config"  # the operator switched it off
+
+
+class EnabledReason(enum.StrEnum):
+    """Why a request may draft, as far as it may."""
+
+    PAYS = "pays"  # a draft token brings more than it costs
+    DWELL = "dwell"  # none does by now, but not for long enough to switch it off
+    PROBE = "probe"  # it is off, but for a moment in which it drafts to see whether that would pay by now
+    KV_PRESSURE = "kv_pressure"  # the KV pool is nearly full: only the best positions are drafted
+    PINNED = "pinned"  # the operator says how far, whatever it costs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationPlan:
     """The router's decision for one request: who drafts, how much, and why; or why not, where the length is 0.
@@ -151,8 +174,8 @@ class SpeculationPlan:
 
     drafter_id: str | None = None
     draft_length: int = 0
-    enabled_reason: str | None = None
-    disabled_reason: str | None = None
+    enabled_reason: EnabledReason | None = None
+    disabled_reason: DisabledReason | None = None
     is_pinned: bool = False
 
     @property
@@ -192,7 +215,7 @@ class SpeculationMetrics:
     """
 
     enabled: bool = False
-    disabled_reason: str | None = None
+    disabled_reason: DisabledReason | None = None
     acceptance: AcceptanceRule = AcceptanceRule.STANDARD  # how drafts were judged
     num_drafts: int = 0  # verifications with a draft that was not empty
     num_draft_tokens: int = 0  # draft tokens scheduled for verification

@@ -26,11 +26,18 @@ from dataclasses import dataclass, field, replace
 from outrider.verifier_service.messages.draft import ROOT, Draft
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.expert_shape import ExpertShape
-from outrider.verifier_service.messages.request import Request
+from outrider.verifier_service.messages.request import DisabledReason, Request
 from outrider.verifier_service.messages.tree import depths
 from outrider.verifier_service.pricing.cost_model import ContextTime, CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.pricing.load_levels import LoadLevel, LoadLevels
-from outrider.verifier_service.pricing.offer import Offer, PricedStep, Round, confidences_of, hoped_worths, judged_nodes
+from outrider.verifier_service.pricing.offer import (
+    Offer,
+    PricedRound,
+    PricedStep,
+    confidences_of,
+    hoped_worths,
+    judged_nodes,
+)
 from outrider.verifier_service.pricing.recent_confidences import RecentConfidences
 from outrider.verifier_service.pricing.step_price import NEVER
 from outrider.verifier_service.pricing.survival import SurvivalEstimator
@@ -57,14 +64,14 @@ class _Pricing:
     drafter_id: str
     num_rounds_off: int  # since its last draft was asked for
     is_opening: bool = True  # its drafter has not answered yet
-    round: Round | None = None  # None: it has not asked since the last step that it was in
+    round: PricedRound | None = None  # None: it has not asked since the last step that it was in
     survivals: Sequence[float] = ()  # by history
     survivals_at: tuple[int, str, int] | None = None  # what they were estimated from
 
 
 @dataclass(slots=True)
 class DraftPricing:
-    """The engine's side of the price: `length` when it asks, `admitted` when it schedules.
+    """The engine's side of the price: `length` when it asks, `admit` when it schedules.
 
     After the step `end_step`, and `learn` once what requests then asked for is on its way: drafters work meanwhile.
     """
@@ -131,7 +138,7 @@ class DraftPricing:
         kept = self._kept(request, drafter_id)
         kept.is_opening = kept.is_opening or kept.drafter_id != drafter_id or request.plan.is_off
         kept.drafter_id, is_pinned = drafter_id, request.plan.is_pinned
-        asked = kept.round = Round(drafter_id, potential, bound, is_pinned=is_pinned, is_opening=kept.is_opening)
+        asked = kept.round = PricedRound(drafter_id, potential, bound, is_pinned=is_pinned, is_opening=kept.is_opening)
         if bound and not is_pinned:
             asked.length = 0
             if self._level.price.price < NEVER or not kept.survivals:  # else nothing is admitted, whatever it is worth
@@ -139,7 +146,8 @@ class DraftPricing:
                 asked.length = self._level.asked(asked.worths, *self._depths)
             if not asked.length:
                 self._probe(request.request_id, kept, asked)
-                request.metrics.disabled_reason = "low_acceptance" if kept.survivals[0] < LOW_SURVIVAL else "load"
+                is_low = kept.survivals[0] < LOW_SURVIVAL
+                request.metrics.disabled_reason = DisabledReason.LOW_ACCEPTANCE if is_low else DisabledReason.LOAD
         kept.num_rounds_off = 0 if asked.length else kept.num_rounds_off + 1
         return asked.length
 
@@ -158,10 +166,10 @@ class DraftPricing:
             kept.drafter_id = kept.round.drafter_id = drafter_id
             kept.is_opening = kept.round.is_opening = True
 
-    def _worths(self, request_id: str, kept: _Pricing, asked: Round) -> Sequence[float]:
+    def _worths(self, request_id: str, kept: _Pricing, asked: PricedRound) -> Sequence[float]:
         return self.worth.worths(request_id, self._survivals(request_id, kept, asked))
 
-    def _survivals(self, request_id: str, kept: _Pricing, asked: Round) -> Sequence[float]:
+    def _survivals(self, request_id: str, kept: _Pricing, asked: PricedRound) -> Sequence[float]:
         """Return those by history, estimated again only after something was learnt: without drafts nothing is."""
         source = (self.survival.num_observed, asked.drafter_id, asked.bound)
         if kept.survivals_at != source:
@@ -176,7 +184,7 @@ class DraftPricing:
             kept = self._requests[request.request_id] = _Pricing(drafter_id, num_rounds_off=waited)
         return kept
 
-    def _probe(self, request_id: str, kept: _Pricing, asked: Round) -> None:
+    def _probe(self, request_id: str, kept: _Pricing, asked: PricedRound) -> None:
         """Let a request draft a little although it does not pay: mostly not at all."""
         assert self._level is not None
         if kept.num_rounds_off + 1 < PROBE_ROUNDS:
@@ -189,7 +197,7 @@ class DraftPricing:
         asked.length, asked.is_probe = length, True
         asked.worths = self._worths(request_id, kept, asked)
 
-    def admitted(self, request: Request, draft: Draft) -> Draft:
+    def admit(self, request: Request, draft: Draft) -> Draft:
         """Return the part of a draft that is worth verifying by the price of earlier steps."""
         kept = self._requests.get(request.request_id)
         if self._level is None or kept is None or (asked := kept.round) is None:
@@ -212,7 +220,7 @@ class DraftPricing:
             return draft
         return first_nodes(draft, max_nodes=num_paying if is_chain else len(draft.token_ids), max_depth=num_paying)
 
-    def _best_nodes(self, request_id: str, asked: Round, draft: Draft) -> Draft:
+    def _best_nodes(self, request_id: str, asked: PricedRound, draft: Draft) -> Draft:
         """Return the nodes of a tree of point masses that are worth the price; a node survives less than its parent."""
         assert draft.parents is not None
         assert self._level is not None
@@ -355,7 +363,7 @@ class DraftPricing:
         level: LoadLevel,
         step: PricedStep,
         priced: Sequence[ScheduledRequest],
-        asking: Sequence[Round],
+        asking: Sequence[PricedRound],
         base: StepShape,
         num_drafted: int,
     ) -> None:
@@ -398,7 +406,8 @@ class DraftPricing:
         if asked is not None and asked.length:
             return Offer()  # its draft did not come
         if asked is None:  # it has not asked yet
-            asked = Round(request.plan.drafter_id or "", 0 if request.plan.is_pinned else request.plan.draft_length)
+            plan = request.plan
+            asked = PricedRound(plan.drafter_id or "", 0 if plan.is_pinned else plan.draft_length)
         hoped = asked.worths or self._worths(request.request_id, self._kept(request, asked.drafter_id), asked)
         confidences = self._confidences.next(asked.drafter_id)
         if confidences is None:
@@ -407,7 +416,7 @@ class DraftPricing:
         worths = self.worth.worths(request.request_id, survivals)
         return Offer(survivals, worths, hoped, worths)
 
-    def _observe_draft(self, asked: Round, outcome: Outcome) -> None:
+    def _observe_draft(self, asked: PricedRound, outcome: Outcome) -> None:
         if asked.confidences:
             self._confidences.observe(asked.drafter_id, asked.confidences)
         draft = outcome.item.draft

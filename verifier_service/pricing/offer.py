@@ -42,7 +42,7 @@ class Offer(NamedTuple):
 
 
 @dataclass(slots=True)
-class Round:
+class PricedRound:
     """What a request asked for before a step, and what its draft then had on offer."""
 
     drafter_id: str
@@ -68,9 +68,9 @@ class PricedStep:
     _: KW_ONLY
     step_s: float
     exposed_s: float  # how long its drafts held it up before that
-    rounds: dict[str, Round] = field(default_factory=dict)  # by request
+    rounds: dict[str, PricedRound] = field(default_factory=dict)  # by request
 
-    def asking(self, requests: Iterable[Request]) -> list[Round]:
+    def asking(self, requests: Iterable[Request]) -> list[PricedRound]:
         """Return the rounds of those requests that had asked for a draft."""
         rounds = (self.rounds.get(request.request_id) for request in requests)
         return [one for one in rounds if one is not None and one.length]

@@ -44,7 +44,7 @@ class SchedulerConfig:
 class Admission(Protocol):
     """Who says how much of a draft is worth verifying."""
 
-    def admitted(self, request: Request, draft: Draft) -> Draft:
+    def admit(self, request: Request, draft: Draft) -> Draft:
         """Return the part that is, as a draft: its length must not depend on tokens drawn beyond it."""
 
 
@@ -346,7 +346,7 @@ class Scheduler:
         assert draft.position == request.num_tokens, f"draft for {draft.position} at {request.num_tokens} tokens"
         # A recovered or bonus token always follows the accepted ones, and must still be within the limits.
         max_depth = self._max_total_tokens(request) - request.num_tokens - 1
-        paying = draft if self._admission is None else self._admission.admitted(request, draft)
+        paying = draft if self._admission is None else self._admission.admit(request, draft)
         kept = first_nodes(paying, max_nodes=max(0, num_fitting), max_depth=max(0, max_depth))
         request.metrics.num_cut_tokens += len(draft.token_ids) - len(kept.token_ids)
         return kept if kept.token_ids else None

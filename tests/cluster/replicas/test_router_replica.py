@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from fakes import reports
 from outrider.cluster.replicas.router_replica import RouterReplica
 from outrider.cluster.router.fleet import (
     DrafterEndpoint,
@@ -21,8 +22,7 @@ ASK = RouteAsk(request_id="r", num_prompt_tokens=3)
 
 
 def verifier_report(epoch: int = 1, **fields) -> VerifierReport:
-    figures = {"num_running": 0, "num_waiting": 0, "num_decoding": 0, "kv_usage": 0.0, "drafters_up": ("d",)} | fields
-    return VerifierReport(verifier_id="v", endpoint="v:1", epoch=epoch, **figures)
+    return reports.verifier_report("v", epoch=epoch, **{"linked_drafters": ("d",)} | fields)
 
 
 def drafter_report(epoch: int = 1) -> DrafterReport:

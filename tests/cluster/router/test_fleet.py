@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fakes.reports import verifier_report
 from outrider.cluster.router.fleet import PolicyMode, RouterPolicy, VerifierReport, table_length, with_changes
-from outrider.verifier_service.messages.engine import DrafterCircuit, EngineLoad
+from outrider.verifier_service.messages.engine import DrafterCircuit, RequestLoad
 
 POLICY = RouterPolicy(mode=PolicyMode.ALWAYS, max_draft_length=5)
 
@@ -60,23 +61,28 @@ def test_a_table_is_read_as_vllm_reads_it():
 
 
 def report(state: str) -> VerifierReport:
-    return VerifierReport.of(
-        verifier_id="v",
-        endpoint="v:1",
-        epoch=1,
-        load=EngineLoad(
-            num_running=0,
-            num_waiting=0,
-            num_decoding=0,
-            kv_usage=0.0,
-            circuits=(DrafterCircuit(drafter_id="d0", state=state), DrafterCircuit(drafter_id="d1", state="closed")),
-        ),
-        max_model_len=64,
-        step_times=(),
-        drafters_up=("d0", "d1"),
-    )
+    circuits = (DrafterCircuit(drafter_id="d0", state=state), DrafterCircuit(drafter_id="d1", state="closed"))
+    return verifier_report(circuits=circuits, linked_drafters=("d0", "d1"))
 
 
 def test_a_drafter_that_fails_its_verifier_is_not_up_there_whatever_its_link_says():
     assert report("open").drafters_up == ("d1",)
     assert report("half_open").drafters_up == ("d0", "d1"), "it may be tried again"
+
+
+def test_requests_that_run_are_told_from_those_that_wait_by_what_they_say():
+    waits, runs = (
+        RequestLoad(
+            request_id=name,
+            is_running=is_running,
+            drafter_id=None,
+            draft_length=0,
+            num_drafts=0,
+            num_draft_tokens=0,
+            num_accepted_tokens=0,
+            num_speculative_tokens=None,
+        )
+        for name, is_running in (("a", False), ("b", True))
+    )
+    load = verifier_report(requests=(waits, runs))
+    assert (load.running, load.waiting) == ((runs,), (waits,))

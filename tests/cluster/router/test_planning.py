@@ -6,8 +6,6 @@ import pytest
 
 from fakes.reporting_fleet import COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE, Fleet, drafter_report, names
 from outrider.cluster.router.fleet import (
-    DisabledReason,
-    EnabledReason,
     PolicyMode,
     RouteAsk,
     RouterPolicy,
@@ -16,7 +14,7 @@ from outrider.cluster.router.fleet import (
 )
 from outrider.cluster.router.router import RouterCore
 from outrider.verifier_service.messages.engine import StepTime
-from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, EnabledReason, SpeculationPlan
 
 TABLE = ((1, 2, 5), (4, 8, 3), (9, 64, 0))
 
@@ -30,7 +28,7 @@ class TestVerifiersThatPriceTheirSteps:
         fleet.add("capped", cap=2)
         fleet.run(5)
         assert fleet.lengths == dict.fromkeys(names(8), 8) | {"capped": 2}
-        assert fleet.default_plan == SpeculationPlan(drafter_id="d0", draft_length=8, enabled_reason="pays")
+        assert fleet.default_plan == SpeculationPlan(drafter_id="d0", draft_length=8, enabled_reason=EnabledReason.PAYS)
         fleet.drafters["d0"] = drafter_report(max_draft_length=5)
         fleet.second()
         assert set(fleet.lengths.values()) == {5, 2}
@@ -51,7 +49,7 @@ class TestVerifiersThatPriceTheirSteps:
         fleet.second()
         assert set(fleet.lengths.values()) == {8}, "the dwell"
         fleet.second()
-        assert set(fleet.plans.values()) == {SpeculationPlan(disabled_reason="draft_queue")}
+        assert set(fleet.plans.values()) == {SpeculationPlan(disabled_reason=DisabledReason.DRAFT_QUEUE)}
         assert fleet.default_plan.drafter_id is None
 
     def test_compute_bound_is_load(self):
@@ -100,7 +98,7 @@ class TestVerifiersThatPriceTheirSteps:
         fleet.add("r")
         fleet.run(3)
         fleet.add("moved")
-        fleet.plans["moved"] = SpeculationPlan(disabled_reason="load")
+        fleet.plans["moved"] = SpeculationPlan(disabled_reason=DisabledReason.LOAD)
         fleet.tick(0.25)
         assert fleet.lengths == {"r": 8, "moved": 8}
 
@@ -275,7 +273,7 @@ class TestKvPressure:
 
 
 def pinned(length: int) -> SpeculationPlan:
-    return SpeculationPlan(drafter_id="d0", draft_length=length, enabled_reason="pinned", is_pinned=True)
+    return SpeculationPlan(drafter_id="d0", draft_length=length, enabled_reason=EnabledReason.PINNED, is_pinned=True)
 
 
 class TestPins:

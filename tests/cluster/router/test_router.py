@@ -5,6 +5,7 @@ import time
 import pytest
 
 from fakes.reporting_fleet import COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE, Fleet, drafter_report, names, profile
+from fakes.reports import verifier_report
 from outrider.cluster.router.fleet import (
     AcceptancePolicy,
     Directive,
@@ -17,15 +18,7 @@ from outrider.cluster.router.fleet import (
 )
 from outrider.cluster.router.router import RouterCore, StaleEpochError
 from outrider.cluster.router.routing import NoVerifierError
-from outrider.verifier_service.messages.engine import (
-    DrafterCircuit,
-    DrafterTime,
-    EngineCounters,
-    EngineLoad,
-    RequestLoad,
-    StepTime,
-)
-from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 from outrider.verifier_service.messages.wire import decode, encode
 
 
@@ -42,7 +35,7 @@ class TestLoad:
         fleet.add(*names(16))
         fleet.run(10)
         assert set(fleet.reasons.values()) == {"load"}
-        assert fleet.default_plan == SpeculationPlan(disabled_reason="load")
+        assert fleet.default_plan == SpeculationPlan(disabled_reason=DisabledReason.LOAD)
 
     @pytest.mark.parametrize(
         ("points", "mode", "price"),
@@ -296,7 +289,7 @@ class TestDrafters:
         fleet.core.remove("d0")
         fleet.core.remove("d0")
         directive = fleet.core.report_verifier(fleet.report(), fleet.now_s)
-        assert directive.plans == {"r": SpeculationPlan(disabled_reason="drafter_unavailable")}
+        assert directive.plans == {"r": SpeculationPlan(disabled_reason=DisabledReason.DRAFTER_UNAVAILABLE)}
 
 
 class TestReplicas:
@@ -321,9 +314,7 @@ class TestReplicas:
     def test_an_old_incarnation_is_refused(self):
         fleet = Fleet()
         fleet.second()
-        newer = VerifierReport(
-            verifier_id="v0", endpoint="v0:2", epoch=2, num_running=0, num_waiting=0, num_decoding=0, kv_usage=0.0
-        )
+        newer = verifier_report("v0", endpoint="v0:2", epoch=2)
         fleet.core.report_verifier(newer, fleet.now_s)
         with pytest.raises(StaleEpochError, match="'v0' reports as epoch 1"):
             fleet.core.report_verifier(fleet.report(), fleet.now_s)
@@ -335,33 +326,13 @@ class TestReplicas:
     def test_a_new_incarnation_forgets_the_old_ones_profile(self):
         fleet = Fleet(MEMORY_BOUND)
         fleet.second()
-        report = VerifierReport(
-            verifier_id="v0",
-            endpoint="v0:1",
-            epoch=2,
-            num_running=0,
-            num_waiting=0,
-            num_decoding=0,
-            kv_usage=0.0,
-            drafters_up=("d0",),
-        )
+        report = verifier_report("v0", epoch=2, linked_drafters=("d0",))
         assert fleet.core.report_verifier(report, fleet.now_s).default_plan.disabled_reason == "warmup"
 
     def test_routed_requests_count_until_the_next_report(self):
         core = RouterCore()
         for verifier_id in ("a", "b"):
-            core.report_verifier(
-                VerifierReport(
-                    verifier_id=verifier_id,
-                    endpoint=verifier_id,
-                    epoch=1,
-                    num_running=0,
-                    num_waiting=0,
-                    num_decoding=0,
-                    kv_usage=0.0,
-                ),
-                0.0,
-            )
+            core.report_verifier(verifier_report(verifier_id), 0.0)
         picks = [core.route(self.ask(f"r{i}"), 0.5).verifier_id for i in range(100)]
         assert picks.count("a") == picks.count("b") == 50
 
@@ -415,57 +386,6 @@ def test_ten_thousand_requests_are_decided_in_time():
     begin_s = time.process_time()
     fleet.core.report_verifier(fleet.report(), fleet.now_s)
     assert time.process_time() - begin_s < 5.0  # some 20 times what it takes: catches a quadratic step
-
-
-def test_a_report_is_made_of_what_the_engine_says():
-    load = EngineLoad(
-        num_running=2,
-        num_waiting=1,
-        num_decoding=1,
-        kv_usage=0.5,
-        tokens_per_s=20.0,
-        mean_step_s=0.05,
-        price=0.25,
-        knee=96.0,
-        draft_length_mean=2.5,
-        verify_idle_share=0.125,
-        counters=EngineCounters(num_steps=9),
-        circuits=(DrafterCircuit(drafter_id="d0", state="open"),),
-        requests=(
-            RequestLoad(
-                request_id="r",
-                drafter_id="d0",
-                draft_length=3,
-                num_drafts=4,
-                num_draft_tokens=12,
-                num_accepted_tokens=7,
-                num_speculative_tokens=0,
-            ),
-        ),
-        drafter_times=(DrafterTime(drafter_id="d0", seconds=0.01),),
-    )
-    report = VerifierReport.of(
-        verifier_id="v0",
-        endpoint="v0:1",
-        epoch=3,
-        load=load,
-        max_model_len=64,
-        step_times=(StepTime(num_tokens=1, seconds=0.1),),
-        drafters_up=("d0",),
-        num_bad_frames=5,
-        num_ranks=4,
-    )
-    assert (report.price, report.knee, report.num_ranks) == (0.25, 96.0, 4)
-    assert (report.draft_length_mean, report.verify_idle_share) == (2.5, 0.125)
-    assert (report.num_running, report.num_waiting, report.num_decoding, report.kv_usage) == (2, 1, 1, 0.5)
-    assert report.step_times == (StepTime(num_tokens=1, seconds=0.1),)
-    assert report.round_trips == (DrafterTime(drafter_id="d0", seconds=0.01),)
-    assert (report.tokens_per_s, report.mean_step_s, report.num_bad_frames) == (20.0, 0.05, 5)
-    assert report.counters == EngineCounters(num_steps=9)
-    assert report.circuits == (DrafterCircuit(drafter_id="d0", state="open"),)
-    (request,) = report.requests
-    assert (request.num_drafts, request.num_draft_tokens, request.num_accepted_tokens) == (4, 12, 7)
-    assert request.num_speculative_tokens == 0
 
 
 # --- what operators see ---

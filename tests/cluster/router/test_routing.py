@@ -3,19 +3,19 @@ from typing import Any
 
 import pytest
 
+from fakes.reports import changed, verifier_report
 from outrider.cluster.router.fleet import (
     DrafterReport,
     DrafterState,
     FleetSnapshot,
     RouteAsk,
     RouterPolicy,
-    VerifierReport,
     VerifierState,
 )
 from outrider.cluster.router.routing import DrafterDesk, NoVerifierError, route, with_assignment
 from outrider.verifier_service.drafting.draft_yield import DraftYield
-from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterTime
-from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterPerformance
+from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 from outrider.verifier_service.messages.wire import decode, encode
 
 POLICY = RouterPolicy(expire_after_s=3.0, stale_snapshot_s=10.0, max_queue_depth=8)
@@ -34,14 +34,7 @@ def verifier(
     **load,
 ):
     figures = {"num_running": 0, "num_waiting": 0, "num_decoding": 0, "kv_usage": 0.0} | load
-    report = VerifierReport(
-        verifier_id=verifier_id,
-        endpoint=f"{verifier_id}:1",
-        epoch=1,
-        drafters_up=drafters_up,
-        draining=draining,
-        **figures,
-    )
+    report = verifier_report(verifier_id, linked_drafters=drafters_up, draining=draining, **figures)
     drafter_id = "d0" if default_length else None
     plan = SpeculationPlan(drafter_id=drafter_id, draft_length=default_length, disabled_reason=reason)
     return VerifierState(report=report, reported_s=reported_s, default_plan=plan, price=price)
@@ -209,7 +202,7 @@ class TestWhileTheRouterIsAway:
         assert stale == {"was_idle", "was_busy"}
 
     def test_the_snapshot_crosses_the_wire(self):
-        fleet = snapshot([verifier("a", default_length=0, reason="load")], [drafter("d0", draining=True)])
+        fleet = snapshot([verifier("a", default_length=0, reason=DisabledReason.LOAD)], [drafter("d0", draining=True)])
         assert decode(encode(fleet), (FleetSnapshot,)) == fleet
 
 
@@ -223,13 +216,14 @@ class TestPlan:
 
     def test_opt_out(self):
         plan = self.plan([drafter("d0")], ask(num_speculative_tokens=0))
-        assert plan == SpeculationPlan(disabled_reason="request_opt_out")
+        assert plan == SpeculationPlan(disabled_reason=DisabledReason.REQUEST_OPT_OUT)
 
     def test_the_shortest_delay_wins(self):
         """Two more at 2 ms take longer than one at 4 ms."""
         state = verifier("v")
-        trips = (DrafterTime(drafter_id="d0", seconds=0.002), DrafterTime(drafter_id="d1", seconds=0.004))
-        state = dataclasses.replace(state, report=dataclasses.replace(state.report, round_trips=trips))
+        trips_s = {"d0": 0.002, "d1": 0.004}
+        trips = tuple(DrafterPerformance(drafter_id=name, round_trip_s=trip_s) for name, trip_s in trips_s.items())
+        state = dataclasses.replace(state, report=changed(state.report, drafters=trips))
         for busy, wins in ((2, "d1"), (0, "d0")):
             fleet = snapshot([state], [drafter("d0", num_sessions=busy), drafter("d1")])
             assert chosen(fleet).plan.drafter_id == wins
@@ -239,10 +233,10 @@ class TestPlan:
         state = verifier("v")
         for late_share, wins in ((0.3, "d0"), (0.6, "d1"), (1.0, "d1")):
             trips = (
-                DrafterTime(drafter_id="d0", seconds=0.002, late_share=late_share),
-                DrafterTime(drafter_id="d1", seconds=0.004),
+                DrafterPerformance(drafter_id="d0", round_trip_s=0.002, late_share=late_share),
+                DrafterPerformance(drafter_id="d1", round_trip_s=0.004),
             )
-            state = dataclasses.replace(state, report=dataclasses.replace(state.report, round_trips=trips))
+            state = dataclasses.replace(state, report=changed(state.report, drafters=trips))
             assert chosen(snapshot([state], [drafter("d0"), drafter("d1")])).plan.drafter_id == wins
 
     @pytest.mark.parametrize(("cap", "length"), [(1, 1), (4, 4), (9, 4), (None, 4)])
@@ -253,7 +247,8 @@ class TestPlan:
         assert self.plan([drafter("d0", max_draft_length=2)]).draft_length == 2
 
     def test_the_verifiers_reason_holds(self):
-        assert self.plan([drafter("d0")], default_length=0, reason="load") == SpeculationPlan(disabled_reason="load")
+        off = SpeculationPlan(disabled_reason=DisabledReason.LOAD)
+        assert self.plan([drafter("d0")], default_length=0, reason=DisabledReason.LOAD) == off
 
     @pytest.mark.parametrize("out", [{"draining": True}, {"reported_s": NOW_S - 4.0}])
     def test_a_drafter_that_is_out_gets_nothing(self, out):
@@ -284,11 +279,11 @@ class TestSeveralPools:
     ) -> DrafterDesk:
         """`load`: of the model's drafter."""
         trips = (
-            DrafterTime(drafter_id="model", seconds=0.010, accepted_per_round=model),
-            DrafterTime(drafter_id="lookup", seconds=0.001, accepted_per_round=lookup),
+            DrafterPerformance(drafter_id="model", round_trip_s=0.010, accepted_per_round=model),
+            DrafterPerformance(drafter_id="lookup", round_trip_s=0.001, accepted_per_round=lookup),
         )
         state = verifier("v", drafters_up=("model", "lookup"))
-        report = dataclasses.replace(state.report, round_trips=trips, mean_step_s=step_s)
+        report = changed(state.report, drafters=trips, mean_step_s=step_s)
         states = [drafter("model", pool="model", max_draft_length=5, **load), drafter("lookup", pool="lookup")]
         return DrafterDesk(states, report, POLICY)
 
@@ -332,10 +327,10 @@ class TestSeveralPools:
         state = desk.linked["lookup"]
         unheard = dataclasses.replace(state, report=dataclasses.replace(state.report, pool=""))
         trips = (
-            DrafterTime(drafter_id="model", seconds=0.010, accepted_per_round=1.5),
-            DrafterTime(drafter_id="lookup", seconds=0.001, accepted_per_round=0.2),
+            DrafterPerformance(drafter_id="model", round_trip_s=0.010, accepted_per_round=1.5),
+            DrafterPerformance(drafter_id="lookup", round_trip_s=0.001, accepted_per_round=0.2),
         )
-        report = dataclasses.replace(verifier("v").report, round_trips=trips, drafters_up=("model", "lookup"))
+        report = changed(verifier("v").report, drafters=trips, linked_drafters=("model", "lookup"))
         desk = DrafterDesk([desk.linked["model"], unheard], report, POLICY)
         assert desk.choose("lookup").report.drafter_id == desk.choose(None).report.drafter_id == "lookup"
 
@@ -361,9 +356,9 @@ class TestSeveralPools:
 
     def test_drafters_of_one_pool_share_what_is_known_of_it(self):
         """A replica that has just joined is as good as its pool: nobody is moved to it for being new."""
-        trips = (DrafterTime(drafter_id="old", seconds=0.010, accepted_per_round=1.5),)
+        trips = (DrafterPerformance(drafter_id="old", round_trip_s=0.010, accepted_per_round=1.5),)
         state = verifier("v", drafters_up=("old", "new"))
-        report = dataclasses.replace(state.report, round_trips=trips, mean_step_s=0.020)
+        report = changed(state.report, drafters=trips, mean_step_s=0.020)
         desk = DrafterDesk([drafter("old", pool="model"), drafter("new", pool="model")], report, POLICY)
         assert desk.choose("old").report.drafter_id == "old"
 
@@ -384,7 +379,7 @@ class TestOwnDrafter:
         assert self.plan(own=3, request=ask(num_speculative_tokens=2)).draft_length == 2
 
     def test_without_one_there_is_nobody(self):
-        assert self.plan(own=0) == SpeculationPlan(disabled_reason="drafter_unavailable")
+        assert self.plan(own=0) == SpeculationPlan(disabled_reason=DisabledReason.DRAFTER_UNAVAILABLE)
 
     def test_it_is_the_least_loaded(self):
         assert self.plan([drafter("d0", num_sessions=1)]).drafter_id == "local"
@@ -393,7 +388,8 @@ class TestOwnDrafter:
         assert self.plan([drafter("d0", queue_depth=99)]).drafter_id == "local"
 
     def test_the_verifiers_reason_and_the_opt_out_hold(self):
-        assert self.plan(default_length=0, reason="load") == SpeculationPlan(disabled_reason="load")
+        plan = SpeculationPlan(disabled_reason=DisabledReason.LOAD)
+        assert self.plan(default_length=0, reason=DisabledReason.LOAD) == plan
         assert self.plan(request=ask(num_speculative_tokens=0)).disabled_reason == "request_opt_out"
 
     def test_a_request_keeps_it(self):

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from outrider.cluster.router.autoscaling import DraftersLoad, PoolsLoad, VerifiersLoad
-from outrider.cluster.router.fleet import DisabledReason, off
+from outrider.cluster.router.fleet import off
 from outrider.cluster.router.scaling_figures import VerifierFigures, drafter_figures, pools_load
 from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.verifier_service.messages.engine import EngineCounters, EngineLoad, RequestLoad
 from outrider.verifier_service.messages.histogram import HistogramCounts
-from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 
 FIRST = EngineCounters(
     num_steps=10,
@@ -31,9 +31,10 @@ SECOND = EngineCounters(
 NO_DRAFTER = off(DisabledReason.DRAFTER_UNAVAILABLE)
 
 
-def request(request_id: str, num_speculative_tokens: int | None = None) -> RequestLoad:
+def request(request_id: str, num_speculative_tokens: int | None = None, *, is_running: bool = True) -> RequestLoad:
     return RequestLoad(
         request_id=request_id,
+        is_running=is_running,
         drafter_id=None,
         draft_length=0,
         num_drafts=0,
@@ -49,7 +50,7 @@ LOAD = EngineLoad(
     num_decoding=2,
     kv_usage=0.25,
     counters=FIRST,
-    requests=(request("a"), request("b", 0), request("c", 4), request("waits")),
+    requests=(request("a"), request("b", 0), request("c", 4), request("waits", is_running=False)),
     price=0.75,
     knee=4.0,
 )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from fakes.fleet_snapshots import BUSY_VERIFIER
+from fakes.reports import changed
 from outrider.cluster.router.autoscaling import PoolsPolicy
 from outrider.cluster.simulate.scaling import PoolScaler, ScalingOptions
 from outrider.verifier_service.messages.engine import EngineCounters
@@ -14,10 +13,10 @@ def test_the_knee_is_filled_by_prompts_and_not_by_drafts_and_as_last_reported():
     scaler = PoolScaler(ScalingOptions(policy=PoolsPolicy()), num_verifiers=2, num_drafters=0)
 
     def fill(counters: EngineCounters, num_running: int = 20) -> tuple[float, float]:
-        one = dataclasses.replace(
+        one = changed(
             BUSY_VERIFIER, knee=100.0, counters=counters, num_running=num_running, num_decoding=num_running
         )
-        blind = dataclasses.replace(one, verifier_id="blind", knee=None)
+        blind = changed(one, verifier_id="blind", knee=None)
         load = scaler.load_of([one, blind], [], num_undrafted=0).verifiers
         return load.knee_fill, load.num_with_knee
 

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fakes.backend import FakeBackend, build_gateway, build_tokenizer
 from fakes.fleet_snapshots import BUSY_VERIFIER, DECIDED_AT_S, busy_fleet
+from fakes.reports import changed
 from outrider.cluster.api.authentication import ApiKeyMiddleware
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.common.api_keys import ApiKeys, hash_api_key
@@ -82,7 +83,7 @@ class Service:
     def change(self, **changes: Any) -> None:
         """Change the first verifier's report."""
         busy, idle = busy_fleet().verifiers
-        busy = dataclasses.replace(busy, report=dataclasses.replace(BUSY_VERIFIER, **changes))
+        busy = dataclasses.replace(busy, report=changed(BUSY_VERIFIER, **changes))
         self.snapshot = dataclasses.replace(self.snapshot, verifiers=(busy, idle))
 
 

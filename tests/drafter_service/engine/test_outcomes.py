@@ -4,7 +4,7 @@ import pytest
 
 from outrider.drafter_service.engine.outcomes import (
     AcceptanceMemory,
-    Outcome,
+    LikelyOutcome,
     Pace,
     Place,
     length_worth_waiting_for,
@@ -16,7 +16,7 @@ def place(token_id: int, confidence: float, *others: tuple[int, float]) -> Place
     return Place(token_id, confidence, ((token_id, confidence), *others))
 
 
-def keys(outcomes: list[Outcome]) -> list[tuple[int, int]]:
+def keys(outcomes: list[LikelyOutcome]) -> list[tuple[int, int]]:
     return [(outcome.num_accepted, outcome.next_token_id) for outcome in outcomes]
 
 

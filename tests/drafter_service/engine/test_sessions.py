@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from outrider.drafter_service.engine.sessions import (
-    Round,
     Session,
     SessionKey,
     SessionTable,
+    UnansweredRound,
     first_bad_token,
     in_turns,
     known_prefix,
@@ -14,7 +14,7 @@ from outrider.drafter_service.engine.sessions import (
 from outrider.verifier_service.messages.draft import DraftNeeds, DraftSampling, States
 
 GREEDY = DraftSampling(temperature=0.0)
-ROUND = Round(ask_id=1, round_id=1, length=1, asked_s=0.0)
+ROUND = UnansweredRound(ask_id=1, round_id=1, length=1, asked_s=0.0)
 
 
 def session(name: str, used_s: float = 0.0, *, peer: str = "v", asked: bool = False) -> Session:

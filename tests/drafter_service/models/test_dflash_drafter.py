@@ -21,7 +21,7 @@ from outrider.drafter_service.service.drafter_spec import DrafterSpec, state_tap
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
-from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.draft import Draft, DrafterEvent, DraftSampling, VerifierMessage, check_draft
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
@@ -358,7 +358,7 @@ def engine_over(target: ModelRunner, drafts: DFlashDrafts) -> VerifierEngine:
             SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=8, **sizes),
             BlockPool(target.num_blocks, target.block_size),
         ),
-        DraftCoordinator(drafts, SpeculationConfig(**sizes), target.states),
+        DraftCoordinator(drafts, CoordinatorConfig(**sizes), target.states),
         clock=lambda: 0.0,
         generator=torch.Generator().manual_seed(0),
     )

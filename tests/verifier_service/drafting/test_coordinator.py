@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from fakes.engine_bench import MemoryDrafts
-from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig, StateSource
+from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator, StateSource
 from outrider.verifier_service.drafting.draft_yield import RETRY_STEPS
 from outrider.verifier_service.links.circuit_breaker import BreakerConfig
 from outrider.verifier_service.messages.draft import (
@@ -27,6 +27,7 @@ from outrider.verifier_service.messages.draft import (
 from outrider.verifier_service.messages.engine import BreakerState
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
+    DisabledReason,
     GenerationRequest,
     Request,
     SamplingParams,
@@ -44,7 +45,7 @@ class Bench:
     def __init__(self, states: StateSource | None = None, **config: float) -> None:
         self.client = MemoryDrafts()
         settings = {"vocab_size": VOCAB_SIZE, "max_model_len": 64, "first_deadline_s": 0.5, **config}
-        self.coordinator = DraftCoordinator(self.client, SpeculationConfig(**settings), states)
+        self.coordinator = DraftCoordinator(self.client, CoordinatorConfig(**settings), states)
         self.requests: dict[str, Request] = {}
         self.now_s = 0.0
 
@@ -289,7 +290,7 @@ class HeardPricing(DraftPricing):
 
 def test_pricing_hears_who_drafts_and_who_is_told_predictions():
     bench, pricing = Bench(), HeardPricing()
-    config = SpeculationConfig(vocab_size=VOCAB_SIZE, max_model_len=64)
+    config = CoordinatorConfig(vocab_size=VOCAB_SIZE, max_model_len=64)
     bench.coordinator = DraftCoordinator(bench.client, config, pricing=pricing)
     bench.request()
     bench.ask()
@@ -313,7 +314,7 @@ def test_speculation_that_comes_back_catches_up_with_one_delta(bench: Bench):
     request = bench.request(drafter_id="d")
     commit = bench.ask()[-1][1]
     bench.receive(said(answer(commit)))
-    request.plan = SpeculationPlan(drafter_id="d", draft_length=0, disabled_reason="load")
+    request.plan = SpeculationPlan(drafter_id="d", draft_length=0, disabled_reason=DisabledReason.LOAD)
     request.token_ids += [4, 5]
     assert bench.ask() == []
     assert request.metrics.disabled_reason == "load"
@@ -350,7 +351,7 @@ def test_who_is_switched_off_is_released_by_its_drafter_and_opened_anew_when_on_
     request = bench.request()
     bench.receive(said(answer(bench.ask()[-1][1])))
     plan = request.plan
-    request.plan = SpeculationPlan(disabled_reason="load")
+    request.plan = SpeculationPlan(disabled_reason=DisabledReason.LOAD)
     assert bench.ask() == [("d", Close(request_id="a"))]
     assert bench.ask() == []
     request.plan = plan
@@ -372,13 +373,13 @@ def test_a_draft_that_is_late_says_how_long_the_next_one_may_take():
     bench.receive(said(answer(commit, 7)))
     assert request.draft is None, "its round is over"
     bench.ask()
-    assert bench.coordinator.drafter_times(bench.now_s) == (), "a round with a prefill says nothing of the others"
+    assert bench.coordinator.drafters(bench.now_s) == (), "a round with a prefill says nothing of the others"
     (_, commit), *_ = bench.ask()
     bench.now_s = request.hold_until_s + 1.5
     bench.receive()
     bench.receive(said(answer(commit, 7)))
-    (time_of_d,) = bench.coordinator.drafter_times(bench.now_s)
-    assert time_of_d.seconds > 1.5
+    (time_of_d,) = bench.coordinator.drafters(bench.now_s)
+    assert time_of_d.round_trip_s > 1.5
     assert time_of_d.late_share == pytest.approx(1 / 3)
     bench.ask()
     assert request.hold_until_s - bench.now_s > 1.5
@@ -387,18 +388,18 @@ def test_a_draft_that_is_late_says_how_long_the_next_one_may_take():
 def test_what_a_drafter_brings_per_round_is_known_after_some(bench: Bench):
     request = bench.request(max_tokens=100, drafter_id="d")
     for _ in range(18):  # those before fade a little
-        (time_of_d,) = bench.coordinator.drafter_times(bench.now_s) or (None,)
+        (time_of_d,) = bench.coordinator.drafters(bench.now_s) or (None,)
         assert time_of_d is None or time_of_d.accepted_per_round is None
         *_, (_, commit) = bench.ask()
         bench.receive(said(answer(commit, 7, 8)))
         bench.coordinator.observe_accepted([(request, 2)])
         request.token_ids += [7, 8, 9]
         request.draft = None
-    (time_of_d,) = bench.coordinator.drafter_times(bench.now_s)
+    (time_of_d,) = bench.coordinator.drafters(bench.now_s)
     assert time_of_d.accepted_per_round == pytest.approx(2.0, rel=0.01)
-    request.plan = SpeculationPlan(disabled_reason="load")
+    request.plan = SpeculationPlan(disabled_reason=DisabledReason.LOAD)
     bench.ask()
-    assert bench.coordinator.drafter_times(bench.now_s) == (time_of_d,), "a round without a drafter is nobody's"
+    assert bench.coordinator.drafters(bench.now_s) == (time_of_d,), "a round without a drafter is nobody's"
 
 
 class ClosedPricing:
@@ -429,7 +430,7 @@ def test_while_no_draft_pays_only_rounds_with_one_are_counted_and_nothing_is_for
         bench.receive(said(answer(commit, 7, 8)))
         request.token_ids.append(9)
         request.draft = None
-    (time_of_d,) = bench.coordinator.drafter_times(bench.now_s)
+    (time_of_d,) = bench.coordinator.drafters(bench.now_s)
     assert time_of_d.accepted_per_round == 0.0
 
 

@@ -25,7 +25,13 @@ from outrider.verifier_service.messages.draft import (
     States,
     VerifierMessage,
 )
-from outrider.verifier_service.messages.request import FinishReason, LogitBias, SpeculationPlan, TokenOrigin
+from outrider.verifier_service.messages.request import (
+    DisabledReason,
+    FinishReason,
+    LogitBias,
+    SpeculationPlan,
+    TokenOrigin,
+)
 
 EXPECTED = greedy_tokens(40)
 WRONG = {token_id: (token_id + 1) % 97 for token_id in range(97)}
@@ -304,7 +310,7 @@ def test_plans_are_followed_from_the_next_ask_on():
 
 def test_a_plan_of_length_zero_turns_speculation_off_and_says_why():
     bench = bench_before_draft(max_tokens=6)
-    bench.engine.set_plans({"a": SpeculationPlan(disabled_reason="load")})
+    bench.engine.set_plans({"a": SpeculationPlan(disabled_reason=DisabledReason.LOAD)})
     bench.drafts.answer(EXPECTED[1:2])
     num_sent = len(bench.drafts.sent)
     outputs = [bench.step_one(), *bench.finish()["a"]]

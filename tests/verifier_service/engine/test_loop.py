@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fakes.engine_bench import PROMPT, EngineBench, greedy_tokens, make_request, make_runner, tokens_of
-from outrider.verifier_service.drafting.coordinator import DraftCoordinator, SpeculationConfig
+from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.loop import EngineLoop, engine_load, update_frames
 from outrider.verifier_service.engine.step_stats import RecentRates
@@ -29,7 +29,7 @@ from outrider.verifier_service.messages.engine import (
     Relay,
     SetPlans,
 )
-from outrider.verifier_service.messages.request import FinishReason, RequestOutput, SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, FinishReason, RequestOutput, SpeculationPlan
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
@@ -59,7 +59,7 @@ class Loop:
         self.drafts = RelayDraftClient()
         limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
         deadlines = dict.fromkeys(("first_deadline_s", "min_deadline_s", "max_deadline_s"), deadline_s)
-        speculation = SpeculationConfig(**limits, **deadlines)
+        speculation = CoordinatorConfig(**limits, **deadlines)
         self.engine = VerifierEngine(
             self.runner,
             Scheduler(SchedulerConfig(**limits), BlockPool(self.runner.num_blocks, self.runner.block_size)),
@@ -259,7 +259,7 @@ def test_plans_reach_the_engine():
     with looping() as loop:
         loop.say(PeerState(peer="d", is_up=True), make_request("a", max_tokens=6, **wait_for_drafts(3)))
         loop.hear_until(loop.asks)
-        plan = SpeculationPlan(disabled_reason="load")
+        plan = SpeculationPlan(disabled_reason=DisabledReason.LOAD)
         loop.say(SetPlans(plans={"a": plan}), draft_for(loop.asks()[0], expected[1:2]))
         loop.hear_until(lambda: "a" in loop.finished())
         assert len(loop.asks()) == 1, "off: no ask after the plan"
@@ -307,7 +307,7 @@ def test_loads_are_reported_while_every_request_waits_for_its_draft():
         (request,) = load.requests
         assert (request.request_id, request.drafter_id) == ("a", "d")
         assert (request.draft_length, request.num_speculative_tokens) == (3, 2)
-        assert load.drafter_times == ()
+        assert load.drafters == ()
 
 
 def test_loads_count_what_drafters_did():
@@ -329,9 +329,9 @@ def test_loads_count_what_drafters_did():
         assert sum(load.counters.round_trip_s.counts) == 2
         assert load.tokens_per_s > 0.0
         assert load.mean_step_s is not None
-        (time_of_d,) = load.drafter_times
+        (time_of_d,) = load.drafters
         assert time_of_d.drafter_id == "d"
-        assert 0 < time_of_d.seconds < PATIENCE_S
+        assert 0 < time_of_d.round_trip_s < PATIENCE_S
 
 
 def test_a_load_names_the_running_requests_first():

@@ -15,6 +15,7 @@ from outrider.verifier_service.messages import engine as engine_messages
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, Resync, SparseRow
 from outrider.verifier_service.messages.request import (
+    DisabledReason,
     FinishReason,
     GenerationRequest,
     RequestOutput,
@@ -94,7 +95,7 @@ MESSAGES = [
         request_id="r",
         prompt_token_ids=(1,),
         sampling=SAMPLING,
-        plan=SpeculationPlan(drafter_id="d", draft_length=3, disabled_reason="load"),
+        plan=SpeculationPlan(drafter_id="d", draft_length=3, disabled_reason=DisabledReason.LOAD),
     ),
     RequestOutput(request_id="r", token_ids=(1,)),
     RequestOutput(

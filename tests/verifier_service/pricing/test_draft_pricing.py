@@ -13,7 +13,7 @@ from outrider.verifier_service.engine.loop import engine_load
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Commit, Draft, DrafterEvent, SparseRow
 from outrider.verifier_service.messages.engine import StepTime
-from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 from outrider.verifier_service.pricing.draft_pricing import PROBE_ROUNDS, DraftPricing
 from outrider.verifier_service.pricing.survival import SurvivalEstimator
 from outrider.verifier_service.pricing.token_worth import TokenWorth
@@ -289,7 +289,7 @@ def priced_at(price: float) -> tuple[DraftPricing, object]:
 def test_a_chain_is_cut_where_its_survival_falls_to_the_price(price: float, num_kept: int):
     pricing, request = priced_at(price)
     draft = make_draft(confidences=(0.9, 0.7, 0.9, 0.3))  # survivals about 0.9, 0.63, 0.57, 0.17
-    assert pricing.admitted(request, draft).token_ids == (1, 2, 3, 4)[:num_kept]
+    assert pricing.admit(request, draft).token_ids == (1, 2, 3, 4)[:num_kept]
 
 
 def test_of_drawn_tokens_the_rows_count_and_no_claim():
@@ -299,7 +299,7 @@ def test_of_drawn_tokens_the_rows_count_and_no_claim():
     pricing, request = priced_at(0.5)
     for claims in (None, (1.0,) * 4, (0.0,) * 4, (0.1, 0.9, 0.1, 0.9)):
         draft = make_draft(draft_probs=(sharp, flat, sharp, sharp), confidences=claims)
-        kept = pricing.admitted(request, draft)
+        kept = pricing.admit(request, draft)
         assert kept.token_ids == (1,)
         assert len(kept.draft_probs) == 1
 
@@ -307,7 +307,7 @@ def test_of_drawn_tokens_the_rows_count_and_no_claim():
 def test_a_tree_of_point_masses_loses_the_nodes_that_do_not_pay():
     pricing, request = priced_at(0.3)
     draft = make_draft(parents=(-1, -1, 0, 1), confidences=(0.6, 0.35, 0.2, 0.99))
-    kept = pricing.admitted(request, draft)
+    kept = pricing.admit(request, draft)
     assert (kept.token_ids, kept.parents) == ((1, 2, 4), (-1, -1, 1))
     assert kept.confidences == (0.6, 0.35, 0.99)
 
@@ -319,7 +319,7 @@ def test_a_tree_of_a_drafter_that_learns_from_predictions_is_cut_at_its_end_if_i
     pricing, request = priced_at(price)
     pricing.choose(request.request_id, "d", has_predictions=True)
     draft = make_draft(parents=(-1, -1, 0, 1), confidences=(0.6, 0.35, 0.1, 0.2))
-    assert pricing.admitted(request, draft).token_ids == (1, 2, 3, 4)[:num_kept]
+    assert pricing.admit(request, draft).token_ids == (1, 2, 3, 4)[:num_kept]
 
 
 def test_a_drawn_tree_is_cut_by_depth_alone():
@@ -327,7 +327,7 @@ def test_a_drawn_tree_is_cut_by_depth_alone():
     pricing, request = priced_at(0.4)  # a new drafter's survivals: 0.6, 0.36
     for claims in ((0.9,) * 4, (0.1,) * 4):
         draft = make_draft(parents=(-1, -1, 0, 1), draft_probs=(row, row, row), confidences=claims)
-        assert pricing.admitted(request, draft).token_ids == (1, 2)
+        assert pricing.admit(request, draft).token_ids == (1, 2)
 
 
 @pytest.mark.parametrize("fields", [{}, {"parents": (-1, -1, 0, 1)}, {"parents": (-1, 0, 1, 2), "is_told": True}])
@@ -340,12 +340,12 @@ def test_in_a_trial_a_token_is_verified_whatever_drafts_claim(fields: dict[str, 
         pricing, request = priced_at(0.95)
         pricing.choose(request.request_id, "d", has_predictions=is_told)
         pricing._level.trial._num_left = int(is_trying)
-        assert pricing.admitted(request, draft).token_ids == kept
+        assert pricing.admit(request, draft).token_ids == kept
 
 
 def test_a_plan_of_nothing_keeps_its_reason():
     bench = Bench(GuessingDrafts(), FREE)
-    (outputs,) = bench.run(draft_length=0, disabled_reason="draft_queue").values()
+    (outputs,) = bench.run(draft_length=0, disabled_reason=DisabledReason.DRAFT_QUEUE).values()
     assert outputs[-1].speculation.disabled_reason == "draft_queue"
     assert not bench.drafts.asked
 
@@ -370,7 +370,7 @@ def test_of_a_pinned_plan_nothing_is_cut():
     request.plan = SpeculationPlan(drafter_id="d", draft_length=4, is_pinned=True)
     assert pricing.length(request, "d", 4) == 4
     for draft in (make_draft(), make_draft(parents=(-1, -1, 0, 1), confidences=(0.6, 0.35, 0.2, 0.99))):
-        assert pricing.admitted(request, draft) is draft
+        assert pricing.admit(request, draft) is draft
 
 
 def test_who_is_switched_off_is_priced_on():
@@ -379,7 +379,7 @@ def test_who_is_switched_off_is_priced_on():
     bench.run(num_requests=32, max_tokens=40)
     assert bench.pricing.price > 0.8
     num_before = len(bench.drafts.asked)
-    bench.run(max_tokens=100, draft_length=0, disabled_reason="load")
+    bench.run(max_tokens=100, draft_length=0, disabled_reason=DisabledReason.LOAD)
     assert len(bench.drafts.asked) == num_before
     assert bench.pricing.price < 0.5
 

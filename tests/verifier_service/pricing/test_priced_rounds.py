@@ -10,7 +10,7 @@ from benchmarks.pricing import outcome_of, schedule_of
 from fakes.priced_bench import DEAR, FREE, KNEED
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.engine import StepTime
-from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, Request, SamplingParams, SpeculationPlan
 from outrider.verifier_service.pricing.cost_model import StepTimeModel
 from outrider.verifier_service.pricing.draft_pricing import PROBE_LENGTH, DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
@@ -68,7 +68,7 @@ class Pricing:
         return length
 
     def cut(self, request: Request) -> Draft:
-        return self.pricing.admitted(request, make_draft(request))
+        return self.pricing.admit(request, make_draft(request))
 
     def end(self, *items: ScheduledRequest, num_accepted: int = 0, held: Sequence[Request] = ()) -> None:
         schedule = schedule_of(items)
@@ -219,7 +219,7 @@ def test_without_a_drafter_drafts_have_a_price_all_the_same(profile: Sequence[St
     """What a verifier says of itself brings drafters or verifiers (autoscaling.py): nobody drafts so far."""
     bench, requests = Pricing(profile), make_requests(16)
     for request in requests:
-        request.plan = SpeculationPlan(disabled_reason="drafter_unavailable")
+        request.plan = SpeculationPlan(disabled_reason=DisabledReason.DRAFTER_UNAVAILABLE)
     for _ in range(40):
         for request in requests:
             assert bench.pricing.length(request, "", 0) == 0
@@ -233,7 +233,7 @@ def test_where_nobody_drafts_steps_are_learnt_from_when_tokens_have_been_sent():
     learnt_early = 0
     for _ in range(20):
         for request in requests:
-            request.plan = SpeculationPlan(disabled_reason="drafter_unavailable")
+            request.plan = SpeculationPlan(disabled_reason=DisabledReason.DRAFTER_UNAVAILABLE)
             bench.pricing.length(request, "", 0)
         bench.end(*map(plain, requests))
         learnt_early += bench.pricing._unlearnt is None
