@@ -98,9 +98,9 @@ def _drafter(report: DrafterReport, verifiers: tuple[VerifierState, ...]) -> dic
         "id": report.drafter_id,
         "pool": report.pool,
         "state": ReplicaState.of(report).value,
-        "num_sessions": report.num_sessions,
-        "queue_depth": report.queue_depth,
-        "mean_draft_s": report.mean_draft_s,
+        "num_sessions": report.load.num_sessions,
+        "queue_depth": report.load.queue_depth,
+        "mean_draft_s": report.load.mean_draft_s or 0.0,
         "hit_rate": _hit_rate([report]),
         "accepted_per_round": _mean_yield(report.drafter_id, verifiers),
         "num_links_up": sum(report.drafter_id in state.report.drafters_up for state in verifiers),
@@ -125,7 +125,7 @@ def _totals(verifiers: tuple[VerifierState, ...], drafters: tuple[DrafterState, 
         "num_waiting": sum(report.load.num_waiting for report in reports),
         "tokens_per_s": sum(report.load.tokens_per_s for report in reports),
         "tokens_per_s_per_accelerator": tokens_per_accelerator(verifiers, drafters),
-        "num_draft_sessions": sum(state.report.num_sessions for state in drafters),
+        "num_draft_sessions": sum(state.report.load.num_sessions for state in drafters),
         "hit_rate": _hit_rate([state.report for state in drafters]),
         **_acceptance(verifiers),
     }
@@ -139,8 +139,8 @@ def tokens_per_accelerator(verifiers: Sequence[VerifierState], drafters: Sequenc
 
 
 def _hit_rate(reports: Sequence[DrafterReport]) -> float | None:
-    num_hits = sum(report.counters.num_cache_hits for report in reports)
-    num_asks = num_hits + sum(report.counters.num_cache_misses for report in reports)
+    num_hits = sum(report.load.counters.num_cache_hits for report in reports)
+    num_asks = num_hits + sum(report.load.counters.num_cache_misses for report in reports)
     return num_hits / num_asks if num_asks else None
 
 

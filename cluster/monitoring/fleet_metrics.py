@@ -337,42 +337,42 @@ _DRAFTING = (
         ),
         _bad_frames,
     ),
-    _of_drafters("draft_sessions", "gauge", "Sessions that a drafter holds", lambda report: report.num_sessions),
+    _of_drafters("draft_sessions", "gauge", "Sessions that a drafter holds", lambda report: report.load.num_sessions),
     _of_drafters(
-        "draft_queue_depth", "gauge", "Asks that a drafter has not answered", lambda report: report.queue_depth
+        "draft_queue_depth", "gauge", "Asks that a drafter has not answered", lambda report: report.load.queue_depth
     ),
     _of_drafters(
         "drafter_draft_seconds",
         "gauge",
         "Smoothed time from an ask to its draft inside the drafter",
-        lambda report: report.mean_draft_s,
+        lambda report: report.load.mean_draft_s or 0.0,
     ),
     _of_drafters(
-        "drafter_drafts", "counter", "Asks that a drafter answered", lambda report: report.counters.num_drafts
+        "drafter_drafts", "counter", "Asks that a drafter answered", lambda report: report.load.counters.num_drafts
     ),
     _of_drafters(
         "drafter_draft_tokens",
         "counter",
         "Tokens that a drafter drafted",
-        lambda report: report.counters.num_draft_tokens,
+        lambda report: report.load.counters.num_draft_tokens,
     ),
     _of_drafters(
         "speculation_cache_hits",
         "counter",
         "Asks that a drafter answered at once, having drafted ahead for that outcome; rate = this / (this + misses)",
-        lambda report: report.counters.num_cache_hits,
+        lambda report: report.load.counters.num_cache_hits,
     ),
     _of_drafters(
         "speculation_cache_misses",
         "counter",
         "Asks of an outcome that a drafter had not drafted ahead for, though it had for others",
-        lambda report: report.counters.num_cache_misses,
+        lambda report: report.load.counters.num_cache_misses,
     ),
     _of_drafters(
         "drafter_evicted_sessions",
         "counter",
         "Sessions that a drafter dropped for want of room",
-        lambda report: report.counters.num_evicted_sessions,
+        lambda report: report.load.counters.num_evicted_sessions,
     ),
 )
 _METRICS = (*_LOAD, *_STEPS, *_DRAFTING)

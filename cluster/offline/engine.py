@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cluster.config.service_config import ServiceConfig
-from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.engine.messages import DrafterReady, DrafterUpdate
 from outrider.drafter_service.service.colocated import open_local_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
@@ -23,6 +22,7 @@ from outrider.drafter_service.service.rank_main import run_drafter_rank
 from outrider.verifier_service.engine.factory import build_engine, load_rank, profile_engine, run_verifier_rank
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.draft import DrafterEvent, VerifierMessage
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import PeerState
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
 from outrider.verifier_service.messages.wire import decode, encode

@@ -19,10 +19,10 @@ from outrider.cluster.replicas.engine_host import EngineHost
 from outrider.cluster.replicas.rank_actors import RankActors
 from outrider.cluster.router.fleet import DrafterReport
 from outrider.cluster.router.scaling_figures import drafter_figures
-from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, DrafterReady, DrafterUpdate
 from outrider.drafter_service.service.service import DrafterLinkServicer, EngineDeadError
 from outrider.proto import link_pb2_grpc
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import DrafterIdentity
 from outrider.verifier_service.messages.tensor_route import TensorRoute
@@ -138,13 +138,10 @@ class DrafterReplica:
             pool=self._pool,
             endpoint=self._endpoint,
             epoch=self._epoch,
-            num_sessions=load.num_sessions,
-            queue_depth=load.queue_depth,
+            load=load,
             max_draft_length=self._ready.max_draft_length,
-            mean_draft_s=load.mean_draft_s or 0.0,
             num_ranks=self._num_ranks,
             draining=self._is_draining,
-            counters=load.counters,
             num_bad_frames=self._servicer.counters.num_bad_frames + load.counters.num_bad_messages,
         )
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from outrider.cluster.router.fleet import DrafterEndpoint
-from outrider.verifier_service.links.drafter_link import DrafterLink, LinkEvent
+from outrider.verifier_service.links.drafter_link import DrafterLink
 from outrider.verifier_service.links.grpc_channel import LinkCredentials
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import Hello
@@ -19,7 +17,10 @@ class LinkPool:
     """Hold a link to every drafter of the fleet, and none to those that left it."""
 
     def __init__(
-        self, hello: Hello, send_to_engine: Callable[[Any], None], credentials: LinkCredentials | None = None
+        self,
+        hello: Hello,
+        send_to_engine: Callable[[PeerState | Relay], None],
+        credentials: LinkCredentials | None = None,
     ) -> None:
         self._hello = hello
         self._credentials = credentials
@@ -30,7 +31,7 @@ class LinkPool:
 
     @property
     def num_bad_frames(self) -> int:
-        """Return how many frames of drafters could not be decoded, since start."""
+        """Return how many frames of drafters were no messages at all, since start; the engine counts bad drafts."""
         return self._num_old_bad_frames + sum(link.counters.num_bad_frames for link in self._links.values())
 
     @property
@@ -55,7 +56,7 @@ class LinkPool:
                 endpoint.endpoint,
                 drafter_id=endpoint.drafter_id,
                 hello=self._hello,
-                on_event=self._on_event,
+                on_event=self._send_to_engine,
                 credentials=self._credentials,
             )
             link.start()
@@ -77,19 +78,6 @@ class LinkPool:
         for link in self._links.values():
             if payloads := by_drafter.get(link.drafter_id):
                 link.send(payloads)
-
-    def _on_event(self, event: LinkEvent) -> None:
-        if event.message is not None:
-            self._send_to_engine(Relay(peer=event.drafter_id, payload=event.payload, received_s=time.monotonic()))
-        else:
-            state = PeerState(
-                peer=event.drafter_id,
-                is_up=event.is_up,
-                vocab_size=event.vocab_size,
-                needs=event.needs,
-                tensors=event.tensors,
-            )
-            self._send_to_engine(state)
 
     def check(self) -> None:
         """Raise `RuntimeError` if a link has died: it would never reach its drafter again."""

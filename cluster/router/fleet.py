@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from outrider.cluster.common.hints import did_you_mean
-from outrider.drafter_service.engine.load import DrafterCounters
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import (
     EngineLoad,
     RequestLoad,
@@ -90,13 +90,10 @@ class DrafterReport:
     drafter_id: str
     endpoint: str
     epoch: int
-    num_sessions: int
-    queue_depth: int
     max_draft_length: int
-    mean_draft_s: float
+    load: DrafterLoad = field(default_factory=DrafterLoad)  # what its engine says of itself
     pool: str = UNKNOWN_POOL  # drafters of one draft in the same way
     draining: bool = False
-    counters: DrafterCounters = field(default_factory=DrafterCounters)
     num_bad_frames: int = 0  # that verifiers sent
     num_ranks: int = 1  # accelerators that it takes
 

@@ -175,5 +175,5 @@ def _exposed_s(report: VerifierReport, desk: DrafterDesk, policy: RouterPolicy) 
     Drafters that requests leave do not count.
     """
     measured = [known.round_trip_s for known in report.load.drafters if known.drafter_id in desk.preferred]
-    times_s = measured or [desk.linked[drafter_id].report.mean_draft_s for drafter_id in desk.preferred]
+    times_s = measured or [desk.linked[drafter_id].report.load.mean_draft_s or 0.0 for drafter_id in desk.preferred]
     return policy.exposed_draft_share * sum(times_s) / len(times_s) if times_s else 0.0

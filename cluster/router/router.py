@@ -188,10 +188,7 @@ def _as_linked(drafter_id: str, max_draft_length: int, now_s: float) -> DrafterS
         drafter_id=drafter_id,
         endpoint="",
         epoch=0,
-        num_sessions=0,
-        queue_depth=0,
         max_draft_length=max_draft_length,
-        mean_draft_s=0.0,
     )
     return DrafterState(report=report, reported_s=now_s)
 

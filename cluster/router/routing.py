@@ -178,7 +178,9 @@ class DrafterDesk:
         self._pools_s = self._token_times(verifier)
         self._worse = self._worse_pools()
         self.preferred = frozenset(id_ for id_, state in self.linked.items() if state.report.pool not in self._worse)
-        self._crowded = {id_ for id_, state in self.linked.items() if state.report.queue_depth > policy.max_queue_depth}
+        self._crowded = {
+            id_ for id_, state in self.linked.items() if state.report.load.queue_depth > policy.max_queue_depth
+        }
         self._open = [
             self._ranked(state, _num_requests(state), verifier.verifier_id)
             for id_, state in self.linked.items()
@@ -255,7 +257,7 @@ def _why_nobody(verifier: VerifierReport) -> DisabledReason:
 
 
 def _num_requests(state: DrafterState) -> int:
-    return state.report.num_sessions + state.report.queue_depth + state.num_assigned
+    return state.report.load.num_sessions + state.report.load.queue_depth + state.num_assigned
 
 
 def _own_drafters(verifier: VerifierReport) -> list[DrafterState]:
@@ -266,10 +268,7 @@ def _own_drafters(verifier: VerifierReport) -> list[DrafterState]:
         drafter_id=LOCAL_DRAFTER_ID,
         endpoint="",
         epoch=verifier.epoch,
-        num_sessions=0,
-        queue_depth=0,
         max_draft_length=verifier.own_draft_length,
-        mean_draft_s=0.0,
         pool=LOCAL_DRAFTER_ID,
     )
     return [DrafterState(report=report, reported_s=0.0)]

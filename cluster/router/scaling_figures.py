@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping
 
 from outrider.cluster.router.autoscaling import DraftersLoad, PoolsLoad, VerifiersLoad
 from outrider.cluster.router.fleet import LACKS_DRAFTER
-from outrider.drafter_service.engine.load import DrafterLoad
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import EngineCounters, EngineLoad
 from outrider.verifier_service.messages.request import SpeculationPlan
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from outrider.cluster.router.fleet import DrafterReport
 from outrider.cluster.simulate.accelerators import StepTiming
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
 
 HIT_RATE = 0.55  # of running ahead for 8 outcomes, as measured on the embedded models (docs/results/ahead.md)
 
@@ -242,9 +243,11 @@ class FakeDrafter:
             drafter_id=self.drafter_id,
             endpoint=f"{self.drafter_id}:0",
             epoch=1,
-            num_sessions=self.num_sessions,
-            queue_depth=round(sum(demand.asks_in_flight for demand in demands)),
             max_draft_length=self.shape.max_draft_length,
-            mean_draft_s=sum(demand.draft_s for demand in demands) / len(demands) if demands else 0.0,
+            load=DrafterLoad(
+                num_sessions=self.num_sessions,
+                queue_depth=round(sum(demand.asks_in_flight for demand in demands)),
+                mean_draft_s=sum(demand.draft_s for demand in demands) / len(demands) if demands else None,
+            ),
             draining=self.draining,
         )

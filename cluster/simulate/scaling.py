@@ -91,8 +91,8 @@ class PoolScaler:
             drafters=DraftersLoad(
                 num_replicas=self.drafters.num_replicas,
                 num_ready=len(drafters),
-                num_sessions=sum(report.num_sessions for report in drafters),
-                queue_depth=sum(report.queue_depth for report in drafters),
+                num_sessions=sum(report.load.num_sessions for report in drafters),
+                queue_depth=sum(report.load.queue_depth for report in drafters),
             ),
         )
 

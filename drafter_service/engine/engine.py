@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 
 from outrider.drafter_service.engine.forward_cost import ForwardCost
-from outrider.drafter_service.engine.load import DrafterCounters, DrafterLoad
 from outrider.drafter_service.engine.sessions import (
     SMOOTHING,
     Session,
@@ -38,6 +37,7 @@ from outrider.verifier_service.messages.draft import (
     States,
     VerifierMessage,
 )
+from outrider.verifier_service.messages.drafter_load import DrafterCounters, DrafterLoad
 from outrider.verifier_service.messages.link import MAX_REQUEST_ID_CHARS, VERIFIER_MESSAGES, peek_request_id
 from outrider.verifier_service.messages.wire import WireError, decode, encode
 

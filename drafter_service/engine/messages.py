@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.verifier_service.messages.draft import DraftNeeds
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import PeerState, Relay
 
 

@@ -9,8 +9,8 @@ from outrider.drafter_service.engine.outcomes import Pace
 
 if TYPE_CHECKING:  # the engine is built on this module
     from outrider.drafter_service.engine.engine import Ask, DraftResult
-    from outrider.drafter_service.engine.load import DrafterCounters
     from outrider.drafter_service.engine.sessions import SessionKey
+    from outrider.verifier_service.messages.drafter_load import DrafterCounters
 
 MAX_AHEAD_TOKENS = 64  # of one forward in spare time, which an ask that has just come has to wait for
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 from outrider.drafter_service.engine.engine import DraftEngine, handle_payload
-from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.service.service import EngineDeadError
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.tensor_route import TensorRoute
 from outrider.verifier_service.messages.wire import encode
 

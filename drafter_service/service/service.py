@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import grpc
 
-from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.proto.link_pb2 import Frame
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.link import (
     VERIFIER_MESSAGES,
     DrafterIdentity,
@@ -229,11 +229,4 @@ class DrafterLinkServicer:
         return True
 
     def _pong(self, stream: _Stream, ping: Ping) -> None:
-        load = self._port.load()
-        pong = Pong(
-            sent_s=ping.sent_s,
-            num_sessions=load.num_sessions,
-            queue_depth=load.queue_depth,
-            mean_draft_s=load.mean_draft_s,
-        )
-        stream.send(encode(pong))
+        stream.send(encode(Pong(sent_s=ping.sent_s, load=self._port.load())))

@@ -201,15 +201,14 @@ def _time_routes(core: Any, num_routes: int, now_s: float, clock: Callable[[], f
 
 def _drafter_report(number: int, rng: random.Random) -> DrafterReport:
     from outrider.cluster.router.fleet import DrafterReport
+    from outrider.verifier_service.messages.drafter_load import DrafterLoad
 
     return DrafterReport(
         drafter_id=f"drafter-{number}",
         endpoint=f"drafter-{number}:1",
         epoch=1,
-        num_sessions=rng.randint(200, 400),
-        queue_depth=rng.randint(0, 8),
         max_draft_length=8,
-        mean_draft_s=0.003,
+        load=DrafterLoad(num_sessions=rng.randint(200, 400), queue_depth=rng.randint(0, 8), mean_draft_s=0.003),
     )
 
 

@@ -12,7 +12,7 @@ from outrider.cluster.router.fleet import (
     PlacementReason,
     VerifierState,
 )
-from outrider.drafter_service.engine.load import DrafterCounters
+from outrider.verifier_service.messages.drafter_load import DrafterCounters, DrafterLoad
 from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterPerformance, EngineCounters
 from outrider.verifier_service.messages.histogram import HistogramCounts
 from outrider.verifier_service.messages.request import DisabledReason, EnabledReason, SpeculationPlan
@@ -78,13 +78,15 @@ BUSY_DRAFTER = DrafterReport(
     drafter_id="d0",
     endpoint="d0:1",
     epoch=1,
-    num_sessions=6,
-    queue_depth=1,
     max_draft_length=8,
-    mean_draft_s=0.004,
     pool="default",
-    counters=DrafterCounters(
-        num_drafts=44, num_draft_tokens=132, num_evicted_sessions=1, num_cache_hits=30, num_cache_misses=10
+    load=DrafterLoad(
+        num_sessions=6,
+        queue_depth=1,
+        mean_draft_s=0.004,
+        counters=DrafterCounters(
+            num_drafts=44, num_draft_tokens=132, num_evicted_sessions=1, num_cache_hits=30, num_cache_misses=10
+        ),
     ),
     num_bad_frames=9,
 )
@@ -92,10 +94,7 @@ IDLE_DRAFTER = DrafterReport(
     drafter_id="d1",
     endpoint="d1:1",
     epoch=1,
-    num_sessions=0,
-    queue_depth=0,
     max_draft_length=8,
-    mean_draft_s=0.0,
     pool="lookup",
     draining=True,
 )

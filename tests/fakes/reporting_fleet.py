@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fakes.reports import verifier_report
-from outrider.cluster.router.fleet import Directive, DrafterReport, RouterPolicy, VerifierReport
+from fakes.reports import drafter_report, verifier_report
+from outrider.cluster.router.fleet import Directive, RouterPolicy, VerifierReport
 from outrider.cluster.router.router import RouterCore
 from outrider.verifier_service.messages.engine import DrafterPerformance, RequestLoad, StepTime
 from outrider.verifier_service.messages.request import SpeculationPlan
@@ -26,11 +26,6 @@ ROOFLINE = profile(lambda n: max(0.03, 0.03 * n / 64))  # turns compute-bound at
 
 def names(count: int, prefix: str = "r") -> list[str]:
     return [f"{prefix}{i}" for i in range(count)]
-
-
-def drafter_report(drafter_id: str = "d0", **fields: Any) -> DrafterReport:
-    figures = {"epoch": 1, "num_sessions": 0, "queue_depth": 0, "max_draft_length": 8, "mean_draft_s": 0.0} | fields
-    return DrafterReport(drafter_id=drafter_id, endpoint=f"{drafter_id}:1", **figures)
 
 
 class Fleet:

@@ -21,7 +21,6 @@ import torch
 
 from outrider.cluster.replicas.link_pool import LinkPool
 from outrider.cluster.router.fleet import DrafterEndpoint
-from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
@@ -29,6 +28,7 @@ from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Close, Commit, Draft, Open, SparseRow
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import (
     CHANNEL_OPTIONS,

@@ -18,7 +18,15 @@ from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, TO_DRAFT
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import DraftSampling
 from outrider.verifier_service.messages.engine import FROM_ENGINE, TO_ENGINE
-from outrider.verifier_service.messages.link import DRAFTER_MESSAGES, VERIFIER_MESSAGES, Hello, Ping, Refuse, Welcome
+from outrider.verifier_service.messages.link import (
+    DRAFTER_MESSAGES,
+    VERIFIER_MESSAGES,
+    Hello,
+    Ping,
+    Pong,
+    Refuse,
+    Welcome,
+)
 from outrider.verifier_service.messages.request import (
     GenerationRequest,
     LogitBias,
@@ -28,7 +36,7 @@ from outrider.verifier_service.messages.request import (
 )
 from outrider.verifier_service.messages.wire import encode
 
-LINK_TYPES = (Hello, Welcome, Refuse, Ping, *VERIFIER_MESSAGES, *DRAFTER_MESSAGES)
+LINK_TYPES = (Hello, Welcome, Refuse, Ping, Pong, *VERIFIER_MESSAGES, *DRAFTER_MESSAGES)
 MESSAGE_TYPES = tuple(
     dict.fromkeys(
         (

@@ -21,12 +21,12 @@ from ray import serve
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
 from outrider.cluster.router.fleet import DrafterReport
 from outrider.drafter_service.engine.engine import DraftEngine
-from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.service.in_process_port import InProcessPort
 from outrider.drafter_service.service.rank_main import build_draft_engine
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, Resync, SparseRow
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterIdentity
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.runner import ModelRunner
@@ -241,10 +241,8 @@ class ExternalDrafter:
                 drafter_id=self.drafter_id,
                 endpoint=endpoint,
                 epoch=epoch,
-                num_sessions=0,
-                queue_depth=0,
                 max_draft_length=4,
-                mean_draft_s=0.001,
+                load=DrafterLoad(mean_draft_s=0.001),
             )
             self._router.report_drafter.remote(report).result(timeout_s=10)
             self._stopping.wait(REPORT_INTERVAL_S)

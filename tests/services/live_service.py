@@ -122,7 +122,7 @@ class LiveService:
         verifiers, drafters = self._fleet()
         loads = [state.report.load for state in verifiers]
         held = [load.num_running + load.num_waiting + load.kv_usage for load in loads]
-        return bool(verifiers) and sum(held) == 0 and all(state.report.num_sessions == 0 for state in drafters)
+        return bool(verifiers) and sum(held) == 0 and all(state.report.load.num_sessions == 0 for state in drafters)
 
     @staticmethod
     def _wait(condition: Callable[[], bool], timeout_s: float) -> None:

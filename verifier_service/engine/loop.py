@@ -202,6 +202,7 @@ def _counters(engine: VerifierEngine, drafts: RelayDraftClient) -> EngineCounter
         num_preemptions=scheduler.num_preemptions,
         num_prefix_queried_tokens=scheduler.num_prefix_queried_tokens,
         num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+        num_bad_frames=drafts.num_bad_frames,
         num_stale_drafts=drafting.num_stale_drafts,
         num_resyncs=drafting.num_resyncs,
         fallbacks=dict(drafting.fallbacks),

@@ -1,8 +1,8 @@
 """The verifier's end of the verifier-drafter link: one gRPC stream to one drafter, kept alive and kept honest.
 
-Lives on an event loop apart from the step loop. Payloads of Open, Commit and Close pass through encoded; what comes
-back is decoded once, here, so that whatever reaches the engine is a message. A drafter that dies, freezes or speaks
-nonsense becomes a `LinkEvent` with `is_up=False`, and the link goes on trying to reach it.
+Lives on an event loop apart from the step loop. Payloads of Open, Commit and Close pass through encoded, and so do
+drafts: `RelayDraftClient` decodes them, beside the engine. Only the heartbeat ends here. A drafter that dies or freezes
+becomes a `PeerState` with `is_up=False`, and the link goes on trying to reach it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from outrider.proto.link_pb2 import Frame
 from outrider.proto.link_pb2_grpc import DrafterLinkStub
 from outrider.verifier_service.links.circuit_breaker import BreakerConfig, CircuitBreaker
 from outrider.verifier_service.links.grpc_channel import LinkCredentials, open_channel
-from outrider.verifier_service.messages.draft import PROTOCOL_VERSION, DrafterMessage, DraftNeeds
+from outrider.verifier_service.messages.draft import PROTOCOL_VERSION
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
+from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import (
     DRAFTER_MESSAGES,
     MAX_DRAFTER_FRAME_BYTES,
@@ -32,11 +34,12 @@ from outrider.verifier_service.messages.link import (
     Refuse,
     Welcome,
     frame_of,
+    peek_type,
 )
-from outrider.verifier_service.messages.tensor_route import TensorRoute
 from outrider.verifier_service.messages.wire import WireError, decode, encode
 
 logger = logging.getLogger(__name__)
+_FOR_THE_ENGINE = frozenset(message.__name__ for message in DRAFTER_MESSAGES)
 SMOOTHING = 1 / 8  # gain of the round trip estimate, as TCP's retransmission timer uses it (RFC 6298)
 
 
@@ -56,20 +59,6 @@ class LinkConfig:
     stable_s: float = 5.0  # a connection that held so long ends a row of failures
     max_queued_frames: int = 4096
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkEvent:
-    """The drafter came up, went down (`reason` says why), or said something."""
-
-    drafter_id: str
-    is_up: bool = True
-    vocab_size: int | None = None  # when it comes up
-    needs: DraftNeeds = DraftNeeds()  # when it comes up
-    tensors: TensorRoute | None = None  # when it comes up, where it has a channel for states
-    message: DrafterMessage | None = None
-    payload: bytes = b""  # `message` as it came, to be passed on without encoding it again
-    reason: str | None = None
 
 
 @dataclass(slots=True)
@@ -93,7 +82,7 @@ class DrafterLink:
         *,
         drafter_id: str,
         hello: Hello,
-        on_event: Callable[[LinkEvent], None],
+        on_event: Callable[[PeerState | Relay], None],
         config: LinkConfig | None = None,
         credentials: LinkCredentials | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -104,7 +93,7 @@ class DrafterLink:
         self.breaker = CircuitBreaker(self.config.breaker)
         self.counters = LinkCounters()
         self.welcome: Welcome | None = None  # of the present connection
-        self.load: Pong | None = None  # the drafter's last word on how busy it is
+        self.load: DrafterLoad | None = None  # the drafter's last word on how busy it is
         self.round_trip_s: float | None = None  # smoothed; None: not measured yet
         self.last_error: str | None = None  # why the link is or was down
         self._hello = hello
@@ -225,13 +214,14 @@ class DrafterLink:
         self._outbox.clear()
         self._overflowed = False
         self._num_silent_pings = 0
-        event = LinkEvent(
-            drafter_id=self.drafter_id,
+        state = PeerState(
+            peer=self.drafter_id,
+            is_up=True,
             vocab_size=welcome.vocab_size,
             needs=welcome.needs,
             tensors=welcome.tensors,
         )
-        self._on_event(event)
+        self._on_event(state)
 
     def _go_down(self, reason: str) -> None:
         if reason != self.last_error:  # the same failure is not news at every attempt
@@ -242,7 +232,7 @@ class DrafterLink:
         self._outbox.clear()
         was_up, self.welcome, self.load = self.is_up, None, None
         if was_up:
-            self._on_event(LinkEvent(drafter_id=self.drafter_id, is_up=False, reason=reason))
+            self._on_event(PeerState(peer=self.drafter_id, is_up=False))
 
     # --- one connection ---
 
@@ -271,19 +261,18 @@ class DrafterLink:
         if (frame.sender, frame.epoch) != (self._hello.verifier_id, self._hello.epoch):
             self.counters.num_stale_frames += 1
             return
+        kind = peek_type(frame.payload)
+        if kind in _FOR_THE_ENGINE:
+            self._on_event(Relay(peer=self.drafter_id, payload=frame.payload, received_s=self._clock()))
+            return
         try:
-            message = decode(frame.payload, DRAFTER_MESSAGES)
+            self._on_pong(decode(frame.payload, (Pong,)))
         except WireError as error:
             self.counters.num_bad_frames += 1
             logger.warning("malformed frame from drafter %s dropped: %s", self.drafter_id, error)
-            return
-        if isinstance(message, Pong):
-            self._on_pong(message)
-            return
-        self._on_event(LinkEvent(drafter_id=self.drafter_id, message=message, payload=frame.payload))
 
     def _on_pong(self, pong: Pong) -> None:
-        self.load = pong
+        self.load = pong.load
         sample_s = self._clock() - pong.sent_s
         known_s = self.round_trip_s
         self.round_trip_s = sample_s if known_s is None else known_s + SMOOTHING * (sample_s - known_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +13,11 @@ from outrider.verifier_service.links.state_ways import StateWays
 from outrider.verifier_service.links.tensor_channel import TensorSender, as_tensor
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DrafterEvent, Resync, States, VerifierMessage
 from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.link import DRAFTER_MESSAGES
 from outrider.verifier_service.messages.tensor_route import GRPC, TensorRoute
 from outrider.verifier_service.messages.wire import WireError, decode, encode
+
+logger = logging.getLogger(__name__)
 
 
 class Ways(Protocol):
@@ -75,9 +79,10 @@ class RelayDraftClient:
             self._events.append(event)
             return
         try:
-            decoded = decode(message.payload, (Draft, Resync))
-        except WireError:
+            decoded = decode(message.payload, DRAFTER_MESSAGES)
+        except WireError as error:
             self.num_bad_frames += 1
+            logger.warning("malformed frame from drafter %s dropped: %s", message.peer, error)
             return
         if isinstance(decoded, Resync) and decoded.lost_tensors and message.peer in self._senders:
             self._senders[message.peer].close()

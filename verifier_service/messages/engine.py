@@ -126,6 +126,7 @@ class EngineCounters:
     num_preemptions: int = 0
     num_prefix_queried_tokens: int = 0  # looked up in the prefix cache
     num_prefix_hit_tokens: int = 0
+    num_bad_frames: int = 0  # of drafters: that did not decode
     num_stale_drafts: int = 0  # answers to a round that was over
     num_resyncs: int = 0  # drafters that asked for the whole prefix again
     fallbacks: dict[str, int] = field(default_factory=dict)  # rounds that ended without a draft, by reason

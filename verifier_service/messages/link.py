@@ -1,4 +1,4 @@
-"""The messages of a verifier-drafter link beyond `drafting`: handshake and heartbeat, and the check between them.
+"""The messages of a verifier-drafter link beyond those of `draft`: handshake and heartbeat, and the check between them.
 
 Every message travels as msgpack (see `wire`) in the payload of a `Frame` that names the verifier and its epoch, in
 both directions, so that a frame of an older incarnation is known as such wherever it turns up.
@@ -23,6 +23,7 @@ from outrider.verifier_service.messages.draft import (
     Resync,
     States,
 )
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.tensor_route import TensorRoute, choose_transport
 from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES
 
@@ -71,9 +72,7 @@ class Pong:
     """The drafter lives; how busy it is."""
 
     sent_s: float
-    num_sessions: int
-    queue_depth: int
-    mean_draft_s: float | None = None  # None: nothing drafted yet
+    load: DrafterLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +107,7 @@ class DrafterIdentity:
 
 
 VERIFIER_MESSAGES = (Open, States, Commit, Close)  # verifier to drafter, for the drafting engine
-DRAFTER_MESSAGES = (Draft, Resync, Pong)  # drafter to verifier, after the handshake
+DRAFTER_MESSAGES = (Draft, Resync)  # drafter to verifier, for its engine; besides these, after the handshake: Pong
 
 # The first payload of a verifier's answer to a gateway, once its engine has the request: from then on the request may
 # be what the verifier dies of. Not metadata: gRPC's asyncio client loses that when the status comes close behind it.

@@ -10,9 +10,9 @@ import pytest
 from outrider.cluster.replicas.drafter_replica import ShellPort
 from outrider.cluster.replicas.engine_host import EngineHost
 from outrider.cluster.replicas.engine_shell import EngineShell
-from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE, TO_DRAFT_ENGINE, DrafterUpdate
 from outrider.drafter_service.service.service import EngineDeadError
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.wire import decode, encode
 

@@ -26,9 +26,7 @@ def verifier_report(epoch: int = 1, **fields) -> VerifierReport:
 
 
 def drafter_report(epoch: int = 1) -> DrafterReport:
-    return DrafterReport(
-        drafter_id="d", endpoint="d:1", epoch=epoch, num_sessions=0, queue_depth=0, max_draft_length=8, mean_draft_s=0.0
-    )
+    return reports.drafter_report("d", epoch=epoch)
 
 
 async def test_a_router_that_is_new_cannot_tell_that_there_is_no_verifier():

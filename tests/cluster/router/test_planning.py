@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fakes.reporting_fleet import COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE, Fleet, drafter_report, names
+from fakes.reporting_fleet import COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE, Fleet, names
+from fakes.reports import drafter_report
 from outrider.cluster.router.fleet import (
     PolicyMode,
     RouteAsk,

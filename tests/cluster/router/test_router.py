@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from fakes.reporting_fleet import COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE, Fleet, drafter_report, names, profile
-from fakes.reports import verifier_report
+from fakes.reporting_fleet import COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE, Fleet, names, profile
+from fakes.reports import drafter_report, verifier_report
 from outrider.cluster.router.fleet import (
     AcceptancePolicy,
     Directive,

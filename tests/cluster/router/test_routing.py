@@ -3,9 +3,8 @@ from typing import Any
 
 import pytest
 
-from fakes.reports import changed, verifier_report
+from fakes.reports import changed, drafter_report, verifier_report
 from outrider.cluster.router.fleet import (
-    DrafterReport,
     DrafterState,
     FleetSnapshot,
     RouteAsk,
@@ -41,8 +40,7 @@ def verifier(
 
 
 def drafter(drafter_id, *, reported_s=NOW_S, **figures):
-    fields = {"num_sessions": 0, "queue_depth": 0, "max_draft_length": 8, "mean_draft_s": 0.001} | figures
-    report = DrafterReport(drafter_id=drafter_id, endpoint=f"{drafter_id}:1", epoch=1, **fields)
+    report = drafter_report(drafter_id, **{"mean_draft_s": 0.001} | figures)
     return DrafterState(report=report, reported_s=reported_s)
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from outrider.drafter_service.engine.engine import Ask, DraftResult
 from outrider.drafter_service.engine.forward_cost import ForwardCost
-from outrider.drafter_service.engine.load import DrafterCounters
 from outrider.drafter_service.engine.outcomes import Pace
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.spare_time import SpareTime
 from outrider.verifier_service.messages.draft import DraftSampling
+from outrider.verifier_service.messages.drafter_load import DrafterCounters
 
 KEY = SessionKey("v", "r")
 ASK = Ask(key=KEY, ask_id=1, token_ids=[1], sampling=DraftSampling(temperature=0.0), length=2)

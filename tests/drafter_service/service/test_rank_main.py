@@ -19,13 +19,13 @@ import torch
 
 from fakes.runner import FakeRunner, continuation
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
-from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE
 from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.rank_main import DraftLoop, build_draft_engine
 from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, Resync, States
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.config import ModelConfig

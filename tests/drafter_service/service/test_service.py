@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from fakes.runner import FakeRunner, confidence, continuation
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
-from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.drafter_service.service.in_process_port import InProcessPort
 from outrider.drafter_service.service.service import (
@@ -24,6 +23,7 @@ from outrider.drafter_service.service.service import (
 )
 from outrider.proto.link_pb2_grpc import DrafterLinkStub, add_DrafterLinkServicer_to_server
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, Resync
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.link import (
     CHANNEL_OPTIONS,
     DrafterIdentity,
@@ -290,7 +290,8 @@ async def test_a_dead_engine_ends_the_stream_at_the_next_ping():
     async with serving(port) as (servicer, address), calling(address) as caller:
         await caller.hear()
         await caller.say(Ping(sent_s=2.0, sequence=0))
-        assert await caller.hear() == Pong(sent_s=2.0, num_sessions=1, queue_depth=2, mean_draft_s=0.25)
+        busy = DrafterLoad(num_sessions=1, queue_depth=2, mean_draft_s=0.25)
+        assert await caller.hear() == Pong(sent_s=2.0, load=busy)
         port.is_dead = True
         await caller.say(Ping(sent_s=2.5, sequence=1))
         assert await caller.ended() == (grpc.StatusCode.UNAVAILABLE, "the engine has ended")

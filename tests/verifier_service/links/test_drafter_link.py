@@ -15,23 +15,25 @@ from typing import Any
 import grpc
 import pytest
 
-from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.service.service import DrafterLinkServicer, EngineDeadError
 from outrider.proto.link_pb2_grpc import DrafterLinkServicer as DrafterLinkBase
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
 from outrider.verifier_service.links.circuit_breaker import BreakerConfig
-from outrider.verifier_service.links.drafter_link import DrafterLink, LinkConfig, LinkEvent
-from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, Resync
-from outrider.verifier_service.messages.engine import BreakerState
+from outrider.verifier_service.links.drafter_link import DrafterLink, LinkConfig
+from outrider.verifier_service.links.relay_client import RelayDraftClient
+from outrider.verifier_service.messages.draft import Close, Commit, Draft, DrafterMessage, DraftSampling, Open, Resync
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
+from outrider.verifier_service.messages.engine import BreakerState, PeerState, Relay
 from outrider.verifier_service.messages.link import (
     CHANNEL_OPTIONS,
+    DRAFTER_MESSAGES,
     MAX_DRAFTER_FRAME_BYTES,
     DrafterIdentity,
     Hello,
     Welcome,
     frame_of,
 )
-from outrider.verifier_service.messages.wire import encode
+from outrider.verifier_service.messages.wire import decode, encode
 
 logger = logging.getLogger(__name__)
 IDENTITY = DrafterIdentity(drafter_id="d", vocab_size=9, vocab_fingerprint="", max_draft_length=8, max_model_len=64)
@@ -129,10 +131,14 @@ class Recorder:
     """A link's events, and waiting for them."""
 
     def __init__(self) -> None:
-        self.events: list[LinkEvent] = []
+        self.events: list[PeerState | Relay] = []
         self._seen = 0
 
-    async def next(self, timeout_s: float = 10.0) -> LinkEvent:
+    async def message(self) -> DrafterMessage:
+        """Wait for something that the drafter said, and decode it as the engine does."""
+        return decode((await self.next()).payload, DRAFTER_MESSAGES)
+
+    async def next(self, timeout_s: float = 10.0) -> PeerState | Relay:
         async with asyncio.timeout(timeout_s):
             while len(self.events) == self._seen:
                 await asyncio.sleep(0.0005)
@@ -176,12 +182,12 @@ def drafter_process(address: str = "127.0.0.1:0") -> Iterator[tuple[subprocess.P
 async def test_up_draft_pong_and_round_trip():
     port = EchoPort()
     async with serving(DrafterLinkServicer(port, IDENTITY)) as address, linked(address) as (link, recorder):
-        assert await recorder.next() == LinkEvent(drafter_id="d", vocab_size=9)
+        assert await recorder.next() == PeerState(peer="d", is_up=True, vocab_size=9)
         assert link.is_up
         link.send([encode(COMMIT)])
         event = await recorder.next()
-        assert event.message == Draft(request_id="r", round_id=1, position=2, token_ids=(1, 2, 3))
-        assert event.payload == encode(event.message)
+        assert event.payload == encode(Draft(request_id="r", round_id=1, position=2, token_ids=(1, 2, 3)))
+        assert 0.0 <= time.monotonic() - event.received_s < 10.0
         await until(lambda: link.load is not None)
         assert link.load.num_sessions == 4
         assert 0 < link.round_trip_s < 1
@@ -243,8 +249,27 @@ async def test_stale_and_malformed_frames_are_dropped_and_counted():
 
     async with serving(Script(talk)) as address, linked(address) as (link, recorder):
         await recorder.next()
-        assert (await recorder.next()).message == Resync(request_id="r")
+        assert await recorder.message() == Resync(request_id="r")
         assert (link.counters.num_stale_frames, link.counters.num_bad_frames) == (2, 2)
+
+
+async def test_a_draft_passes_undecoded_and_is_refused_where_it_is_decoded():
+    """Its type is in front; whether the rest is a draft is found out beside the engine, once."""
+    bad = encode(Draft(request_id="r", round_id=1, position=2, token_ids=(1,))).replace(b"token_ids", b"token_idz")
+
+    async def talk(context: Any) -> None:
+        await context.read()
+        await context.write(frame_of("v", 7, encode(IDENTITY.welcome())))
+        await context.write(frame_of("v", 7, bad))
+        await asyncio.sleep(60)
+
+    async with serving(Script(talk)) as address, linked(address) as (link, recorder):
+        await recorder.next()
+        relay = await recorder.next()
+        assert (relay.payload, link.counters.num_bad_frames) == (bad, 0)
+    client = RelayDraftClient()
+    client.feed(relay)
+    assert (client.poll(), client.num_bad_frames) == ([], 1)
 
 
 async def test_an_oversized_draft_costs_the_link_before_it_is_decoded():
@@ -281,12 +306,12 @@ async def test_a_drafter_that_never_pongs_is_dead_after_the_silence():
         await context.write(frame_of("v", 7, encode(IDENTITY.welcome())))
         await asyncio.sleep(60)
 
-    async with serving(Script(talk)) as address, linked(address) as (_, recorder):
+    async with serving(Script(talk)) as address, linked(address) as (link, recorder):
         await recorder.next()
         began_s = time.monotonic()
         event = await recorder.next()
         assert not event.is_up
-        assert event.reason == "no sign of life for 0.2 s"
+        assert link.last_error == "no sign of life for 0.2 s"
         assert 0.15 < time.monotonic() - began_s < 2.0
 
 
@@ -296,7 +321,8 @@ async def test_overflow_drops_the_link_and_its_frames_and_it_comes_back():
     async with serving(servicer) as address, linked(address, config) as (link, recorder):
         await recorder.next()
         link.send([encode(COMMIT)] * 11)
-        assert "more than 10 frames" in (await recorder.next()).reason
+        assert not (await recorder.next()).is_up
+        assert "more than 10 frames" in link.last_error
         assert link.counters.num_lost_frames >= 11
         assert (await recorder.next()).is_up
 
@@ -311,7 +337,7 @@ async def test_a_restarted_drafter_is_found_again():
         async with serving(DrafterLinkServicer(EchoPort(), IDENTITY), address):
             assert (await recorder.next()).is_up
             link.send([encode(OPEN)])
-            assert (await recorder.next()).message is not None
+            assert isinstance(await recorder.next(), Relay)
             await link.stop()
 
 
@@ -321,9 +347,10 @@ async def test_a_dead_engine_takes_the_link_down():
             raise EngineDeadError("the engine has ended")
 
     servicer = DrafterLinkServicer(DeadPort(), IDENTITY)
-    async with serving(servicer) as address, linked(address) as (_, recorder):
+    async with serving(servicer) as address, linked(address) as (link, recorder):
         await recorder.next()
-        assert (await recorder.next()).reason == "UNAVAILABLE: the engine has ended"
+        assert not (await recorder.next()).is_up
+        assert link.last_error == "UNAVAILABLE: the engine has ended"
 
 
 async def test_a_killed_drafter_is_seen_at_once_and_its_successor_is_found():
@@ -331,7 +358,7 @@ async def test_a_killed_drafter_is_seen_at_once_and_its_successor_is_found():
         async with linked(address) as (link, recorder):
             assert (await recorder.next()).is_up
             link.send([encode(OPEN), encode(COMMIT)])
-            assert (await recorder.next()).message.token_ids == (1, 2, 3)
+            assert (await recorder.message()).token_ids == (1, 2, 3)
             os.kill(child.pid, signal.SIGKILL)
             killed_s = time.monotonic()
             assert not (await recorder.next()).is_up
@@ -339,7 +366,7 @@ async def test_a_killed_drafter_is_seen_at_once_and_its_successor_is_found():
             with drafter_process(address):
                 assert (await recorder.next()).is_up
                 link.send([encode(COMMIT)])
-                assert (await recorder.next()).message == Resync(request_id="r"), "the successor knows nothing"
+                assert await recorder.message() == Resync(request_id="r"), "the successor knows nothing"
 
 
 async def test_a_frozen_drafter_is_noticed_by_the_heartbeat():

@@ -10,13 +10,14 @@ import grpc
 import pytest
 
 from outrider.cluster.common.security import TlsConfig, bind
-from outrider.drafter_service.engine.load import DrafterLoad
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.links.circuit_breaker import BreakerConfig
-from outrider.verifier_service.links.drafter_link import DrafterLink, LinkConfig, LinkEvent
+from outrider.verifier_service.links.drafter_link import DrafterLink, LinkConfig
 from outrider.verifier_service.links.grpc_channel import open_channel
+from outrider.verifier_service.messages.drafter_load import DrafterLoad
+from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterIdentity, Hello
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams
 from outrider.verifier_service.messages.wire import decode, encode
@@ -119,7 +120,7 @@ async def link_to_drafter(drafter: TlsConfig, verifier: TlsConfig | None) -> Asy
     link_pb2_grpc.add_DrafterLinkServicer_to_server(DrafterLinkServicer(IdlePort(), IDENTITY), server)
     address = f"127.0.0.1:{bind(server, '127.0.0.1:0', drafter.server_credentials())}"
     await server.start()
-    events: list[LinkEvent] = []
+    events: list[PeerState | Relay] = []
     credentials = verifier and verifier.link_credentials(None)
     link = DrafterLink(
         address, drafter_id="d", hello=HELLO, on_event=events.append, config=FAST, credentials=credentials
