@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -10,6 +11,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.router.autoscaling import FIRST_POOL
+from outrider.drafter_service.service.plugins import PLUGIN_GROUP, installed_plugins
 from outrider.drafter_service.service.speculative_config import Location, Method, SpeculativeConfig
 
 _TABLE_KEY = "num_speculative_tokens_per_batch_size"  # rows of three numbers: the option checks them
@@ -26,6 +28,7 @@ UNSERVED_KEYS = frozenset({"disable_by_batch_size", "max_model_len", "revision",
 _POOL_KEYS = frozenset({"num_drafters", "drafter_resources", "drafter_labels"})
 _SHARED_KEYS = frozenset({"rejection_sample_method", "state_dtype", "tensor_transport"})
 _ALIASES = {"mtp_eagle": "mtp", "pard": "parallel_draft", "draft": "draft_model"}
+_OURS = frozenset({*(method.value for method in Method), *_ALIASES})
 
 
 def split_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -71,9 +74,19 @@ def parse_pool(values: Mapping[str, Any], shared: Mapping[str, Any]) -> PoolOpti
     return PoolOptions(name, placed | options, config)
 
 
-def parse_speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
-    """Build the configuration; raises `ValueError` naming the key, with the closest match for an unknown one."""
+def _installed_names() -> set[str]:
+    return {plugin.name for plugin in installed_plugins()}
+
+
+def parse_speculative_config(
+    values: Mapping[str, Any], plugin_names: Callable[[], Collection[str]] = _installed_names
+) -> SpeculativeConfig:
+    """Build the configuration; raises `ValueError` naming the key, with the closest match for an unknown one.
+
+    A method that is none of ours is one of `plugin_names`, which is called where there is such a one alone.
+    """
     kinds = get_type_hints(SpeculativeConfig)
+    values = _with_plugin(values, plugin_names)
     known = [*kinds, *OPTION_OF_KEY, *UNSERVED_KEYS]
     parsed: dict[str, Any] = {}
     for key, value in values.items():
@@ -81,19 +94,62 @@ def parse_speculative_config(values: Mapping[str, Any]) -> SpeculativeConfig:
             raise ValueError(f"speculative_config: {key!r} is not supported")
         if key not in kinds:
             raise ValueError(f"speculative_config: unknown key {key!r}{did_you_mean(key, known)}")
-        parsed[key] = _method(value) if key == "method" else _parsed(key, value, kinds[key])
+        parse = _PARSERS.get(key)
+        parsed[key] = _parsed(key, value, kinds[key]) if parse is None else parse(value)
     try:
         return SpeculativeConfig(**parsed)
     except ValueError as error:
         raise ValueError(f"speculative_config: {error}") from error
 
 
+def _with_plugin(values: Mapping[str, Any], plugin_names: Callable[[], Collection[str]]) -> Mapping[str, Any]:
+    """Put `plugin` in the place of a method that is none of ours, and its name beside it.
+
+    `{"method": "plugin", "plugin": NAME}` means the same, also where NAME is a method of ours. Raises `ValueError` for
+    a name that nobody has, and for more than one.
+    """
+    methods, given = values.get("methods"), values.get("plugin")
+    parts = methods if isinstance(methods, list | tuple) else ()
+    foreign = [name for name in (values.get("method"), *parts) if isinstance(name, str) and name not in _OURS]
+    names = {*foreign, *([given] if isinstance(given, str) else [])}
+    if not names:
+        return values
+    installed = plugin_names()
+    for name in sorted(names.difference(installed)):
+        key = "methods: " if name in parts else "plugin: " if name == given else ""
+        hint = did_you_mean(name, [*(method.value for method in Method), *installed])
+        raise ValueError(
+            f"speculative_config: {key}unknown method {name!r}{hint} (installed entry points of the group {PLUGIN_GROUP} "
+            f"were searched as well)"
+        )
+    if len(names) > 1:
+        raise ValueError(f"speculative_config: plugin: at most one, not {' and '.join(sorted(names))}")
+    found = {**values, "plugin": names.pop()}
+    if values.get("method") in foreign:
+        found["method"] = Method.PLUGIN.value
+    if parts:
+        found["methods"] = [Method.PLUGIN.value if name in foreign else name for name in parts]
+    return found
+
+
 def _method(value: Any) -> Method:
     name = _ALIASES.get(value, value) if isinstance(value, str) else ""
     if name not in set(Method):
-        hint = did_you_mean(str(value), [method.value for method in Method])
-        raise ValueError(f"speculative_config: unknown method {value!r}{hint}")
+        raise ValueError(f"speculative_config: unknown method {value!r}")
     return Method(name)
+
+
+def _plugin_config(value: Any) -> str:
+    """Return a plug-in's options as text, the same for equal ones."""
+    if not isinstance(value, Mapping):
+        raise ValueError("speculative_config: plugin_config: must be an object of the plug-in's own options")
+    try:
+        return json.dumps(dict(value), sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"speculative_config: plugin_config: {error}") from error
+
+
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {"method": _method, "plugin_config": _plugin_config}
 
 
 def _parsed(key: str, value: Any, kind: Any) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -29,6 +32,8 @@ from outrider.drafter_service.models.translated_drafter import IntersectionDraft
 from outrider.drafter_service.models.vocabulary_map import FileTokenizer, VocabularyMap
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
+from outrider.drafter_service.service.plugin_drafter import build_plugin
+from outrider.drafter_service.service.plugins import PluginContext, installed_plugins
 from outrider.drafter_service.service.speculative_config import (
     MODEL_FREE,
     Method,
@@ -43,13 +48,19 @@ from outrider.verifier_service.model.runner import resolve_device
 from outrider.verifier_service.model.weights import Checkpoint
 
 
-def build_drafter(spec: DrafterSpec, *, runner: Runner | None = None, view: TargetView | None = None) -> Drafter:
+def build_drafter(
+    spec: DrafterSpec,
+    *,
+    runner: Runner | None = None,
+    view: TargetView | None = None,
+    plugins: Iterable[EntryPoint] | None = None,
+) -> Drafter:
     """Build what `spec` asks for; raises `ValueError` naming what is wrong with it or its files.
 
     `runner` is the loaded draft model of methods that have a whole one, `view` the target's engine where the drafter
-    runs beside it.
+    runs beside it, `plugins` where to look for a drafter of another package; None: among all that are installed.
     """
-    maker = _Maker(spec, runner, view)
+    maker = _Maker(spec, runner, view, plugins)
     methods = spec.speculative.all_methods
     if spec.speculative.method is not Method.HYBRID:
         return maker.make(methods[0])
@@ -61,8 +72,14 @@ def build_drafter(spec: DrafterSpec, *, runner: Runner | None = None, view: Targ
 class _Maker:
     """One drafter of each kind."""
 
-    def __init__(self, spec: DrafterSpec, runner: Runner | None, view: TargetView | None) -> None:
-        self._spec, self._runner, self._view = spec, runner, view
+    def __init__(
+        self,
+        spec: DrafterSpec,
+        runner: Runner | None,
+        view: TargetView | None,
+        plugins: Iterable[EntryPoint] | None,
+    ) -> None:
+        self._spec, self._runner, self._view, self._plugins = spec, runner, view, plugins
         self._config = spec.speculative
         self._rng = torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "drafter"))
         description = load_model_description(resolve_folder(spec.target), spec.target)
@@ -89,6 +106,7 @@ class _Maker:
             Method.MTP: partial(self._eagle, Method.MTP),
             Method.PARALLEL_DRAFT: self._parallel_draft,
             Method.DFLASH: self._dflash,
+            Method.PLUGIN: self._plugin,
         }
         return makers[method]()
 
@@ -227,6 +245,20 @@ class _Maker:
             num_target_layers=self._spec.num_target_layers(),
         )
         return dflash_drafter(model, self._rng, vocab_size=self._vocab_size, trees=self._trees)
+
+    def _plugin(self) -> Drafter:
+        name, options = self._config.plugin, json.loads(self._config.plugin_config or "{}")
+        context = PluginContext(
+            name=name,
+            options=MappingProxyType(options),
+            num_speculative_tokens=self._config.num_speculative_tokens,
+            num_tree_nodes=self._config.num_tree_nodes,
+            seed=derive_seed(self._spec.sampling_seed, f"plugin {name}"),
+            device=str(self._device),
+            target=str(resolve_folder(self._spec.target)),
+            **self._limits,
+        )
+        return build_plugin(context, installed_plugins() if self._plugins is None else self._plugins)
 
     def _head_folder(self) -> Path:
         assert self._spec.model is not None, "the head has no checkpoint"

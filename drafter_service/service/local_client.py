@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from outrider.drafter_service.engine.engine import DraftEngine
+from outrider.drafter_service.service.plugin_drafter import PluginFailedError
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID, DrafterEvent, VerifierMessage
 
+logger = logging.getLogger(__name__)
 _PEER = "local"
 
 
 class LocalDraftClient:
-    """Drafts are made inside `poll`, all that were asked for, so a step never finds one missing."""
+    """Drafts are made inside `poll`, all that were asked for, so a step never finds one missing.
+
+    A drafter of ours that raises ends the process. One of another package is then down for good, and decoding goes on.
+    """
 
     def __init__(self, engine: DraftEngine) -> None:
         self._engine = engine
         self._inbox: list[VerifierMessage] = []
+        self._is_up = True
         self._events = [DrafterEvent(drafter_id=LOCAL_DRAFTER_ID, vocab_size=engine.vocab_size, needs=engine.needs)]
 
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
-        if drafter_id == LOCAL_DRAFTER_ID:
+        if drafter_id == LOCAL_DRAFTER_ID and self._is_up:
             self._inbox.extend(messages)
 
     def poll(self) -> list[DrafterEvent]:
+        if self._is_up:
+            try:
+                self._draft()
+            except PluginFailedError:
+                logger.exception("the drafter in this verifier has failed: nothing is drafted here any more")
+                self._is_up = False
+                self._events.append(DrafterEvent(drafter_id=LOCAL_DRAFTER_ID, is_up=False))
+        events, self._events = self._events, []
+        return events
+
+    def _draft(self) -> None:
         inbox, self._inbox = self._inbox, []
         for message in inbox:
             self._engine.handle(_PEER, message)
@@ -30,5 +48,3 @@ class LocalDraftClient:
             self._events.extend(
                 DrafterEvent(drafter_id=LOCAL_DRAFTER_ID, message=message) for _, message in self._engine.step()
             )
-        events, self._events = self._events, []
-        return events

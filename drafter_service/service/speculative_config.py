@@ -33,6 +33,7 @@ class Method(enum.StrEnum):
     PARALLEL_DRAFT = "parallel_draft"
     DFLASH = "dflash"
     HYBRID = "hybrid"
+    PLUGIN = "plugin"  # of another package: `plugins`
 
 
 class Location(enum.StrEnum):
@@ -85,6 +86,8 @@ class SpeculativeConfig:
     # None: as many as usual, which for a head is none
     ahead_branches: int | None = None
     methods: tuple[Method, ...] = ()  # of a hybrid, the most promising first where nothing is known
+    plugin: str = ""  # the entry point's name
+    plugin_config: str = ""  # the plug-in's own options: a JSON object as text, which can be hashed; "": none
 
     def __post_init__(self) -> None:
         require(1 <= self.num_speculative_tokens <= MAX_DRAFT_LENGTH, "num_speculative_tokens", "in [1, 64]")
@@ -127,6 +130,7 @@ class SpeculativeConfig:
             raise ValueError(f"methods: {with_checkpoint[0]} and {with_checkpoint[1]} need a checkpoint each")
         if sum(method in STATE_READING for method in self.methods) > 1:
             raise ValueError("methods: at most one of a hybrid's drafters may read hidden states")
+        self._check_plugin()
         if self.models and self.method not in (Method.EAGLE, Method.EAGLE3):
             raise ValueError("models: parameter sets by position are for eagle and eagle3")
         if self.models and self.num_tree_nodes:
@@ -143,6 +147,15 @@ class SpeculativeConfig:
             raise ValueError(f"draft_tensor_parallel_size: {self.method} runs on one rank")
         if self.draft_tensor_parallel_size > 1 and self.location is Location.VERIFIER:
             raise ValueError("draft_tensor_parallel_size: a drafter in the verifier runs on one rank")
+
+    def _check_plugin(self) -> None:
+        if Method.PLUGIN not in self.all_methods:
+            if self.plugin or self.plugin_config:
+                raise ValueError(f"{'plugin' if self.plugin else 'plugin_config'}: no method here is a plug-in")
+            return
+        require(bool(self.plugin), "plugin", "the name of an entry point")
+        if self.method is Method.PLUGIN and self.model is not None:
+            raise ValueError("model: a plug-in is told its files in plugin_config")
 
     @property
     def can_run_ahead(self) -> bool:
@@ -173,4 +186,5 @@ class SpeculativeConfig:
 
 
 def _needs_checkpoint(method: Method) -> bool:
-    return method not in (*MODEL_FREE, *TARGET_DERIVED, Method.MTP)  # MTP layers come with the target
+    # MTP layers come with the target; what a plug-in loads is its own affair
+    return method not in (*MODEL_FREE, *TARGET_DERIVED, Method.MTP, Method.PLUGIN)

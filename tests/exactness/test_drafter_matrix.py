@@ -96,7 +96,8 @@ def test_what_is_not_served_is_refused_with_its_reason(markov_runs: MarkovRuns, 
 
 
 def test_every_method_is_there() -> None:
-    assert {cell.variant.method for cell in CELLS} == set(Method)
+    ours = set(Method) - {Method.PLUGIN}  # of other packages: tests/examples and test_plugin_drafter
+    assert {cell.variant.method for cell in CELLS} == ours
     assert len(CELLS) == len(set(map(str, CELLS)))
 
 

@@ -63,6 +63,63 @@ def test_errors_name_the_key(values, text: str):
         parse_speculative_config(values)
 
 
+def theirs() -> set[str]:
+    return {"bigram", "tri-gram", "ngram"}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"method": "bigram"}, {"method": Method.PLUGIN, "plugin": "bigram"}),
+        ({"method": "plugin", "plugin": "bigram"}, {"method": Method.PLUGIN, "plugin": "bigram"}),
+        ({"method": "plugin", "plugin": "ngram"}, {"method": Method.PLUGIN, "plugin": "ngram"}),
+        ({"method": "ngram"}, {"method": Method.NGRAM}),
+        (
+            {"method": "hybrid", "methods": ["suffix", "tri-gram"]},
+            {"method": Method.HYBRID, "methods": (Method.SUFFIX, Method.PLUGIN), "plugin": "tri-gram"},
+        ),
+        (
+            {"method": "bigram", "plugin_config": {"b": [1, {"d": None}], "a": 2}},
+            {"method": Method.PLUGIN, "plugin": "bigram", "plugin_config": '{"a": 2, "b": [1, {"d": null}]}'},
+        ),
+    ],
+)
+def test_a_method_that_is_none_of_ours_is_a_plug_in(values, expected):
+    parsed = parse_speculative_config(values, theirs)
+    assert parsed == SpeculativeConfig(**expected)
+    assert hash(parsed) == hash(SpeculativeConfig(**expected))
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"method": "bigarm"}, r"unknown method 'bigarm'; did you mean 'bigram'\? .*group outrider\.drafters"),
+        ({"method": "eagel3"}, r"unknown method 'eagel3'; did you mean 'eagle3'\?"),
+        ({"method": "plugin", "plugin": "bigarm"}, "plugin: unknown method 'bigarm'.*'bigram'"),
+        ({"method": "hybrid", "methods": ["suffix", "bigarm"]}, "methods: unknown method 'bigarm'.*'bigram'"),
+        ({"method": "hybrid", "methods": ["bigram", "tri-gram"]}, "plugin: at most one, not bigram and tri-gram"),
+        ({"method": "bigram", "plugin": "tri-gram"}, "plugin: at most one"),
+        ({"method": "plugin"}, "plugin must be the name"),
+        ({"method": "plugin", "plugin": 7}, "plugin: .*string"),
+        ({"method": ["bigram"], "plugin": "bigram"}, "unknown method"),
+        ({"method": "suffix", "plugin": "bigram"}, "plugin: no method here is a plug-in"),
+        ({"method": "bigram", "plugin_config": ["a"]}, "plugin_config: must be an object"),
+        ({"method": "bigram", "plugin_config": {"a": float("nan")}}, "plugin_config: "),
+        ({"method": "bigram", "plugin_config": {"a": {1}}}, "plugin_config: .*not JSON"),
+    ],
+)
+def test_what_is_wrong_with_a_plug_in_is_said(values, text: str):
+    with pytest.raises(ValueError, match=f"^speculative_config: .*{text}"):
+        parse_speculative_config(values, theirs)
+
+
+def test_nobody_looks_for_plug_ins_where_every_method_is_ours():
+    def looked() -> set[str]:
+        raise AssertionError
+
+    assert parse_speculative_config({"method": "pard"}, looked).method is Method.PARALLEL_DRAFT
+
+
 @pytest.mark.parametrize("key", sorted(UNSERVED_KEYS))
 def test_vllms_other_keys_are_refused_by_name(key: str):
     with pytest.raises(ValueError, match=f"'{key}' is not supported"):

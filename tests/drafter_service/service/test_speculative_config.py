@@ -18,19 +18,24 @@ from outrider.drafter_service.service.speculative_config import (
 from outrider.verifier_service.messages.request import AcceptanceRule
 
 BESIDE = {"location": Location.VERIFIER}
+# what some methods must be told
+TOLD: dict[Method, dict[str, object]] = {
+    Method.HYBRID: {"methods": (Method.NGRAM, Method.SUFFIX)},
+    Method.PLUGIN: {"plugin": "theirs"},
+}
 
 
 @pytest.mark.parametrize("method", [method for method in Method if method is not Method.HYBRID])
 def test_every_method_stands_by_itself_beside_the_verifier(method: Method):
-    config = SpeculativeConfig(method=method, **BESIDE)
+    config = SpeculativeConfig(method=method, **BESIDE, **TOLD.get(method, {}))
     assert config.all_methods == (method,)
     assert config.reads_states == (method in STATE_READING)
-    assert config.needs_checkpoint == (method not in (*MODEL_FREE, *TARGET_DERIVED, Method.MTP))
+    assert config.needs_checkpoint == (method not in (*MODEL_FREE, *TARGET_DERIVED, Method.MTP, Method.PLUGIN))
 
 
 @pytest.mark.parametrize("method", Method)
 def test_only_what_reads_the_targets_kv_cannot_be_a_pool(method: Method):
-    fields = {"methods": (Method.NGRAM, Method.SUFFIX)} if method is Method.HYBRID else {}
+    fields = TOLD.get(method, {})
     if method in TARGET_DERIVED:
         with pytest.raises(ValueError, match=f"location: {method} reads the target's own KV"):
             SpeculativeConfig(method=method, **fields)
@@ -40,7 +45,7 @@ def test_only_what_reads_the_targets_kv_cannot_be_a_pool(method: Method):
 
 @pytest.mark.parametrize("method", Method)
 def test_only_whole_models_run_on_several_ranks(method: Method):
-    fields = {"method": method, "draft_tensor_parallel_size": 2}
+    fields = {"method": method, "draft_tensor_parallel_size": 2, **TOLD.get(method, {})}
     if method is Method.HYBRID:
         fields["methods"] = (Method.DRAFT_MODEL, Method.NGRAM)
     if method in WHOLE_MODELS:
@@ -98,6 +103,10 @@ def test_a_hybrid_is_what_its_parts_are():
         ({"method": Method.HYBRID, "methods": (Method.MEDUSA, Method.DRAFT_MODEL)}, "methods: medusa and draft_model"),
         ({"method": Method.HYBRID, "methods": (Method.MTP, Method.MEDUSA)}, "methods: at most one"),
         ({"method": Method.NGRAM, "vocabulary": "text"}, "vocabulary: only a draft model"),
+        ({"method": Method.PLUGIN}, "plugin must be the name"),
+        ({"plugin": "theirs"}, "plugin: no method here"),
+        ({"plugin_config": "{}"}, "plugin_config: no method here"),
+        ({"method": Method.PLUGIN, "plugin": "theirs", "model": "m"}, "model: a plug-in"),
         ({"vocabulary": "text", "num_tree_nodes": 4}, "num_tree_nodes: a draft that goes by way of text"),
         ({"rejection_sample_method": AcceptanceRule.BLOCK, "num_tree_nodes": 4}, "rejection_sample_method: block"),
     ],
@@ -115,6 +124,7 @@ def test_what_cannot_be_is_refused_by_field(fields, text: str):
         {"suffix_decoding_max_cached_requests": 0, "suffix_decoding_min_token_prob": 1.0},
         {"method": Method.EAGLE, "models": ("a", "b")},
         {"vocabulary": "intersect", "num_tree_nodes": 4},
+        {"method": Method.HYBRID, "methods": (Method.PLUGIN, Method.DRAFT_MODEL), "plugin": "theirs", "model": "m"},
         {"rejection_sample_method": AcceptanceRule.TYPICAL, "num_tree_nodes": 4},
         {"state_dtype": "float16", "tensor_transport": "gloo"},
     ],

@@ -1,0 +1,116 @@
+"""Drafters of other packages, held to the protocol: what breaks it is a failure that names the plug-in.
+
+In a pool the failure ends the drafter's process, as any drafter's does, and another takes its place. In a verifier it
+ends drafting alone (`LocalDraftClient`). What a draft *says* is checked where all drafts are, by the verifier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from typing import Any
+
+from outrider.drafter_service.engine.engine import Ask, Drafter, DraftResult
+from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.service.plugins import PluginContext, described, load_factory
+from outrider.verifier_service.messages.draft import Draft, DraftNeeds
+from outrider.verifier_service.messages.wire import decode, encode
+
+MAX_SILENT_CALLS = 10_000  # of one drafter, one after another; taking in a long prompt needs some hundred
+_METHODS = ("draft", "release", "check_integrity")
+
+
+class PluginFailedError(RuntimeError):
+    """A plug-in has raised, or answered what it was not asked: nothing more can be expected of it."""
+
+
+def build_plugin(context: PluginContext, plugins: Iterable[EntryPoint]) -> Drafter:
+    """Build a plug-in's drafter; raises `ValueError` naming the plug-in and what is wrong with it."""
+    factory = load_factory(context.name, plugins)
+    try:
+        drafter = factory(context)
+        problem = _problem(drafter)
+    except Exception as error:  # whatever its code raises
+        raise ValueError(f"plugin {context.name!r}: it could not be built: {described(error)}") from error
+    if problem is not None:
+        raise ValueError(f"plugin {context.name!r}: {problem}")
+    return PluginDrafter(context.name, drafter)
+
+
+def _problem(drafter: Any) -> str | None:
+    """Return why something cannot serve as a drafter, or None."""
+    lacking = [name for name in _METHODS if not callable(getattr(drafter, name, None))]
+    if lacking:
+        return f"its factory made a {type(drafter).__name__}, which has no {', '.join(lacking)}"
+    for name in ("vocab_size", "max_model_len"):
+        if type(value := getattr(drafter, name, None)) is not int or value < 1:
+            return f"its drafter's {name} must be a positive whole number"
+    if not isinstance(needs := getattr(drafter, "needs", None), DraftNeeds):
+        return "its drafter's needs must be DraftNeeds"
+    if needs.taps:
+        return "its drafter's needs.taps name hidden states of the target, which plug-ins cannot have"
+    return None
+
+
+class PluginDrafter:
+    """A `Drafter` around a plug-in's: its errors and wrong answers are raised as `PluginFailedError`."""
+
+    def __init__(self, name: str, drafter: Drafter) -> None:
+        self.vocab_size, self.max_model_len, self.needs = drafter.vocab_size, drafter.max_model_len, drafter.needs
+        self._name = name
+        self._drafter = drafter
+        self._num_silent_calls = 0
+
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+        with self._blamed():
+            results = _checked(asks, self._drafter.draft(asks, max_num_tokens=max_num_tokens))
+            self._num_silent_calls = 0 if results else self._num_silent_calls + 1
+            if self._num_silent_calls >= MAX_SILENT_CALLS:  # who drafts in a verifier would hold it up for ever
+                raise RuntimeError(f"{MAX_SILENT_CALLS} calls of draft() without an answer")
+        return results
+
+    def release(self, key: SessionKey) -> None:
+        with self._blamed():
+            self._drafter.release(key)
+
+    def check_integrity(self, keys: Collection[SessionKey]) -> None:
+        self._drafter.check_integrity(keys)
+
+    @contextmanager
+    def _blamed(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever its code raises
+            raise PluginFailedError(f"plugin {self._name!r}: {described(error)}") from error
+
+
+def _checked(asks: Sequence[Ask], results: Iterable[DraftResult]) -> list[DraftResult]:
+    """Return answers to these asks, one each at most, of the declared types as if they had come over a link."""
+    unanswered = {(ask.key, ask.ask_id) for ask in asks}
+    checked: list[DraftResult] = []
+    for result in results:
+        if (result.key, result.ask_id) not in unanswered:
+            raise ValueError(f"an answer to {result.key}, {result.ask_id}, which was not asked or is answered already")
+        unanswered.discard((result.key, result.ask_id))
+        draft = Draft(
+            request_id="",
+            round_id=0,
+            position=0,
+            token_ids=result.token_ids,
+            draft_probs=result.draft_probs,
+            parents=result.parents,
+            confidences=result.confidences,
+        )
+        typed = decode(encode(draft), (Draft,))
+        checked.append(
+            replace(
+                result,
+                token_ids=typed.token_ids,
+                draft_probs=typed.draft_probs,
+                parents=typed.parents,
+                confidences=typed.confidences,
+            )
+        )
+    return checked
