@@ -30,7 +30,7 @@ ROOMS = {
     "verifier_service/drafting": "messages pricing links",  # and neither model code nor Ray: other engines stand on it
     "verifier_service/engine": "proto messages model sampling scheduling pricing links drafting",
     # who drafts
-    "drafter_service": "",
+    "drafter_service": "engine service verifier_service/messages",  # the names that plug-ins import
     "drafter_service/engine": (
         "verifier_service/messages verifier_service/sampling verifier_service/scheduling verifier_service/pricing "
         "verifier_service/links verifier_service/engine"

@@ -119,8 +119,8 @@ def _with_plugin(values: Mapping[str, Any], plugin_names: Callable[[], Collectio
         key = "methods: " if name in parts else "plugin: " if name == given else ""
         hint = did_you_mean(name, [*(method.value for method in Method), *installed])
         raise ValueError(
-            f"speculative_config: {key}unknown method {name!r}{hint} (installed entry points of the group {PLUGIN_GROUP} "
-            f"were searched as well)"
+            f"speculative_config: {key}unknown method {name!r}{hint} "
+            f"(installed entry points of the group {PLUGIN_GROUP} were searched as well)"
         )
     if len(names) > 1:
         raise ValueError(f"speculative_config: plugin: at most one, not {' and '.join(sorted(names))}")

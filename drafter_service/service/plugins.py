@@ -1,6 +1,6 @@
 """Drafters of other packages: entry points of one group, and what each is called with.
 
-A package declares `my-drafter = "its_module:build"` in the group `outrider.drafters`, and `{"method": "my-drafter"}` asks
+A package declares `my-drafter = "its_module:build"` in the group `outrider.drafters`; `{"method": "my-drafter"}` asks
 for it. It must be installed wherever a gateway, verifier or drafter runs. Its side of this is `drafter_service.plugin`.
 """
 

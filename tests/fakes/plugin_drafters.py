@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import EntryPoint
 
-from outrider.drafter_service.plugin import Ask, DraftNeeds, Drafter, DraftResult, PluginContext, SessionKey
+from outrider.drafter_service.plugin import Ask, Drafter, DraftNeeds, DraftResult, PluginContext, SessionKey
 from outrider.drafter_service.service.plugins import PLUGIN_GROUP
 
 Answer = Callable[[Sequence[Ask]], list[DraftResult]]

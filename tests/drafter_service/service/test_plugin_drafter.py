@@ -185,9 +185,18 @@ FAILURES = (raising, to_nobody, twice, as_numpy, as_numbers, as_text, silent, no
 @pytest.mark.parametrize("answer_all", FAILURES)
 def test_what_is_no_answer_is_a_failure_that_names_the_plug_in(answer_all: Answer):
     drafter = PluginDrafter("mine", FakeDrafter(CONTEXT, answer_all))
-    with pytest.raises(PluginFailedError, match="^plugin 'mine': "):
-        for _ in range(MAX_SILENT_CALLS):
-            drafter.draft([ask_of([1, 2, 3])], max_num_tokens=1)
+    with pytest.raises(PluginFailedError, match=r"^plugin 'mine': "):
+        ask_on(drafter, MAX_SILENT_CALLS)
+
+
+def test_a_long_silence_is_none_yet():
+    drafter = PluginDrafter("mine", FakeDrafter(CONTEXT, silent))
+    ask_on(drafter, MAX_SILENT_CALLS - 1)
+
+
+def ask_on(drafter: Drafter, num_calls: int) -> None:
+    for _ in range(num_calls):
+        drafter.draft([ask_of([1, 2, 3])], max_num_tokens=1)
 
 
 def test_in_a_process_of_its_own_a_failure_ends_its_steps():
@@ -236,7 +245,18 @@ def runner(folder: Path) -> ParallelRunner:
     return ParallelRunner(ModelRunner(spec_of(folder).target, TensorParallelGroup.single()))
 
 
-def generated(runner: ParallelRunner, client: DraftClient, *, seed: int | None = None) -> tuple[list[int], VerifierEngine]:
+Plain = dict[int | None, list[int]]
+
+
+@pytest.fixture(scope="module")
+def plain(runner: ParallelRunner) -> Plain:
+    """The tokens without a drafter, by the request's seed; None: greedy."""
+    return {seed: generated(runner, MemoryDrafts(), seed=seed)[0] for seed in (None, 3)}
+
+
+def generated(
+    runner: ParallelRunner, client: DraftClient, *, seed: int | None = None
+) -> tuple[list[int], VerifierEngine]:
     engine = build_engine(runner, VerifierSpec(model=ModelConfig(path="loaded already")), client)
     sampling = SamplingParams(temperature=0.0 if seed is None else 1.0, seed=seed, max_tokens=20, ignore_eos=True)
     request = GenerationRequest(
@@ -259,11 +279,12 @@ def client_of(drafter: FakeDrafter) -> LocalDraftClient:
 
 @pytest.mark.parametrize("seed", [None, 3], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("answer_all", [repeat_first, *FAILURES, *LIES])
-def test_no_token_is_lost_to_one_that_fails_or_lies(runner: ParallelRunner, answer_all: Answer, seed: int | None):
-    plain, _ = generated(runner, MemoryDrafts(), seed=seed)
-    assert len(plain) == 20
+def test_no_token_is_lost_to_one_that_fails_or_lies(
+    runner: ParallelRunner, plain: Plain, answer_all: Answer, seed: int | None
+):
     tokens, engine = generated(runner, client_of(FakeDrafter(CONTEXT, answer_all)), seed=seed)
-    assert tokens == plain
+    assert tokens == plain[seed]
+    assert len(tokens) == 20
     reasons = dict(engine.drafting.fallbacks)
     if answer_all in FAILURES:
         assert reasons == {"drafter_lost": 1}
@@ -272,18 +293,17 @@ def test_no_token_is_lost_to_one_that_fails_or_lies(runner: ParallelRunner, answ
 
 
 def test_in_a_verifier_a_failure_is_told_once_and_ends_drafting_alone(
-    runner: ParallelRunner, caplog: pytest.LogCaptureFixture
+    runner: ParallelRunner, plain: Plain, caplog: pytest.LogCaptureFixture
 ):
     client = client_of(FakeDrafter(CONTEXT, raising))
-    generated(runner, client)
-    generated(runner, client)
+    for _ in range(2):
+        assert generated(runner, client)[0] == plain[None]
     (record,) = [record for record in caplog.records if record.name.endswith("local_client")]
     assert "nothing is drafted here any more" in record.getMessage()
     assert "plugin 'mine': ZeroDivisionError: no idea" in caplog.text
 
 
-def test_a_release_that_raises_is_a_failure_like_any_other(runner: ParallelRunner):
-    plain, _ = generated(runner, MemoryDrafts())
+def test_a_release_that_raises_is_a_failure_like_any_other(runner: ParallelRunner, plain: Plain):
     client = client_of(FakeDrafter(CONTEXT, release_error=ValueError("gone")))
-    assert generated(runner, client)[0] == plain
-    assert generated(runner, client)[0] == plain
+    for _ in range(2):
+        assert generated(runner, client)[0] == plain[None]
