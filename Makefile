@@ -66,7 +66,7 @@ $(BIN)/python:
 # torch first and pinned exactly: with any open range pip prefers a build that brings gigabytes of CUDA libraries.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) torch
-	$(PIP) --editable .
+	$(PIP) --editable ".[all]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -13,10 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from outrider.cluster.common.extras import PACKAGES
+
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("cluster", "drafter_service", "proto", "verifier_service")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ENTRY_POINT = "outrider.cluster.cli.main:main"
+
+
+def requirement_name(entry: str) -> str:
+    return "".join(c if c.isalnum() or c == "-" else " " for c in entry).split()[0]
 
 
 def package_folders() -> list[Path]:
@@ -137,6 +143,23 @@ def test_every_direct_dependency_is_pinned_in_the_constraints() -> None:
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if "==" in line and not line.startswith("#")
     }
-    wanted = PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["dev"]
-    names = {"".join(c if c.isalnum() or c == "-" else " " for c in entry).split()[0] for entry in wanted}
-    assert not names - pinned
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = [*PROJECT["project"]["dependencies"], *(entry for entries in extras.values() for entry in entries)]
+    names = {requirement_name(entry) for entry in wanted}
+    assert not names - pinned - {"outrider"}
+
+
+def test_what_only_some_need_is_an_extra_and_all_of_them_are_one():
+    extras = PROJECT["project"]["optional-dependencies"]
+    ours = extras.keys() - {"all", "dev"}
+    assert extras["all"] == [f"outrider[{','.join(name for name in extras if name in ours)}]"]
+    assert "outrider[all]" in extras["dev"]
+    assert ours == PACKAGES.keys()
+    core = {requirement_name(entry) for entry in PROJECT["project"]["dependencies"]}
+    assert not core & {requirement_name(entry) for name in ours for entry in extras[name]}
+
+
+def test_make_installs_every_extra():
+    makefile = (ROOT / "Makefile").read_text()
+    assert '--editable ".[all]"' in makefile
+    assert '--editable ".[dev]"' in makefile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-from outrider.cluster.api import vllm_grpc
 from outrider.cluster.api.grpc_errors import abort
 from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
 from outrider.cluster.common.errors import InvalidRequest, OutriderError
+from outrider.cluster.common.extras import missing_extra
 from outrider.cluster.common.security import bind
 from outrider.cluster.common.version import VERSION
 from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
@@ -32,6 +33,8 @@ from outrider.verifier_service.messages.request import (
     TokenLogprobs,
     TokenOrigin,
 )
+
+logger = logging.getLogger(__name__)
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 MAX_MESSAGE_BYTES = 16 << 20
@@ -249,14 +252,25 @@ async def start_grpc_server(
     """
     server = grpc.aio.server(interceptors=(*interceptors, MalformedCallInterceptor()), options=list(options.items()))
     generation_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), server)
-    vllm_grpc.add_to_server(gateway, server)
+    vllm_names = _add_vllm_engine(gateway, server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-    names = (SERVICE_NAME, vllm_grpc.SERVICE_NAME, health_name, reflection.SERVICE_NAME)
+    names = (SERVICE_NAME, *vllm_names, health_name, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     port = bind(server, address, credentials)
     for name in ("", *names):
         await health.set(name, health_pb2.HealthCheckResponse.SERVING)
     await server.start()
     return RunningGrpcServer(server, port, health)
+
+
+def _add_vllm_engine(gateway: Gateway, server: grpc.aio.Server) -> tuple[str, ...]:
+    """Serve vLLM's interface where its messages are installed; return its name if so."""
+    if (remedy := missing_extra("vllm-grpc")) is not None:
+        logger.warning("the gRPC interface vllm.grpc.engine.VllmEngine is not served: %s", remedy)
+        return ()
+    from outrider.cluster.api import vllm_grpc
+
+    vllm_grpc.add_to_server(gateway, server)
+    return (vllm_grpc.SERVICE_NAME,)

@@ -1,6 +1,7 @@
 """The gRPC interface `vllm.grpc.engine.VllmEngine`: what gateways that speak to vLLM's engine speak to us.
 
-Messages come from the package smg-grpc-proto and share nothing with `outrider.v1`. Tokens go over the wire, not text.
+Messages come from the package smg-grpc-proto, the extra `vllm-grpc`, and share nothing with `outrider.v1`. Tokens go
+over the wire, not text.
 Our own switches per request travel in the call's metadata:
 
 x-outrider-disable-spec-decode       true | false

@@ -266,13 +266,16 @@ def serve(
     import time
 
     from outrider.cluster.bench.serve import run
-    from outrider.cluster.bench.serve_report import plot, to_json, to_table
+    from outrider.cluster.bench.serve_report import to_json, to_table
     from outrider.cluster.client.openai_client import Server, ServerError
+    from outrider.cluster.common.extras import require_extra
 
     server = Server(
         url=url, api_key=api_key, ssl_ca_certs=ssl_ca_certs, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile
     )
     with _usage_errors():
+        if plot_file is not None:
+            require_extra("plots", "--plot")
         bench_options = _parse_serve(**options)
         with _serve_progress(len(bench_options.prompts)) as on_point:
             try:
@@ -283,6 +286,8 @@ def serve(
     if json_file is not None:
         json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
     if plot_file is not None:
+        from outrider.cluster.bench.serve_plot import plot
+
         plot(result, plot_file)
     if not any(figures.num_completed for figures in result.figures):
         raise click.ClickException("no request was completed")

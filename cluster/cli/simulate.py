@@ -107,7 +107,11 @@ def simulate(study: str, plot_file: Path | None, json_file: Path | None, **optio
 
     Step times are rooflines of published figures, nothing measured: compare layouts with them, do not promise them.
     """
+    from outrider.cluster.common.extras import require_extra
+
     try:
+        if plot_file is not None:
+            require_extra("plots", "--plot")
         with _seldom_collected():
             table, result = _STUDIES[study](plot_file, **options)
     except ValueError as error:
@@ -180,7 +184,7 @@ def _loads(
     num_drafters: int,
     **options: Any,
 ) -> tuple[RenderableType, Any]:
-    from outrider.cluster.simulate.report import plot_loads, runs_table
+    from outrider.cluster.simulate.report import runs_table
     from outrider.cluster.simulate.studies import study_loads
 
     system = _system(**options)
@@ -197,6 +201,8 @@ def _loads(
             on_run=advance,
         )
     if plot_file is not None:
+        from outrider.cluster.simulate.plots import plot_loads
+
         plot_loads(rows, plot_file)
     return runs_table(rows, f"{num_verifiers} verifiers, {num_drafters} drafters"), rows
 
@@ -213,7 +219,7 @@ def _day(
 ) -> tuple[RenderableType, Any]:
     from outrider.cluster.router.autoscaling import PoolsPolicy, ReplicaRange
     from outrider.cluster.simulate.load import Day
-    from outrider.cluster.simulate.report import day_table, plot_day
+    from outrider.cluster.simulate.report import day_table
     from outrider.cluster.simulate.scaling import ScalingOptions
     from outrider.cluster.simulate.studies import study_day
     from outrider.cluster.simulate.system import adaptive_arm
@@ -232,6 +238,8 @@ def _day(
             on_progress=_differences(advance),
         )
     if plot_file is not None:
+        from outrider.cluster.simulate.plots import plot_day
+
         plot_day(found, plot_file)
     return day_table(found), found
 

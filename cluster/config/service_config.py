@@ -13,6 +13,7 @@ import ray
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from outrider.cluster.common.api_keys import require_hashes
+from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.common.logs import LOG_FORMATS
 from outrider.cluster.common.security import TlsConfig, link_tls, public_tls
@@ -132,6 +133,8 @@ class ServiceConfig:
             raise ValueError("log_format must be text or json")
         if not 0.0 <= self.trace_sample_ratio <= 1.0:
             raise ValueError("trace_sample_ratio must be in [0, 1]")
+        if self.otlp_traces_endpoint is not None:
+            require_extra("otlp", "otlp_traces_endpoint")
         self.speculative  # noqa: B018  # refuses what no drafter takes
         self.pools  # noqa: B018
         longest = self.router_policy.max_draft_length  # refuses a table that is none

@@ -7,7 +7,7 @@
 
 The first is a child of the W3C `traceparent` that the client sent. Verifiers export nothing: they report the times of
 a traced request's steps with its tokens. A request that is not sampled carries no `trace_parent`, so nobody behind the
-gateway does anything for it. No attribute holds a prompt or generated text.
+gateway does anything for it. No attribute holds a prompt or generated text. Needs the extra `otlp`.
 """
 
 from __future__ import annotations
@@ -65,6 +65,14 @@ class Tracing:
     def backend(self, inner: Backend) -> Backend:
         """Return a backend that does what `inner` does and makes spans of it."""
         return TracedBackend(inner, self._tracer)
+
+    def middleware(self, app: ASGIApp) -> ASGIApp:
+        """Return an application in which a request's spans are children of what its HTTP client sent."""
+        return TraceContextMiddleware(app)
+
+    def interceptor(self) -> grpc.aio.ServerInterceptor:
+        """Return what does the same for gRPC calls."""
+        return TraceContextInterceptor()
 
     async def request(
         self, request: ValidRequest, generate: Callable[[ValidRequest], AsyncIterator[GatewayChunk]]

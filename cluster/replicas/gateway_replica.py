@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -19,11 +19,11 @@ from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.request_ids import RequestIdInterceptor, RequestIdMiddleware
 from outrider.cluster.common.api_keys import ApiKeys
 from outrider.cluster.common.background import BackgroundTasks
+from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
-from outrider.cluster.gateway.tracing import TraceContextInterceptor, TraceContextMiddleware, Tracing, otlp_provider
 from outrider.cluster.monitoring.fleet_load import fleet_load
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
 from outrider.cluster.monitoring.metrics import GatewayMetrics
@@ -32,6 +32,9 @@ from outrider.verifier_service.messages.request import AcceptanceRule
 from outrider.verifier_service.model.architectures import load_model_description, read_eos_token_ids, resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from outrider.cluster.gateway.tracing import Tracing
 
 # the gateways of a node share its port; `serving` refuses one that a stranger holds
 GRPC_OPTIONS = {**SERVER_OPTIONS, "grpc.so_reuseport": 1}
@@ -86,12 +89,12 @@ class GatewayReplica:
             interceptors=[
                 RequestIdInterceptor(),
                 *([ApiKeyInterceptor(keys)] if keys else []),
-                *([TraceContextInterceptor()] if self._tracing is not None else []),
+                *([self._tracing.interceptor()] if self._tracing is not None else []),
             ],
         )
         self._api: ASGIApp = build_api(self._gateway, self._has_verifier, metrics=metrics)
         if self._tracing is not None:
-            self._api = TraceContextMiddleware(self._api)
+            self._api = self._tracing.middleware(self._api)
         if keys:
             self._api = ApiKeyMiddleware(self._api, keys)
         self._api = RequestIdMiddleware(self._api, is_echoed_by_proxy=config.tls is None)
@@ -135,6 +138,9 @@ def tracing_of(config: ServiceConfig, replica: str) -> Tracing | None:
     """Return what makes spans; None without a collector to send them to."""
     if config.otlp_traces_endpoint is None:
         return None
+    require_extra("otlp", "otlp_traces_endpoint")  # on this node, too
+    from outrider.cluster.gateway.tracing import Tracing, otlp_provider
+
     return Tracing(otlp_provider(config.otlp_traces_endpoint, sample_ratio=config.trace_sample_ratio, replica=replica))
 
 

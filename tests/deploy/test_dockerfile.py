@@ -62,6 +62,13 @@ def test_the_ports_and_the_health_check_are_those_that_are_served():
     assert f"http://127.0.0.1:{config.port}/health" in check
 
 
+def test_the_image_has_the_extras_of_a_deployment():
+    (install,) = (line for line in instructions("RUN") if "/tmp/wheels/*.whl" in line)
+    extras = re.search(r"\[(otlp[^]]*)\]", install)
+    assert extras is not None
+    assert set(extras[1].split(",")) == PROJECT["project"]["optional-dependencies"].keys() - {"plots", "all", "dev"}
+
+
 def test_there_is_a_cpu_and_a_cuda_variant():
     assert "DEVICE=cpu" in instructions("ARG")
     torch = next(line for line in instructions("RUN") if "index-url" in line)

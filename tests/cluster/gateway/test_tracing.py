@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from fakes.backend import TickingClock
 from outrider.cluster.common.errors import Unavailable
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo, RequestInput
-from outrider.cluster.gateway.tracing import TraceContextInterceptor, TraceContextMiddleware, Tracing
+from outrider.cluster.gateway.tracing import Tracing
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput, StepTiming
 
@@ -179,7 +179,7 @@ async def test_an_http_clients_trace_goes_on_and_its_decision_holds(tokenizer, h
         await scene.run()
         await PlainTextResponse("ok")(scope, receive, send)
 
-    transport = ASGITransport(TraceContextMiddleware(app))
+    transport = ASGITransport(Tracing(TracerProvider()).middleware(app))
     async with AsyncClient(transport=transport, base_url="http://test") as client:
         assert (await client.get("/", headers={"traceparent": header})).text == "ok"
     if is_traced:
@@ -197,7 +197,7 @@ async def test_a_grpc_clients_trace_goes_on(tokenizer):
         await scene.run()
         return b"ok"
 
-    server = grpc.aio.server(interceptors=[TraceContextInterceptor()])
+    server = grpc.aio.server(interceptors=[Tracing(TracerProvider()).interceptor()])
     handlers = {"Ask": grpc.unary_unary_rpc_method_handler(answer)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")

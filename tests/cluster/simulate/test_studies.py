@@ -16,7 +16,8 @@ from outrider.cluster.simulate.accelerators import ACCELERATORS
 from outrider.cluster.simulate.drafting import HIT_RATE
 from outrider.cluster.simulate.figures import LatencyBounds, RunFigures
 from outrider.cluster.simulate.load import Day, LengthLaw
-from outrider.cluster.simulate.report import day_table, fleet_table, plan_table, plot_day, plot_loads, to_json
+from outrider.cluster.simulate.plots import plot_day, plot_loads
+from outrider.cluster.simulate.report import day_table, fleet_table, plan_table, to_json
 from outrider.cluster.simulate.simulation import PoolSample
 from outrider.cluster.simulate.studies import DayStudy, Layout, Plan, plan_of, study_fleet, study_loads
 from outrider.cluster.simulate.system import LoadLaw, System, adaptive_arm, arms

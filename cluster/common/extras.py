@@ -1,0 +1,45 @@
+"""What only some need, and what to say where it is asked for and not installed.
+
+The modules that import an extra's packages do so without ado; whoever imports one of these calls `require_extra` or
+`missing_extra` first, and imports it then and there. Nothing else in the service imports them.
+
+plots       cluster/bench/serve_plot.py, cluster/simulate/plots.py
+otlp        cluster/gateway/tracing.py
+vllm-grpc   cluster/api/vllm_grpc.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+
+PACKAGES: Mapping[str, Sequence[str]] = {
+    "plots": ("matplotlib",),
+    "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"),
+    "vllm-grpc": ("smg_grpc_proto",),
+}
+
+
+class MissingExtraError(ValueError):
+    """What was asked for takes packages that are not installed; the text says how to install them."""
+
+
+def is_installed(package: str) -> bool:
+    """Tell whether a package can be found; only what it lies in is imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def missing_extra(extra: str, find: Callable[[str], bool] = is_installed) -> str | None:
+    """Return how to install an extra that is missing, None where it is there."""
+    if all(find(package) for package in PACKAGES[extra]):
+        return None
+    return f"pip install 'outrider[{extra}]'"
+
+
+def require_extra(extra: str, what: str, find: Callable[[str], bool] = is_installed) -> None:
+    """Raise `MissingExtraError` naming `what` was asked for and the extra that it needs, unless that is installed."""
+    if (remedy := missing_extra(extra, find)) is not None:
+        raise MissingExtraError(f"{what} needs packages that are not installed: {remedy}")
