@@ -138,10 +138,7 @@ class PricedBatch:
             self.timings.learn_s += elapsed_s
 
     def _ask(self, request: Request) -> int:
-        length = self._pricing.length(request, DRAFTER_ID, request.plan.draft_length)
-        if length:
-            self._pricing.choose(request.request_id, DRAFTER_ID)
-        return length
+        return self._pricing.length(request, DRAFTER_ID, request.plan.draft_length)
 
     def _draft(self, request: Request, length: int) -> Draft:
         confidences = tuple(self._rng.uniform(0.2, 1.0) for _ in range(length))

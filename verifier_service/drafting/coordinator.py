@@ -271,14 +271,15 @@ class DraftCoordinator:
         # while nobody's drafts can pay, rounds without any say nothing of a drafter
         is_closed = self._pricing is not None and self._pricing.price == NEVER
         for request in requests:
-            drafter_id = self._likely_drafter(request, now_s)
+            drafter_id = None if request.plan.is_off else self._choose_drafter(request, now_s)
             length = self._draft_length(request, drafter_id)
             self.num_asks += 1
-            if length or not (is_closed or request.plan.is_off):
+            if drafter_id is not None and (length or not is_closed):
                 num_rounds[drafter_id] += 1
             if request.plan.is_off:
                 self._end_session(request.request_id, outbox)
-            elif length > 0 and self._ask_one(request, length, now_s, outbox):
+            elif drafter_id is not None and length > 0:
+                self._ask_one(request, drafter_id, length, now_s, outbox)
                 self.num_asked_tokens += length
             else:
                 self._end_round(request)
@@ -289,23 +290,15 @@ class DraftCoordinator:
             self._client.send(drafter_id, messages)
 
     def _ask_one(
-        self, request: Request, length: int, now_s: float, outbox: dict[str, list[VerifierMessage]]
-    ) -> bool:
-        """Ask the best drafter for `length` tokens; return False where none can be asked now."""
-        drafter_id = self._choose_drafter(request, now_s)
-        if self._pricing is not None:
-            has_predictions = drafter_id is not None and self._drafters[drafter_id].needs.predictions
-            self._pricing.choose(request.request_id, drafter_id, has_predictions=has_predictions)
-        if drafter_id is None:
-            is_known = bool(self._drafters)
-            reason = DisabledReason.DRAFTER_TIMEOUT if is_known else DisabledReason.DRAFTER_UNAVAILABLE
-            request.metrics.disabled_reason = reason
-            return False
+        self, request: Request, drafter_id: str, length: int, now_s: float, outbox: dict[str, list[VerifierMessage]]
+    ) -> None:
+        """Ask a drafter for `length` tokens."""
+        is_allowed = self._drafters[drafter_id].breaker.allow(now_s)
+        assert is_allowed, "a drafter was chosen that may not be asked"
         request.metrics.enabled = True
         session = self._session_at(request, drafter_id, outbox)
         outbox.setdefault(drafter_id, []).extend(self._messages(request, session, length, now_s))
         request.hold_until_s = now_s + self._drafters[drafter_id].timer_of(session).deadline_s
-        return True
 
     def _end_round(self, request: Request) -> None:
         """Expect nothing any more: whatever still comes is stale."""
@@ -320,8 +313,29 @@ class DraftCoordinator:
         for drafter_id, messages in outbox.items():
             self._client.send(drafter_id, messages)
 
-    def _draft_length(self, request: Request, drafter_id: str) -> int:
-        """Return how many tokens to ask for; only counts decide, never what a drafter drew."""
+    def _choose_drafter(self, request: Request, now_s: float) -> str | None:
+        """Return the planned drafter if it may be asked, else the one with the fewest sessions that may."""
+        planned = request.plan.drafter_id
+        if planned in self._drafters and self._drafters[planned].breaker.would_allow(now_s):
+            return planned
+        able = [item for item in self._drafters.items() if item[1].breaker.would_allow(now_s)]
+        return min(able, key=lambda item: (len(item[1].session_ids), item[0]))[0] if able else None
+
+    def _draft_length(self, request: Request, drafter_id: str | None) -> int:
+        """Return how many tokens to ask a drafter for; only counts decide, never what it drew. None: nobody drafts."""
+        bound = self._longest_draft(request)
+        if bound > 0 and drafter_id is None:
+            is_known = bool(self._drafters)
+            reason = DisabledReason.DRAFTER_TIMEOUT if is_known else DisabledReason.DRAFTER_UNAVAILABLE
+            bound, request.metrics.disabled_reason = 0, reason
+        if self._pricing is None:
+            return bound
+        has_predictions = drafter_id is not None and self._drafters[drafter_id].needs.predictions
+        drafter_id = drafter_id or request.plan.drafter_id or ""
+        return self._pricing.length(request, drafter_id, bound, has_predictions=has_predictions)
+
+    def _longest_draft(self, request: Request) -> int:
+        """Return how long a draft the plan, the request itself and its remaining places allow."""
         sampling = request.sampling
         if sampling.num_speculative_tokens == 0:
             request.metrics.disabled_reason = DisabledReason.REQUEST_OPT_OUT
@@ -337,25 +351,7 @@ class DraftCoordinator:
         bound = max(0, min(length, remaining_output, remaining_context))
         if bound > 0:
             request.metrics.disabled_reason = None
-        return bound if self._pricing is None else self._pricing.length(request, drafter_id, bound)
-
-    def _likely_drafter(self, request: Request, now_s: float) -> str:
-        """Return the drafter whose record speaks for a request's next draft: that of its plan, if that may be asked."""
-        planned = request.plan.drafter_id or ""
-        drafter, session = self._drafters.get(planned), self._sessions.get(request.request_id)
-        if session is None or (drafter is not None and drafter.breaker.state_at(now_s) is BreakerState.CLOSED):
-            return planned
-        return session.drafter_id
-
-    def _choose_drafter(self, request: Request, now_s: float) -> str | None:
-        """Return the planned drafter if it is usable, else the usable one with the fewest sessions."""
-        planned = request.plan.drafter_id
-        if planned in self._drafters and self._drafters[planned].breaker.allow(now_s):
-            return planned
-        by_load = sorted(
-            self._drafters, key=lambda drafter_id: (len(self._drafters[drafter_id].session_ids), drafter_id)
-        )
-        return next((drafter_id for drafter_id in by_load if self._drafters[drafter_id].breaker.allow(now_s)), None)
+        return bound
 
     def _session_at(self, request: Request, drafter_id: str, outbox: dict[str, list[VerifierMessage]]) -> DraftSession:
         session = self._sessions.get(request.request_id)

@@ -42,11 +42,15 @@ class CircuitBreaker:
         is_over = self._state is BreakerState.OPEN and now_s >= self._retry_at_s
         return BreakerState.HALF_OPEN if is_over else self._state
 
+    def would_allow(self, now_s: float) -> bool:
+        """Return what `allow` would, without taking the place of a probe."""
+        return self._state is BreakerState.CLOSED or now_s >= self._retry_at_s
+
     def allow(self, now_s: float) -> bool:
         """Return whether a call may be made now; in the half-open state only one probe at a time passes."""
         if self._state is BreakerState.CLOSED:
             return True
-        if now_s < self._retry_at_s:
+        if not self.would_allow(now_s):
             return False
         self._state = BreakerState.HALF_OPEN
         self._retry_at_s = now_s + self._config.probe_timeout_s

@@ -124,10 +124,11 @@ class DraftPricing:
         """The requests of which anything is kept here."""
         return ({*self._requests} | self.survival.request_ids | self.worth.request_ids) - self._gone
 
-    def length(self, request: Request, drafter_id: str, bound: int) -> int:
-        """Return how many of `bound` tokens to ask for: those expected to be worth the price.
+    def length(self, request: Request, drafter_id: str, bound: int, *, has_predictions: bool = False) -> int:
+        """Return how many of `bound` tokens to ask a drafter for: those expected to be worth the price.
 
-        Only earlier rounds count, so nothing depends on what the drafter will draw.
+        Only earlier rounds count, so nothing depends on what the drafter will draw. `has_predictions`: the drafter is
+        told what the target predicts after each node of its trees.
         """
         if self._level is None:
             return bound
@@ -138,7 +139,14 @@ class DraftPricing:
         kept = self._kept(request, drafter_id)
         kept.is_opening = kept.is_opening or kept.drafter_id != drafter_id or request.plan.is_off
         kept.drafter_id, is_pinned = drafter_id, request.plan.is_pinned
-        asked = kept.round = PricedRound(drafter_id, potential, bound, is_pinned=is_pinned, is_opening=kept.is_opening)
+        asked = kept.round = PricedRound(
+            drafter_id,
+            potential,
+            bound,
+            is_pinned=is_pinned,
+            has_predictions=has_predictions,
+            is_opening=kept.is_opening,
+        )
         if bound and not is_pinned:
             asked.length = 0
             if self._level.price.price < NEVER or not kept.survivals:  # else nothing is admitted, whatever it is worth
@@ -150,21 +158,6 @@ class DraftPricing:
                 request.metrics.disabled_reason = DisabledReason.LOW_ACCEPTANCE if is_low else DisabledReason.LOAD
         kept.num_rounds_off = 0 if asked.length else kept.num_rounds_off + 1
         return asked.length
-
-    def choose(self, request_id: str, drafter_id: str | None, *, has_predictions: bool = False) -> None:
-        """Hear of whom a draft was asked in the end: maybe of another drafter than was likely, or of nobody.
-
-        `has_predictions`: it is told what the target predicts after each node of its trees.
-        """
-        kept = self._requests.get(request_id)
-        if kept is None or kept.round is None:
-            return
-        kept.round.has_predictions = has_predictions
-        if drafter_id is None:
-            kept.round.length, kept.round.is_probe = 0, False
-        elif drafter_id != kept.drafter_id:
-            kept.drafter_id = kept.round.drafter_id = drafter_id
-            kept.is_opening = kept.round.is_opening = True
 
     def _worths(self, request_id: str, kept: _Pricing, asked: PricedRound) -> Sequence[float]:
         return self.worth.worths(request_id, self._survivals(request_id, kept, asked))

@@ -33,7 +33,6 @@ from outrider.verifier_service.messages.request import (
     SamplingParams,
     SpeculationPlan,
 )
-from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.step_price import NEVER
 
 VOCAB_SIZE = 100
@@ -277,29 +276,50 @@ def test_every_decision_how_much_to_draft_is_counted_and_every_token_that_is_ask
     assert (drafting.num_asks, drafting.num_asked_tokens) == (4, 3), "nobody was there to be asked"
 
 
-class HeardPricing(DraftPricing):
-    """Pricing that notes of whom drafts were asked."""
+class HeardPricing:
+    """A pricing that asks for all that it may, and notes by whose record."""
+
+    price = 0.0
 
     def __init__(self) -> None:
-        super().__init__()
-        self.heard: list[tuple[str | None, bool]] = []
+        self.heard: list[tuple[str, int, bool]] = []
 
-    def choose(self, request_id: str, drafter_id: str | None, *, has_predictions: bool = False) -> None:
-        self.heard.append((drafter_id, has_predictions))
+    def length(self, request: Request, drafter_id: str, bound: int, *, has_predictions: bool = False) -> int:
+        self.heard.append((drafter_id, bound, has_predictions))
+        return bound
 
 
-def test_pricing_hears_who_drafts_and_who_is_told_predictions():
-    bench, pricing = Bench(), HeardPricing()
+@pytest.fixture
+def priced() -> Bench:
+    """A coordinator with a pricing that listens."""
+    bench = Bench()
     config = CoordinatorConfig(vocab_size=VOCAB_SIZE, max_model_len=64)
-    bench.coordinator = DraftCoordinator(bench.client, config, pricing=pricing)
-    bench.request()
-    bench.ask()
-    bench.receive(up("d"), up("lookahead", needs=DraftNeeds(predictions=True)))
+    bench.coordinator = DraftCoordinator(bench.client, config, pricing=HeardPricing())
+    return bench
+
+
+def test_pricing_hears_who_drafts_and_who_is_told_predictions(priced: Bench):
+    priced.receive(up("d"), up("lookahead", needs=DraftNeeds(predictions=True)))
     for drafter_id in ("d", "lookahead"):
-        bench.requests.clear()
-        bench.request(drafter_id, drafter_id=drafter_id)
-        bench.ask()
-    assert pricing.heard == [(None, False), ("d", False), ("lookahead", True)]
+        priced.requests.clear()
+        priced.request(drafter_id, drafter_id=drafter_id)
+        priced.ask()
+    assert priced.coordinator._pricing.heard == [("d", 3, False), ("lookahead", 3, True)]
+
+
+def test_a_draft_is_as_long_as_the_record_of_the_drafter_that_will_make_it_says(priced: Bench):
+    priced.receive(up("d"), up("e"))
+    request = priced.request(drafter_id="d")
+    priced.ask()
+    request.plan = dataclasses.replace(request.plan, drafter_id="e")
+    priced.ask()
+    priced.receive(down("e"))
+    priced.ask()
+    priced.receive(down("d"))
+    priced.ask()
+    heard = [("d", 3, False), ("e", 3, False), ("d", 3, False), ("e", 0, False)]
+    assert priced.coordinator._pricing.heard == heard, "with nobody left, it is that of the plan, and nothing is asked"
+    assert request.metrics.disabled_reason is DisabledReason.DRAFTER_UNAVAILABLE
 
 
 def test_opt_out_sends_nothing_at_all(bench: Bench):
@@ -410,11 +430,8 @@ class ClosedPricing:
     def __init__(self) -> None:
         self.probe_length = 0
 
-    def length(self, request: Request, drafter_id: str, bound: int) -> int:
+    def length(self, request: Request, drafter_id: str, bound: int, *, has_predictions: bool = False) -> int:
         return self.probe_length
-
-    def choose(self, request_id: str, drafter_id: str | None, *, has_predictions: bool = False) -> None:
-        pass
 
 
 def test_while_no_draft_pays_only_rounds_with_one_are_counted_and_nothing_is_forgotten(bench: Bench):
@@ -432,17 +449,6 @@ def test_while_no_draft_pays_only_rounds_with_one_are_counted_and_nothing_is_for
         request.draft = None
     (time_of_d,) = bench.coordinator.drafters(bench.now_s)
     assert time_of_d.accepted_per_round == 0.0
-
-
-def test_a_request_that_is_sent_to_another_drafter_is_priced_by_that_ones_record(bench: Bench):
-    bench.receive(up("e"))
-    request = bench.request(drafter_id="d")
-    bench.ask()
-    assert bench.coordinator._likely_drafter(request, bench.now_s) == "d"
-    request.plan = dataclasses.replace(request.plan, drafter_id="e")
-    assert bench.coordinator._likely_drafter(request, bench.now_s) == "e"
-    bench.receive(down("e"))
-    assert bench.coordinator._likely_drafter(request, bench.now_s) == "d", "it goes on with the one that it has"
 
 
 @pytest.mark.parametrize("slow_s", [0.0, 10.0])

@@ -36,6 +36,16 @@ def test_half_open_passes_one_probe_at_a_time():
     assert not breaker.allow(10.1)
 
 
+def test_asking_whether_a_probe_may_pass_takes_no_place():
+    breaker = opened_at(0.0)
+    assert not breaker.would_allow(9.9)
+    assert breaker.would_allow(10.0)
+    assert breaker.would_allow(10.0)
+    assert breaker.state is BreakerState.OPEN
+    assert breaker.allow(10.0)
+    assert not breaker.would_allow(10.1)
+
+
 def test_the_probe_decides():
     well, ill = opened_at(0.0), opened_at(0.0)
     assert well.allow(10.0)

@@ -273,14 +273,14 @@ def make_draft(**parts: object) -> Draft:
     return Draft(request_id="0", round_id=1, position=len(PROMPT), token_ids=(1, 2, 3, 4), **parts)
 
 
-def priced_at(price: float) -> tuple[DraftPricing, object]:
+def priced_at(price: float, *, has_predictions: bool = False) -> tuple[DraftPricing, object]:
     """Return pricing that has asked for four tokens of one request, and now stands at `price`."""
     bench = Bench(GuessingDrafts(), FREE)
     bench.engine.add(make_request("0", draft_length=4, max_tokens=50, drafter_id="d"))
     request = bench.engine.requests["0"]
     assert bench.pricing._level is not None
     bench.pricing._depths = None, None  # drafts may be long
-    assert bench.pricing.length(request, "d", 4) == 4
+    assert bench.pricing.length(request, "d", 4, has_predictions=has_predictions) == 4
     bench.pricing._level.price._price = bench.pricing._level.price._price_if_free = price
     return bench.pricing, request
 
@@ -316,8 +316,7 @@ def test_a_tree_of_point_masses_loses_the_nodes_that_do_not_pay():
 def test_a_tree_of_a_drafter_that_learns_from_predictions_is_cut_at_its_end_if_it_does_not_pay_on_the_whole(
     price: float, num_kept: int
 ):
-    pricing, request = priced_at(price)
-    pricing.choose(request.request_id, "d", has_predictions=True)
+    pricing, request = priced_at(price, has_predictions=True)
     draft = make_draft(parents=(-1, -1, 0, 1), confidences=(0.6, 0.35, 0.1, 0.2))
     assert pricing.admit(request, draft).token_ids == (1, 2, 3, 4)[:num_kept]
 
@@ -337,8 +336,7 @@ def test_in_a_trial_a_token_is_verified_whatever_drafts_claim(fields: dict[str, 
     draft = make_draft(confidences=(0.3, 0.35, 0.1, 0.2), **fields)
     best = (1,) if is_told or not fields else (2,)
     for is_trying, kept in ((False, ()), (True, best)):
-        pricing, request = priced_at(0.95)
-        pricing.choose(request.request_id, "d", has_predictions=is_told)
+        pricing, request = priced_at(0.95, has_predictions=is_told)
         pricing._level.trial._num_left = int(is_trying)
         assert pricing.admit(request, draft).token_ids == kept
 

@@ -62,10 +62,7 @@ class Pricing:
         self._step_s = StepTimeModel.from_points(profile).t
 
     def ask(self, request: Request) -> int:
-        length = self.pricing.length(request, "d", LENGTH)
-        if length:
-            self.pricing.choose(request.request_id, "d")
-        return length
+        return self.pricing.length(request, "d", LENGTH)
 
     def cut(self, request: Request) -> Draft:
         return self.pricing.admit(request, make_draft(request))
