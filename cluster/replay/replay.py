@@ -1,6 +1,6 @@
 """`outrider bench replay`: the model-free drafters over recorded requests, beside what was recorded.
 
-The work is in `trace_replay`; nothing heavy is imported before the verb runs.
+The work is in traces.py; nothing heavy is imported before the verb runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """How large the pools should be: pure functions of what their replicas say of themselves.
 
-The pools are coupled by the price of a draft token (the design's fourth idea). A price near 1 everywhere says that the
-verifiers are compute-bound: more of them are wanted, and drafters do nothing for them. (Below the knee it says that
-drafts are slow or wrong, as those of a drafter that has just started: no verifier helps there.) A low price with drafts
-that come late says that drafters are short. A service without requests keeps the fewest of both, which may be no
-drafter.
+The pools are coupled by the price of a draft token (docs/architecture.md, "4. The price of a draft token"). A price
+near 1 everywhere says that the verifiers are compute-bound: more of them are wanted, and drafters do nothing for them.
+(Below the knee it says that drafts are slow or wrong, as those of a drafter that has just started: no verifier helps
+there.) A low price with drafts that come late says that drafters are short. A service without requests keeps the fewest
+of both, which may be no drafter.
 
 Serve calls the policy several times a second and acts on its answer only when that has stayed the same for
 `upscale_delay_s` or `downscale_delay_s`; bounds are Serve's too. So nothing here remembers or waits: what keeps the

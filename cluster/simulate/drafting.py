@@ -1,8 +1,8 @@
 """How long a verifier's round takes when drafts come from elsewhere: three ways to overlap drafting and verifying.
 
 wait    the step begins when the drafts are there; every row that may speculate has one
-ahead   the drafter drafted the likely outcomes while the last step ran (the design's sixth idea), as far as it got:
-        only the share of rows whose outcome was among them has a draft, the others decode plainly
+ahead   the drafter drafted the likely outcomes while the last step ran (docs/architecture.md, "6. Running ahead"), as
+        far as it got: only the share of rows whose outcome was among them has a draft, the others decode plainly
 groups  half of the rows are verified while the other half is drafted: no wait, but two smaller steps a round
 
 The engine's deadlines come to one of them; here the verifier takes the one that promises the most tokens per second by

@@ -1,8 +1,8 @@
 """What a simulated fleet is asked: arrivals, lengths, and how much of each draft is right. All drawn from one seed.
 
 Acceptance comes from a law (each request has one rate, drawn from a Beta distribution, and every draft position is
-right with it, independently) or from recorded requests (`trace_replay` reads them), where what one verification would
-commit is known at every position.
+right with it, independently) or from recorded requests (read by cluster/replay/traces.py), where what one
+verification would commit is known at every position.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A fleet in virtual time: the service's own router, price, survival estimates and autoscaler around fake engines.
 
 An event queue holds what happens at a moment of the fleet (an arrival, a report, a look of the autoscaler, a replica
-that has started); the engines catch up in between (`simulate_engines`). Everything is drawn from one generator, and
+that has started); the engines catch up in between (engines.py). Everything is drawn from one generator, and
 events of the same moment keep their order, so a seed gives the same figures every time.
 
 A fleet may be cut into cells, each with a router of its own, as large services are: a decision of the router looks at

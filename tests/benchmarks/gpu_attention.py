@@ -95,5 +95,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
-        sys.exit("gpu_attention_bench needs a CUDA device, torch sees none")
+        sys.exit("gpu_attention needs a CUDA device, torch sees none")
     main()

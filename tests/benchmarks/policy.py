@@ -1,7 +1,7 @@
 """`make study NAME=policy`: how much to draft, decided in several ways, over recorded acceptance.
 
-The work is in `policy_replay` (virtual time), `policy_arms` and `policy_adaptive` (the policies) and `policy_table`;
-nothing heavy is imported before the verb runs.
+The work is in draft_lengths/: replay.py (virtual time), arms.py and adaptive.py (the policies) and table.py; nothing
+heavy is imported before the verb runs.
 """
 
 from __future__ import annotations

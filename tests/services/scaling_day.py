@@ -2,8 +2,9 @@
 
     PYTHONPATH=tests python -m services.scaling_day --record tests/cluster/router/recorded_day.jsonl.gz
 
-The table goes into SCALING.md. The target is inflated so that drafts pay for one stream and not for many; targets per
-replica are out of reach, so that nothing but the price moves the pools. Every stream is compared with plain decoding.
+The table goes into docs/results/scaling.md. The target is inflated so that drafts pay for one stream and not for many;
+targets per replica are out of reach, so that nothing but the price moves the pools. Every stream is compared with plain
+decoding.
 `test_scaling_days.py` decides the record again.
 """
 

@@ -27,7 +27,7 @@ class FinishReason(enum.Enum):
 
 
 class TokenOrigin(enum.StrEnum):
-    """Where a committed token came from; see design.md, Words."""
+    """Where a committed token came from; see docs/architecture.md, "Words"."""
 
     ACCEPTED = "accepted"  # the draft token was right
     RECOVERED = "recovered"  # sampled in place of the first rejected draft token
@@ -36,7 +36,7 @@ class TokenOrigin(enum.StrEnum):
 
 
 class VerificationMode(enum.Enum):
-    """How drafts are judged; see the design's fifth idea."""
+    """How drafts are judged; see docs/architecture.md, "5. Exact, in two ways"."""
 
     GREEDY = "greedy"
     REJECTION = "rejection"  # unseeded sampling

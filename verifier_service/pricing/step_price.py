@@ -14,7 +14,7 @@ one at which nothing is asked for.) Once drafts are there, waiting is past: what
 the price that would be best if they always came at once, where that is lower.
 
 The price of a step comes from earlier steps alone: an optimum over its own survivals would depend on what its drafts
-drew (design.md, the fifth idea).
+drew (docs/architecture.md, "The trap").
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ prose to copying is followed, and everything is bounded. Acceptance comes in str
 for each way that the round before may have gone; a request that does not draft returns to what its pool is.
 
 Estimates of a draft that is not verified yet look at its confidences alone, which are functions of the tokens before
-each position and of the row it is drawn from: see the design's fifth idea.
+each position and of the row it is drawn from: see docs/architecture.md, "The trap".
 """
 
 from __future__ import annotations

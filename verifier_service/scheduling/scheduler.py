@@ -337,8 +337,8 @@ class Scheduler:
         """Return the part of a request's draft that this step verifies, counting what was cut.
 
         Where to cut depends on counts and on what precedes the cut, never on the tokens drawn at or after it: otherwise
-        a sampled draft would bias the committed tokens (design.md, the fifth idea). So an id that cannot be right
-        stays in, to be verified with target probability 0.
+        a sampled draft would bias the committed tokens (docs/architecture.md, "The trap"). So an id that cannot be
+        right stays in, to be verified with target probability 0.
         """
         draft = request.draft
         if draft is None or not draft.token_ids:

@@ -1,4 +1,4 @@
-"""The OpenAI wire format, answer side: chunks become response objects. openai_protocol.py has the other side.
+"""The OpenAI wire format, answer side: chunks become response objects. protocol.py has the other side.
 
 With `return_token_ids` every choice also carries `token_ids` (as vLLM) and `token_origins`, and in a stream `tokens`:
 `[{"id", "text", "origin"}]`, whose texts concatenate to the text of the choice. `origin` is "accepted", "recovered",

@@ -1,4 +1,4 @@
-"""The OpenAI wire format, request side: JSON bodies become `RequestInput`s. openai_format.py has the other side."""
+"""The OpenAI wire format, request side: JSON bodies become `RequestInput`s. format.py has the other side."""
 
 from __future__ import annotations
 
