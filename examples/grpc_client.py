@@ -1,7 +1,6 @@
 """Outrider through gRPC: `outrider.v1.Inference`, as proto/generation.proto defines it.
 
-    outrider serve                               # in another terminal
-    python examples/grpc_client.py [ADDRESS]     # default: 127.0.0.1:50051
+With `outrider serve` in another terminal: `python examples/grpc_client.py [ADDRESS]`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Outrider through the official `openai` client, and what it says of speculation.
 
-    outrider serve                               # in another terminal
-    python examples/openai_client.py [URL]       # default: http://127.0.0.1:8000/v1
+With `outrider serve` in another terminal: `python examples/openai_client.py [URL]`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,12 @@ from openai import OpenAI
 
 URL = "http://127.0.0.1:8000/v1"
 PROMPT = "def read_lines(path):\n"
+# What a request may say of speculation. At temperature 0 and with a seed the tokens are the same whatever it says.
+WAYS: dict[str, dict[str, Any]] = {
+    "as the server decides": {},
+    "drafts of at most two tokens": {"num_speculative_tokens": 2},
+    "no drafts": {"disable_spec_decode": True},
+}
 
 
 def main(url: str = URL) -> None:
@@ -20,19 +25,13 @@ def main(url: str = URL) -> None:
     model = client.models.list().data[0].id
     print(f"{url} serves {model}")
 
-    # Fields that the client does not know go into `extra_body`. At temperature 0 and with a seed, tokens are the same
-    # whatever they say; only the time differs.
-    for title, extra_body in {
-        "as the server decides": {},
-        "drafts of at most two tokens": {"num_speculative_tokens": 2},
-        "no drafts": {"disable_spec_decode": True},
-    }.items():
+    for title, extra_body in WAYS.items():
         print(f"\n--- {title}\n{PROMPT}", end="")
         print(f"\n[{summary(stream(client, model, extra_body))}]")
 
 
 def stream(client: OpenAI, model: str, extra_body: dict[str, Any]) -> dict[str, Any]:
-    """Print a completion as it comes; return what its last chunk says of speculation."""
+    """Print a completion as it comes; return what it says of speculation. OpenAI's client passes `extra_body` on."""
     speculation: dict[str, Any] = {}
     chunks = client.completions.create(
         model=model, prompt=PROMPT, max_tokens=48, temperature=0.8, seed=1, stream=True, extra_body=extra_body

@@ -50,7 +50,8 @@ FILE = re.compile(
 )
 MODULE = re.compile(rf"(?<![\w/.])outrider\.((?:{'|'.join(LAYERS)})(?:\.\w+)*)(?::(\w+))?")
 FOLDER = re.compile(rf"(?<![\w/.:@$~-])((?:{'|'.join(LAYERS)})(?:/\w+)+)(?![\w/.*<{{-]*\.\w)")
-WITHIN = re.compile(r"`(\w+)` in `?((?:[\w.-]+/)*\w+\.py)\b")
+WITHIN = re.compile(r"((?:`\w+`(?:, | and | or ))*`\w+`) in (?:`|\[[^]]*\]\((?:\.\./)*)?((?:\w+/)*\w+\.py)\b")
+WORD = re.compile(r"`(\w+)`")
 HEADING = re.compile(r'(?<![\w/.])([\w/.-]+\.md)`?, "([^"]+)"')
 HINT = re.compile(rf"\.(?:{'|'.join(SUFFIXES)})\b|outrider\.|\b(?:{'|'.join(LAYERS)})/")
 IMPORT = re.compile(r"\s*(?:from|import) outrider\.")
@@ -129,7 +130,7 @@ def folder_problems(text: str, page: str, root: Path = ROOT) -> list[str]:
 def within_problems(text: str, page: str, sources: Mapping[str, str]) -> list[str]:
     """Complain of a `name` in a module that does not say it; a module that is not there is left out."""
     problems = []
-    for name, cited in sorted(set(WITHIN.findall(text))):
+    for name, cited in sorted({(name, cited) for names, cited in WITHIN.findall(text) for name in WORD.findall(names)}):
         modules = [source for path, source in sources.items() if f"/{path}".endswith(f"/{cited}")]
         if modules and not any(re.search(rf"\b{name}\b", source) for source in modules):
             problems.append(f"{page}: {name} is not in {cited}")
@@ -295,11 +296,14 @@ def test_folders_and_modules_without_a_suffix_are_looked_up(tmp_path: Path) -> N
 
 def test_what_a_module_is_said_to_have_is_looked_up() -> None:
     sources = {"a/price.py": "SLOW = 1", "b/price.py": "def knee(): ..."}
-    fine = "`SLOW` in `price.py`, `knee` in b/price.py, `x` in other.py, SLOWER in price.py"
+    fine = "`SLOW` or `knee` in `price.py`, `knee` in b/price.py, `x_y` in other.py, SLOWER in price.py"
     assert within_problems(fine, "page", sources) == []
-    gone = "`SLOW` in `b/price.py` and `STALL` in price.py"
+    gone = "`SLOW` in `b/price.py`; `knee`, `STALL` and `x_y` in [price.py](../a/price.py)"
     found = within_problems(gone, "page", sources)
-    assert found == ["page: SLOW is not in b/price.py", "page: STALL is not in price.py"]
+    assert found == [
+        "page: SLOW is not in b/price.py",
+        *(f"page: {name} is not in a/price.py" for name in ("STALL", "knee", "x_y")),
+    ]
 
 
 def test_headings_are_looked_up(tmp_path: Path) -> None:

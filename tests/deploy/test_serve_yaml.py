@@ -1,3 +1,4 @@
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -32,5 +33,6 @@ def test_serve_accepts_the_manifest_and_we_its_options():
 def test_serve_finds_the_policy_and_it_takes_its_settings(name):
     settings = application(name).autoscaling_policy
     policy = AutoscalingPolicy(**settings)
-    assert policy.policy_function == f"{ServicePolicy.__module__}:{ServicePolicy.__name__}"
+    assert policy.policy_function == "outrider.cluster.serve_scaling:ServicePolicy"
+    assert pkgutil.resolve_name(policy.policy_function) is ServicePolicy
     ServicePolicy(**policy.policy_kwargs)

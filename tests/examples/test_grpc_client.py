@@ -47,5 +47,5 @@ async def test_it_shows_the_model_streams_with_capped_drafts_and_cancels(
     assert f"thequick\n[1 of {len(STEPS)} tokens came from drafts]" in said
     assert last_line is None or last_line in said
     assert "cancelled a second stream: CANCELLED" in said
-    assert [request.num_speculative_tokens for request in backend.requests] == [2, None]
+    assert [request.sampling.num_speculative_tokens for request in backend.requests] == [2, None]
     assert backend.cancelled == [backend.requests[1].request_id]

@@ -28,7 +28,7 @@ def test_it_lists_the_model_streams_and_steers_speculation(capsys: pytest.Captur
     said = capsys.readouterr().out
     assert "serves tiny" in said
     assert said.count("the quick fox\n[3 of 6 draft tokens were right, 2.50 tokens per verification]") == 3
-    assert [request.num_speculative_tokens for request in backend.requests] == [None, 2, 0]
+    assert [request.sampling.num_speculative_tokens for request in backend.requests] == [None, 2, 0]
     assert {request.sampling.seed for request in backend.requests} == {1}
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
@@ -11,6 +14,7 @@ from services.live_service import LiveService, live_service, wait_for
 pytestmark = pytest.mark.service
 
 REPEATED = "def first(items):\n    return items[0]\n\n\n" * 3  # that lookups find something in
+TWO_POOLS = Path(__file__).resolve().parents[2] / "examples" / "two_pools.yaml"
 PROMPT = held_out_prompts()[2]
 
 
@@ -40,10 +44,10 @@ def test_a_drafter_in_the_verifiers_own_process_needs_no_pool():
 
 
 def test_a_pool_of_heads_reads_the_targets_states_over_the_link_beside_a_pool_of_lookups():
-    """What each brings becomes known, and whoever drafted, the tokens are the same."""
-    heads = {"method": "eagle3", "num_tree_nodes": 12}
-    lookup = {"name": "lookup", "method": "ngram", "prompt_lookup_min": 1}
-    with live_service(speculative_config=heads, drafter_pools=(lookup,), speculation="always") as service:
+    """As examples/two_pools.yaml has it. What each brings becomes known; whoever drafted, the tokens are the same."""
+    (application,) = yaml.safe_load(TWO_POOLS.read_text())["applications"]
+    options = {**application["args"], "drafter_pools": tuple(application["args"]["drafter_pools"])}
+    with live_service(**options, speculation="always") as service:
         service.wait_for_fleet(1, 2)
         brought: dict[str, float] = {}
 
