@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 PACKAGES := proto verifier_service drafter_service cluster
 ARGS ?=
 
-.PHONY: help demo serve bench study train test soak fuzz lint proto install install-dev system-deps clean
+.PHONY: help demo serve bench study train check test soak fuzz lint proto install install-dev system-deps clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -32,6 +32,9 @@ study: install-dev  ## Run a study for developers: NAME=adaptive|ahead|policy|pr
 
 train: install  ## Train the shipped model pair again from the standard library's sources
 	$(BIN)/python -m outrider.drafter_service.embedded.train $(ARGS)
+
+check: install-dev  ## The short loop: lint, types, and all tests that start no service and take less than a second
+	tests/check.sh $(ARGS)
 
 test: install-dev  ## Run the tests; those that need a GPU are reported as skipped where there is none
 	tests/run_all.sh $(ARGS)

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# The short loop: style, types, and every test that starts no service and takes less than a second (tests/slow.txt names
+# the others). Types are checked beside the tests: each leaves the other some time of a core.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+
+make --no-print-directory lint >"$log" 2>&1 &
+lint=$!
+.venv/bin/python -m pytest -q -m "not (service or soak or slow)" --numprocesses 2 --dist loadfile "$@"
+tests_status=$?
+wait "$lint"
+lint_status=$?
+cat "$log"
+exit $((tests_status || lint_status))
