@@ -47,13 +47,12 @@ fuzz: install-dev  ## Fuzz frames, gRPC calls, HTTP bodies and the isolation of 
 	$(PIP) atheris
 	$(BIN)/python -m pytest tests/fuzz -o python_files="test_*.py guided.py" --hypothesis-profile=fuzz --timeout=0 -q $(ARGS)
 
-# mypy cannot see through setuptools' editable import hook, so it is shown the namespace as a folder of links.
+# mypy cannot see through setuptools' editable import hook, so it is shown the package as a folder of links.
 lint: install-dev  ## Check style, import rules and types
 	$(BIN)/ruff check .
 	@mkdir -p build/typing/outrider
-	@ln -sfn $(foreach package,$(PACKAGES),$(CURDIR)/$(package)) build/typing/outrider/
-	MYPYPATH=build/typing $(BIN)/mypy $(foreach package,$(PACKAGES),--package outrider.$(package)) \
-		| sed 's|build/typing/outrider/||'
+	@ln -sfn $(foreach name,__init__.py py.typed $(PACKAGES),$(CURDIR)/$(name)) build/typing/outrider/
+	MYPYPATH=build/typing $(BIN)/mypy --package outrider | sed 's|build/typing/outrider/||'
 
 proto: install-dev  ## Regenerate the committed protobuf code
 	$(BIN)/python proto/generate.py

@@ -17,6 +17,7 @@ from outrider.cluster.common.extras import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("cluster", "drafter_service", "proto", "verifier_service")
+OWN_FILES = ("__init__.py", "py.typed")  # of the package `outrider` itself: the repository's root
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ENTRY_POINT = "outrider.cluster.cli.main:main"
 
@@ -26,12 +27,12 @@ def requirement_name(entry: str) -> str:
 
 
 def package_folders() -> list[Path]:
-    """Folders that hold our modules."""
+    """Folders of our layers that hold modules."""
     return sorted({path.parent for layer in LAYERS for path in (ROOT / layer).rglob("*.py")})
 
 
 def test_the_package_list_equals_the_folders_on_disk() -> None:
-    on_disk = [".".join(("outrider", *folder.relative_to(ROOT).parts)) for folder in package_folders()]
+    on_disk = [".".join(("outrider", *folder.relative_to(ROOT).parts)) for folder in (ROOT, *package_folders())]
     assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == on_disk
 
 
@@ -40,7 +41,7 @@ def test_folders_that_would_shadow_others_are_no_regular_packages(folder: str) -
     assert not list((ROOT / folder).rglob("__init__.py"))
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", ["", *LAYERS])
 def test_every_layer_is_typed(layer: str) -> None:
     assert (ROOT / layer / "py.typed").is_file()
     assert layer == "proto" or (ROOT / layer / "__init__.py").is_file()
@@ -61,7 +62,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built without the network from a copy of the tree: setuptools leaves build products beside its input."""
     scratch = tmp_path_factory.mktemp("wheel")
     tree = scratch / "tree"
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", *OWN_FILES):
         tree.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tree)
     for folder in (*LAYERS, "tests"):
@@ -100,7 +101,7 @@ def test_the_wheel_holds_nothing_else(wheel: Path) -> None:
     shipped = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in shipped}
     assert tops == {"outrider", f"outrider-{PROJECT['project']['version']}.dist-info"}
-    assert {name.split("/")[1] for name in shipped if name.startswith("outrider/")} == set(LAYERS)
+    assert {name.split("/")[1] for name in shipped if name.startswith("outrider/")} == {*LAYERS, *OWN_FILES}
     assert not [name for name in shipped if "test" in Path(name).name or "__pycache__" in name]
 
 
@@ -111,19 +112,22 @@ import outrider.cluster, outrider.drafter_service, outrider.verifier_service.mes
 from outrider.proto import generation_pb2_grpc, link_pb2_grpc
 import proto, google.api_core.rest_streaming
 assert issubclass(proto.Message, object)
-print(outrider.cluster.__file__)
+print(outrider.__version__, outrider.cluster.__file__)
 """
 
 
 def test_the_installed_wheel_imports_beside_proto_plus(wheel: Path, tmp_path: Path) -> None:
     run_python("-m", "pip", "install", "--no-deps", "--quiet", "--target", tmp_path, wheel)
     libraries = Path(importlib.metadata.distribution("proto-plus").locate_file("")).resolve()
-    where = run_python("-c", IMPORT_BESIDE_PROTO_PLUS, tmp_path, libraries, path=tmp_path)
+    version, where = run_python("-c", IMPORT_BESIDE_PROTO_PLUS, tmp_path, libraries, path=tmp_path).split(" ", 1)
+    assert version == PROJECT["project"]["version"]
     assert Path(where).is_relative_to(tmp_path)
 
 
 def test_the_editable_install_is_this_checkout_and_leaves_proto_plus_alone() -> None:
-    assert Path(run_python("-c", IMPORT_BESIDE_PROTO_PLUS)) == ROOT / "cluster" / "__init__.py"
+    version, where = run_python("-c", IMPORT_BESIDE_PROTO_PLUS).split(" ", 1)
+    assert version == PROJECT["project"]["version"]
+    assert Path(where) == ROOT / "cluster" / "__init__.py"
 
 
 def test_the_checkout_itself_on_the_path_leaves_proto_plus_alone() -> None:

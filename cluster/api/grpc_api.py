@@ -14,12 +14,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from outrider import __version__
 from outrider.cluster.api.grpc_errors import abort
 from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
 from outrider.cluster.common.errors import InvalidRequest, OutriderError
 from outrider.cluster.common.extras import missing_extra
 from outrider.cluster.common.security import bind
-from outrider.cluster.common.version import VERSION
 from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
 from outrider.cluster.gateway.gateway import Gateway, RequestInput
 from outrider.cluster.gateway.structured_format import structure_of
@@ -100,7 +100,7 @@ class InferenceServicer(generation_pb2_grpc.InferenceServicer):
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         return pb.GetServerInfoResponse(
-            version=VERSION,
+            version=__version__,
             is_draining=self._gateway.is_draining,
             num_running_requests=self._gateway.num_running,
         )

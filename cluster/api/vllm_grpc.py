@@ -31,9 +31,9 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
+from outrider import __version__
 from outrider.cluster.api.grpc_errors import abort
 from outrider.cluster.common.errors import InvalidRequest, OutriderError
-from outrider.cluster.common.version import VERSION
 from outrider.cluster.gateway.choice import GatewayChunk, joined
 from outrider.cluster.gateway.gateway import Gateway, RequestInput, ValidRequest
 from outrider.cluster.gateway.structured_format import structure_of
@@ -123,7 +123,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         loads = [] if request.dp_rank else [scheduler_load(self._gateway.load())]
         return pb.GetLoadsResponse(
             timestamp=datetime.fromtimestamp(self._wall_clock(), UTC).isoformat(),
-            version=VERSION,
+            version=__version__,
             dp_rank_count=len(loads),
             loads=loads,
         )

@@ -41,8 +41,9 @@ def test_what_is_copied_exists_and_is_not_ignored():
 
 
 def test_everything_that_the_wheel_needs_is_copied():
-    packages = {name.split(".")[1] for name in PROJECT["tool"]["setuptools"]["packages"]}
+    packages = {name.split(".")[1] for name in PROJECT["tool"]["setuptools"]["packages"] if "." in name}
     files = {PROJECT["project"]["readme"], *PROJECT["project"]["license-files"], "pyproject.toml"}
+    files |= {"__init__.py", "py.typed"}  # of the package `outrider` itself
     assert packages | files <= sources()
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from outrider import __version__
 from outrider.cluster.api.openai.answer import Answer, GenerationResponse, error_response
 from outrider.cluster.api.openai.format import ChatFormat, CompletionFormat
 from outrider.cluster.api.openai.protocol import (
@@ -28,7 +29,6 @@ from outrider.cluster.api.openai.protocol import (
     template_input,
 )
 from outrider.cluster.common.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, OutriderError, RequestFailed
-from outrider.cluster.common.version import VERSION
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.web.page import add_web_page
 
@@ -50,7 +50,7 @@ def build_api(
 
     `is_healthy` answers /health and, unless it drains, /ready. /metrics shows `metrics`; None: the gateway's own.
     """
-    app = FastAPI(title="Outrider", version=VERSION, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
     app.state.body_timeout_s = body_timeout_s
     _add_generation_routes(app, gateway, wall_clock)
     _add_token_routes(app, gateway)
@@ -143,7 +143,7 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, is_healthy: HealthCheck, 
 
     @app.get("/version")
     async def version() -> dict[str, Any]:
-        return {"version": VERSION}
+        return {"version": __version__}
 
     @app.get("/metrics")
     async def metrics() -> Response:
