@@ -50,7 +50,7 @@ ROOMS = {
     "drafter_service/embedded": "service",
     "drafter_service/training": "engine heads models service embedded verifier_service/messages verifier_service/model",
     # the service around them
-    "cluster": "router replicas",  # the names that users' configurations import
+    "cluster": "router replicas offline",  # the names that users' configurations and programs import
     "cluster/common": "verifier_service/links",
     "cluster/router": "common verifier_service/messages verifier_service/pricing drafter_service/engine",
     "cluster/monitoring": "common router verifier_service/messages",
@@ -67,8 +67,8 @@ ROOMS = {
         "verifier_service/links verifier_service/engine drafter_service/engine drafter_service/service"
     ),
     "cluster/offline": (
-        "common router gateway config verifier_service/messages verifier_service/model verifier_service/links "
-        "verifier_service/engine drafter_service/engine drafter_service/service"
+        "common router monitoring gateway config verifier_service/messages verifier_service/model "
+        "verifier_service/links verifier_service/engine drafter_service/engine drafter_service/service"
     ),
     "cluster/client": "common",
     "cluster/bench": (
@@ -78,8 +78,8 @@ ROOMS = {
     "cluster/replay": "common bench verifier_service/messages drafter_service/engine drafter_service/lookup",
     "cluster/simulate": "common router replay verifier_service/messages verifier_service/pricing",
     "cluster/cli": (  # nothing imports it
-        "common router config replicas offline client bench replay simulate proto verifier_service/messages "
-        "verifier_service/model drafter_service/embedded drafter_service/training"
+        "common router config replicas offline client bench replay simulate proto verifier_service/model "
+        "drafter_service/embedded drafter_service/training"
     ),
 }
 VERSION = "outrider.__version__"  # all that the package itself has: the root's __init__.py

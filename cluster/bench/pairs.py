@@ -41,9 +41,8 @@ from outrider.cluster.bench.figures import (
 )
 from outrider.cluster.bench.inflate import inflate
 from outrider.cluster.config.service_config import ServiceConfig
-from outrider.cluster.offline.prompts import PromptError, parse_request, read_prompt_lines
+from outrider.cluster.offline.prompts import PromptError, parse_prompt, read_prompt_lines
 from outrider.drafter_service import embedded
-from outrider.verifier_service.messages.request import SamplingParams, SpeculationPlan
 from outrider.verifier_service.model.architectures import load_model_description, resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.empty_model import build_empty_model
@@ -108,14 +107,9 @@ def read_prompts(config: ServiceConfig, path: Path | None) -> tuple[tuple[int, .
     for number, line in enumerate(read_prompt_lines(path), start=1):
         if extra := line.keys() - PROMPT_FIELDS:
             raise PromptError(f"{path}: prompt {number}: every prompt is run alike, {sorted(extra)[0]!r} has no place")
-        request = parse_request(
-            line,
-            request_id=f"{path}: prompt {number}",
-            defaults=SamplingParams(),
-            plan=SpeculationPlan(),
-            tokenizer=tokenizer,
-        )
-        prompts.append(request.prompt_token_ids)
+        prompt = parse_prompt(line, f"{path}: prompt {number}")
+        token_ids = tokenizer(prompt.text)["input_ids"] if prompt.token_ids is None else prompt.token_ids
+        prompts.append(tuple(token_ids))
     return tuple(prompts)
 
 

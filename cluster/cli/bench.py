@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cluster.bench.drafters import drafters
+from outrider.cluster.cli.options import PLAIN_WIDTH
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS, server_options
 from outrider.cluster.common.terminal import console_of, parse_numbers, show_progress
 from outrider.cluster.replay.replay import replay
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from outrider.cluster.bench.report import Column
     from outrider.cluster.bench.serve import ServeBenchOptions
 
-PLAIN_WIDTH = 140  # columns of text where the output is no terminal
 SERVE_PLAIN_WIDTH = 180
 EMBEDDED_INFLATE_TO = 100e6
 DEFAULT_CONCURRENCIES = (1, 4, 16)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cluster.cli.bench import PLAIN_WIDTH
+from outrider.cluster.cli.options import PLAIN_WIDTH
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of
 

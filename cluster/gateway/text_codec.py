@@ -28,10 +28,18 @@ class TextCodec:
         self.token_text = functools.cache(self._token_text)
         self.token_bytes = functools.cache(self._token_bytes)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Return whether the model says how to write a chat."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Return a text's token ids."""
-        work = functools.partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens, verbose=False)
-        return tuple(await self._in_thread(work))
+        return await self._in_thread(functools.partial(self.encode_now, text, add_special_tokens=add_special_tokens))
+
+    def encode_now(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Return a text's token ids, made in this thread."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
@@ -46,20 +54,31 @@ class TextCodec:
 
     async def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """Write messages through the model's chat template; raises `InvalidRequest` where they do not fit it."""
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self.has_chat_template:
             raise InvalidRequest(
                 "messages: this model's tokenizer has no chat template; use /v1/completions", "messages"
             )
-        work = functools.partial(
-            self._tokenizer.apply_chat_template,
-            list(messages),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
+        work = functools.partial(self.render_chat_now, messages, add_generation_prompt=add_generation_prompt)
+        return await self._in_thread(work)
+
+    def render_chat_now(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+    ) -> str:
+        """Write messages through `chat_template`, or else the model's own, in this thread; raises `InvalidRequest`."""
         try:
-            return str(await self._in_thread(work))
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                chat_template=chat_template,
+            )
         except Exception as error:  # whatever a model's template raises, these messages do not fit it
             raise InvalidRequest(f"messages do not fit the model's chat template: {error}", "messages") from error
+        return str(text)
 
     def is_longer_than(self, text: str, num_tokens: int) -> bool:
         """Return True where a text has more tokens than that for sure, as its length alone tells."""

@@ -152,6 +152,7 @@ class OfflineEngine:
             if drafter is not None and process is None:
                 self.drafts, show = open_local_drafter(drafter, runner, _load_draft_model(opening, drafter))
             self.engine = build_engine(runner, spec, self.drafts)
+            self.max_model_len, self.eos_token_ids = runner.max_model_len, frozenset(runner.eos_token_ids)
             if prices_drafts:
                 profile_engine(self.engine, runner, spec)
             if show is not None:
@@ -187,6 +188,10 @@ class OfflineEngine:
         if outputs is None and isinstance(self.drafts, PipeDraftClient):
             self.drafts.wait(self.engine.idle_s() or 0.0)
         return outputs or []
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request and free what it holds; one that has finished is left alone."""
+        self.engine.cancel(request_id)
 
     def close(self) -> None:
         self._exit.close()

@@ -1,47 +1,75 @@
-"""`outrider generate`: prompts in, records out, no server."""
+"""`outrider generate`: lines in, records out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.cluster.config.service_config import ServiceConfig
-from outrider.cluster.offline.engine import OfflineEngine
-from outrider.cluster.offline.prompts import PromptError, collect, parse_request, read_prompt_lines, result_json
-from outrider.cluster.router.fleet import PolicyMode
-from outrider.verifier_service.messages.request import SamplingParams, SpeculationPlan
-from outrider.verifier_service.model.tokenizer import load_tokenizer
+from outrider.cluster.offline.llm import LLM
+from outrider.cluster.offline.outputs import CompletionOutput, RequestOutput
+from outrider.cluster.offline.prompts import PromptError, parse_line, read_prompt_lines
+from outrider.cluster.offline.sampling_params import SamplingParams
+from outrider.verifier_service.messages.request import SpeculationMetrics
 
 
-def run(
-    config: ServiceConfig,
-    sampling: SamplingParams,
-    prompt_texts: Sequence[str],
-    prompts_file: Path | None,
-    *,
-    drafter_process: bool,
-) -> Iterator[dict[str, Any]]:
-    """Yield a record per prompt, in the order in which they finish."""
-    lines = [{"prompt": text} for text in prompt_texts]
+def read_lines(
+    prompt_texts: Sequence[str], prompts_file: Path | None, *, is_chat: bool, system: str | None
+) -> list[dict[str, Any]]:
+    """Return the lines to run; as a chat, texts become what a user says. Raises `PromptError` where there is none."""
+    lines: list[dict[str, Any]] = [{"prompt": text} for text in prompt_texts]
     if prompts_file is not None:
         lines += read_prompt_lines(prompts_file)
     if not lines:
         raise PromptError("give --prompt or --prompts")
-    tokenizer = load_tokenizer(config.verifier_spec.model)
-    mode = config.router_policy.mode
-    plan = SpeculationPlan(
-        draft_length=0 if mode is PolicyMode.OFF else config.num_speculative_tokens,
-        is_pinned=mode is PolicyMode.ALWAYS,
-    )
-    requests = [
-        parse_request(line, request_id=f"prompt-{index}", defaults=sampling, plan=plan, tokenizer=tokenizer)
-        for index, line in enumerate(lines)
-    ]
-    if plan.draft_length == 0:
-        config = replace(config, num_drafters=0)  # nothing is loaded that nobody asks
-    prices_drafts = mode is PolicyMode.AUTO and plan.draft_length > 0
-    with OfflineEngine(config, drafter_process=drafter_process, prices_drafts=prices_drafts) as engine:
-        for result in collect(requests, engine.generate(requests)):
-            yield result_json(result, str(tokenizer.decode(result.token_ids, skip_special_tokens=True)))
+    if system is not None and not is_chat:
+        raise PromptError("--system needs --chat")
+    return [_as_chat(line, system) for line in lines] if is_chat else lines
+
+
+def _as_chat(line: dict[str, Any], system: str | None) -> dict[str, Any]:
+    """Return a line with its text as a message, and with a first message of the system's unless it has one."""
+    rest = dict(line)
+    if isinstance(line.get("prompt"), str) and "messages" not in line:
+        rest["messages"] = [{"role": "user", "content": rest.pop("prompt")}]
+    messages = rest.get("messages")
+    if system is None or not isinstance(messages, list):
+        return rest
+    is_instructed = bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "system"
+    return rest if is_instructed else {**rest, "messages": [{"role": "system", "content": system}, *messages]}
+
+
+def run(
+    options: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], sampling: SamplingParams, *, drafter_process: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield a record per prompt, of several outputs one each, in the order in which they finish."""
+    parsed = [parse_line(line, f"prompt-{index}", sampling) for index, line in enumerate(lines)]
+    with LLM(**options, drafter_process=drafter_process) as llm:
+        prompts, samplings = [line.prompt for line in parsed], [line.sampling for line in parsed]
+        for found in llm.as_completed(prompts, samplings):
+            for output in found.outputs:
+                yield to_record(found, output)
+
+
+def to_record(found: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
+    """Describe one output as `outrider generate --json` prints it."""
+    fields: dict[str, Any] = {
+        "request_id": f"prompt-{found.request_id}",
+        "prompt_token_ids": found.prompt_token_ids,
+        "token_ids": output.token_ids,
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "metrics": {"speculative_decoding": speculation_json(found.metrics)},
+    }
+    fields |= {"index": output.index} if len(found.outputs) > 1 else {}
+    return fields | ({"error": found.error} if output.finish_reason == "error" else {})
+
+
+def speculation_json(metrics: SpeculationMetrics) -> dict[str, Any]:
+    """Describe what speculation did, under the names of the ecosystem."""
+    return {
+        **dataclasses.asdict(metrics),
+        "mean_acceptance_length": metrics.mean_acceptance_length,
+        "draft_acceptance_rate": metrics.draft_acceptance_rate,
+    }

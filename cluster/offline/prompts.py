@@ -1,41 +1,85 @@
-"""Turn the prompts of `outrider generate` and `outrider bench` into requests, and results into JSON lines."""
+"""Prompts as `LLM`, `outrider generate` and `outrider bench` take them: texts, token ids, conversations."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.gateway.structured_format import OPENAI_FIELDS, openai_structure
-from outrider.verifier_service.messages.request import (
-    AcceptanceRule,
-    FinishReason,
-    GenerationRequest,
-    RequestOutput,
-    SamplingParams,
-    SpeculationMetrics,
-    SpeculationPlan,
-)
-from outrider.verifier_service.messages.wire import decode, encode
+from outrider.cluster.offline.sampling_params import SamplingParams
 
-# what an object or a name of our own stands for is spelled as over HTTP
-SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)} - {"structured", "acceptance"}
-ACCEPTANCE_FIELD = "rejection_sample_method"
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")  # a prompt has one of them
+# how a line spells them, as over HTTP, in place of the field of that meaning
+_STRUCTURE_FIELDS = tuple(name for name in OPENAI_FIELDS if name != "structured_outputs")
+
+
+_BIAS_FIELDS = {"token_id", "bias"}  # of one item, where biases come as a list
 
 
 class PromptError(ValueError):
-    """A prompt line that cannot be used; the text names the line and the field."""
+    """A prompt that cannot be used; the text names it and the field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What to go on from: a text, token ids or a conversation; exactly one of them is given."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+
+
+PromptInput = str | Mapping | Prompt  # a mapping has one of PROMPT_FIELDS
+
+
+def parse_prompt(value: Any, name: str) -> Prompt:
+    """Read a prompt that errors call `name`; raises `PromptError` naming the field that is wrong."""
+    if isinstance(value, Prompt):
+        return value
+    if isinstance(value, str):
+        return Prompt(text=value)
+    if not isinstance(value, Mapping):
+        raise PromptError(f"{name} must be a text, or a mapping with prompt or prompt_token_ids")
+    for field in value.keys() - set(PROMPT_FIELDS):
+        raise PromptError(f"{name}: unknown field {field!r}{did_you_mean(str(field), PROMPT_FIELDS)}")
+    if len(value) != 1:
+        raise PromptError(f"{name}: give one of prompt, prompt_token_ids and messages")
+    if "prompt" in value:
+        if not isinstance(value["prompt"], str):
+            raise PromptError(f"{name}: prompt must be a string")
+        return Prompt(text=value["prompt"])
+    if "messages" in value:
+        return Prompt(messages=parse_messages(value["messages"], f"{name}: messages"))
+    token_ids = value["prompt_token_ids"]
+    if not isinstance(token_ids, list | tuple) or not all(type(token_id) is int for token_id in token_ids):
+        raise PromptError(f"{name}: prompt_token_ids must be a list of integers")
+    return Prompt(token_ids=tuple(token_ids))
+
+
+def parse_messages(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
+    """Read a conversation; what a message holds is for the chat template to judge."""
+    is_conversation = isinstance(value, list | tuple) and all(isinstance(message, Mapping) for message in value)
+    if not is_conversation or not value:
+        raise PromptError(f"{name} must be a list of messages, at least one")
+    return tuple(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLine:
+    """One prompt with its sampling."""
+
+    prompt: Prompt
+    sampling: SamplingParams
 
 
 def read_prompt_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSONL file: each line gives `prompt` or `prompt_token_ids`, and may carry its own sampling fields."""
+    """Read a JSONL file: each line is a prompt (one of PROMPT_FIELDS), and may carry its own sampling fields."""
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not text.strip():
@@ -50,107 +94,29 @@ def read_prompt_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def parse_request(
-    line: Mapping[str, Any],
-    *,
-    request_id: str,
-    defaults: SamplingParams,
-    plan: SpeculationPlan,
-    tokenizer: PreTrainedTokenizerBase,
-) -> GenerationRequest:
-    """Build one request; raises `PromptError` naming the field that is wrong."""
-    own_names = ("prompt", "prompt_token_ids", ACCEPTANCE_FIELD, *OPENAI_FIELDS)
-    overrides = {name: value for name, value in line.items() if name not in own_names}
-    if unknown := overrides.keys() - SAMPLING_FIELDS:
-        name = min(unknown)
-        hint = did_you_mean(name, [*own_names, *SAMPLING_FIELDS])
-        raise PromptError(f"{request_id}: unknown field {name!r}{hint}")
+def parse_line(line: Mapping[str, Any], name: str, defaults: SamplingParams) -> PromptLine:
+    """Read one line's prompt and sampling; raises `PromptError` naming the field that is wrong."""
+    prompt = {field: value for field, value in line.items() if field in PROMPT_FIELDS}
+    fields = {field: value for field, value in line.items() if field not in PROMPT_FIELDS}
+    known = {field.name for field in dataclasses.fields(SamplingParams)}
+    for field in sorted(fields.keys() - known - set(_STRUCTURE_FIELDS)):
+        hint = did_you_mean(field, [*PROMPT_FIELDS, *_STRUCTURE_FIELDS, *known])
+        raise PromptError(f"{name}: unknown field {field!r}{hint}")
     try:
-        overrides |= _spelled_as_over_http(line)
-        sampling = dataclasses.replace(defaults, **{name: _tuple(value) for name, value in overrides.items()})
-        sampling = decode(encode(sampling), (SamplingParams,))  # the codec knows the types of all fields
-    except (TypeError, ValueError, InvalidRequest) as error:
-        raise PromptError(f"{request_id}: {error}") from error
-    return GenerationRequest(
-        request_id=request_id,
-        prompt_token_ids=_prompt_token_ids(line, request_id, tokenizer),
-        sampling=sampling,
-        plan=plan,
-    )
+        sampling = dataclasses.replace(defaults, **_with_python_types(fields))
+    except (ValueError, InvalidRequest) as error:
+        raise PromptError(f"{name}: {error}") from error
+    return PromptLine(prompt=parse_prompt(prompt, name), sampling=sampling)
 
 
-def _spelled_as_over_http(line: Mapping[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if ACCEPTANCE_FIELD in line:
-        fields["acceptance"] = AcceptanceRule(line[ACCEPTANCE_FIELD])
-    if (structure := openai_structure(line)) is not None:
-        fields["structured"] = structure.output
-    return fields
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _prompt_token_ids(
-    line: Mapping[str, Any], request_id: str, tokenizer: PreTrainedTokenizerBase
-) -> tuple[int, ...]:
-    if ("prompt" in line) == ("prompt_token_ids" in line):
-        raise PromptError(f"{request_id}: give either prompt or prompt_token_ids")
-    if "prompt" in line:
-        if not isinstance(line["prompt"], str):
-            raise PromptError(f"{request_id}: prompt must be a string")
-        return tuple(tokenizer(line["prompt"])["input_ids"])
-    token_ids = line["prompt_token_ids"]
-    if not isinstance(token_ids, list) or not all(type(token_id) is int for token_id in token_ids):
-        raise PromptError(f"{request_id}: prompt_token_ids must be a list of integers")
-    return tuple(token_ids)
-
-
-@dataclass(slots=True)
-class Result:
-    """Everything one request produced."""
-
-    request: GenerationRequest
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    speculation: SpeculationMetrics | None = None
-
-    def extend(self, output: RequestOutput) -> None:
-        """Take in one step's output."""
-        self.token_ids.extend(output.token_ids)
-        self.finish_reason, self.error, self.speculation = output.finish_reason, output.error, output.speculation
-
-
-def collect(requests: Sequence[GenerationRequest], outputs: Iterable[RequestOutput]) -> Iterator[Result]:
-    """Yield each request's result as it finishes."""
-    results = {request.request_id: Result(request) for request in requests}
-    for output in outputs:
-        result = results[output.request_id]
-        result.extend(output)
-        if result.finish_reason is not None:
-            yield result
-
-
-def result_json(result: Result, text: str) -> dict[str, Any]:
-    """Describe a result as `outrider generate --json` prints it."""
-    assert result.finish_reason is not None
-    fields: dict[str, Any] = {
-        "request_id": result.request.request_id,
-        "prompt_token_ids": list(result.request.prompt_token_ids),
-        "token_ids": result.token_ids,
-        "text": text,
-        "finish_reason": result.finish_reason.value,
-        "metrics": {"speculative_decoding": speculation_json(result.speculation or SpeculationMetrics())},
-    }
-    return fields | ({"error": result.error} if result.error else {})
-
-
-def speculation_json(metrics: SpeculationMetrics) -> dict[str, Any]:
-    """Describe what speculation did, under the names of the ecosystem."""
-    return {
-        **dataclasses.asdict(metrics),
-        "mean_acceptance_length": metrics.mean_acceptance_length,
-        "draft_acceptance_rate": metrics.draft_acceptance_rate,
-    }
+def _with_python_types(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn what JSON spells in another way: structured output, and biases by token id."""
+    typed = {name: value for name, value in fields.items() if name not in OPENAI_FIELDS}
+    if (structure := openai_structure(fields)) is not None:
+        typed["structured_outputs"] = structure.output
+    biases = fields.get("logit_bias")
+    if isinstance(biases, list) and all(isinstance(item, dict) and item.keys() == _BIAS_FIELDS for item in biases):
+        typed["logit_bias"] = {item["token_id"]: item["bias"] for item in biases}
+    elif isinstance(biases, dict):  # {"token id": bias}, as over HTTP
+        typed["logit_bias"] = {int(key) if key.isdecimal() else key: bias for key, bias in biases.items()}
+    return typed

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fakes.collected import collect
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.engine import OfflineEngine
-from outrider.cluster.offline.prompts import collect
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams
 from outrider.verifier_service.model.tokenizer import load_tokenizer

@@ -11,7 +11,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from outrider.cluster.cli.main import main, model_options
+from outrider.cluster.cli.main import main
+from outrider.cluster.cli.options import model_options
 from outrider.cluster.config.config_file import read_pools
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.drafter_service.service.speculative_config import Method

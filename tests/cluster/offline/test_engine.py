@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from fakes.collected import Result, collect
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.engine import OfflineEngine, PipeDraftClient
-from outrider.cluster.offline.prompts import Result, collect
 from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, SamplingParams, SpeculationPlan
 from tiny.models import make_checkpoint, make_model

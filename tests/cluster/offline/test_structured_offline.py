@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 from transformers import AutoTokenizer
 
+from fakes.collected import Result, collect
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.engine import OfflineEngine
-from outrider.cluster.offline.prompts import Result, collect
 from outrider.drafter_service import embedded
 from outrider.verifier_service.messages.request import (
     FinishReason,

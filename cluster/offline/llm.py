@@ -1,0 +1,259 @@
+"""`LLM`: generation in this process, under vLLM's names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from outrider.cluster.common.errors import InvalidRequest
+from outrider.cluster.common.hints import did_you_mean
+from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.gateway.text_codec import TextCodec
+from outrider.cluster.monitoring.metrics import GatewayMetrics
+from outrider.cluster.offline.engine import OfflineEngine
+from outrider.cluster.offline.outputs import RequestOutput
+from outrider.cluster.offline.prompt_run import PromptRun, RunContext
+from outrider.cluster.offline.prompts import Prompt, PromptError, PromptInput, parse_messages, parse_prompt
+from outrider.cluster.offline.sampling_params import SamplingParams
+from outrider.cluster.router.fleet import PolicyMode
+from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.model.tokenizer import load_tokenizer
+
+OPTIONS = (  # those of `ServiceConfig` that mean something without a server
+    *("model", "draft_model", "revision", "trust_remote_code", "dtype", "device", "max_model_len"),
+    *("tensor_parallel_size", "draft_tensor_parallel_size", "threads_per_rank"),
+    *("num_speculative_tokens", "speculative_config", "speculation", "seed"),
+    *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching"),
+    "check_integrity",
+)
+Conversation = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A target model and what drafts for it, loaded into this process; without a model, the embedded pair.
+
+    Ranks and a `drafter_process` are spawned: with them, a script needs `if __name__ == "__main__":`. Raises
+    `ValueError` naming the option that is wrong, `OSError` where there is no such model.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        draft_model: str | os.PathLike[str] | None = None,
+        speculative_config: Mapping[str, Any] | None = None,  # vLLM's dictionary, with our keys
+        dtype: str = "auto",
+        tensor_parallel_size: int = 1,
+        max_model_len: int | None = None,
+        seed: int | None = None,  # of prompts whose sampling has none
+        drafter_process: bool = False,  # draft in a process on a core of its own
+        **options: Any,  # the others of OPTIONS
+    ) -> None:
+        given = {
+            "model": None if model is None else os.fspath(model),
+            "draft_model": None if draft_model is None else os.fspath(draft_model),
+            "speculative_config": speculative_config,
+            "dtype": dtype,
+            "tensor_parallel_size": tensor_parallel_size,
+            "max_model_len": max_model_len,
+            "seed": seed,
+        }
+        config, plan = _planned(offline_config({**given, **options}))
+        codec = TextCodec(load_tokenizer(config.verifier_spec.model))
+        prices_drafts = plan.draft_length > 0 and not plan.is_pinned
+        self._engine = OfflineEngine(config, drafter_process=drafter_process, prices_drafts=prices_drafts)
+        self._context = RunContext(
+            codec=codec,
+            max_model_len=self._engine.max_model_len,
+            eos_token_ids=self._engine.eos_token_ids,
+            plan=plan,
+            acceptance=config.speculative.rejection_sample_method,
+            metrics=GatewayMetrics(CollectorRegistry(), model_name=config.model_name),
+            clock=time.monotonic,
+        )
+        self._num_prompts = 0
+        self._is_closed = False
+        self._running = threading.Lock()
+
+    def generate(
+        self,
+        prompts: PromptInput | Iterable[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Return the outputs of all prompts, run together, in the prompts' order.
+
+        `prompts` is a text, a mapping with `prompt`, `prompt_token_ids` or `messages`, or an iterable of them;
+        `sampling_params` holds for all, or there is one for each. `use_tqdm` shows progress on stderr. Raises
+        `ValueError` naming what is wrong; a prompt that the engine refuses has an `error` in its output instead.
+        """
+        return self._all(self._runs(_parsed(prompts), sampling_params), use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Return the outputs for one conversation, or for several, written through the model's chat template.
+
+        Raises `ValueError` where the model has none and none is given, or where messages do not fit it.
+        """
+        is_one = not messages or isinstance(messages[0], Mapping)
+        named = [("messages", messages)] if is_one else [(f"messages[{i}]", each) for i, each in enumerate(messages)]
+        prompts = [(name, Prompt(messages=parse_messages(each, name))) for name, each in named]
+        runs = self._runs(
+            prompts, sampling_params, add_generation_prompt=add_generation_prompt, chat_template=chat_template
+        )
+        return self._all(runs, use_tqdm)
+
+    def as_completed(
+        self,
+        prompts: PromptInput | Iterable[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yield what `generate` returns, each prompt's as it finishes; closing the iterator cancels the others."""
+        return self._run(self._runs(_parsed(prompts), sampling_params))
+
+    def close(self) -> None:
+        """Free the models and end the processes."""
+        self._is_closed = True
+        self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _runs(
+        self,
+        prompts: Sequence[tuple[str, Prompt]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        **template: Any,
+    ) -> list[PromptRun]:
+        samplings = _one_for_each(sampling_params, len(prompts))
+        tokenised = [self._tokenised(prompt, name, **template) for name, prompt in prompts]
+        first_id = self._num_prompts
+        self._num_prompts += len(prompts)
+        return [
+            PromptRun(str(number), text, token_ids, sampling, self._context)
+            for number, ((text, token_ids), sampling) in enumerate(
+                zip(tokenised, samplings, strict=True), start=first_id
+            )
+        ]
+
+    def _tokenised(
+        self, prompt: Prompt, name: str, *, add_generation_prompt: bool = True, chat_template: str | None = None
+    ) -> tuple[str | None, tuple[int, ...]]:
+        """Return a prompt's text, where it has one, and its token ids."""
+        codec = self._context.codec
+        if prompt.token_ids is not None:
+            return None, prompt.token_ids
+        if prompt.text is not None:
+            return prompt.text, codec.encode_now(prompt.text, add_special_tokens=True)
+        if chat_template is None and not codec.has_chat_template:
+            raise PromptError(f"{name}: this model has no chat template: give chat_template, or a text to generate()")
+        try:
+            text = codec.render_chat_now(
+                prompt.messages or (), add_generation_prompt=add_generation_prompt, chat_template=chat_template
+            )
+        except InvalidRequest as error:
+            raise PromptError(f"{name}: {error}") from error
+        return text, codec.encode_now(text, add_special_tokens=False)  # the template has written them
+
+    def _all(self, runs: Sequence[PromptRun], shows_progress: bool) -> list[RequestOutput]:
+        from rich.console import Console
+        from rich.progress import track
+
+        outputs = track(
+            self._run(runs),
+            "prompts",
+            total=len(runs),
+            console=Console(stderr=True),
+            disable=not shows_progress,
+        )
+        return sorted(outputs, key=lambda output: int(output.request_id))
+
+    def _run(self, runs: Sequence[PromptRun]) -> Iterator[RequestOutput]:
+        """Run prompts together; yield each one's outputs once it has ended, however it did."""
+        by_request = {request.request_id: run for run in runs for request in run.requests}
+        with self._alone():
+            try:
+                for output in self._engine.generate(request for run in runs for request in run.requests):
+                    run = by_request[output.request_id]
+                    if run.absorb(output):
+                        self._engine.cancel(output.request_id)  # it knows nothing of stop strings
+                        if run.is_finished:
+                            yield run.output()
+            finally:
+                for request_id in by_request:
+                    self._engine.cancel(request_id)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse a second call beside the first: they would take each other's tokens."""
+        if self._is_closed:
+            raise RuntimeError("this LLM is closed")
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError("this LLM is generating for another call, which must end or be closed first")
+        try:
+            yield
+        finally:
+            self._running.release()
+
+
+def offline_config(options: Mapping[str, Any]) -> ServiceConfig:
+    """Build the configuration of an engine without a server; None: the option's default.
+
+    Raises `ValueError` naming the option that is unknown, with the closest match, or wrong.
+    """
+    for name in sorted(options.keys() - set(OPTIONS)):
+        raise ValueError(f"unknown option {name!r}{did_you_mean(name, OPTIONS)}")
+    config = ServiceConfig.from_mapping({name: value for name, value in options.items() if value is not None})
+    if config.draft_length_by_batch_size:
+        raise ValueError("speculative_config: num_speculative_tokens_per_batch_size: only a server follows it")
+    return config
+
+
+def _planned(config: ServiceConfig) -> tuple[ServiceConfig, SpeculationPlan]:
+    """Return how every prompt speculates, and the configuration without a drafter where none does."""
+    mode = config.router_policy.mode
+    if mode is PolicyMode.OFF or config.num_speculative_tokens == 0:
+        return replace(config, num_speculative_tokens=0), SpeculationPlan()
+    return config, SpeculationPlan(
+        draft_length=config.num_speculative_tokens, is_pinned=mode is PolicyMode.ALWAYS
+    )
+
+
+def _parsed(prompts: PromptInput | Iterable[PromptInput]) -> list[tuple[str, Prompt]]:
+    """Return the prompts with the names that errors call them by."""
+    if isinstance(prompts, PromptInput):
+        return [("prompts", parse_prompt(prompts, "prompts"))]
+    if not isinstance(prompts, Iterable):
+        raise PromptError("prompts must be a text, a mapping, or several of them")
+    named = ((f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts))
+    return [(name, parse_prompt(prompt, name)) for name, prompt in named]
+
+
+def _one_for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
+        raise ValueError("sampling_params must be a SamplingParams of outrider.cluster, or a list of them")
+    if len(params) != num_prompts:
+        raise ValueError(f"sampling_params must be one, or one for each of {num_prompts} prompts, not {len(params)}")
+    return list(params)

@@ -1,0 +1,66 @@
+"""What `LLM` answers, under vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.cluster.gateway.logprobs_format import token_name
+from outrider.cluster.gateway.text_codec import TextCodec
+from outrider.verifier_service.messages.request import SpeculationMetrics, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """The model's own log probability of a token, before penalties, biases and temperature."""
+
+    logprob: float
+    rank: int  # 1: the likeliest
+    decoded_token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One of the `n` outputs for a prompt."""
+
+    index: int
+    text: str  # without what ended it, unless that was asked for
+    token_ids: list[int]  # a stop token included
+    logprobs: list[dict[int, Logprob]] | None = None  # a dictionary per token, by id, the token's own first
+    cumulative_logprob: float | None = None  # where log probabilities were asked for
+    finish_reason: str  # stop, length or error
+    stop_reason: int | str | None = None  # the stop token id or stop string; None: the end of the sequence, or no stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A prompt and its outputs. A prompt that could not be run, or failed, has an `error`; the others are whole."""
+
+    request_id: str
+    prompt: str | None  # of a chat: the text that its template made; None: it came as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # per prompt token; the first has none
+    finished: bool = True
+    error: str | None = None
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)  # of all outputs together
+
+
+def logprobs_by_id(entry: TokenLogprobs, codec: TextCodec, num_top: int) -> dict[int, Logprob]:
+    """Return a token's log probability and those of its `num_top` likeliest alternatives."""
+    tops = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+    ranked = [(entry.token_id, entry.logprob, entry.rank)]
+    ranked += [(id_, logprob, rank) for rank, (id_, logprob) in enumerate(tops, start=1) if id_ != entry.token_id]
+    return {
+        id_: Logprob(logprob=logprob, rank=rank, decoded_token=token_name(id_, codec)) for id_, logprob, rank in ranked
+    }
+
+
+def prompt_logprobs_by_id(
+    entries: Sequence[TokenLogprobs | None] | None, codec: TextCodec, num_top: int | None
+) -> list[dict[int, Logprob] | None] | None:
+    """Return the same for each token of a prompt; None: not asked for."""
+    if entries is None or num_top is None:
+        return None
+    return [None if entry is None else logprobs_by_id(entry, codec, num_top) for entry in entries]

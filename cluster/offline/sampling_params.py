@@ -1,0 +1,131 @@
+"""How to choose tokens, under vLLM's names and with its defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.cluster.common.errors import InvalidRequest
+from outrider.cluster.gateway.structured_format import openai_structure
+from outrider.verifier_service.messages.draft import require
+from outrider.verifier_service.messages.request import AcceptanceRule, LogitBias, StructuredOutput
+from outrider.verifier_service.messages.request import SamplingParams as EngineSamplingParams
+
+MAX_TOKEN_ID = (1 << 31) - 1
+ANY_LENGTH = 1 << 31  # of a model that is not known yet
+_WHOLE = ("n", "top_k", "min_tokens", "choice_index")
+_WHOLE_OR_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "num_speculative_tokens")
+_NUMBERS = (
+    *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("typical_epsilon", "typical_delta"),
+)
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+_AS_THEY_ARE = (  # the same here and in the engine's own dataclass
+    *_NUMBERS,
+    *("min_tokens", "choice_index", "seed", "ignore_eos", "logprobs", "prompt_logprobs", "num_speculative_tokens"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose the tokens of one prompt's outputs. Raises `ValueError` naming the field that is wrong."""
+
+    n: int = 1  # outputs for each prompt
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 and -1: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None  # by token id
+    seed: int | None = None  # given: the same tokens with any drafter, or none
+    max_tokens: int | None = 16  # None: as many as the model's longest sequence has room for
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # of each output token and so many alternatives
+    prompt_logprobs: int | None = None
+    structured_outputs: Mapping[str, Any] | StructuredOutput | None = None  # {"json" | "regex" | "choice" | …: …}
+    # not vLLM's
+    num_speculative_tokens: int | None = None  # a cap on the draft length; 0: never speculate
+    rejection_sample_method: str | None = None  # standard, block or typical; None: the LLM's
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+    choice_index: int = 0  # of the first of the `n` outputs: seeded outputs of one index are the same
+
+    def __post_init__(self) -> None:
+        for name in _WHOLE:
+            require(_is_whole(getattr(self, name)), name, "a whole number")
+        for name in _WHOLE_OR_NONE:
+            require(getattr(self, name) is None or _is_whole(getattr(self, name)), name, "a whole number or None")
+        for name in _NUMBERS:
+            require(_is_number(getattr(self, name)), name, "a number")
+        for name in _FLAGS:
+            require(isinstance(getattr(self, name), bool), name, "True or False")
+        require(self.n >= 1, "n", "at least 1")
+        require(self.top_k >= -1, "top_k", "-1 or 0 (off) or positive")
+        self._check_stops()
+        biases = {} if self.logit_bias is None else self.logit_bias
+        is_mapping = isinstance(biases, Mapping) and all(
+            _is_token_id(id_) and _is_number(bias) for id_, bias in biases.items()
+        )
+        require(is_mapping, "logit_bias", "a mapping of token ids to numbers")
+        rules = [rule.value for rule in AcceptanceRule]
+        is_known = self.rejection_sample_method in (None, *rules)
+        require(is_known, "rejection_sample_method", f"one of {', '.join(rules)}, not {self.rejection_sample_method!r}")
+        self.for_engine(max_model_len=ANY_LENGTH, acceptance=AcceptanceRule.STANDARD)  # has checks of its own
+
+    def _check_stops(self) -> None:
+        stop = () if self.stop is None else self.stop
+        is_texts = isinstance(stop, str | Sequence) and all(isinstance(text, str) and text for text in stop)
+        require(is_texts and stop != "", "stop", "a text or a sequence of them, none of them empty")
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        is_ids = isinstance(ids, Sequence) and all(map(_is_token_id, ids))
+        require(is_ids, "stop_token_ids", "a sequence of token ids")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def for_engine(self, *, max_model_len: int, acceptance: AcceptanceRule) -> EngineSamplingParams:
+        """Return the engine's parameters of the first output; it ends each at the model's longest sequence anyway.
+
+        `acceptance` is the rule of those who name none.
+        """
+        name = self.rejection_sample_method
+        return EngineSamplingParams(
+            **{field: getattr(self, field) for field in _AS_THEY_ARE},
+            top_k=max(0, self.top_k),
+            max_tokens=max(max_model_len, self.min_tokens) if self.max_tokens is None else self.max_tokens,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias=tuple(LogitBias(token_id=id_, bias=bias) for id_, bias in (self.logit_bias or {}).items()),
+            structured=_structured(self.structured_outputs),
+            acceptance=acceptance if name is None else AcceptanceRule(name),
+        )
+
+
+def _structured(value: Mapping[str, Any] | StructuredOutput | None) -> StructuredOutput | None:
+    if value is None or isinstance(value, StructuredOutput):
+        return value
+    try:
+        named = openai_structure({"structured_outputs": value})
+    except InvalidRequest as error:
+        raise ValueError(str(error)) from error
+    return None if named is None else named.output
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_token_id(value: Any) -> bool:
+    return _is_whole(value) and 0 <= value <= MAX_TOKEN_ID

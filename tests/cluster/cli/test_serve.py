@@ -1,0 +1,38 @@
+"""`outrider serve`: its options are the configuration's, and a bad one is named."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fakes.command_line import assert_usage_error, invoke
+from outrider.cluster.cli.main import main
+from outrider.cluster.config.service_config import ServiceConfig
+
+
+def test_serve_has_every_option_of_the_configuration_with_the_same_default():
+    options = main.commands["serve"].make_context("serve", []).params
+    keys = {name: options.pop(name) for name in ("api_key", "api_key_file")}
+    assert not any(keys.values())
+    fields = {field.name for field in dataclasses.fields(ServiceConfig)}
+    assert options.keys() == fields - {"api_key_hashes", "check_integrity"}
+    config = ServiceConfig.from_mapping(options)
+    # ranges are texts there
+    assert dataclasses.replace(config, num_verifiers=1, num_drafters=1, num_gateways=1) == ServiceConfig()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "field"),
+    [
+        ("--num-verifiers", "0", "num_verifiers"),
+        ("--num-drafters", "-1", "num_drafters"),
+        ("--speculation", "sometimes", "--speculation"),
+        ("--port", "http", "--port"),
+        ("--drafter-pool", "{", "--drafter-pool"),
+        ("--drafter-pool", "[1]", "expected a JSON object"),
+        ("--drafter-pool", '{"name": "x", "method": "ngam"}', "drafter_pools: x: speculative_config: unknown method"),
+    ],
+)
+def test_a_bad_value_of_serve_is_a_usage_error_that_names_it(option: str, value: str, field: str):
+    assert_usage_error(invoke("serve", option, value), field)

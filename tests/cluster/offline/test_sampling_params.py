@@ -1,0 +1,134 @@
+"""The public sampling parameters: vLLM's names and defaults, what is refused, and what the engine is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from outrider.cluster.offline.sampling_params import SamplingParams
+from outrider.verifier_service.messages.request import (
+    AcceptanceRule,
+    LogitBias,
+    StructuredKind,
+    StructuredOutput,
+)
+from outrider.verifier_service.messages.request import SamplingParams as EngineSamplingParams
+
+# vLLM's, of the fields that we have
+DEFAULTS: dict[str, Any] = {
+    "n": 1,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "seed": None,
+    "max_tokens": 16,
+    "min_tokens": 0,
+    "stop": None,
+    "stop_token_ids": None,
+    "include_stop_str_in_output": False,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "structured_outputs": None,
+}
+
+
+def for_engine(**fields: Any) -> EngineSamplingParams:
+    return SamplingParams(**fields).for_engine(max_model_len=100, acceptance=AcceptanceRule.BLOCK)
+
+
+def test_the_defaults_are_vllms():
+    given = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
+    assert given | DEFAULTS == given
+
+
+def test_every_field_of_the_engines_has_a_public_one():
+    own = {field.name for field in dataclasses.fields(SamplingParams)}
+    renamed = {"structured": "structured_outputs", "acceptance": "rejection_sample_method"}
+    assert {renamed.get(field.name, field.name) for field in dataclasses.fields(EngineSamplingParams)} <= own
+
+
+def test_the_engine_is_told_what_was_asked_for():
+    assert for_engine() == EngineSamplingParams(acceptance=AcceptanceRule.BLOCK)
+    asked = for_engine(
+        temperature=0, top_k=-1, logit_bias={7: -2.0}, stop_token_ids=[3], rejection_sample_method="typical", n=3
+    )
+    assert asked == EngineSamplingParams(
+        temperature=0,
+        logit_bias=(LogitBias(token_id=7, bias=-2.0),),
+        stop_token_ids=(3,),
+        acceptance=AcceptanceRule.TYPICAL,
+    )
+
+
+def test_without_a_limit_the_models_own_holds():
+    assert for_engine(max_tokens=None).max_tokens == 100
+    assert for_engine(max_tokens=None, min_tokens=200).max_tokens == 200  # the engine ends it at the model's
+
+
+def test_a_form_is_described_as_over_http():
+    choice = StructuredOutput(kind=StructuredKind.CHOICE, choices=("a", "b"))
+    assert for_engine(structured_outputs={"choice": ["a", "b"]}).structured == choice
+    assert for_engine(structured_outputs=choice).structured == choice
+
+
+@pytest.mark.parametrize(("stop", "strings"), [(None, ()), ("x", ("x",)), (["x", "y"], ("x", "y"))])
+def test_stop_is_one_text_or_several(stop: Any, strings: tuple[str, ...]):
+    assert SamplingParams(stop=stop).stop_strings == strings
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", 1.0),
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("temperature", float("nan")),
+        ("top_p", 0),
+        ("top_k", -2),
+        ("top_k", 2.5),
+        ("min_p", 1.5),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -3),
+        ("repetition_penalty", 0),
+        ("logit_bias", [1]),
+        ("logit_bias", {"7": 1}),
+        ("logit_bias", {7: 200}),
+        ("seed", 1 << 63),
+        ("max_tokens", 0),
+        ("max_tokens", True),
+        ("min_tokens", 17),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", 3),
+        ("stop_token_ids", 3),
+        ("stop_token_ids", [-1]),
+        ("ignore_eos", 1),
+        ("skip_special_tokens", None),
+        ("logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("structured_outputs", {"choices": ["a"]}),
+        ("structured_outputs", {"regex": "("}),
+        ("num_speculative_tokens", -1),
+        ("rejection_sample_method", "blocks"),
+        ("typical_delta", 0),
+        ("choice_index", -1),
+    ],
+)
+def test_a_wrong_value_names_its_field(field: str, value: Any):
+    with pytest.raises(ValueError, match=f"^{field}"):
+        SamplingParams(**{field: value})
+
+
+def test_an_unknown_field_is_refused():
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1)
