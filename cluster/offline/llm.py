@@ -232,9 +232,7 @@ def _planned(config: ServiceConfig) -> tuple[ServiceConfig, SpeculationPlan]:
     mode = config.router_policy.mode
     if mode is PolicyMode.OFF or config.num_speculative_tokens == 0:
         return replace(config, num_speculative_tokens=0), SpeculationPlan()
-    return config, SpeculationPlan(
-        draft_length=config.num_speculative_tokens, is_pinned=mode is PolicyMode.ALWAYS
-    )
+    return config, SpeculationPlan(draft_length=config.num_speculative_tokens, is_pinned=mode is PolicyMode.ALWAYS)
 
 
 def _parsed(prompts: PromptInput | Iterable[PromptInput]) -> list[tuple[str, Prompt]]:
@@ -247,9 +245,7 @@ def _parsed(prompts: PromptInput | Iterable[PromptInput]) -> list[tuple[str, Pro
     return [(name, parse_prompt(prompt, name)) for name, prompt in named]
 
 
-def _one_for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
+def _one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
     if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):

@@ -16,7 +16,7 @@ class Logprob:
 
     logprob: float
     rank: int  # 1: the likeliest
-    decoded_token: str
+    decoded_token: str  # as over HTTP, `bytes:\xe6` where it is only a part of a character
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

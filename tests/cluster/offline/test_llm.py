@@ -11,6 +11,7 @@ from typing import Any
 import click
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from fakes.backend import build_tokenizer
@@ -182,11 +183,9 @@ def test_log_probabilities_are_the_models_own(llm: LLM, target, tokenizer):
     laws = torch.log_softmax(full_logits(target[1], ids), dim=-1)
     assert completion.logprobs is not None
     assert len(completion.logprobs) == 4
-    for place, (token_id, by_id) in enumerate(
-        zip(completion.token_ids, completion.logprobs, strict=True), start=len(output.prompt_token_ids) - 1
-    ):
+    for place, by_id in enumerate(completion.logprobs, start=len(output.prompt_token_ids) - 1):
         assert list(by_id) == laws[place].topk(2).indices.tolist()  # greedy: its own is the likeliest
-        assert by_id[token_id].rank == 1
+        assert [shown.rank for shown in by_id.values()] == [1, 2]
         for other, shown in by_id.items():
             assert shown.logprob == pytest.approx(laws[place, other].item(), abs=1e-4)
     own = [by_id[token_id].logprob for token_id, by_id in zip(completion.token_ids, completion.logprobs, strict=True)]
@@ -235,6 +234,19 @@ def test_a_chat_goes_through_the_template(llm: LLM, tokenizer):
     assert open_.prompt != rendered
     (own,) = llm.chat(MESSAGES, GREEDY, chat_template="{{ messages[0]['content'] }}!")
     assert own.prompt == "the quick fox!"
+
+
+def test_a_template_writes_its_own_special_tokens(tmp_path: Path):
+    tokenizer = build_tokenizer()
+    start = tokenizer.convert_tokens_to_ids("<|start|>")
+    own = tokenizer.backend_tokenizer
+    own.post_processor = TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", start)])
+    make_checkpoint(tmp_path, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(tmp_path)
+    with LLM(tmp_path, speculation="off", **SIZES) as llm:
+        (text,), (chat,) = llm.generate("the fox", GREEDY), llm.chat(MESSAGES, GREEDY)
+    assert text.prompt_token_ids == [start, *tokenizer.encode("the fox", add_special_tokens=False)]
+    assert [chat.prompt_token_ids[0], chat.prompt_token_ids[1] == start] == [start, False]
 
 
 def test_a_model_without_a_template_says_so(tmp_path: Path, tokenizer):

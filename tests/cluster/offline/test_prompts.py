@@ -54,9 +54,7 @@ def test_a_line_may_carry_its_own_sampling():
     line = {"prompt_token_ids": [1, 2], "temperature": 0.5, "seed": 3, "stop_token_ids": [4], "stop": "x", "n": 2}
     parsed = parse_line(line, "prompt-0", SamplingParams(max_tokens=9))
     assert parsed.prompt == Prompt(token_ids=(1, 2))
-    assert parsed.sampling == SamplingParams(
-        max_tokens=9, temperature=0.5, seed=3, stop_token_ids=[4], stop="x", n=2
-    )
+    assert parsed.sampling == SamplingParams(max_tokens=9, temperature=0.5, seed=3, stop_token_ids=[4], stop="x", n=2)
 
 
 @pytest.mark.parametrize("biases", [{"7": 1.5}, [{"token_id": 7, "bias": 1.5}]])
