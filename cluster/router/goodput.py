@@ -25,38 +25,6 @@ NUM_EM_ROUNDS = 4
 SAME_LOAD_SHARE = 0.75  # of the requests that decode: with fewer a price is another
 
 
-def expected_committed(acceptance_rate: float, draft_length: int) -> float:
-    """Return the expected tokens of one verification, (1 - a^(k+1)) / (1 - a): accepted ones plus one more.
-
-    Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), equation 1.
-    """
-    if acceptance_rate >= 1.0:
-        return draft_length + 1.0
-    return (1.0 - acceptance_rate ** (draft_length + 1)) / (1.0 - acceptance_rate)
-
-
-def best_draft_length(
-    *,
-    num_decoding: int,
-    acceptance_rate: float,
-    step_time: StepTimeModel,
-    max_draft_length: int,
-    draft_token_s: float = 0.0,
-    round_trip_s: float = 0.0,
-) -> int:
-    """Return the length, the same for the whole batch, with the most committed tokens per second; 0 when none pays.
-
-    Draft time counts in full: nothing is assumed to hide it. Of equal lengths the shorter wins.
-    """
-
-    def throughput(length: int) -> float:
-        draft_s = round_trip_s + draft_token_s * length if length else 0.0
-        seconds = step_time.t(num_decoding * (length + 1)) + draft_s
-        return num_decoding * expected_committed(acceptance_rate, length) / seconds
-
-    return max(range(max_draft_length + 1), key=throughput)
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A request that may speculate, with its estimated acceptance per position and its longest allowed draft."""

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes.engine_bench import EngineBench, greedy_tokens, make_request
+from fakes.in_process_port import InProcessPort
 from fakes.runner import FakeRunner
 from fuzz.budget import examples
 from fuzz.frames import FRAMES, INTEGERS, spoilt_frames, values_of
@@ -20,7 +21,6 @@ from fuzz.servers import CALL_TIMEOUT_S, Loop, kept_open, status_of
 from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.models.model_drafter import ModelDrafter
-from outrider.drafter_service.service.in_process_port import InProcessPort
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer

@@ -18,10 +18,10 @@ from typing import Any
 import grpc
 from ray import serve
 
+from fakes.in_process_port import InProcessPort
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
 from outrider.cluster.router.fleet import DrafterReport
 from outrider.drafter_service.engine.engine import DraftEngine
-from outrider.drafter_service.service.in_process_port import InProcessPort
 from outrider.drafter_service.service.rank_main import build_draft_engine
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2_grpc

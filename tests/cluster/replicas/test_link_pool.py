@@ -11,12 +11,12 @@ import grpc
 import pytest
 import torch
 
+from fakes.in_process_port import InProcessPort
 from fakes.runner import FakeRunner, confidence, continuation
 from outrider.cluster.replicas.link_pool import LinkPool
 from outrider.cluster.router.fleet import DrafterEndpoint
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.models.model_drafter import ModelDrafter
-from outrider.drafter_service.service.in_process_port import InProcessPort
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
 from outrider.verifier_service.messages.draft import Commit, Draft, DraftSampling, Open, Resync

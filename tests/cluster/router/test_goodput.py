@@ -13,8 +13,6 @@ from outrider.cluster.router.goodput import (
     VerifierMemory,
     allocate,
     allocate_at,
-    best_draft_length,
-    expected_committed,
     judged_tokens,
     observe,
     solo_gain,
@@ -31,27 +29,9 @@ FLAT = profile({1: 0.03, 1024: 0.03})
 LINEAR = profile({1: 0.001, 1024: 1.024})
 
 
-def test_expected_committed_by_hand():
-    assert expected_committed(0.5, 2) == 1.75  # 1 + 1/2 + 1/4
-    assert expected_committed(0.0, 5) == 1.0
-    assert expected_committed(1.0, 5) == 6.0
-    assert expected_committed(0.9, 0) == pytest.approx(1.0)
-
-
-def test_best_length_by_hand():
-    """t(1..2) = 1, t(3) = 1.5, t(4) = 3: at a = 0.8 the throughputs are 1, 1.8, 1.627, 0.984."""
-    stairs = profile({1: 1.0, 2: 1.0, 3: 1.5, 4: 3.0})
-    arguments = {"num_decoding": 1, "acceptance_rate": 0.8, "step_time": stairs, "max_draft_length": 3}
-    assert best_draft_length(**arguments) == 1
-    assert best_draft_length(**arguments, round_trip_s=0.7) == 2  # 1.8/1.7 = 1.059 against 2.44/2.2 = 1.109
-    assert best_draft_length(**arguments, round_trip_s=5.0) == 0
-
-
-def test_best_length_follows_the_machine():
-    arguments = {"num_decoding": 8, "acceptance_rate": 0.7, "max_draft_length": 8}
-    assert best_draft_length(**arguments, step_time=FLAT) == 8
-    assert best_draft_length(**arguments, step_time=LINEAR) == 0
-    assert best_draft_length(**(arguments | {"acceptance_rate": 0.0}), step_time=FLAT) == 0
+def expected_committed(acceptance_rate, draft_length):
+    """Return the expected tokens of one verification: each position that survives, and one token more."""
+    return sum(acceptance_rate**position for position in range(draft_length + 1))
 
 
 def best_by_trying_everything(candidates, *, num_decoding, step_time, exposed_s):

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.in_process_port import InProcessPort
 from fakes.runner import FakeRunner, confidence, continuation
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.models.model_drafter import ModelDrafter
-from outrider.drafter_service.service.in_process_port import InProcessPort
 from outrider.drafter_service.service.service import (
     DrafterLinkServicer,
     EngineDeadError,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -48,12 +49,14 @@ FAST_BREAKER = LinkConfig(
     breaker=BreakerConfig(failure_threshold=3, open_s=60.0),
 )
 
+TESTS = Path(__file__).resolve().parents[2]
+
 # A drafter process with a scripted engine: it drafts (1, 2, 3) for whatever is asked.
 CHILD = """
 import asyncio, sys
 import grpc
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig, DraftResult
-from outrider.drafter_service.service.in_process_port import InProcessPort
+from fakes.in_process_port import InProcessPort
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
 from outrider.verifier_service.messages.draft import DraftNeeds
@@ -168,7 +171,8 @@ async def until(condition: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def drafter_process(address: str = "127.0.0.1:0") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    child = subprocess.Popen([sys.executable, "-c", CHILD, address], stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    child = subprocess.Popen([sys.executable, "-c", CHILD, address], stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert child.stdout is not None
         yield child, f"127.0.0.1:{child.stdout.readline().strip()}"
