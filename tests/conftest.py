@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow = set(SLOW_LIST.read_text().splitlines())
+    slow = slow_functions()
     for item in items:
         if function_of(item.nodeid) in slow:
             item.add_marker("slow")
@@ -34,6 +34,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_items and not _cuda_is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
+
+
+def slow_functions() -> set[str]:
+    return set(SLOW_LIST.read_text().splitlines())
 
 
 def function_of(nodeid: str) -> str:
@@ -51,8 +55,11 @@ class Stopwatch:
         self._seconds[report.nodeid] += report.duration
 
     def pytest_sessionfinish(self) -> None:
+        """Say what this run knows: a function that it did not run stays as it was."""
+        known = {function_of(nodeid) for nodeid in self._seconds}
         slow = {function_of(nodeid) for nodeid, seconds in self._seconds.items() if seconds >= SLOW_S}
-        SLOW_LIST.write_text("".join(f"{name}\n" for name in sorted(slow)))
+        names = slow | (slow_functions() - known)
+        SLOW_LIST.write_text("".join(f"{name}\n" for name in sorted(names)))
 
 
 def _cuda_is_available() -> bool:

@@ -128,13 +128,19 @@ def folder_problems(text: str, page: str, root: Path = ROOT) -> list[str]:
 
 
 def within_problems(text: str, page: str, sources: Mapping[str, str]) -> list[str]:
-    """Complain of a `name` in a module that does not say it; a module that is not there is left out."""
+    """Complain of a `name` in a module that does not define it; a module that is not there is left out."""
     problems = []
     for name, cited in sorted({(name, cited) for names, cited in WITHIN.findall(text) for name in WORD.findall(names)}):
         modules = [source for path, source in sources.items() if f"/{path}".endswith(f"/{cited}")]
-        if modules and not any(re.search(rf"\b{name}\b", source) for source in modules):
+        if modules and not any(_defines(source, name) for source in modules):
             problems.append(f"{page}: {name} is not in {cited}")
     return problems
+
+
+def _defines(source: str, name: str) -> bool:
+    """Tell whether a module defines or assigns a name, or has it as a key or a name of an option."""
+    definition = rf"^ *(async def|def|class) {name}\b|\b{name}\b *[:=]|[\"']{name}[\"']"
+    return re.search(definition, source, re.MULTILINE) is not None
 
 
 def heading_problems(text: str, page: str, root: Path = ROOT) -> list[str]:

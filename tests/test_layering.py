@@ -52,7 +52,7 @@ ROOMS = {
     # the service around them
     "cluster": "router replicas offline",  # the names that users' configurations and programs import
     "cluster/common": "verifier_service/links",
-    "cluster/router": "common verifier_service/messages verifier_service/pricing drafter_service/engine",
+    "cluster/router": "common verifier_service/messages verifier_service/pricing",
     "cluster/monitoring": "common router verifier_service/messages",
     "cluster/gateway": "common router monitoring proto verifier_service/messages verifier_service/links",
     "cluster/web": "",

@@ -6,7 +6,7 @@ OutriderError                      500  INTERNAL
 │   ├── BodyTooLarge               413  INVALID_ARGUMENT
 │   └── BodyTooSlow                408  INVALID_ARGUMENT
 ├── Unauthenticated                401  UNAUTHENTICATED     no API key, or not a known one
-├── Overloaded(retry_after_s)      429  RESOURCE_EXHAUSTED  a queue or a rate is at its limit: try again later
+├── Overloaded(retry_after_s)      429  RESOURCE_EXHAUSTED  a queue is at its limit: try again later
 ├── Unavailable(retry_after_s)     503  UNAVAILABLE         no verifier can serve it now
 └── RequestFailed                  500  INTERNAL            it was accepted and did not finish
 """

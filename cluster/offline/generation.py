@@ -60,8 +60,9 @@ def to_record(found: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
         "token_ids": output.token_ids,
         "text": output.text,
         "finish_reason": output.finish_reason,
-        "metrics": {"speculative_decoding": speculation_json(found.metrics)},
     }
+    if output.index == 0:  # counters are the prompt's, of all its outputs
+        fields["metrics"] = {"speculative_decoding": speculation_json(found.metrics)}
     fields |= {"index": output.index} if len(found.outputs) > 1 else {}
     return fields | ({"error": found.error} if output.finish_reason == "error" else {})
 

@@ -22,8 +22,8 @@ from outrider.cluster.offline.outputs import RequestOutput
 from outrider.cluster.offline.prompt_run import PromptRun, RunContext
 from outrider.cluster.offline.prompts import Prompt, PromptError, PromptInput, parse_messages, parse_prompt
 from outrider.cluster.offline.sampling_params import SamplingParams
-from outrider.cluster.router.fleet import PolicyMode
-from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.cluster.router.fleet import PolicyMode, off
+from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
 OPTIONS = (  # those of `ServiceConfig` that mean something without a server
@@ -164,7 +164,7 @@ class LLM:
         if prompt.text is not None:
             return prompt.text, codec.encode_now(prompt.text, add_special_tokens=True)
         if chat_template is None and not codec.has_chat_template:
-            raise PromptError(f"{name}: this model has no chat template: give chat_template, or a text to generate()")
+            raise PromptError(f"{name}: this model has no chat template")
         try:
             text = codec.render_chat_now(
                 prompt.messages or (), add_generation_prompt=add_generation_prompt, chat_template=chat_template
@@ -192,6 +192,8 @@ class LLM:
         with self._alone():
             try:
                 for output in self._engine.generate(request for run in runs for request in run.requests):
+                    if self._is_closed:  # while the iterator was suspended
+                        raise RuntimeError("this LLM is closed")
                     run = by_request[output.request_id]
                     if run.absorb(output):
                         self._engine.cancel(output.request_id)  # it knows nothing of stop strings
@@ -231,7 +233,7 @@ def _planned(config: ServiceConfig) -> tuple[ServiceConfig, SpeculationPlan]:
     """Return how every prompt speculates, and the configuration without a drafter where none does."""
     mode = config.router_policy.mode
     if mode is PolicyMode.OFF or config.num_speculative_tokens == 0:
-        return replace(config, num_speculative_tokens=0), SpeculationPlan()
+        return replace(config, num_speculative_tokens=0), off(DisabledReason.CONFIG)
     return config, SpeculationPlan(draft_length=config.num_speculative_tokens, is_pinned=mode is PolicyMode.ALWAYS)
 
 

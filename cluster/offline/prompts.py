@@ -46,7 +46,7 @@ def parse_prompt(value: Any, name: str) -> Prompt:
         return Prompt(text=value)
     if not isinstance(value, Mapping):
         raise PromptError(f"{name} must be a text, or a mapping with prompt or prompt_token_ids")
-    for field in value.keys() - set(PROMPT_FIELDS):
+    for field in sorted(value.keys() - set(PROMPT_FIELDS), key=str):
         raise PromptError(f"{name}: unknown field {field!r}{did_you_mean(str(field), PROMPT_FIELDS)}")
     if len(value) != 1:
         raise PromptError(f"{name}: give one of prompt, prompt_token_ids and messages")

@@ -31,7 +31,7 @@ class LinkPool:
 
     @property
     def num_bad_frames(self) -> int:
-        """Return how many frames of drafters were no messages at all, since start; the engine counts bad drafts."""
+        """Return how many frames of drafters the links themselves could not read, since start; engines count drafts."""
         return self._num_old_bad_frames + sum(link.counters.num_bad_frames for link in self._links.values())
 
     @property

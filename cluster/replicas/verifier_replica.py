@@ -22,12 +22,19 @@ from outrider.cluster.router.fleet import Directive, VerifierReport
 from outrider.cluster.router.scaling_figures import VerifierFigures
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
 from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineLoad, EngineReady, EngineUpdate, SetPlans
 from outrider.verifier_service.messages.link import Hello
 from outrider.verifier_service.messages.request import GenerationRequest, SpeculationPlan
 
 logger = logging.getLogger(__name__)
 FIRST_REPORT_TIMEOUT_S = 10.0
+
+
+def own_draft_length(load: EngineLoad, configured: int) -> int:
+    """Return the longest draft of the drafter in the engine's process: none once that is lost."""
+    is_up = any(circuit.drafter_id == LOCAL_DRAFTER_ID for circuit in load.circuits)
+    return configured if is_up else 0
 
 
 class VerifierReplica:
@@ -118,7 +125,7 @@ class VerifierReplica:
             max_model_len=self._ready.max_model_len,
             step_times=self._ready.step_times,
             linked_drafters=self._links.drafters_up,
-            own_draft_length=self._own_draft_length,
+            own_draft_length=own_draft_length(load, self._own_draft_length),
             num_ranks=self._num_ranks,
             draining=self._is_draining,
             num_bad_frames=self._links.num_bad_frames + load.counters.num_bad_frames,

@@ -315,7 +315,10 @@ class FakeVerifier:
             verify_idle_share=(self._idle_s - idle_before_s) / elapsed_s,
             counters=self._counters(),
             requests=self._request_loads(),
-            drafters=self._performances(),
+            drafters=tuple(
+                DrafterPerformance(drafter_id=name, round_trip_s=self._round.round_trip_s)
+                for name in sorted(self._asked)
+            ),
         )
         self._reported = (self.clock_s, self._num_committed, self._num_steps, self._idle_s)
         return VerifierReport(
@@ -357,12 +360,6 @@ class FakeVerifier:
                 num_speculative_tokens=None,
             )
             for is_running, number, num_drafts, num_drafted, num_accepted in rows
-        )
-
-    def _performances(self) -> tuple[DrafterPerformance, ...]:
-        return tuple(
-            DrafterPerformance(drafter_id=drafter_id, round_trip_s=self._round.round_trip_s)
-            for drafter_id in sorted(self._asked)
         )
 
     def follow(self, plans: Mapping[str, SpeculationPlan]) -> None:

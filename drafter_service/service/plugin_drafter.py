@@ -18,7 +18,7 @@ from outrider.drafter_service.service.plugins import PluginContext, described, l
 from outrider.verifier_service.messages.draft import Draft, DraftNeeds
 from outrider.verifier_service.messages.wire import decode, encode
 
-MAX_SILENT_CALLS = 10_000  # of one drafter, one after another; taking in a long prompt needs some hundred
+MAX_SILENT_CALLS = 1_000  # of one drafter, one after another; taking in a long prompt needs some hundred
 _METHODS = ("draft", "release", "check_integrity")
 
 

@@ -99,8 +99,8 @@ class DraftCoordinator:
 
     def drafters(self, now_s: float) -> tuple[DrafterPerformance, ...]:
         """Return how every drafter serves that has answered."""
-        times = (drafter.time(drafter_id, now_s, self._num_steps) for drafter_id, drafter in self._drafters.items())
-        return tuple(found for found in times if found is not None)
+        all_ = (record.performance(drafter_id, now_s, self._num_steps) for drafter_id, record in self._drafters.items())
+        return tuple(performance for performance in all_ if performance is not None)
 
     @property
     def request_ids(self) -> set[str]:
@@ -268,7 +268,7 @@ class DraftCoordinator:
         """Send each request's new tokens to its drafter and hold the request until the draft's deadline."""
         outbox: dict[str, list[VerifierMessage]] = {}
         num_rounds: collections.Counter[str] = collections.Counter()
-        # while nobody's drafts can pay, rounds without any say nothing of a drafter
+        # while nobody's drafts can pay, rounds without any say nothing of a drafter; nor do those that none could make
         is_closed = self._pricing is not None and self._pricing.price == NEVER
         for request in requests:
             drafter_id = None if request.plan.is_off else self._choose_drafter(request, now_s)
@@ -314,10 +314,11 @@ class DraftCoordinator:
             self._client.send(drafter_id, messages)
 
     def _choose_drafter(self, request: Request, now_s: float) -> str | None:
-        """Return the planned drafter if it may be asked, else the one with the fewest sessions that may."""
-        planned = request.plan.drafter_id
-        if planned in self._drafters and self._drafters[planned].breaker.would_allow(now_s):
-            return planned
+        """Return the planned drafter if it may be asked, else the one that has a session, else the least busy one."""
+        session = self._sessions.get(request.request_id)
+        for drafter_id in (request.plan.drafter_id, session and session.drafter_id):
+            if drafter_id in self._drafters and self._drafters[drafter_id].breaker.would_allow(now_s):
+                return drafter_id
         able = [item for item in self._drafters.items() if item[1].breaker.would_allow(now_s)]
         return min(able, key=lambda item: (len(item[1].session_ids), item[0]))[0] if able else None
 
@@ -331,8 +332,7 @@ class DraftCoordinator:
         if self._pricing is None:
             return bound
         has_predictions = drafter_id is not None and self._drafters[drafter_id].needs.predictions
-        drafter_id = drafter_id or request.plan.drafter_id or ""
-        return self._pricing.length(request, drafter_id, bound, has_predictions=has_predictions)
+        return self._pricing.length(request, drafter_id or "", bound, has_predictions=has_predictions)
 
     def _longest_draft(self, request: Request) -> int:
         """Return how long a draft the plan, the request itself and its remaining places allow."""

@@ -60,7 +60,7 @@ class DrafterRecord:
     def timer_of(self, session: DraftSession) -> RoundTimer:
         return self.timer if session.has_answered else self.opening_timer
 
-    def time(self, drafter_id: str, now_s: float, step: int) -> DrafterPerformance | None:
+    def performance(self, drafter_id: str, now_s: float, step: int) -> DrafterPerformance | None:
         """Return how it serves, by the step of `DraftYield`; None: it has not answered yet."""
         if self.timer.smoothed_s is None:
             return None

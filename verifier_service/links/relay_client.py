@@ -66,6 +66,7 @@ class RelayDraftClient:
         self._events: list[DrafterEvent] = []
         self._outbox: list[Relay] = []
         self.num_bad_frames = 0
+        self._known_bad: set[str] = set()  # drafters whose present connection has brought a malformed frame
         self.num_state_bytes: collections.Counter[str] = collections.Counter()  # sent, by transport
         self.num_tensor_fallbacks = 0  # states that went as bytes for their channel was full or had failed
 
@@ -82,7 +83,9 @@ class RelayDraftClient:
             decoded = decode(message.payload, DRAFTER_MESSAGES)
         except WireError as error:
             self.num_bad_frames += 1
-            logger.warning("malformed frame from drafter %s dropped: %s", message.peer, error)
+            if message.peer not in self._known_bad:  # in the step loop's process: one line says it
+                self._known_bad.add(message.peer)
+                logger.warning("malformed frames from drafter %s are dropped: %s", message.peer, error)
             return
         if isinstance(decoded, Resync) and decoded.lost_tensors and message.peer in self._senders:
             self._senders[message.peer].close()
@@ -95,6 +98,7 @@ class RelayDraftClient:
         if (old := self._senders.pop(state.peer, None)) is not None:
             old.close()
         self._ways.pop(state.peer, None)
+        self._known_bad.discard(state.peer)
         self._said = {key: said for key, said in self._said.items() if key[0] != state.peer}
         if state.is_up and state.tensors is not None:
             self._senders[state.peer] = self._open_sender(state.tensors)

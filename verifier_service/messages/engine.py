@@ -157,7 +157,7 @@ class EngineLoad:
     counters: EngineCounters = EngineCounters()
     requests: tuple[RequestLoad, ...] = ()
     drafters: tuple[DrafterPerformance, ...] = ()  # that have answered
-    circuits: tuple[DrafterCircuit, ...] = ()
+    circuits: tuple[DrafterCircuit, ...] = ()  # of every drafter that is up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -208,7 +208,7 @@ class GenerationRequest:
 
 @dataclass(slots=True, kw_only=True)
 class SpeculationMetrics:
-    """Counters of one request's speculation; the two rates are derived where they are shown.
+    """Counters of one request's speculation, and two rates that are derived from them.
 
     draft_acceptance_rate  = num_accepted_tokens / num_draft_tokens (scheduled for verification)
     mean_acceptance_length = 1 + num_accepted_tokens / num_drafts   (bonus included, empty drafts left out)

@@ -317,9 +317,38 @@ def test_a_draft_is_as_long_as_the_record_of_the_drafter_that_will_make_it_says(
     priced.ask()
     priced.receive(down("d"))
     priced.ask()
-    heard = [("d", 3, False), ("e", 3, False), ("d", 3, False), ("e", 0, False)]
-    assert priced.coordinator._pricing.heard == heard, "with nobody left, it is that of the plan, and nothing is asked"
+    heard = [("d", 3, False), ("e", 3, False), ("d", 3, False), ("", 0, False)]
+    assert priced.coordinator._pricing.heard == heard, "with nobody left, nothing is asked of anybody"
     assert request.metrics.disabled_reason is DisabledReason.DRAFTER_UNAVAILABLE
+
+
+def test_a_request_stays_where_its_session_is_while_its_planned_drafter_is_away(bench: Bench):
+    """Its own session must not make a drafter look busier than one that would begin with a prefill."""
+    bench.receive(down("d"), up("e"), up("f"))
+    request = bench.request(drafter_id="d")
+    asked = []
+    for token_id in (7, 8, 9):
+        asked.append([(drafter_id, type(message).__name__) for drafter_id, message in bench.ask()])
+        request.token_ids.append(token_id)
+    assert asked == [[("e", "Open"), ("e", "Commit")], [("e", "Commit")], [("e", "Commit")]]
+
+
+def test_one_request_probes_a_drafter_that_failed_and_the_others_go_elsewhere(bench: Bench):
+    """Choosing takes no place: only what is asked does, also not a request that asks for nothing."""
+    bench.receive(up("e"))
+    breaker = bench.coordinator._drafters["d"].breaker
+    for _ in range(BreakerConfig().failure_threshold):
+        breaker.record_failure(bench.now_s)
+    bench.request("nothing", drafter_id="d", num_speculative_tokens=0)
+    for name in ("r0", "r1", "r2"):
+        bench.request(name, drafter_id="d")
+    asked = {message.request_id: drafter_id for drafter_id, message in bench.ask()}
+    assert asked == {"r0": "e", "r1": "e", "r2": "e"}, "it is open"
+    bench.now_s += BreakerConfig().open_s
+    for request in bench.requests.values():
+        request.token_ids.append(9)
+    commits = [(drafter_id, message) for drafter_id, message in bench.ask() if isinstance(message, Commit)]
+    assert {message.request_id: drafter_id for drafter_id, message in commits} == {"r0": "d", "r1": "e", "r2": "e"}
 
 
 def test_opt_out_sends_nothing_at_all(bench: Bench):
@@ -398,9 +427,9 @@ def test_a_draft_that_is_late_says_how_long_the_next_one_may_take():
     bench.now_s = request.hold_until_s + 1.5
     bench.receive()
     bench.receive(said(answer(commit, 7)))
-    (time_of_d,) = bench.coordinator.drafters(bench.now_s)
-    assert time_of_d.round_trip_s > 1.5
-    assert time_of_d.late_share == pytest.approx(1 / 3)
+    (of_d,) = bench.coordinator.drafters(bench.now_s)
+    assert of_d.round_trip_s > 1.5
+    assert of_d.late_share == pytest.approx(1 / 3)
     bench.ask()
     assert request.hold_until_s - bench.now_s > 1.5
 
@@ -408,18 +437,18 @@ def test_a_draft_that_is_late_says_how_long_the_next_one_may_take():
 def test_what_a_drafter_brings_per_round_is_known_after_some(bench: Bench):
     request = bench.request(max_tokens=100, drafter_id="d")
     for _ in range(18):  # those before fade a little
-        (time_of_d,) = bench.coordinator.drafters(bench.now_s) or (None,)
-        assert time_of_d is None or time_of_d.accepted_per_round is None
+        (of_d,) = bench.coordinator.drafters(bench.now_s) or (None,)
+        assert of_d is None or of_d.accepted_per_round is None
         *_, (_, commit) = bench.ask()
         bench.receive(said(answer(commit, 7, 8)))
         bench.coordinator.observe_accepted([(request, 2)])
         request.token_ids += [7, 8, 9]
         request.draft = None
-    (time_of_d,) = bench.coordinator.drafters(bench.now_s)
-    assert time_of_d.accepted_per_round == pytest.approx(2.0, rel=0.01)
+    (of_d,) = bench.coordinator.drafters(bench.now_s)
+    assert of_d.accepted_per_round == pytest.approx(2.0, rel=0.01)
     request.plan = SpeculationPlan(disabled_reason=DisabledReason.LOAD)
     bench.ask()
-    assert bench.coordinator.drafters(bench.now_s) == (time_of_d,), "a round without a drafter is nobody's"
+    assert bench.coordinator.drafters(bench.now_s) == (of_d,), "a round without a drafter is nobody's"
 
 
 class ClosedPricing:
@@ -447,8 +476,8 @@ def test_while_no_draft_pays_only_rounds_with_one_are_counted_and_nothing_is_for
         bench.receive(said(answer(commit, 7, 8)))
         request.token_ids.append(9)
         request.draft = None
-    (time_of_d,) = bench.coordinator.drafters(bench.now_s)
-    assert time_of_d.accepted_per_round == 0.0
+    (of_d,) = bench.coordinator.drafters(bench.now_s)
+    assert of_d.accepted_per_round == 0.0
 
 
 @pytest.mark.parametrize("slow_s", [0.0, 10.0])

@@ -329,9 +329,9 @@ def test_loads_count_what_drafters_did():
         assert sum(load.counters.round_trip_s.counts) == 2
         assert load.tokens_per_s > 0.0
         assert load.mean_step_s is not None
-        (time_of_d,) = load.drafters
-        assert time_of_d.drafter_id == "d"
-        assert 0 < time_of_d.round_trip_s < PATIENCE_S
+        (of_d,) = load.drafters
+        assert of_d.drafter_id == "d"
+        assert 0 < of_d.round_trip_s < PATIENCE_S
 
 
 def test_a_load_names_the_running_requests_first():
