@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from pathlib import Path
-
 import pytest
 from hypothesis import settings
 
-SLOW_LIST = Path(__file__).with_name("slow.txt")  # functions of which a case takes so long, one a line
-SLOW_S = 1.0
+from slow_list import Stopwatch, function_of, slow_functions
 
 settings.register_profile("outrider", derandomize=True, deadline=None, database=None)
 settings.load_profile("outrider")
@@ -17,7 +13,7 @@ settings.load_profile("outrider")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-runs", type=int, default=20, help="How often `make soak` repeats each failure.")
-    parser.addoption("--write-slow", action="store_true", help=f"Write {SLOW_LIST.name} from what this run takes.")
+    parser.addoption("--write-slow", action="store_true", help="Write tests/slow.txt from what this run takes.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,32 +30,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_items and not _cuda_is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
-
-
-def slow_functions() -> set[str]:
-    return set(SLOW_LIST.read_text().splitlines())
-
-
-def function_of(nodeid: str) -> str:
-    """Return a test's file and function, without the parameters of the case."""
-    return nodeid.split("[")[0]
-
-
-class Stopwatch:
-    """Adds up what each test takes, what it sets up first included, and writes the list of the slow ones."""
-
-    def __init__(self) -> None:
-        self._seconds: Counter[str] = Counter()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid] += report.duration
-
-    def pytest_sessionfinish(self) -> None:
-        """Say what this run knows: a function that it did not run stays as it was."""
-        known = {function_of(nodeid) for nodeid in self._seconds}
-        slow = {function_of(nodeid) for nodeid, seconds in self._seconds.items() if seconds >= SLOW_S}
-        names = slow | (slow_functions() - known)
-        SLOW_LIST.write_text("".join(f"{name}\n" for name in sorted(names)))
 
 
 def _cuda_is_available() -> bool:

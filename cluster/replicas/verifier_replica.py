@@ -128,7 +128,7 @@ class VerifierReplica:
             own_draft_length=own_draft_length(load, self._own_draft_length),
             num_ranks=self._num_ranks,
             draining=self._is_draining,
-            num_bad_frames=self._links.num_bad_frames + load.counters.num_bad_frames,
+            num_bad_link_frames=self._links.num_bad_frames,
         )
 
     async def load(self) -> EngineLoad | None:

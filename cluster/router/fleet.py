@@ -65,8 +65,13 @@ class VerifierReport:
     own_draft_length: int = 0  # the longest draft of the drafter in its own process; 0: there is none
     linked_drafters: tuple[str, ...] = ()  # those it has a live link to
     draining: bool = False  # takes no new requests and ends when the running ones have
-    num_bad_frames: int = 0  # that drafters sent
+    num_bad_link_frames: int = 0  # of drafters, which its links could not read
     num_ranks: int = 1  # accelerators that it takes
+
+    @property
+    def num_bad_frames(self) -> int:
+        """How many frames of drafters no part of it could read."""
+        return self.num_bad_link_frames + self.load.counters.num_bad_frames
 
     @property
     def drafters_up(self) -> tuple[str, ...]:

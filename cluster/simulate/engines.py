@@ -301,7 +301,7 @@ class FakeVerifier:
         since_s, committed_before, steps_before, idle_before_s = self._reported
         elapsed_s = max(self.clock_s - since_s, 1e-9)
         num_steps = self._num_steps - steps_before
-        knee = self._lengths.knee if with_knee else None
+        knee, trip_s = self._lengths.knee if with_knee else None, self._round.round_trip_s
         load = EngineLoad(
             num_running=self._num_rows + len(self._prefills),
             num_waiting=len(self._waiting),
@@ -315,10 +315,7 @@ class FakeVerifier:
             verify_idle_share=(self._idle_s - idle_before_s) / elapsed_s,
             counters=self._counters(),
             requests=self._request_loads(),
-            drafters=tuple(
-                DrafterPerformance(drafter_id=name, round_trip_s=self._round.round_trip_s)
-                for name in sorted(self._asked)
-            ),
+            drafters=tuple(DrafterPerformance(drafter_id=name, round_trip_s=trip_s) for name in sorted(self._asked)),
         )
         self._reported = (self.clock_s, self._num_committed, self._num_steps, self._idle_s)
         return VerifierReport(

@@ -56,7 +56,7 @@ BUSY_VERIFIER = verifier_report(
     mean_step_s=0.05,
     counters=COUNTERS,
     circuits=(DrafterCircuit(drafter_id="d0", state="closed"), DrafterCircuit(drafter_id="d1", state="open")),
-    num_bad_frames=4,
+    num_bad_link_frames=4,
     price=0.5,
     knee=96.0,
     draft_length_mean=2.5,

@@ -323,6 +323,14 @@ def test_an_iterator_that_is_left_cancels_the_others(llm: LLM, expected):
     assert token_ids(llm.generate(TEXTS, GREEDY)) == expected
 
 
+def test_an_iterator_that_outlives_its_llm_says_so(target: Target):
+    with LLM(target[0], speculation="off", **SIZES) as llm:
+        outputs = llm.as_completed(TEXTS, [SamplingParams(max_tokens=1), GREEDY, GREEDY])
+        next(outputs)
+    with pytest.raises(RuntimeError, match="this LLM is closed"):
+        next(outputs)
+
+
 def test_a_closed_one_says_so(target: Target):
     llm = LLM(target[0], speculation="off", **SIZES)
     llm.generate(TEXTS[0], GREEDY)

@@ -6,7 +6,7 @@ import pytest
 
 from fakes.reports import verifier_report
 from outrider.cluster.router.fleet import PolicyMode, RouterPolicy, VerifierReport, table_length, with_changes
-from outrider.verifier_service.messages.engine import DrafterCircuit, RequestLoad
+from outrider.verifier_service.messages.engine import DrafterCircuit, EngineCounters, RequestLoad
 
 POLICY = RouterPolicy(mode=PolicyMode.ALWAYS, max_draft_length=5)
 
@@ -86,3 +86,7 @@ def test_requests_that_run_are_told_from_those_that_wait_by_what_they_say():
     )
     load = verifier_report(requests=(waits, runs))
     assert (load.running, load.waiting) == ((runs,), (waits,))
+
+
+def test_frames_that_a_link_or_the_engine_cannot_read_are_counted_together():
+    assert verifier_report(num_bad_link_frames=2, counters=EngineCounters(num_bad_frames=3)).num_bad_frames == 5

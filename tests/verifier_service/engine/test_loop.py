@@ -211,6 +211,7 @@ def test_a_bad_relay_is_counted_and_the_round_still_open():
         loop.say(Relay(peer="d", payload=b"\xc1 garbage"), draft_for(loop.asks()[0], expected[1:4]))
         loop.hear_until(lambda: "a" in loop.finished())
         assert loop.drafts.num_bad_frames == 1
+        loop.hear_until(lambda: loop.loads and loop.loads[-1].counters.num_bad_frames == 1)
         assert loop.outputs[-1].speculation.num_accepted_tokens == 3
 
 
@@ -334,7 +335,7 @@ def test_loads_count_what_drafters_did():
         assert 0 < of_d.round_trip_s < PATIENCE_S
 
 
-def test_a_load_names_the_running_requests_first():
+def test_a_load_says_which_requests_run():
     bench = EngineBench(num_blocks=9)
     for request_id, priority in (("a", 0), ("b", -1)):  # the later one is served first, the other does not fit
         assert (
@@ -345,7 +346,7 @@ def test_a_load_names_the_running_requests_first():
     bench.step()
     load = engine_load(bench.engine, RecentRates(), now_s=0.0)
     assert (load.num_running, load.num_waiting) == (1, 2)
-    assert [request.request_id for request in load.requests] == ["b", "a", "c"]
+    assert {request.request_id: request.is_running for request in load.requests} == {"b": True, "a": False, "c": False}
 
 
 def test_a_load_says_how_fast_tokens_came_for_those_with_a_target():

@@ -1,0 +1,41 @@
+"""The functions of which a case takes a second or more, one a line: `make check` leaves them out.
+
+`.venv/bin/python -m pytest -m "not (service or soak)" -n 2 --write-slow` writes the list; a run of some files changes
+what it says of those alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+SLOW_LIST = Path(__file__).with_name("slow.txt")
+SLOW_S = 1.0
+
+
+def slow_functions() -> set[str]:
+    return set(SLOW_LIST.read_text().splitlines())
+
+
+def function_of(nodeid: str) -> str:
+    """Return a test's file and function, without the parameters of the case."""
+    return nodeid.split("[")[0]
+
+
+class Stopwatch:
+    """A plug-in that adds up what each test takes, what it sets up first included, and writes the list."""
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        """Say what this run knows: a function that it did not run stays as it was."""
+        known = {function_of(nodeid) for nodeid in self._seconds}
+        slow = {function_of(nodeid) for nodeid, seconds in self._seconds.items() if seconds >= SLOW_S}
+        names = slow | (slow_functions() - known)
+        SLOW_LIST.write_text("".join(f"{name}\n" for name in sorted(names)))
