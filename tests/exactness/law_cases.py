@@ -32,7 +32,7 @@ from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, SparseRow
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 
 VOCAB_SIZE = 6
-NUM_DRAWS = 30_000  # of each population
+NUM_DRAWS = 15_000  # of each population
 LONG = 10 * PERIOD  # output tokens of a request that yields ten draws
 PROMPT = (1, 2, 3)
 
