@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from outrider.cluster.common.extras import PACKAGES
+from rooms import LAYERS, ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-LAYERS = ("cluster", "drafter_service", "proto", "verifier_service")
 OWN_FILES = ("__init__.py", "py.typed")  # of the package `outrider` itself: the repository's root
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ENTRY_POINT = "outrider.cluster.cli.main:main"

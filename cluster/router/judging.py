@@ -158,7 +158,7 @@ class Judge:
             return DisabledReason.LOW_ACCEPTANCE
         last = memory.default_plan.disabled_reason
         if last is not None and self._weigh(memory, judged).gain > self.policy.switch.on_gain:
-            return DisabledReason(last)  # it would pay by now, but for the dwell
+            return last  # it would pay by now, but for the dwell
         pays_in_time = self._estimate(judged, 0.0).gain > self.policy.switch.on_gain
         return DisabledReason.DRAFT_QUEUE if pays_in_time else DisabledReason.LOAD
 

@@ -47,12 +47,13 @@ def test_a_pool_of_heads_reads_the_targets_states_over_the_link_beside_a_pool_of
     """As examples/two_pools.yaml has it. What each brings becomes known; whoever drafted, the tokens are the same."""
     (application,) = yaml.safe_load(TWO_POOLS.read_text())["applications"]
     options = {**application["args"], "drafter_pools": tuple(application["args"]["drafter_pools"])}
-    with live_service(**options, speculation="always") as service:
+    # no warm-up, and first a text in which lookups find something: a pool that is known to bring nothing is left alone
+    with live_service(**options, speculation="always", wait_for_drafts=False) as service:
         service.wait_for_fleet(1, 2)
         brought: dict[str, float] = {}
 
         def are_known() -> bool:
-            for prompt in (PROMPT, REPEATED):
+            for prompt in (REPEATED, PROMPT):
                 accepted_of_streams(service, prompt)
             snapshot = service.call("Router", "snapshot")
             pools = {state.report.drafter_id: state.report.pool for state in snapshot.drafters}
@@ -62,6 +63,5 @@ def test_a_pool_of_heads_reads_the_targets_states_over_the_link_beside_a_pool_of
             return brought.keys() == {"default", "lookup"}
 
         wait_for(are_known, timeout_s=120)
-        # the warm-up's text may be all that the lookups were given: they find nothing in it, and are left alone then
-        assert brought["default"] > 0.1
+        assert min(brought.values()) > 0.1
         service.wait_until_idle()
