@@ -149,11 +149,13 @@ async def test_grpc_calls_without_one_are_not(tokenizer, backend, metadata):
             await stub.GenerateUnary(REQUEST, metadata=metadata, timeout=10)
         with pytest.raises(grpc.aio.AioRpcError) as stream:
             [chunk async for chunk in stub.Generate(REQUEST, metadata=metadata, timeout=10)]
-        with pytest.raises(grpc.aio.AioRpcError) as reflection:
-            await list_services(channel, metadata)
-        for raised in (unary, stream, reflection):
+        for raised in (unary, stream):
             assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert WRONG_KEY not in raised.value.details()
+        # It says nothing: a write after the refusal turns the status into INTERNAL (grpc/grpc#36066).
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(metadata=metadata, timeout=10)
+        assert await reflection.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert WRONG_KEY not in await reflection.details()
     assert backend.requests == []
 
 
@@ -163,12 +165,6 @@ async def list_services(channel: grpc.aio.Channel, metadata) -> list[str]:
         iter([request]), metadata=metadata, timeout=10
     )
     return [service.name async for answer in call for service in answer.list_services_response.service]
-
-
-async def test_a_stream_that_says_nothing_is_refused_at_once(tokenizer, backend):
-    async with grpc_channel(tokenizer, backend) as channel:
-        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(timeout=10)
-        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_health_needs_no_key(tokenizer, backend):
