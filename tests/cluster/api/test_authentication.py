@@ -153,7 +153,8 @@ async def test_grpc_calls_without_one_are_not(tokenizer, backend, metadata):
             assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert WRONG_KEY not in raised.value.details()
         # It says nothing: a write after the refusal turns the status into INTERNAL (grpc/grpc#36066).
-        reflection = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(metadata=metadata, timeout=10)
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        reflection = stub.ServerReflectionInfo(metadata=metadata, timeout=10)
         assert await reflection.code() is grpc.StatusCode.UNAUTHENTICATED
         assert WRONG_KEY not in await reflection.details()
     assert backend.requests == []
