@@ -13,14 +13,12 @@ from transformers import PreTrainedConfig
 from outrider.drafter_service.heads.eagle import EagleHead
 from outrider.drafter_service.heads.eagle3 import Eagle3Head
 from outrider.drafter_service.heads.head_files import CONFIG_NAME, read_json
-from outrider.drafter_service.heads.head_layer import Attend, DraftHead, HeadError
+from outrider.drafter_service.heads.head_layer import Attend, DraftHead, HeadError, make_lean
 from outrider.drafter_service.heads.mtp import MtpHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.lean_modules import fuse_siblings
-from outrider.verifier_service.model.packed_linear import pack_linears
 from outrider.verifier_service.model.runner import limit_to_pool, resolve_device, resolve_dtype, resolve_num_blocks
 from outrider.verifier_service.model.weights import Checkpoint, TensorSource
 
@@ -90,7 +88,8 @@ class HeadRunner:
 def _paged(context: AttentionContext) -> Attend:
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         # what a peer's states make overflow must not get into the pool, where it would outlast its session
-        return context.attend(LAYER_INDEX, query, key.nan_to_num(), value.nan_to_num(), AttentionOptions())
+        packed = (tensor[0].transpose(0, 1) for tensor in (query, key.nan_to_num(), value.nan_to_num()))
+        return context.attend(LAYER_INDEX, *packed, AttentionOptions())[None]
 
     return attend
 
@@ -124,8 +123,7 @@ def load_heads(
             for folder in folders
         ]
     for head in heads:
-        fuse_siblings(head)
-        pack_linears(head)
+        make_lean(head)
     return SwitchedHeads(heads)
 
 

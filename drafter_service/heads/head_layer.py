@@ -29,6 +29,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from outrider.drafter_service.heads.head_files import HeadFiles
 from outrider.verifier_service.model.architectures import batch_dependent_rope
 from outrider.verifier_service.model.attention import LayerShape
+from outrider.verifier_service.model.decoder import GatedMLP
+from outrider.verifier_service.model.packed_linear import make_linear, pack_linears
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import TensorSource, WeightError
 
 LAYER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # pre-norm, RMSNorm, gated SiLU: what `HeadLayer` computes
@@ -73,6 +76,7 @@ class HeadAttention(nn.Module):
         self.k_proj = nn.Linear(input_size, num_kv_heads * self.head_dim, bias=has_bias or is_qwen2)
         self.v_proj = nn.Linear(input_size, num_kv_heads * self.head_dim, bias=has_bias or is_qwen2)
         self.o_proj = nn.Linear(num_heads * self.head_dim, description.hidden_size, bias=has_bias)
+        self.qkv_proj: nn.Module | None = None
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
         if description.model_type == "qwen3":
@@ -82,11 +86,22 @@ class HeadAttention(nn.Module):
     def forward(
         self, rows: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend
     ) -> torch.Tensor:  # [batch, length, input_size] -> [batch, length, hidden_size]
-        query = self._heads(self.q_proj(rows), self.q_norm)
-        key = self._heads(self.k_proj(rows), self.k_norm)
-        value = self._heads(self.v_proj(rows), None)
+        query_rows, key_rows, value_rows = self._project(rows)
+        query, key = self._heads(query_rows, self.q_norm), self._heads(key_rows, self.k_norm)
         query, key = apply_rotary_pos_emb(query, key, *rotary)
-        return self.o_proj(attend(query, key, value).flatten(2))
+        return self.o_proj(attend(query, key, self._heads(value_rows, None)).flatten(2))
+
+    def fuse(self) -> None:
+        """Make one linear of the three projections, which cannot be trained or saved any more."""
+        parts: list[Any] = [self.q_proj, self.k_proj, self.v_proj]
+        self._sizes = [part.out_features for part in parts]
+        self.qkv_proj = fused_linear(parts)
+        del self.q_proj, self.k_proj, self.v_proj
+
+    def _project(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        if self.qkv_proj is None:
+            return self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)
+        return self.qkv_proj(rows).split(self._sizes, dim=-1)
 
     def _heads(self, rows: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
         split = rows.unflatten(-1, (-1, self.head_dim))
@@ -106,6 +121,25 @@ class HeadMLP(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(rows)) * self.up_proj(rows))
+
+
+def fused_linear(parts: Sequence[nn.Linear]) -> nn.Module:
+    """Make one linear of several over one input: all with a bias, or none."""
+    biases = [part.bias for part in parts if part.bias is not None]
+    return make_linear(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+
+
+def make_lean(head: nn.Module, *, fuses_attention: bool = True) -> None:
+    """Fuse and pack a head's linears for serving; the results stay the same."""
+    for parent in list(head.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, HeadAttention) and fuses_attention:
+                child.fuse()
+            elif isinstance(child, HeadMLP):
+                gate_up = fused_linear([child.gate_proj, child.up_proj])
+                down = make_linear(child.down_proj.weight, child.down_proj.bias)
+                setattr(parent, name, GatedMLP(gate_up, down, "silu", TensorParallelGroup.single()))
+    pack_linears(head)
 
 
 class HeadLayer(nn.Module):

@@ -20,13 +20,11 @@ from outrider.drafter_service.engine.engine import Ask
 from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, TreeConfig
 from outrider.drafter_service.heads.dflash import DFlashHead, parse_config
 from outrider.drafter_service.heads.head_files import CONFIG_NAME, read_json
-from outrider.drafter_service.heads.head_layer import Attend, HeadError, HeadLayer
+from outrider.drafter_service.heads.head_layer import Attend, HeadError, make_lean
 from outrider.drafter_service.models.one_pass_drafter import Canvas, Chunk, OnePassDrafter
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.model.attention import KVPool
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.lean_modules import fuse_siblings
-from outrider.verifier_service.model.packed_linear import pack_linears
 from outrider.verifier_service.model.runner import limit_to_pool, resolve_device, resolve_dtype, resolve_num_blocks
 from outrider.verifier_service.model.weights import Checkpoint
 
@@ -202,10 +200,7 @@ def load_dflash(
             device=device,
             dtype=resolve_dtype(config.dtype, parsed.layer, device),
         )
-    for layer in head.layers:
-        assert isinstance(layer, HeadLayer)
-        fuse_siblings(layer.mlp)  # not the attention: contexts have keys and values, and no queries
-    pack_linears(head)
+    make_lean(head, fuses_attention=False)  # contexts have keys and values, and no queries
     return DFlashModel.sized_by(head, config)
 
 

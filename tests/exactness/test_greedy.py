@@ -27,7 +27,7 @@ from exactness.small_engines import (
 )
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
-from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, entered
+from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions
 from outrider.verifier_service.model.runner import ModelRunner, forward_packed
 from tiny.models import TINY_ARCHITECTURES, random_sequences
 
@@ -176,8 +176,8 @@ class WindowIgnored:
 
 
 def ignoring_windows(runner: ModelRunner, batch: ScheduledBatch) -> torch.Tensor:
-    with torch.inference_mode(), entered(WindowIgnored(AttentionContext.of(batch, runner.pool))):
-        return forward_packed(runner.model, batch.token_ids, batch.positions, batch.logits_indices)
+    with torch.inference_mode():
+        return forward_packed(runner.model, batch, WindowIgnored(AttentionContext.of(batch, runner.pool)))[0]
 
 
 def is_right(pair: Pair, execute: Execute) -> bool:

@@ -25,7 +25,6 @@ class Architecture:
     """How one `model_type` is loaded and sliced."""
 
     tensor_parallel: bool = False  # its plan slices it rightly
-    plain_rms_norm: bool = False  # its RMSNorm is x / rms(x) * weight, as in torch
     aliases: tuple[tuple[str, str], ...] = ()  # (pattern, replacement): the model's tensor names into the checkpoint's
 
 
@@ -40,9 +39,7 @@ IGNORED_TENSORS = (
 _TEXT_PART = ((r"^model\.", "language_model.model."), (r"^model\.", "model.language_model."))
 
 _PLAIN = Architecture()
-_ROOT_NORM = Architecture(plain_rms_norm=True)
 _SHARDED = Architecture(tensor_parallel=True)
-_SHARDED_ROOT_NORM = Architecture(tensor_parallel=True, plain_rms_norm=True)
 
 # each one is compared with the library in tests/verifier_service/model/test_runner.py, the sharded ones also in
 # test_tensor_parallel.py
@@ -51,25 +48,25 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": _SHARDED,
     "gemma2": _SHARDED,
     "gemma3_text": Architecture(tensor_parallel=True, aliases=_TEXT_PART),
-    "glm4": _ROOT_NORM,
+    "glm4": _PLAIN,
     "gpt2": _PLAIN,
     "gpt_neox": Architecture(tensor_parallel=True, aliases=((r"^lm_head\.", "embed_out."),)),
-    "granite": _SHARDED_ROOT_NORM,
-    "llama": _SHARDED_ROOT_NORM,
-    "ministral": _SHARDED_ROOT_NORM,
-    "mistral": _SHARDED_ROOT_NORM,
-    "mixtral": Architecture(tensor_parallel=True, plain_rms_norm=True, aliases=_MIXTRAL_NAMES),
+    "granite": _SHARDED,
+    "llama": _SHARDED,
+    "ministral": _SHARDED,
+    "mistral": _SHARDED,
+    "mixtral": Architecture(tensor_parallel=True, aliases=_MIXTRAL_NAMES),
     "olmo": _PLAIN,
-    "olmo2": _ROOT_NORM,
-    "olmoe": _ROOT_NORM,
+    "olmo2": _PLAIN,
+    "olmoe": _PLAIN,
     "opt": _PLAIN,
     "phi": _PLAIN,
-    "phi3": _ROOT_NORM,
-    "qwen2": _SHARDED_ROOT_NORM,
-    "qwen2_moe": _ROOT_NORM,
-    "qwen3": _SHARDED_ROOT_NORM,
-    "qwen3_moe": _SHARDED_ROOT_NORM,
-    "smollm3": _SHARDED_ROOT_NORM,
+    "phi3": _PLAIN,
+    "qwen2": _SHARDED,
+    "qwen2_moe": _PLAIN,
+    "qwen3": _SHARDED,
+    "qwen3_moe": _SHARDED,
+    "smollm3": _SHARDED,
     "stablelm": _PLAIN,
     "starcoder2": _SHARDED,
 }

@@ -34,9 +34,16 @@ class AttentionOptions:
 
 
 class AttentionHandler(Protocol):
+    """One step's attention: knows where the packed tokens' keys and values belong and what each token may see."""
+
     def attend(
-        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor: ...
+        self,
+        layer_index: int,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        value: torch.Tensor,  # [num_tokens, num_kv_heads, value_dim]
+        options: AttentionOptions,
+    ) -> torch.Tensor: ...  # [num_tokens, num_heads, value_dim]
 
 
 # one per thread: two engines in one process (tests, an embedded drafter) do not see each other's step
@@ -80,7 +87,8 @@ def attend_paged(
     options = AttentionOptions(scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
-    return handler.attend(layer_idx, query, key, value, options), None
+    packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return handler.attend(layer_idx, *packed, options)[None], None
 
 
 def register_attention() -> None:
@@ -112,9 +120,9 @@ class ShapeRecorder:
     ) -> torch.Tensor:
         assert layer_index not in self.shapes, f"layer {layer_index} attends twice"
         self.shapes[layer_index] = LayerShape(
-            num_kv_heads=key.shape[1], head_dim=key.shape[3], value_dim=value.shape[3]
+            num_kv_heads=key.shape[1], head_dim=key.shape[2], value_dim=value.shape[2]
         )
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
 class KVPool:
@@ -237,16 +245,14 @@ class AttentionContext:
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """Write this step's keys and values, then attend: [1, num_tokens, num_heads, value_dim]."""
-        keys, values = self._pool.keys[layer_index], self._pool.values[layer_index]
-        keys.index_copy_(0, self._slots, key[0].transpose(0, 1))
-        values.index_copy_(0, self._slots, value[0].transpose(0, 1))
-        packed = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
-        outputs = [self._attend_group(group, layer_index, packed, options) for group in self._groups]
+        """Write this step's keys and values, then attend."""
+        self._pool.keys[layer_index].index_copy_(0, self._slots, key)
+        self._pool.values[layer_index].index_copy_(0, self._slots, value)
+        outputs = [self._attend_group(group, layer_index, query, options) for group in self._groups]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if self._output_order is not None:
             output = output.index_select(0, self._output_order)
-        return output[None]
+        return output
 
     def _attend_group(
         self,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 # oneDNN picks the layout for the row count it is told; 8 was best or equal for everything from 1 to 512 rows
@@ -32,14 +32,14 @@ def bound_shape_caches() -> None:
 
 
 class PackedLinear(nn.Module):
-    """A float32 CPU linear that owns only the packed copy of its weight."""
+    """A CPU linear that owns only the packed copy of its weight."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
         # a plain attribute: oneDNN's opaque tensors can be neither parameters of inference nor saved
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), LAYOUT_ROWS)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), LAYOUT_ROWS)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Map [..., in_features] to [..., out_features]."""
@@ -48,12 +48,30 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
 
 
-def can_pack(linear: nn.Module) -> TypeGuard[nn.Linear]:
+class PlainLinear(nn.Module):
+    """A linear whose weight stays as it is."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        return F.linear(rows, self.weight, self.bias)
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Module:
+    """Make the faster linear of a weight [out_features, in_features]."""
+    return PackedLinear(weight, bias) if can_pack(weight) else PlainLinear(weight, bias)
+
+
+def can_pack(weight: torch.Tensor) -> bool:
     """Tell whether packing is possible and pays."""
-    if type(linear) is not nn.Linear or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+    if weight.device.type != "cpu" or weight.numel() < MIN_WEIGHTS:
         return False
-    weight = linear.weight
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= MIN_WEIGHTS
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
 
 
 def pack_linears(model: nn.Module, keep: Iterable[torch.Tensor] = ()) -> int:
@@ -66,12 +84,12 @@ def pack_linears(model: nn.Module, keep: Iterable[torch.Tensor] = ()) -> int:
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if can_pack(child) and id(child.weight) not in kept
+        if type(child) is nn.Linear and can_pack(child.weight) and id(child.weight) not in kept
     ]
     num_packed = 0
     while found:
         parent, name, linear = found.pop()
-        setattr(parent, name, PackedLinear(linear))
+        setattr(parent, name, PackedLinear(linear.weight, linear.bias))
         num_packed += 1
     return num_packed
 

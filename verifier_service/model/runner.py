@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Protocol
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.wire import decode, encode
@@ -18,25 +19,17 @@ from outrider.verifier_service.model import start_check
 from outrider.verifier_service.model.architectures import (
     CHECKPOINT_ALIASES,
     IGNORED_TENSORS,
-    Architecture,
     expert_shape,
     load_model_description,
     read_eos_token_ids,
     require_supported,
     resolve_folder,
 )
-from outrider.verifier_service.model.attention import (
-    AttentionContext,
-    AttentionHandler,
-    KVPool,
-    LayerShape,
-    ShapeRecorder,
-    entered,
-)
+from outrider.verifier_service.model.attention import AttentionContext, AttentionHandler, KVPool, LayerShape
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.empty_model import build_empty_model
-from outrider.verifier_service.model.lean_modules import fuse_siblings, replace_rms_norms
-from outrider.verifier_service.model.packed_linear import pack_linears
+from outrider.verifier_service.model.decoder_spec import read_decoder_spec
+from outrider.verifier_service.model.decoder_weights import load_decoder
+from outrider.verifier_service.model.library_model import finish, load_library_model
 from outrider.verifier_service.model.start_check import (
     engine_logits,
     library_logits,
@@ -44,15 +37,9 @@ from outrider.verifier_service.model.start_check import (
     require_equal_logits,
     sample_token_ids,
 )
-from outrider.verifier_service.model.state_pool import (
-    StatePool,
-    StateTaps,
-    decoder_layers,
-    resolve_state_dtype,
-    states_width,
-)
-from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup, plan_shards, shrink, wrap_shards
-from outrider.verifier_service.model.weights import Checkpoint, StateDictSource, TensorSource, load_weights
+from outrider.verifier_service.model.state_pool import StatePool, require_taps, resolve_state_dtype
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+from outrider.verifier_service.model.weights import Checkpoint, StateDictSource, TensorSource, WeightReader
 
 logger = logging.getLogger(__name__)
 
@@ -61,41 +48,68 @@ CPU_CACHE_SHARE = 0.1  # of the physical memory
 CUDA_CACHE_SHARE = 0.8  # of the memory that is free once the weights are loaded
 
 
+class PackedModel(Protocol):
+    """One rank's part of a causal model over packed tokens: `Decoder`, or the library's code in `LibraryModel`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    hidden_size: int
+    num_layers: int
+
+    @property
+    def kv_shapes(self) -> dict[int, LayerShape]: ...
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        attend: AttentionHandler,
+        *,
+        num_layers: int | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+
 def load_model(
     description: PreTrainedConfig,
-    checkpoint: TensorSource,
+    source: TensorSource,
     group: TensorParallelGroup,
     dtype: torch.dtype,
     device: torch.device,
     *,
     check: bool,
-) -> PreTrainedModel:
+) -> PackedModel:
     """Build this rank's part of a model; raises `UnsupportedModelError` where it would answer wrongly.
 
-    With `check`, one rank compares the finished model with the library's own forward of the same weights; several
-    compare a tiny random model of the same architecture, sliced the same way.
+    With `check`, one rank compares the finished model with the library's own forward of the same weights, which it
+    loads first and drops; several compare a tiny random model of the same architecture, sliced the same way.
     """
     architecture = require_supported(description, group.size)
     if check and group.size > 1:
         _check_sharding(description, group, device)
-    model = build_empty_model(description, dtype=dtype, device=device)
-    shards = plan_shards(model, group)
-    shrink(model, shards)
-    load_weights(
-        model,
-        checkpoint,
-        shards=shards,
-        aliases=(*architecture.aliases, *CHECKPOINT_ALIASES),
-        ignored=(*IGNORED_TENSORS, *_prediction_layers(description)),
-        device=device,
-        dtype=dtype,
-    )
+    spec = read_decoder_spec(description)
+    aliases = (*architecture.aliases, *CHECKPOINT_ALIASES)
+    ignored = (*IGNORED_TENSORS, *_prediction_layers(description))
     token_ids = sample_token_ids(description.vocab_size)
-    expected = library_logits(model, token_ids) if check and group.size == 1 else None
-    wrap_shards(model, group, description.vocab_size)
-    make_lean(model, architecture)
+    expected: torch.Tensor | None = None
+    is_compared = check and group.size == 1
+    model: PackedModel
+    if spec is None or is_compared:
+        library = load_library_model(
+            description, source, group, aliases=aliases, ignored=ignored, dtype=dtype, device=device
+        )
+        if is_compared:
+            expected = library_logits(library, token_ids)
+        if spec is None:
+            model = finish(library, group, description.vocab_size)
+        del library
+    if spec is not None:
+        reader = WeightReader(source, aliases)
+        model = load_decoder(spec, reader, group, dtype=dtype, device=device)
+        reader.require_all_used(ignored)
     if expected is not None:
-        require_equal_logits(description.model_type, expected, _engine_logits(model, token_ids, device), dtype)
+        require_equal_logits(description.model_type, expected, _engine_logits(model, token_ids), dtype)
     return model
 
 
@@ -105,41 +119,45 @@ def _prediction_layers(description: PreTrainedConfig) -> tuple[str, ...]:
     return (r"^(model\.)?mtp\.", *(rf"^model\.layers\.{first + index}\." for index in range(count)))
 
 
-def make_lean(model: PreTrainedModel, architecture: Architecture) -> None:
-    """Replace what the library computes in more calls than it needs; the results stay the same."""
-    if architecture.plain_rms_norm:
-        replace_rms_norms(model)
-    fuse_siblings(model)
-    pack_linears(model, keep=[module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)])
-
-
 def _check_sharding(description: PreTrainedConfig, group: TensorParallelGroup, device: torch.device) -> None:
     whole = make_tiny_model(description, group.size)
     token_ids = sample_token_ids(whole.config.vocab_size)
     expected = library_logits(whole, token_ids).to(device)
     source = StateDictSource(whole.state_dict())
     sliced = load_model(whole.config, source, group, torch.float32, device, check=False)
-    require_equal_logits(description.model_type, expected, _engine_logits(sliced, token_ids, device), torch.float32)
+    require_equal_logits(description.model_type, expected, _engine_logits(sliced, token_ids), torch.float32)
 
 
-def _engine_logits(model: PreTrainedModel, token_ids: list[int], device: torch.device) -> torch.Tensor:
+def _engine_logits(model: PackedModel, token_ids: list[int]) -> torch.Tensor:
     pool = KVPool(
-        record_shapes(model),
+        model.kv_shapes,
         num_blocks=start_check.NUM_BLOCKS,
         block_size=start_check.BLOCK_SIZE,
         dtype=model.dtype,
-        device=device,
+        device=model.device,
     )
-    return engine_logits(lambda batch: run_batch(model, pool, batch), token_ids)
+    return engine_logits(lambda batch: run_batch(model, pool, batch)[0], token_ids)
 
 
 @torch.inference_mode()
-def run_batch(model: PreTrainedModel, pool: KVPool, batch: ScheduledBatch) -> torch.Tensor:
-    """Run the model over a packed batch: float32 logits [num_rows, vocab_size]."""
+def run_batch(
+    model: PackedModel, pool: KVPool, batch: ScheduledBatch, taps: Sequence[int] = ()
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run the model over a packed batch: float32 logits [num_rows, vocab_size], tapped states [num_tokens, width]."""
     pool.move_slots(batch.move_sources, batch.move_targets)
     pool.copy_blocks(batch.copy_sources, batch.copy_targets)
-    with entered(attention_context(batch, pool)), shortened(model, batch.num_layers):
-        return forward_packed(model, batch.token_ids, batch.positions, batch.logits_indices)
+    return forward_packed(model, batch, attention_context(batch, pool), taps)
+
+
+def forward_packed(
+    model: PackedModel, batch: ScheduledBatch, attend: AttentionHandler, taps: Sequence[int] = ()
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run the model with this attention; see `run_batch`."""
+    token_ids, positions, rows = (
+        torch.tensor(numbers, dtype=torch.long, device=model.device)
+        for numbers in (batch.token_ids, batch.positions, batch.logits_indices)
+    )
+    return model(token_ids, positions, rows, attend, num_layers=batch.num_layers, taps=taps)
 
 
 def attention_context(batch: ScheduledBatch, pool: KVPool) -> AttentionHandler:
@@ -149,42 +167,6 @@ def attention_context(batch: ScheduledBatch, pool: KVPool) -> AttentionHandler:
     from outrider.verifier_service.model.triton_attention import TritonContext  # an installation for CPUs has no Triton
 
     return TritonContext.of(batch, pool)
-
-
-@contextlib.contextmanager
-def shortened(model: PreTrainedModel, num_layers: int | None) -> Iterator[None]:
-    """Leave the model after its first `num_layers` decoder layers; final norm and output embedding stay."""
-    if num_layers is None:
-        yield
-        return
-    parent, name = decoder_layers(model)
-    layers = getattr(parent, name)
-    setattr(parent, name, layers[:num_layers])
-    try:
-        yield
-    finally:
-        setattr(parent, name, layers)
-
-
-@torch.inference_mode()
-def record_shapes(model: PreTrainedModel) -> dict[int, LayerShape]:
-    """Ask the model itself what each layer of this rank caches."""
-    recorder = ShapeRecorder()
-    with entered(recorder):
-        forward_packed(model, [0], [0], [0])
-    return recorder.shapes
-
-
-def forward_packed(model: PreTrainedModel, token_ids: list[int], positions: list[int], rows: list[int]) -> torch.Tensor:
-    """Run the library's modelling code over packed tokens, with the attention handler that is active."""
-    device = model.device
-    output = model(
-        input_ids=torch.tensor([token_ids], device=device),
-        position_ids=torch.tensor([positions], device=device),
-        use_cache=False,
-        logits_to_keep=torch.tensor(rows, dtype=torch.long, device=device),
-    )
-    return output.logits[0].float()
 
 
 class ModelRunner:
@@ -207,7 +189,7 @@ class ModelRunner:
         with Checkpoint(folder) as checkpoint:
             self.model = load_model(description, checkpoint, group, self.dtype, self.device, check=config.check_logits)
             self.weight_bytes_read = checkpoint.bytes_read
-        shapes = record_shapes(self.model)
+        shapes = self.model.kv_shapes
         self.num_blocks = group.all_reduce_min(resolve_num_blocks(config, shapes, self.dtype, self.device))
         self.max_model_len = limit_to_pool(config, self.max_model_len, self.num_blocks * self.block_size)
         self.scratch_blocks = range(self.num_blocks, self.num_blocks + config.num_scratch_blocks)
@@ -218,14 +200,14 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
         )
-        self._taps: StateTaps | None = None
+        self._taps = config.state_taps if group.rank == 0 else ()  # the ranks' hidden states are the same
         self.states: StatePool | None = None
-        if config.state_taps and group.rank == 0:  # the ranks' hidden states are the same
-            self._taps = StateTaps(self.model, config.state_taps)
+        if self._taps:
+            require_taps(self._taps, self.num_layers)
             self.states = StatePool(
                 num_blocks=self.scratch_blocks.stop,
                 block_size=self.block_size,
-                width=states_width(self.model, config.state_taps),
+                width=len(self._taps) * self.model.hidden_size,
                 dtype=resolve_state_dtype(config.state_dtype, self.dtype),
             )
 
@@ -234,13 +216,12 @@ class ModelRunner:
 
         Token ids must lie in the vocabulary and slots in the pool. With several ranks the logits are the same on all.
         """
-        if self._taps is None or self.states is None:
-            return run_batch(self.model, self.pool, batch)
-        self._taps.is_on = batch.num_layers is None
-        logits = run_batch(self.model, self.pool, batch)
-        self.states.copy_blocks(batch.copy_sources, batch.copy_targets)
-        if self._taps.is_on:
-            self.states.write(batch.slot_mapping, self._taps.take())
+        taps = self._taps if batch.num_layers is None else ()
+        logits, states = run_batch(self.model, self.pool, batch, taps)
+        if self.states is not None:
+            self.states.copy_blocks(batch.copy_sources, batch.copy_targets)
+            if states is not None:
+                self.states.write(batch.slot_mapping, states)
         return logits
 
 

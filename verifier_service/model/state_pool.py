@@ -8,68 +8,23 @@ it. The states lie in the host's memory: 3 taps of an 8B model in half precision
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
-from transformers import PreTrainedModel
 
 from outrider.verifier_service.messages.batch import slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP, States
 from outrider.verifier_service.messages.request import Request
-from outrider.verifier_service.model.architectures import UnsupportedModelError
 
 MAX_MESSAGE_BYTES = 4 << 20  # of states in one message: a long prompt must not hold up the drafts of others
 
 
-def decoder_layers(model: PreTrainedModel) -> tuple[torch.nn.Module, str]:
-    """Find the module that holds a causal model's decoder layers, and under which name it does."""
-    num_layers = model.config.num_hidden_layers
-    for parent in model.base_model.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, torch.nn.ModuleList) and len(child) == num_layers:
-                return parent, name
-    raise UnsupportedModelError(f"{model.config.model_type}: its decoder layers were not found")
-
-
-def states_width(model: PreTrainedModel, taps: Sequence[int]) -> int:
-    return len(taps) * int(model.config.hidden_size)
-
-
-class StateTaps:
-    """Hooks that note the hidden states of each forward pass while they are switched on."""
-
-    def __init__(self, model: PreTrainedModel, taps: Sequence[int]) -> None:
-        """Raises `ValueError` for a layer that the model does not have."""
-        num_layers = model.config.num_hidden_layers
-        for tap in taps:
-            if tap != FINAL_TAP and not 0 <= tap < num_layers:
-                raise ValueError(f"state_taps: layer {tap}, the model has {num_layers}")
-        self._taps = tuple(taps)
-        self._taken: dict[int, torch.Tensor] = {}
-        self.is_on = True
-        parent, name = decoder_layers(model)
-        layers = getattr(parent, name)
-        for tap in set(taps) - {FINAL_TAP}:
-            layers[tap].register_forward_pre_hook(self._input_hook(tap), with_kwargs=True)
-        if FINAL_TAP in taps:
-            model.base_model.register_forward_hook(self._output_hook)
-
-    def _input_hook(self, tap: int) -> Callable[..., None]:
-        def note(module: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
-            if self.is_on:
-                self._taken[tap] = (args[0] if args else kwargs["hidden_states"])[0]
-
-        return note
-
-    def _output_hook(self, module: torch.nn.Module, args: object, output: Any) -> None:
-        if self.is_on:
-            self._taken[FINAL_TAP] = output.last_hidden_state[0]
-
-    def take(self) -> torch.Tensor:
-        """Return the last forward's states, taps side by side: [num_tokens, width]."""
-        taken, self._taken = self._taken, {}
-        return torch.cat([taken[tap] for tap in self._taps], dim=1)
+def require_taps(taps: Sequence[int], num_layers: int) -> None:
+    """Raise `ValueError` for a layer that the model does not have."""
+    for tap in taps:
+        if tap != FINAL_TAP and not 0 <= tap < num_layers:
+            raise ValueError(f"state_taps: layer {tap}, the model has {num_layers}")
 
 
 def resolve_state_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:

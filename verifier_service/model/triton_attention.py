@@ -113,11 +113,11 @@ class TritonContext:
     def attend(
         self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """Write this step's keys and values, then attend: [1, num_tokens, num_heads, value_dim]."""
+        """Write this step's keys and values, then attend."""
         keys, values = self._pool.keys[layer_index], self._pool.values[layer_index]
-        keys.index_copy_(0, self._metadata.slot_mapping, key[0].transpose(0, 1))
-        values.index_copy_(0, self._metadata.slot_mapping, value[0].transpose(0, 1))
-        return paged_attention(query[0].transpose(0, 1), keys, values, self._metadata, options)[None]
+        keys.index_copy_(0, self._metadata.slot_mapping, key)
+        values.index_copy_(0, self._metadata.slot_mapping, value)
+        return paged_attention(query, keys, values, self._metadata, options)
 
 
 def paged_attention(

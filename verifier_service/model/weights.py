@@ -119,6 +119,63 @@ def _files(folder: Path) -> list[Path]:
     return paths
 
 
+class WeightReader:
+    """Finds a checkpoint's tensors under the names that a model gives them, and knows which ones nobody asked for.
+
+    `aliases` are `(pattern, replacement)` rewrites of a model's name into the checkpoint's, tried in order after the
+    name itself.
+    """
+
+    def __init__(self, source: TensorSource, aliases: Sequence[tuple[str, str]] = ()) -> None:
+        self._source, self._aliases = source, aliases
+        self._used: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return any(candidate in self._source for candidate in self._candidates(name))
+
+    def read(self, name: str, shape: tuple[int, ...], shard: Shard | None = None) -> torch.Tensor:
+        """Read a tensor of this shape, or one rank's slice of it; raises `WeightError`."""
+        found = next((candidate for candidate in self._candidates(name) if candidate in self._source), None)
+        if found is None:
+            raise WeightError(f"checkpoint has no tensor for {name!r}")
+        if self._source.shape(found) != shape:
+            has = self._source.shape(found)
+            raise WeightError(f"checkpoint tensor {found!r} has shape {has}, the model expects {shape}")
+        self._used.add(found)
+        return self._source.read(found, shard)
+
+    def read_part(
+        self, names: Sequence[str], shape: tuple[int, ...], shard: Shard | None
+    ) -> torch.Tensor:
+        """Read the first tensor that is there of those named, of which this rank's slice has this shape.
+
+        That may be one that the checkpoint holds as a tensor for each expert. Raises `WeightError`.
+        """
+        for name in names:
+            for source in self._candidates(name):
+                if source in self._source:
+                    self._used.add(source)
+                    return _read_whole(self._source, source, shape, shard)
+                if parts := _expert_sources(self._source, source, shape[0] if shape else 0):
+                    self._used |= set(chain.from_iterable(parts))
+                    return _read_experts(self._source, parts, shape, shard)
+        raise WeightError(f"checkpoint has no tensor for {names[0]!r}")
+
+    def skip(self, name: str) -> None:
+        """Count a tensor as used: the model has its values from another."""
+        self._used |= set(self._candidates(name))
+
+    def require_all_used(self, ignored: Sequence[str] = ()) -> None:
+        """Raise `WeightError` for a tensor that was not asked for and matches none of the patterns."""
+        left = [name for name in self._source.names if name not in self._used and not _matches(name, ignored)]
+        if left:
+            raise WeightError(f"checkpoint tensor {min(left)!r} has no place in the model")
+
+    def _candidates(self, name: str) -> list[str]:
+        renamed = (re.sub(pattern, new, name) for pattern, new in self._aliases if re.search(pattern, name))
+        return [name, *renamed]
+
+
 def load_weights(
     model: torch.nn.Module,
     checkpoint: TensorSource,
@@ -131,19 +188,18 @@ def load_weights(
 ) -> None:
     """Give every parameter and persistent buffer of `model` (on the meta device) its values.
 
-    `shards` says which slice of the checkpoint's tensor a (already smaller) parameter holds; `aliases` are
-    `(pattern, replacement)` rewrites of a model's name into the checkpoint's, tried in order after the name itself;
-    `ignored` are patterns of checkpoint tensors that the model does not use. Raises `WeightError`.
+    `shards` says which slice of the checkpoint's tensor a (already smaller) parameter holds; `aliases` are those of
+    `WeightReader`; `ignored` are patterns of checkpoint tensors that the model does not use. Raises `WeightError`.
     """
-    used: set[str] = set()
+    reader = WeightReader(checkpoint, aliases)
     for names in _tensors_of(model):
-        value, sources = _read_first(checkpoint, names, model, shards, aliases)
-        used |= sources
+        shape = tuple(_lookup(model, names[0]).shape)
+        shard = next((shards[name] for name in names if name in shards), None)
+        value = reader.read_part(names, shape, shard)
+        for name in names:
+            reader.skip(name)
         _assign(model, names, value.to(device=device, dtype=dtype))
-    used |= {source for names in _tensors_of(model) for name in names for source in _candidates(name, aliases)}
-    unexpected = [name for name in checkpoint.names if name not in used and not _matches(name, ignored)]
-    if unexpected:
-        raise WeightError(f"checkpoint tensor {sorted(unexpected)[0]!r} has no place in the model")
+    reader.require_all_used(ignored)
 
 
 def _tensors_of(model: torch.nn.Module) -> list[list[str]]:
@@ -153,27 +209,6 @@ def _tensors_of(model: torch.nn.Module) -> list[list[str]]:
     for name, tensor in persistent.items():
         names.setdefault(id(tensor), []).append(name)
     return list(names.values())
-
-
-def _read_first(
-    checkpoint: TensorSource,
-    names: Sequence[str],
-    model: torch.nn.Module,
-    shards: Mapping[str, Shard],
-    aliases: Sequence[tuple[str, str]],
-) -> tuple[torch.Tensor, set[str]]:
-    expected = tuple(_lookup(model, names[0]).shape)
-    for name in names:
-        for source in _candidates(name, aliases):
-            if source in checkpoint:
-                return _read_whole(checkpoint, source, expected, shards.get(name)), {source}
-            if fused := _expert_sources(checkpoint, source, expected[0] if expected else 0):
-                return _read_experts(checkpoint, fused, expected, shards.get(name)), set(chain.from_iterable(fused))
-    raise WeightError(f"checkpoint has no tensor for {names[0]!r}")
-
-
-def _candidates(name: str, aliases: Sequence[tuple[str, str]]) -> list[str]:
-    return [name, *(re.sub(pattern, replacement, name) for pattern, replacement in aliases if re.search(pattern, name))]
 
 
 def _read_checked(

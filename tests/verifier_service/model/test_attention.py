@@ -93,9 +93,8 @@ def run_both(pool: KVPool, spans: list[tuple[int, int]], options: AttentionOptio
         block_tables=tables,
         logits_indices=[],
     )
-    packed = [torch.cat(parts).transpose(0, 1)[None] for parts in (queries, new_keys, new_values)]
-    output = AttentionContext.of(batch, pool).attend(0, *packed, options)
-    return output[0], torch.cat(expected)
+    packed = [torch.cat(parts) for parts in (queries, new_keys, new_values)]
+    return AttentionContext.of(batch, pool).attend(0, *packed, options), torch.cat(expected)
 
 
 OPTIONS = {
@@ -198,8 +197,8 @@ def test_contexts_do_not_nest_and_end():
 def test_the_recorder_notes_shapes():
     recorder = ShapeRecorder()
     output = recorder.attend(
-        4, torch.zeros(1, 6, 1, 8), torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 6), AttentionOptions()
+        4, torch.zeros(1, 6, 8), torch.zeros(1, 2, 8), torch.zeros(1, 2, 6), AttentionOptions()
     )
-    assert output.shape == (1, 1, 6, 6)
+    assert output.shape == (1, 6, 6)
     assert recorder.shapes == {4: SHAPE}
     assert SHAPE.num_elements == 28

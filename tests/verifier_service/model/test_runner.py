@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.architectures import ARCHITECTURES, UnsupportedModelError
-from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, entered
+from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.packed_linear import PackedLinear
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow, forward_packed
@@ -129,8 +129,8 @@ class WindowIgnored:
 
 
 def without_window(runner: ModelRunner, batch: ScheduledBatch) -> torch.Tensor:
-    with torch.inference_mode(), entered(WindowIgnored(AttentionContext.of(batch, runner.pool))):
-        return forward_packed(runner.model, batch.token_ids, batch.positions, batch.logits_indices)
+    with torch.inference_mode():
+        return forward_packed(runner.model, batch, WindowIgnored(AttentionContext.of(batch, runner.pool)))[0]
 
 
 @pytest.mark.parametrize("mistake", [without_history, with_shifted_positions])

@@ -7,8 +7,7 @@ import torch
 
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
-from outrider.verifier_service.model.state_pool import MAX_MESSAGE_BYTES, StatePool, StateTaps, states_width
-from tiny.models import make_model
+from outrider.verifier_service.model.state_pool import MAX_MESSAGE_BYTES, StatePool, require_taps
 
 BLOCK_SIZE, WIDTH = 4, 3
 
@@ -81,20 +80,7 @@ def test_a_long_prompt_is_told_in_pieces():
     assert all(len(message.data) <= MAX_MESSAGE_BYTES for message in messages)
 
 
-def test_taps_are_the_librarys_hidden_states():
-    model = make_model(num_hidden_layers=3)
-    taps = StateTaps(model, (2, FINAL_TAP, 0))
-    token_ids = torch.tensor([[5, 6, 7]])
-    hidden = model(input_ids=token_ids, output_hidden_states=True).hidden_states
-    taken = taps.take()
-    assert taken.shape == (3, states_width(model, (2, FINAL_TAP, 0)))
-    assert torch.equal(taken, torch.cat([hidden[2][0], hidden[3][0], hidden[0][0]], dim=1))
-    taps.is_on = False
-    model(input_ids=token_ids)
-    with pytest.raises(KeyError):
-        taps.take()
-
-
 def test_a_layer_that_is_not_there_is_refused():
+    require_taps((0, 1, FINAL_TAP), num_layers=2)
     with pytest.raises(ValueError, match="state_taps: layer 2, the model has 2"):
-        StateTaps(make_model(), (2,))
+        require_taps((2,), num_layers=2)

@@ -1,0 +1,158 @@
+"""The decoder and the library's code, side by side: taps, early exits, and shapes that follow from shapes alone.
+
+That their logits agree over mixed schedules is `test_runner`'s, over several ranks `test_tensor_parallel`'s.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from transformers import PreTrainedModel
+
+from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.messages.draft import FINAL_TAP
+from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool
+from outrider.verifier_service.model.decoder import Decoder, Rotary, head_order
+from outrider.verifier_service.model.decoder_spec import FAMILIES, RotarySpec, read_decoder_spec
+from outrider.verifier_service.model.decoder_weights import load_decoder
+from outrider.verifier_service.model.library_model import LibraryModel, finish, load_library_model
+from outrider.verifier_service.model.runner import PackedModel, forward_packed
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+from outrider.verifier_service.model.weights import StateDictSource, WeightReader
+from tiny.models import TINY_ARCHITECTURES, make_model
+
+TOKEN_IDS = [5, 9, 200, 17, 3, 3, 44, 128, 7, 90, 11, 250]
+BLOCK_SIZE = 4
+CPU = torch.device("cpu")
+
+
+def decoder_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Decoder:
+    spec = read_decoder_spec(model.config)
+    assert spec is not None
+    reader = WeightReader(StateDictSource(model.state_dict()))
+    return load_decoder(spec, reader, TensorParallelGroup.single(), dtype=dtype, device=CPU)
+
+
+def served(model: PreTrainedModel) -> PackedModel:
+    """The way in which the engine runs it; the model itself is left as it is."""
+    if model.config.model_type in FAMILIES:
+        return decoder_of(model)
+    return library_model_of(model)
+
+
+def library_model_of(model: PreTrainedModel) -> LibraryModel:
+    group, source = TensorParallelGroup.single(), StateDictSource(model.state_dict())
+    own = load_library_model(model.config, source, group, aliases=(), ignored=(), dtype=torch.float32, device=CPU)
+    return finish(own, group, model.config.vocab_size)
+
+
+def whole_batch(num_layers: int | None = None) -> ScheduledBatch:
+    count = len(TOKEN_IDS)
+    return ScheduledBatch(
+        token_ids=TOKEN_IDS,
+        positions=list(range(count)),
+        slot_mapping=list(range(count)),
+        query_lengths=[count],
+        context_lengths=[count],
+        block_tables=[list(range(-(-count // BLOCK_SIZE)))],
+        logits_indices=list(range(count)),
+        num_layers=num_layers,
+    )
+
+
+@torch.inference_mode()
+def run(
+    model: PackedModel, *, num_layers: int | None = None, taps: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    pool = KVPool(model.kv_shapes, num_blocks=3, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU)
+    batch = whole_batch(num_layers)
+    return forward_packed(model, batch, AttentionContext.of(batch, pool), taps)
+
+
+@pytest.mark.parametrize("name", sorted(TINY_ARCHITECTURES))
+def test_taps_are_the_librarys_hidden_states(name: str) -> None:
+    reference = make_model(name, num_hidden_layers=2)
+    hidden = reference(input_ids=torch.tensor([TOKEN_IDS]), output_hidden_states=True).hidden_states
+    model = served(reference)
+    logits, states = run(model, taps=(1, FINAL_TAP, 0))
+    assert states is not None
+    expected = torch.cat([hidden[1][0], hidden[2][0], hidden[0][0]], dim=1)
+    torch.testing.assert_close(states, expected, atol=2e-4, rtol=2e-4)
+    plain, nothing = run(model)
+    assert nothing is None
+    torch.testing.assert_close(plain, logits)
+
+
+@pytest.mark.parametrize("name", sorted(TINY_ARCHITECTURES))
+def test_a_shortened_model_is_the_librarys_with_fewer_layers(name: str) -> None:
+    whole = make_model(name)
+    layer_types = TINY_ARCHITECTURES[name].get("layer_types")
+    short = make_model(name, num_hidden_layers=1, **({"layer_types": layer_types[:1]} if layer_types else {}))
+    short.load_state_dict(whole.state_dict(), strict=False)
+    expected = short(input_ids=torch.tensor([TOKEN_IDS])).logits[0]
+    got, _ = run(served(whole), num_layers=1)
+    torch.testing.assert_close(got, expected.float(), atol=2e-4, rtol=2e-4)
+    assert not torch.allclose(run(served(whole))[0], got, atol=1e-2)
+
+
+class EmptyAttention:
+    """Attends to nothing: what the operator over the block pool looks like from outside."""
+
+    def attend(self, layer_index: int, query, key, value, options: AttentionOptions) -> torch.Tensor:
+        return query.new_empty(*query.shape[:2], value.shape[2])
+
+
+def fake_step(model: Decoder, mode: FakeTensorMode) -> torch.Tensor:
+    """Run a step on tensors without values: whatever depends on one raises."""
+    numbers = [mode.from_tensor(torch.zeros(size, dtype=torch.long)) for size in (7, 7, 3)]
+    logits, _ = model(*numbers, EmptyAttention(), taps=(0,))
+    return logits
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_no_shape_depends_on_a_value_and_nothing_is_read_back(name: str) -> None:
+    model = decoder_of(make_model(name), torch.bfloat16)  # in float32 grouped products have no shape function
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert fake_step(model, mode).shape == (3, model.spec.vocab_size)
+
+
+@pytest.mark.parametrize("reads", [lambda hidden: hidden[0, 0].item(), lambda hidden: hidden.nonzero()])
+def test_a_model_that_reads_back_is_found_out(reads) -> None:
+    model = decoder_of(make_model())
+    model.layers[0].register_forward_hook(lambda module, args, output: reads(output) and None)
+    found = (DataDependentOutputException, DynamicOutputShapeException)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(found):
+        fake_step(model, mode)
+
+
+@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_every_kind_of_rotary_embedding_is_one_form(count: int, is_interleaved: bool) -> None:
+    spec = RotarySpec(frequencies=tuple(0.3 / (i + 1) for i in range(count)), scale=1.3, is_interleaved=is_interleaved)
+    head, positions = torch.randn(5, 1, 16), torch.arange(5)
+    cos, sin = Rotary(spec, 16, dtype=torch.float32, device=CPU)(positions)
+    order = head_order(spec, 16)
+    assert sorted(order) == list(range(16))
+    ours = head[..., order]
+    ours = ours * cos + ours.roll(8, -1) * sin
+    expected = head.clone()
+    for i, frequency in enumerate(spec.frequencies):
+        first, second = (2 * i, 2 * i + 1) if is_interleaved else (i, i + count)
+        angle = positions[:, None] * frequency
+        a, b = head[..., first], head[..., second]
+        expected[..., first] = 1.3 * (a * angle.cos() - b * angle.sin())
+        expected[..., second] = 1.3 * (b * angle.cos() + a * angle.sin())
+    torch.testing.assert_close(ours, expected[..., order])
+
+
+def test_half_precision_norms_with_an_offset_are_computed_in_full() -> None:
+    model = make_model("gemma2")
+    decoder = decoder_of(model.bfloat16(), torch.bfloat16)
+    assert decoder.norm.weight.dtype == torch.float32
+    assert torch.equal(decoder.norm.weight, model.model.norm.weight.float() + 1.0)
+
+
+def test_a_library_model_tells_the_shapes_that_a_decoder_has_by_its_spec() -> None:
+    model = make_model("qwen3")
+    assert library_model_of(model).kv_shapes == decoder_of(model).kv_shapes

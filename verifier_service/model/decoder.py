@@ -1,0 +1,288 @@
+"""One decoder for the dense and mixture-of-experts transformers that people serve: fused and packed weights.
+
+    token_ids  [num_tokens]  tokens of all sequences, packed
+    positions  [num_tokens]  of each in its sequence
+    rows       [num_rows]    the tokens whose logits are wanted
+    attend                   the step's `AttentionHandler`: slots, block tables, lengths and trees over the block pool
+
+Every shape follows from these shapes alone and nothing is read back from the device, so that a step can be captured
+once and replayed. `decoder_spec` says what a model computes, `decoder_weights` reads its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from outrider.verifier_service.messages.draft import FINAL_TAP
+from outrider.verifier_service.model.attention import AttentionHandler, AttentionOptions, LayerShape
+from outrider.verifier_service.model.decoder_spec import DecoderSpec, ExpertsSpec, RotarySpec
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda rows: F.gelu(rows, approximate="tanh"),
+}
+
+Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines, [num_tokens, 1, head_dim] each
+
+
+class Norm(nn.Module):
+    """x / rms(x) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467); a float32 weight has it computed in float32."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps, self._shape = weight, eps, tuple(weight.shape)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(rows.to(self.weight.dtype), self._shape, self.weight, self.eps).to(rows.dtype)
+
+
+class HeadNorm(nn.Module):
+    """Norms each head of queries and keys by itself."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:  # weight [num_heads + num_kv_heads, head_dim]
+        super().__init__()
+        self.weight, self.eps, self._shape = weight, eps, (weight.shape[1],)
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:  # [num_tokens, num_heads + num_kv_heads, head_dim]
+        normed = F.rms_norm(heads.to(self.weight.dtype), self._shape, None, self.eps)
+        return (normed * self.weight).to(heads.dtype)
+
+
+class AllHeadsNorm(nn.Module):
+    """Norms all heads of the queries as one, and those of the keys."""
+
+    def __init__(self, query: Norm, key: Norm) -> None:
+        super().__init__()
+        self.query, self.key = query, key
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:  # [num_tokens, num_heads + num_kv_heads, head_dim]
+        rows, query_size = heads.flatten(1), self.query.weight.shape[0]
+        normed = torch.cat([self.query(rows[:, :query_size]), self.key(rows[:, query_size:])], dim=1)
+        return normed.view_as(heads)
+
+
+class Rotary(nn.Module):
+    """The turns of a step's positions, in one form for every kind of rotary embedding.
+
+    Dimension i turns with i + head_dim / 2: `head_order` has brought the heads' dimensions into that order when the
+    weights were read. Those that do not turn have frequency 0.
+    """
+
+    def __init__(self, spec: RotarySpec, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        still = [0.0] * (head_dim // 2 - len(spec.frequencies))
+        self.frequencies = torch.tensor([*spec.frequencies, *still], device=device)
+        self.scales = torch.tensor([spec.scale] * len(spec.frequencies) + [1.0] * len(still), device=device)
+        self._dtype = dtype
+
+    def forward(self, positions: torch.Tensor) -> Turn:
+        angles = positions[:, None].float() * self.frequencies
+        cos, sin = (angles.cos() * self.scales).to(self._dtype), (angles.sin() * self.scales).to(self._dtype)
+        return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
+
+
+def head_order(spec: RotarySpec, head_dim: int) -> list[int]:
+    """Say which of a checkpoint's dimensions of a head stands at each place of ours."""
+    count, half = len(spec.frequencies), head_dim // 2
+    still = list(range(2 * count, head_dim))
+    if spec.is_interleaved:
+        first, second = list(range(0, 2 * count, 2)), list(range(1, 2 * count, 2))
+    else:
+        first, second = list(range(count)), list(range(count, 2 * count))
+    return first + still[: half - count] + second + still[half - count :]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the block pool, its three projections in one."""
+
+    def __init__(
+        self,
+        layer_index: int,
+        shape: LayerShape,
+        *,
+        qkv: nn.Module,
+        output: nn.Module,
+        norm: nn.Module | None,
+        options: AttentionOptions,
+        group: TensorParallelGroup,
+    ) -> None:
+        super().__init__()
+        self.shape, self.qkv, self.output, self.norm = shape, qkv, output, norm
+        self._layer_index, self._options, self._group = layer_index, options, group
+
+    def forward(self, rows: torch.Tensor, turn: Turn | None, attend: AttentionHandler) -> torch.Tensor:
+        """Map [num_tokens, hidden_size] to the same shape."""
+        num_kv_heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
+        heads = self.qkv(rows).unflatten(-1, (-1, head_dim))  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+        turned, value = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+        if self.norm is not None:
+            turned = self.norm(turned)
+        if turn is not None:
+            cos, sin = turn
+            turned = torch.addcmul(turned * cos, turned.roll(head_dim // 2, -1), sin)
+        query, key = turned[:, :-num_kv_heads], turned[:, -num_kv_heads:]
+        attended = attend.attend(self._layer_index, query, key, value, self._options)
+        return self._group.all_reduce(self.output(attended.flatten(1)))
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)), gate and up in one (Shazeer, 2020, arXiv:2002.05202)."""
+
+    def __init__(self, gate_up: nn.Module, down: nn.Module, activation: str, group: TensorParallelGroup) -> None:
+        super().__init__()
+        self.gate_up, self.down, self._activation, self._group = gate_up, down, ACTIVATIONS[activation], group
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(rows).chunk(2, dim=-1)
+        return self._group.all_reduce(self.down(self._activation(gate) * up))
+
+
+class Experts(nn.Module):
+    """A mixture of experts: every token goes to the few that a router likes best (Shazeer et al., 2017, 1701.06538).
+
+    Tokens are sorted by expert and multiplied in groups, so that no shape depends on where they go.
+    """
+
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        *,
+        router: torch.Tensor,  # [num_experts, hidden_size]
+        gate_up: torch.Tensor,  # [num_experts, hidden_size, 2 * inner_size]
+        down: torch.Tensor,  # [num_experts, inner_size, hidden_size]
+        shared: GatedMLP | None,
+        shared_gate: torch.Tensor | None,  # [1, hidden_size]
+        activation: str,
+        group: TensorParallelGroup,
+    ) -> None:
+        super().__init__()
+        self.router, self.gate_up, self.down = router, gate_up, down
+        self.shared, self.shared_gate = shared, shared_gate
+        self._spec, self._activation, self._group = spec, ACTIVATIONS[activation], group
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Map [num_tokens, hidden_size] to the same shape."""
+        chosen, weights = self._route(rows)
+        experts = chosen.flatten()  # [num_tokens * num_active]
+        order = experts.argsort(stable=True)
+        numbers = torch.arange(self._spec.num_experts, device=rows.device)
+        ends = (experts[:, None] <= numbers).sum(dim=0, dtype=torch.int32)  # of each expert's tokens, once sorted
+        gate, up = F.grouped_mm(rows[order // self._spec.num_active], self.gate_up, offs=ends).chunk(2, dim=-1)
+        outputs = F.grouped_mm(self._activation(gate) * up, self.down, offs=ends)
+        outputs = torch.zeros_like(outputs).index_copy(0, order, outputs).unflatten(0, chosen.shape)
+        mixed = self._group.all_reduce((outputs * weights[..., None]).sum(dim=1))
+        if self.shared is None or self.shared_gate is None:
+            return mixed
+        return mixed + F.sigmoid(F.linear(rows, self.shared_gate)) * self.shared(rows)
+
+    def _route(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each token's experts and their weights: [num_tokens, num_active] each."""
+        probs = F.linear(rows, self.router).softmax(dim=-1, dtype=torch.float32)
+        weights, chosen = probs.topk(self._spec.num_active, dim=-1)
+        if self._spec.normalises:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return chosen, weights.to(rows.dtype)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward block, each with a norm before it, after it, or both."""
+
+    def __init__(
+        self,
+        *,
+        attention: Attention,
+        mlp: nn.Module,
+        before_attention: nn.Module,
+        after_attention: nn.Module,
+        before_mlp: nn.Module,
+        after_mlp: nn.Module,
+        residual_scale: float,
+    ) -> None:
+        super().__init__()
+        self.attention, self.mlp = attention, mlp
+        self.before_attention, self.after_attention = before_attention, after_attention
+        self.before_mlp, self.after_mlp = before_mlp, after_mlp
+        self._scale = residual_scale
+
+    def forward(self, hidden: torch.Tensor, turn: Turn | None, attend: AttentionHandler) -> torch.Tensor:
+        """Map [num_tokens, hidden_size] to the same shape."""
+        attended = self.attention(self.before_attention(hidden), turn, attend)
+        hidden = torch.add(hidden, self.after_attention(attended), alpha=self._scale)
+        return torch.add(hidden, self.after_mlp(self.mlp(self.before_mlp(hidden))), alpha=self._scale)
+
+
+class Decoder(nn.Module):
+    """A causal language model over packed tokens."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        *,
+        embedding: nn.Module,
+        layers: Sequence[DecoderLayer],
+        norm: Norm,
+        head: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.spec, self.dtype, self.device = spec, dtype, device
+        self.hidden_size, self.num_layers = spec.hidden_size, len(layers)
+        self.embedding, self.norm, self.head = embedding, norm, head
+        self.layers = nn.ModuleList(layers)
+        self.rotaries = nn.ModuleDict(
+            {name: Rotary(rotary, spec.head_dim, dtype=dtype, device=device) for name, rotary in spec.rotaries.items()}
+        )
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
+
+    @property
+    def kv_shapes(self) -> dict[int, LayerShape]:
+        """What each layer of this rank caches."""
+        return {index: layer.attention.shape for index, layer in enumerate(self.layers)}
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        attend: AttentionHandler,
+        *,
+        num_layers: int | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return float32 logits [num_rows, vocab_size] and the tapped states side by side [num_tokens, width].
+
+        `num_layers` leaves after so many layers. A tap is the input of a layer, or `FINAL_TAP`; without any there are
+        no states.
+        """
+        hidden = self.embedding(token_ids)
+        if self._embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
+        turns: dict[str | None, Turn | None] = {name: rotary(positions) for name, rotary in self.rotaries.items()}
+        turns[None] = None
+        taken: dict[int, torch.Tensor] = {}
+        for index, (layer, described) in enumerate(zip(self.layers[:num_layers], self.spec.layers, strict=False)):
+            if index in taps:
+                taken[index] = hidden
+            hidden = layer(hidden, turns[described.rotary], attend)
+        if FINAL_TAP in taps:
+            taken[FINAL_TAP] = hidden = self.norm(hidden)
+            wanted = hidden[rows]
+        else:
+            wanted = self.norm(hidden[rows])
+        states = torch.cat([taken[tap] for tap in taps], dim=1) if taps else None
+        return self._logits(wanted), states
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        logits = self.head(rows).float()
+        if self.spec.logits_scale != 1.0:
+            logits = logits * self.spec.logits_scale
+        if self.spec.logits_softcap is not None:
+            logits = torch.tanh(logits / self.spec.logits_softcap) * self.spec.logits_softcap
+        return logits

@@ -1,0 +1,267 @@
+"""Read a checkpoint's tensors into a `Decoder`: each rank its slices, projections of one input fused into one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from outrider.verifier_service.model.architectures import UnsupportedModelError
+from outrider.verifier_service.model.attention import AttentionOptions, LayerShape
+from outrider.verifier_service.model.decoder import (
+    AllHeadsNorm,
+    Attention,
+    Decoder,
+    DecoderLayer,
+    Experts,
+    GatedMLP,
+    HeadNorm,
+    Norm,
+    head_order,
+)
+from outrider.verifier_service.model.decoder_spec import DecoderSpec, ExpertsSpec, LayerSpec, QueryKeyNorm
+from outrider.verifier_service.model.packed_linear import make_linear
+from outrider.verifier_service.model.tensor_parallel import (
+    TensorParallelGroup,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    vocabulary_range,
+)
+from outrider.verifier_service.model.weights import Shard, WeightReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The rows [start, stop) that this rank holds of one of several projections over the same input."""
+
+    name: str
+    size: int  # rows on all ranks
+    start: int
+    stop: int
+
+
+def load_decoder(
+    spec: DecoderSpec, reader: WeightReader, group: TensorParallelGroup, *, dtype: torch.dtype, device: torch.device
+) -> Decoder:
+    """Build this rank's part of a model. Raises `WeightError` naming a tensor, `UnsupportedModelError` a size."""
+    return _DecoderLoader(spec, reader, group, dtype, device).load()
+
+
+class _DecoderLoader:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        reader: WeightReader,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._spec, self._reader, self._group, self._dtype, self._device = spec, reader, group, dtype, device
+        self._heads = self._share("num_attention_heads", spec.num_heads)
+        self._kv_heads = self._share_kv_heads()
+        if group.size > 1 and spec.query_key_norm is QueryKeyNorm.ALL_HEADS:
+            raise UnsupportedModelError("norms over all heads are not served with tensor_parallel_size > 1")
+
+    def load(self) -> Decoder:
+        spec, group = self._spec, self._group
+        start, stop = vocabulary_range(spec.vocab_size, group)
+        shard = Shard(dim=0, start=start, stop=stop)
+        shape = (spec.vocab_size, spec.hidden_size)
+        weight = self._place(self._reader.read("model.embed_tokens.weight", shape, shard))
+        own = None if spec.is_tied else self._place(self._reader.read("lm_head.weight", shape, shard))
+        if spec.is_tied:
+            self._reader.skip("lm_head.weight")  # some checkpoints hold the tied one twice
+        embedding: nn.Module = nn.Embedding(*weight.shape, _weight=weight, _freeze=True)
+        head = make_linear(weight if own is None else own)
+        if group.size > 1:
+            embedding = VocabParallelEmbedding(embedding, group, start)
+            head = VocabParallelHead(head, group, spec.vocab_size)
+        decoder = Decoder(
+            spec,
+            embedding=embedding,
+            layers=[self._layer(index, layer) for index, layer in enumerate(spec.layers)],
+            norm=self._norm("model.norm"),
+            head=head,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        return decoder.eval().requires_grad_(False)
+
+    def _layer(self, index: int, layer: LayerSpec) -> DecoderLayer:
+        prefix, names = f"model.layers.{index}.", self._spec.norm_names
+        mlp_prefix = f"{prefix}mlp."
+        return DecoderLayer(
+            attention=self._attention(f"{prefix}self_attn.", index, layer),
+            mlp=self._mlp(mlp_prefix, self._spec.inner_size)
+            if layer.experts is None
+            else self._experts(mlp_prefix, layer.experts),
+            before_attention=self._optional_norm(prefix, names.before_attention),
+            after_attention=self._optional_norm(prefix, names.after_attention),
+            before_mlp=self._optional_norm(prefix, names.before_mlp),
+            after_mlp=self._optional_norm(prefix, names.after_mlp),
+            residual_scale=self._spec.residual_scale,
+        )
+
+    # --- attention ---
+
+    def _attention(self, prefix: str, index: int, layer: LayerSpec) -> Attention:
+        spec = self._spec
+        order = None if layer.rotary is None else head_order(spec.rotaries[layer.rotary], spec.head_dim)
+        columns = spec.num_heads * spec.head_dim
+        rows = self._cut(columns, self._heads.start * spec.head_dim, self._heads.stop * spec.head_dim, dim=1)
+        output = self._reader.read(f"{prefix}o_proj.weight", (spec.hidden_size, columns), rows)
+        options = AttentionOptions(
+            scaling=spec.attention_scale, sliding_window=layer.window, softcap=spec.attention_softcap
+        )
+        return Attention(
+            index,
+            LayerShape(num_kv_heads=len(self._kv_heads), head_dim=spec.head_dim, value_dim=spec.head_dim),
+            qkv=self._qkv(prefix, order),
+            output=make_linear(self._place(output), self._summed_bias(f"{prefix}o_proj", spec.has_output_bias)),
+            norm=self._query_key_norm(prefix, order),
+            options=options,
+            group=self._group,
+        )
+
+    def _qkv(self, prefix: str, order: list[int] | None) -> nn.Module:
+        spec, head_dim = self._spec, self._spec.head_dim
+        heads = {"q_proj": (spec.num_heads, self._heads), "k_proj": (spec.num_kv_heads, self._kv_heads)}
+        heads["v_proj"] = heads["k_proj"]
+        parts = [
+            Part(name=name, size=count * head_dim, start=own.start * head_dim, stop=own.stop * head_dim)
+            for name, (count, own) in heads.items()
+        ]
+        weight = self._fused(prefix, "qkv_proj", parts, "weight", (spec.hidden_size,))
+        bias = self._fused(prefix, "qkv_proj", parts, "bias", ()) if spec.has_qkv_bias else None
+        num_turned = len(self._heads) + len(self._kv_heads)
+        return make_linear(
+            self._place(_reordered(weight, num_turned, head_dim, order)),
+            None if bias is None else self._place(_reordered(bias, num_turned, head_dim, order)),
+        )
+
+    def _query_key_norm(self, prefix: str, order: list[int] | None) -> nn.Module | None:
+        spec = self._spec
+        if spec.query_key_norm is None:
+            return None
+        if spec.query_key_norm is QueryKeyNorm.ALL_HEADS:
+            counts = {"q_norm": spec.num_heads, "k_norm": spec.num_kv_heads}
+            query, key = (
+                _reordered(self._norm_weight(f"{prefix}{name}", count * spec.head_dim), count, spec.head_dim, order)
+                for name, count in counts.items()
+            )
+            return AllHeadsNorm(Norm(query, spec.norm_eps), Norm(key, spec.norm_eps))
+        query, key = (
+            _reordered(self._norm_weight(f"{prefix}{name}", spec.head_dim), 1, spec.head_dim, order)
+            for name in ("q_norm", "k_norm")
+        )
+        weight = torch.cat([query.expand(len(self._heads), -1), key.expand(len(self._kv_heads), -1)])
+        return HeadNorm(weight, spec.norm_eps)
+
+    # --- feed-forward ---
+
+    def _mlp(self, prefix: str, inner_size: int) -> GatedMLP:
+        spec, own = self._spec, self._share(f"{prefix}up_proj", inner_size)
+        parts = [Part(name=name, size=inner_size, start=own.start, stop=own.stop) for name in ("gate_proj", "up_proj")]
+        gate_up = self._fused(prefix, "gate_up_proj", parts, "weight", (spec.hidden_size,))
+        gate_up_bias = self._fused(prefix, "gate_up_proj", parts, "bias", ()) if spec.has_mlp_bias else None
+        down_shape, columns = (spec.hidden_size, inner_size), self._cut(inner_size, own.start, own.stop, dim=1)
+        down = self._reader.read(f"{prefix}down_proj.weight", down_shape, columns)
+        return GatedMLP(
+            make_linear(self._place(gate_up), None if gate_up_bias is None else self._place(gate_up_bias)),
+            make_linear(self._place(down), self._summed_bias(f"{prefix}down_proj", spec.has_mlp_bias)),
+            spec.activation,
+            self._group,
+        )
+
+    def _experts(self, prefix: str, experts: ExpertsSpec) -> Experts:
+        spec, count, inner_size = self._spec, experts.num_experts, experts.inner_size
+        own = self._share(f"{prefix}experts", inner_size)
+        shard = None if self._group.size == 1 else Shard(dim=0, start=own.start, stop=own.stop)
+        gate_up_shape = (count, 2 * len(own), spec.hidden_size)
+        gate_up = self._reader.read_part([f"{prefix}experts.gate_up_proj"], gate_up_shape, shard)
+        shard = None if self._group.size == 1 else Shard(dim=1, start=own.start, stop=own.stop)
+        down = self._reader.read_part([f"{prefix}experts.down_proj"], (count, spec.hidden_size, len(own)), shard)
+        shared = shared_gate = None
+        if experts.shared_inner_size:
+            shared = self._mlp(f"{prefix}shared_expert.", experts.shared_inner_size)
+            shared_gate = self._place(self._reader.read(f"{prefix}shared_expert_gate.weight", (1, spec.hidden_size)))
+        return Experts(
+            experts,
+            router=self._place(self._reader.read(f"{prefix}gate.weight", (count, spec.hidden_size))),
+            gate_up=self._place(gate_up).transpose(1, 2),
+            down=self._place(down).transpose(1, 2),
+            shared=shared,
+            shared_gate=shared_gate,
+            activation=spec.activation,
+            group=self._group,
+        )
+
+    # --- parts of all of them ---
+
+    def _fused(
+        self, prefix: str, fused_name: str, parts: Sequence[Part], leaf: str, columns: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Put this rank's rows of several projections together; a checkpoint may have fused them already."""
+        fused = f"{prefix}{fused_name}.{leaf}"
+        is_fused = fused in self._reader
+        total, offset, pieces = sum(part.size for part in parts), 0, []
+        for part in parts:
+            name, size = (fused, total) if is_fused else (f"{prefix}{part.name}.{leaf}", part.size)
+            shard = self._cut(size, offset + part.start, offset + part.stop)
+            pieces.append(self._reader.read(name, (size, *columns), shard))
+            offset += part.size if is_fused else 0
+        return torch.cat(pieces)
+
+    def _summed_bias(self, name: str, has_bias: bool) -> torch.Tensor | None:
+        """Read the bias of a projection whose output the ranks sum: rank 0 adds it once."""
+        if not has_bias:
+            return None
+        bias = self._place(self._reader.read(f"{name}.bias", (self._spec.hidden_size,)))
+        return bias if self._group.rank == 0 else None
+
+    def _optional_norm(self, prefix: str, name: str | None) -> nn.Module:
+        return nn.Identity() if name is None else self._norm(f"{prefix}{name}")
+
+    def _norm(self, name: str) -> Norm:
+        return Norm(self._norm_weight(name, self._spec.hidden_size), self._spec.norm_eps)
+
+    def _norm_weight(self, name: str, size: int) -> torch.Tensor:
+        weight = self._reader.read(f"{name}.weight", (size,))
+        if self._spec.norm_offset:  # the sum has no place in half precision
+            return (weight.float() + self._spec.norm_offset).to(self._device)
+        return self._place(weight)
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def _share(self, what: str, size: int) -> range:
+        """Return this rank's even share of `size` things."""
+        if size % self._group.size:
+            raise UnsupportedModelError(f"{what} ({size}) is not divisible by {self._group.size}")
+        width = size // self._group.size
+        return range(self._group.rank * width, (self._group.rank + 1) * width)
+
+    def _share_kv_heads(self) -> range:
+        """Return this rank's KV heads; where there are fewer than ranks, neighbouring ranks hold the same one."""
+        count, group = self._spec.num_kv_heads, self._group
+        if count >= group.size:
+            return self._share("num_key_value_heads", count)
+        if group.size % count:
+            what = f"tensor_parallel_size over {count} KV heads"
+            raise UnsupportedModelError(f"{what} ({group.size}) is not divisible by {count}")
+        head = group.rank * count // group.size
+        return range(head, head + 1)
+
+    @staticmethod
+    def _cut(size: int, start: int, stop: int, dim: int = 0) -> Shard | None:
+        return None if (start, stop) == (0, size) else Shard(dim=dim, start=start, stop=stop)
+
+
+def _reordered(tensor: torch.Tensor, num_heads: int, head_dim: int, order: list[int] | None) -> torch.Tensor:
+    """Bring the dimensions of the first `num_heads` heads of [num_rows, ...] into another order."""
+    if order is None or order == list(range(head_dim)):
+        return tensor
+    turned, rest = tensor[: num_heads * head_dim], tensor[num_heads * head_dim :]
+    return torch.cat([turned.unflatten(0, (num_heads, head_dim))[:, order].flatten(0, 1), rest])

@@ -1,0 +1,132 @@
+"""A model that runs through the library's own code with our attention: what `decoder_spec` does not describe."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from outrider.verifier_service.messages.draft import FINAL_TAP
+from outrider.verifier_service.model.architectures import UnsupportedModelError
+from outrider.verifier_service.model.attention import AttentionHandler, LayerShape, ShapeRecorder, entered
+from outrider.verifier_service.model.empty_model import build_empty_model
+from outrider.verifier_service.model.packed_linear import pack_linears
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup, plan_shards, shrink, wrap_shards
+from outrider.verifier_service.model.weights import TensorSource, load_weights
+
+
+class LibraryModel:
+    """Executes packed batches with a model of the library; the counterpart of `Decoder`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.dtype, self.device = model.dtype, model.device
+        self.hidden_size: int = model.config.hidden_size
+        self.num_layers: int = model.config.num_hidden_layers
+
+    @property
+    @torch.inference_mode()
+    def kv_shapes(self) -> dict[int, LayerShape]:
+        """What each layer of this rank caches: the model itself says it."""
+        recorder, first = ShapeRecorder(), torch.zeros(1, dtype=torch.long, device=self.device)
+        self(first, first, first, recorder)
+        return recorder.shapes
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        attend: AttentionHandler,
+        *,
+        num_layers: int | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return float32 logits [num_rows, vocab_size] and the tapped states side by side [num_tokens, width]."""
+        with entered(attend), shortened(self.model, num_layers), tapped(self.model, taps) as taken:
+            output = self.model(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
+            )
+        states = torch.cat([taken[tap] for tap in taps], dim=1) if taps else None
+        return output.logits[0].float(), states
+
+
+def load_library_model(
+    description: PreTrainedConfig,
+    source: TensorSource,
+    group: TensorParallelGroup,
+    *,
+    aliases: Sequence[tuple[str, str]],
+    ignored: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PreTrainedModel:
+    """Build this rank's part of the library's model and read its weights; `finish` makes it ready to serve."""
+    model = build_empty_model(description, dtype=dtype, device=device)
+    shards = plan_shards(model, group)
+    shrink(model, shards)
+    load_weights(model, source, shards=shards, aliases=aliases, ignored=ignored, device=device, dtype=dtype)
+    return model
+
+
+def finish(model: PreTrainedModel, group: TensorParallelGroup, vocab_size: int) -> LibraryModel:
+    """Put the collectives around a rank's shards and pack what gains from it."""
+    wrap_shards(model, group, vocab_size)
+    pack_linears(model, keep=[module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)])
+    return LibraryModel(model)
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[torch.nn.Module, str]:
+    """Find the module that holds a causal model's decoder layers, and under which name it does."""
+    num_layers = model.config.num_hidden_layers
+    for parent in model.base_model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, torch.nn.ModuleList) and len(child) == num_layers:
+                return parent, name
+    raise UnsupportedModelError(f"{model.config.model_type}: its decoder layers were not found")
+
+
+@contextlib.contextmanager
+def shortened(model: PreTrainedModel, num_layers: int | None) -> Iterator[None]:
+    """Leave the model after its first `num_layers` decoder layers; final norm and output embedding stay."""
+    if num_layers is None:
+        yield
+        return
+    parent, name = decoder_layers(model)
+    layers = getattr(parent, name)
+    setattr(parent, name, layers[:num_layers])
+    try:
+        yield
+    finally:
+        setattr(parent, name, layers)
+
+
+@contextlib.contextmanager
+def tapped(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """Note the inputs of these layers [num_tokens, hidden_size], and with `FINAL_TAP` the output of the final norm."""
+    taken: dict[int, torch.Tensor] = {}
+    if not taps:
+        yield taken
+        return
+    parent, name = decoder_layers(model)
+    layers = getattr(parent, name)
+
+    def note(index: int, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+        taken[index] = (args[0] if args else kwargs["hidden_states"])[0]
+
+    def note_final(output: Any) -> None:
+        taken[FINAL_TAP] = output.last_hidden_state[0]
+
+    with contextlib.ExitStack() as hooks:
+        for tap in set(taps) - {FINAL_TAP}:
+            hook = layers[tap].register_forward_pre_hook(
+                lambda module, args, kwargs, tap=tap: note(tap, args, kwargs), with_kwargs=True
+            )
+            hooks.callback(hook.remove)
+        if FINAL_TAP in taps:
+            hook = parent.register_forward_hook(lambda module, args, output: note_final(output))
+            hooks.callback(hook.remove)
+        yield taken
