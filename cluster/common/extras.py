@@ -6,6 +6,7 @@ The modules that import an extra's packages do so without ado; whoever imports o
 plots       cluster/bench/serve_plot.py, cluster/simulate/plots.py
 otlp        cluster/gateway/tracing.py
 vllm-grpc   cluster/api/vllm_grpc.py
+gguf        verifier_service/model/gguf.py, which has the library import them
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ PACKAGES: Mapping[str, Sequence[str]] = {
     "plots": ("matplotlib",),
     "otlp": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"),
     "vllm-grpc": ("smg_grpc_proto",),
+    "gguf": ("gguf", "accelerate"),
 }
 
 

@@ -17,7 +17,7 @@ from outrider.drafter_service.heads.head_layer import Attend, DraftHead, HeadErr
 from outrider.drafter_service.heads.mtp import MtpHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.messages.batch import ScheduledBatch
-from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool
+from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool, packed
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import limit_to_pool, resolve_device, resolve_dtype, resolve_num_blocks
 from outrider.verifier_service.model.weights import Checkpoint, TensorSource
@@ -88,8 +88,8 @@ class HeadRunner:
 def _paged(context: AttentionContext) -> Attend:
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         # what a peer's states make overflow must not get into the pool, where it would outlast its session
-        packed = (tensor[0].transpose(0, 1) for tensor in (query, key.nan_to_num(), value.nan_to_num()))
-        return context.attend(LAYER_INDEX, *packed, AttentionOptions())[None]
+        key, value = packed(key.nan_to_num()), packed(value.nan_to_num())
+        return context.attend(LAYER_INDEX, packed(query), key, value, AttentionOptions())[None]
 
     return attend
 

@@ -125,8 +125,8 @@ class HeadMLP(nn.Module):
 
 def fused_linear(parts: Sequence[nn.Linear]) -> nn.Module:
     """Make one linear of several over one input: all with a bias, or none."""
-    biases = [part.bias for part in parts if part.bias is not None]
-    return make_linear(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+    biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
+    return make_linear(torch.cat([*(part.weight for part in parts)]), torch.cat(biases) if biases else None)
 
 
 def make_lean(head: nn.Module, *, fuses_attention: bool = True) -> None:

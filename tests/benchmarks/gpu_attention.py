@@ -70,7 +70,7 @@ def measure(num_sequences: int, query_length: int, context_length: int, bandwidt
     num_blocks = num_sequences * context_length // BLOCK_SIZE
     pool = KVPool({0: shape}, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=torch.bfloat16, device=device)
     query, key, value = (
-        torch.randn(1, heads, batch.num_tokens, HEAD_DIM, device=device, dtype=torch.bfloat16)
+        torch.randn(batch.num_tokens, heads, HEAD_DIM, device=device, dtype=torch.bfloat16)
         for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
     )
 

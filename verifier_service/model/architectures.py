@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.gguf import converted_folder, is_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -87,7 +88,9 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def resolve_folder(config: ModelConfig) -> Path:
-    """Return the checkpoint's folder, downloading it where `path` is not a folder."""
+    """Return the checkpoint's folder: converting it where `path` is a GGUF file, downloading it where it is an id."""
+    if is_gguf(config.path):
+        return converted_folder(Path(config.path))
     folder = Path(config.path)
     if folder.is_dir():
         return folder

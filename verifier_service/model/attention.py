@@ -87,8 +87,13 @@ def attend_paged(
     options = AttentionOptions(scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
-    packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return handler.attend(layer_idx, *packed, options)[None], None
+    output = handler.attend(layer_idx, packed(query), packed(key), packed(value), options)
+    return output[None], None
+
+
+def packed(heads: torch.Tensor) -> torch.Tensor:
+    """Make [num_tokens, num_heads, head_dim] of the library's [1, num_heads, num_tokens, head_dim]."""
+    return heads[0].transpose(0, 1)
 
 
 def register_attention() -> None:

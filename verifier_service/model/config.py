@@ -14,7 +14,7 @@ class ModelConfig:
 
     path: str  # a folder, or a model id of the Hugging Face hub
     revision: str | None = None
-    dtype: str = "auto"  # auto: the checkpoint's own on CUDA, float32 on CPU
+    dtype: str = "auto"  # auto: the checkpoint's own; on a CPU without products in bfloat16 float32
     device: str = "auto"  # auto: CUDA where there is one
     max_model_len: int | None = None  # None: the model's own limit
     block_size: int = 16

@@ -236,15 +236,11 @@ class Decoder(nn.Module):
         self.hidden_size, self.num_layers = spec.hidden_size, len(layers)
         self.embedding, self.norm, self.head = embedding, norm, head
         self.layers = nn.ModuleList(layers)
+        self.kv_shapes = {index: layer.attention.shape for index, layer in enumerate(layers)}  # of this rank
         self.rotaries = nn.ModuleDict(
             {name: Rotary(rotary, spec.head_dim, dtype=dtype, device=device) for name, rotary in spec.rotaries.items()}
         )
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
-
-    @property
-    def kv_shapes(self) -> dict[int, LayerShape]:
-        """What each layer of this rank caches."""
-        return {index: layer.attention.shape for index, layer in enumerate(self.layers)}
 
     def forward(
         self,

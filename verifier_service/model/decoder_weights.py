@@ -73,14 +73,13 @@ class _DecoderLoader:
         own = None if spec.is_tied else self._place(self._reader.read("lm_head.weight", shape, shard))
         if spec.is_tied:
             self._reader.skip("lm_head.weight")  # some checkpoints hold the tied one twice
-        embedding: nn.Module = nn.Embedding(*weight.shape, _weight=weight, _freeze=True)
+        table = nn.Embedding.from_pretrained(weight)
         head = make_linear(weight if own is None else own)
         if group.size > 1:
-            embedding = VocabParallelEmbedding(embedding, group, start)
             head = VocabParallelHead(head, group, spec.vocab_size)
         decoder = Decoder(
             spec,
-            embedding=embedding,
+            embedding=table if group.size == 1 else VocabParallelEmbedding(table, group, start),
             layers=[self._layer(index, layer) for index, layer in enumerate(spec.layers)],
             norm=self._norm("model.norm"),
             head=head,

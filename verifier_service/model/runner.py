@@ -279,11 +279,24 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, description: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """Choose the dtype of `ModelConfig.dtype`; half precision is slow on a CPU, so "auto" means float32 there."""
+    """Choose the dtype of `ModelConfig.dtype`: "auto" is the checkpoint's own.
+
+    On a CPU that is bfloat16 for a checkpoint of 16 bit if the processor multiplies it in hardware, else float32.
+    """
     if name != "auto":
         return getattr(torch, name)
     own = description.dtype
-    return own if device.type == "cuda" and isinstance(own, torch.dtype) else torch.float32
+    if not isinstance(own, torch.dtype):
+        return torch.float32
+    if device.type == "cuda":
+        return own
+    return torch.bfloat16 if own.itemsize == 2 and multiplies_bfloat16() else torch.float32
+
+
+def multiplies_bfloat16() -> bool:
+    """Tell whether this CPU has instructions for products in bfloat16 (AVX512-BF16 or AMX)."""
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def resolve_max_model_len(config: ModelConfig, description: PreTrainedConfig) -> int:

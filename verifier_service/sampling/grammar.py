@@ -16,17 +16,19 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import llguidance.hf
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from outrider.verifier_service.messages.draft import ROOT
 from outrider.verifier_service.messages.request import GenerationRequest, StructuredOutput
 from outrider.verifier_service.messages.structured_output import LIMITS, grammar_text, invalid
 from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def load_grammar_tokenizer(model: ModelConfig, *, vocab_size: int, eos_token_ids
     if not eos_token_ids:
         raise ValueError("structured: the model has no end-of-sequence token to end an output with")
     try:  # code that came with the model is never run for this
-        tokenizer = AutoTokenizer.from_pretrained(model.path, revision=model.revision, trust_remote_code=False)
+        tokenizer = load_tokenizer(replace(model, trust_remote_code=False))
     except (OSError, ValueError) as error:
         raise ValueError(f"structured: the model's tokenizer cannot be loaded: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

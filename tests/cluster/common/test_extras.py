@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from outrider.cluster.common.extras import PACKAGES, MissingExtraError, is_installed, missing_extra, require_extra
+from outrider.verifier_service.model import gguf
 from rooms import LAYERS, ROOT, imported, module_name, sources
 
 # the optional parts themselves: the only modules that import an extra's packages
@@ -36,6 +37,10 @@ def test_an_extra_is_missing_where_one_of_its_packages_is(extra: str):
 @pytest.mark.parametrize("extra", PACKAGES)
 def test_the_development_environment_has_them_all(extra: str):
     assert missing_extra(extra) is None
+
+
+def test_the_reader_of_gguf_files_asks_for_the_packages_of_its_extra():
+    assert PACKAGES["gguf"] == gguf.PACKAGES
 
 
 @pytest.mark.parametrize("package", ["no_such_package", "no_such_package.inside", "json.no_such_module"])

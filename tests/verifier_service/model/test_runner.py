@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.architectures import ARCHITECTURES, UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.packed_linear import PackedLinear
-from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow, forward_packed
+from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow, forward_packed, resolve_dtype
 from outrider.verifier_service.model.start_check import (
     engine_logits,
     library_logits,
@@ -158,7 +158,17 @@ def test_half_precision_stays_close(tmp_path):
     runner = make_runner(tmp_path, dtype="bfloat16")
     assert runner.dtype == torch.bfloat16
     assert difference(runner, model) < 0.05
-    assert make_runner(tmp_path).dtype == torch.float32  # "auto" on a CPU
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_bfloat16", [False, True])
+def test_auto_is_the_checkpoints_own_where_the_processor_is_fast_in_it(monkeypatch, own, has_bfloat16):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bfloat16})
+    description = PreTrainedConfig(dtype=own)
+    on_cpu = torch.bfloat16 if has_bfloat16 and own != torch.float32 else torch.float32
+    assert resolve_dtype("auto", description, torch.device("cpu")) == on_cpu
+    assert resolve_dtype("auto", description, torch.device("cuda")) == own
+    assert resolve_dtype("float16", description, torch.device("cpu")) == torch.float16
 
 
 def test_limits_come_from_the_checkpoint(tmp_path):

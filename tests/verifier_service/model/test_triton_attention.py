@@ -117,7 +117,7 @@ def make_step(sequences: list[Sequence], shape: Shape, seed: int = 0, device: st
     )
     sizes = ((shape.num_heads, shape.head_dim), (shape.num_kv_heads, shape.head_dim))
     drawn = [
-        torch.randn(1, heads, len(slots), dim, generator=generator).to(device, shape.dtype)
+        torch.randn(len(slots), heads, dim, generator=generator).to(device, shape.dtype)
         for heads, dim in (*sizes, (shape.num_kv_heads, shape.value_dim))
     ]
     return Step(batch=batch, pool=pool, query=drawn[0], key=drawn[1], value=drawn[2])
@@ -126,7 +126,7 @@ def make_step(sequences: list[Sequence], shape: Shape, seed: int = 0, device: st
 def reference(step: Step, options: AttentionOptions) -> torch.Tensor:
     """The gathered reference in float32: [num_tokens, num_heads, value_dim]."""
     pool = KVPool(
-        {0: LayerShape(num_kv_heads=step.key.shape[1], head_dim=step.key.shape[3], value_dim=step.value.shape[3])},
+        {0: LayerShape(num_kv_heads=step.key.shape[1], head_dim=step.key.shape[2], value_dim=step.value.shape[2])},
         num_blocks=step.pool.num_blocks,
         block_size=BLOCK_SIZE,
         dtype=torch.float32,
@@ -135,7 +135,7 @@ def reference(step: Step, options: AttentionOptions) -> torch.Tensor:
     pool.keys[0].copy_(step.pool.keys[0].nan_to_num())  # 0 * NaN is NaN there
     pool.values[0].copy_(step.pool.values[0].nan_to_num())
     tensors = [tensor.float() for tensor in (step.query, step.key, step.value)]
-    return AttentionContext.of(step.batch, pool).attend(0, *tensors, options)[0]
+    return AttentionContext.of(step.batch, pool).attend(0, *tensors, options)
 
 
 def attend(
@@ -144,10 +144,10 @@ def attend(
     """Write the step's keys and values, then run the kernels: [num_tokens, num_heads, value_dim]."""
     metadata = module.PagedMetadata.of(step.batch, BLOCK_SIZE, step.pool.device)
     keys, values = step.pool.keys[0], step.pool.values[0]
-    keys[metadata.slot_mapping] = step.key[0].transpose(0, 1)
-    values[metadata.slot_mapping] = step.value[0].transpose(0, 1)
+    keys[metadata.slot_mapping] = step.key
+    values[metadata.slot_mapping] = step.value
     return module.paged_attention(
-        step.query[0].transpose(0, 1), keys, values, metadata, options, num_splits=num_splits
+        step.query, keys, values, metadata, options, num_splits=num_splits
     )
 
 
@@ -251,8 +251,8 @@ def test_any_schedule_equals_the_reference(interpreted, sequences, window, num_s
 def test_queries_may_be_a_view_of_something_wider(interpreted):
     step = make_step([Sequence(num_old=5, num_chain=3)], Shape())
     expected = reference(step, OPTIONS["plain"])
-    wide = torch.cat([step.query.transpose(1, 2), torch.full((1, 3, 4, 8), torch.nan)], dim=2)
-    step.query = wide[:, :, :4].transpose(1, 2)
+    wide = torch.cat([step.query, torch.full((3, 4, 8), torch.nan)], dim=1)
+    step.query = wide[:, :4]
     torch.testing.assert_close(attend(interpreted, step, OPTIONS["plain"]), expected)
 
 
@@ -261,7 +261,7 @@ def test_the_context_writes_before_it_attends(interpreted):
     expected = reference(step, OPTIONS["all"])
     context = interpreted.TritonContext.of(step.batch, step.pool)
     got = context.attend(0, step.query, step.key, step.value, OPTIONS["all"])
-    torch.testing.assert_close(got, expected[None], atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
 
 
 # The host's side.
@@ -394,7 +394,7 @@ def test_a_captured_graph_attends_to_what_is_in_the_pool_later():
     shape = Shape(num_heads=8, num_kv_heads=2, head_dim=64, value_dim=64, dtype=torch.bfloat16)
     step = make_step([Sequence(num_old=600, parents=TREE), Sequence(num_old=9)], shape, device="cuda")
     metadata = triton_attention.PagedMetadata.of(step.batch, BLOCK_SIZE, step.pool.device)
-    arguments = (step.query[0].transpose(0, 1), step.pool.keys[0], step.pool.values[0], metadata, AttentionOptions())
+    arguments = (step.query, step.pool.keys[0], step.pool.values[0], metadata, AttentionOptions())
     attend(triton_attention, step, AttentionOptions())  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
