@@ -126,7 +126,7 @@ def test_what_cannot_be_read_is_told(tmp_path, cache, monkeypatch):
     with pytest.raises(ValueError, match=r"missing\.gguf: there is no such file"):
         gguf.converted_folder(tmp_path / "missing.gguf")
     (tmp_path / "bad.gguf").write_bytes(b"no model")
-    with pytest.raises(ValueError, match="gguf|GGUF"):
+    with pytest.raises(ValueError, match=r"gguf|GGUF"):
         gguf.converted_folder(tmp_path / "bad.gguf")
     monkeypatch.setattr(gguf, "PACKAGES", ("no_such_package",))
     with pytest.raises(ValueError, match=r"pip install 'outrider\[gguf\]'"):
