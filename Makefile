@@ -33,7 +33,7 @@ study: install-dev  ## Run a study for developers: NAME=adaptive|ahead|policy|pr
 train: install  ## Train the shipped model pair again from the standard library's sources
 	$(BIN)/python -m outrider.drafter_service.embedded.train $(ARGS)
 
-check: install-dev  ## The short loop: lint, types, and all tests that start no service and take less than a second
+check: install-dev  ## The short loop: lint, types, and all tests that start no service and take no time
 	tests/check.sh $(ARGS)
 
 test: install-dev  ## Run the tests; those that need a GPU are reported as skipped where there is none

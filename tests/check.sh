@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The short loop: style, types, and every test that starts no service and takes less than a second (tests/slow.txt names
-# the others). Types are checked beside the tests: each leaves the other some time of a core.
+# The short loop: style, types, and every test that starts no service and is not in tests/slow.txt. Types are checked
+# beside the tests: each leaves the other some time of a core.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

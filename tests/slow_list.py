@@ -1,4 +1,4 @@
-"""The functions of which a case takes a second or more, one a line: `make check` leaves them out.
+"""The functions whose cases take half a second or more together, one a line: `make check` leaves them out.
 
 `.venv/bin/python -m pytest -m "not (service or soak)" -n 2 --write-slow` writes the list; a run of some files changes
 what it says of those alone.
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 SLOW_LIST = Path(__file__).with_name("slow.txt")
-SLOW_S = 1.0
+SLOW_S = 0.5
 
 
 def slow_functions() -> set[str]:
@@ -25,17 +25,16 @@ def function_of(nodeid: str) -> str:
 
 
 class Stopwatch:
-    """A plug-in that adds up what each test takes, what it sets up first included, and writes the list."""
+    """A plug-in that adds up what each function takes, what it sets up first included, and writes the list."""
 
     def __init__(self) -> None:
         self._seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid] += report.duration
+        self._seconds[function_of(report.nodeid)] += report.duration
 
     def pytest_sessionfinish(self) -> None:
         """Say what this run knows: a function that it did not run stays as it was."""
-        known = {function_of(nodeid) for nodeid in self._seconds}
-        slow = {function_of(nodeid) for nodeid, seconds in self._seconds.items() if seconds >= SLOW_S}
-        names = slow | (slow_functions() - known)
+        slow = {function for function, seconds in self._seconds.items() if seconds >= SLOW_S}
+        names = slow | (slow_functions() - self._seconds.keys())
         SLOW_LIST.write_text("".join(f"{name}\n" for name in sorted(names)))

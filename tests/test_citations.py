@@ -19,9 +19,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from rooms import ROOT
+from checkout import ROOT, own_files
 
-NOT_OURS = {"build", "dist", "shared", "__pycache__"}
 LAYERS = ("proto", "verifier_service", "drafter_service", "cluster", "tests", "deploy", "docs", "examples")
 
 # Names of files that are not here, and why they may be cited all the same.
@@ -191,21 +190,9 @@ def texts() -> dict[str, str]:
     suffixes = {".md", ".py", *HASH_COMMENTS, *SLASH_COMMENTS}
     return {
         path: (ROOT / path).read_text()
-        for path in files()
+        for path in own_files()
         if PurePosixPath(path).suffix in suffixes and "_pb2" not in path
     }
-
-
-@cache
-def files() -> tuple[str, ...]:
-    """List the files of this checkout; hidden folders, but for the CI's, and build products are no part of it."""
-    found = [path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file()]
-    return tuple(sorted(str(path) for path in found if not _is_left_out(path)))
-
-
-def _is_left_out(path: Path) -> bool:
-    folders = path.parts[:-1]
-    return any((part.startswith(".") and part != ".ci") or part in NOT_OURS for part in folders)
 
 
 def problems(path: str, text: str, tree: Tree) -> list[str]:
@@ -234,14 +221,14 @@ def folder_of(path: str) -> str:
 
 @pytest.mark.parametrize("folder", sorted({folder_of(path) for path in texts()}))
 def test_what_is_cited_is_there(folder: str) -> None:
-    tree = Tree.of(list(files()))
+    tree = Tree.of(list(own_files()))
     mine = {path: text for path, text in texts().items() if folder_of(path) == folder}
     assert not [problem for path, text in mine.items() for problem in problems(path, text, tree)]
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_what_is_elsewhere_is_cited_and_not_here(name: str) -> None:
-    assert name not in Tree.of(list(files())).names
+    assert name not in Tree.of(list(own_files())).names
     assert any(name in text for path, text in texts().items() if path != "tests/test_citations.py")
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-NOT_OURS = {"build", "dist", "shared"}
+from checkout import ROOT, own_files
 
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -20,12 +19,7 @@ BEFORE_COMMAND = re.compile(r"^\s*(?:\$\s+)?(?:[A-Z_]+=\S+\s+)*(?:\S*/)?(?=(?:ou
 
 
 def pages() -> list[Path]:
-    found = [path for path in ROOT.rglob("*.md") if not _is_hidden(path.relative_to(ROOT))]
-    return sorted(found)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") or part in NOT_OURS for part in path.parts[:-1])
+    return [ROOT / path for path in own_files() if path.endswith(".md")]
 
 
 def commands(text: str) -> list[list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -106,20 +105,24 @@ def test_it_is_served_like_a_checkpoint(tmp_path, cache, caplog):
 def test_it_is_converted_once_and_again_when_it_has_changed(tmp_path, cache):
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
-    found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(gguf.converted_folder(path))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    first, second = found
-    assert first == second
+    first = gguf.converted_folder(path)
     made_ns = (first / "config.json").stat().st_mtime_ns
     assert gguf.converted_folder(path) == first
     assert (first / "config.json").stat().st_mtime_ns == made_ns
-    assert list(first.parent.iterdir()) == [first], "nothing is left of a conversion that came too late"
+    assert list(first.parent.iterdir()) == [first], "nothing else is left of a conversion"
     os.utime(path, ns=(1, 1))
     assert gguf.converted_folder(path) != first
+
+
+def test_another_process_may_have_been_faster(tmp_path):
+    late, folder = tmp_path / "late", tmp_path / "folder"
+    for made in (late, folder):
+        made.mkdir()
+        (made / "config.json").write_text(made.name)
+    gguf._move(late, folder)
+    assert (folder / "config.json").read_text() == "folder"
+    with pytest.raises(OSError, match="gone"):
+        gguf._move(tmp_path / "gone", tmp_path / "nowhere")
 
 
 def test_what_cannot_be_read_is_told(tmp_path, cache, monkeypatch):
