@@ -26,6 +26,7 @@ class Architecture:
     """How one `model_type` is loaded and sliced."""
 
     tensor_parallel: bool = False  # its plan slices it rightly
+    is_tested: bool = True  # False: served if the check at start finds no difference from the library
     aliases: tuple[tuple[str, str], ...] = ()  # (pattern, replacement): the model's tensor names into the checkpoint's
 
 
@@ -40,6 +41,7 @@ IGNORED_TENSORS = (
 _TEXT_PART = ((r"^model\.", "language_model.model."), (r"^model\.", "model.language_model."))
 
 _PLAIN = Architecture()
+_UNLISTED = Architecture(is_tested=False)
 _SHARDED = Architecture(tensor_parallel=True)
 
 # each one is compared with the library in tests/verifier_service/model/test_runner.py, the sharded ones also in
@@ -117,11 +119,14 @@ def _require_plain_weights(description: PreTrainedConfig) -> None:
 
 
 def require_supported(description: PreTrainedConfig, tensor_parallel_size: int) -> Architecture:
-    """Return the architecture's entry, or raise `UnsupportedModelError` naming architecture and reason."""
+    """Return the architecture's entry, or raise `UnsupportedModelError` naming architecture and reason.
+
+    One that nobody listed has an entry, too: whether it is served turns out when it is loaded.
+    """
     name = description.model_type
-    architecture = ARCHITECTURES.get(name)
-    if architecture is None:
-        raise UnsupportedModelError(f"{name}: {_REASONS.get(name, 'not among the tested architectures')}")
+    if name in _REASONS:
+        raise UnsupportedModelError(f"{name}: {_REASONS[name]}")
+    architecture = ARCHITECTURES.get(name, _UNLISTED)
     rope_type = batch_dependent_rope(getattr(description, "rope_parameters", None))
     if rope_type is not None:
         raise UnsupportedModelError(f"{name}: rope type {rope_type!r} depends on the longest position of the batch")

@@ -33,6 +33,9 @@ class LibraryModel:
         """What each layer of this rank caches: the model itself says it."""
         recorder, first = ShapeRecorder(), torch.zeros(1, dtype=torch.long, device=self.device)
         self(first, first, first, recorder)
+        if (found := len(recorder.shapes)) != self.num_layers:
+            name = self.model.config.model_type
+            raise UnsupportedModelError(f"{name}: {found} of {self.num_layers} layers attend through the KV blocks")
         return recorder.shapes
 
     def __call__(

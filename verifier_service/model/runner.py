@@ -19,6 +19,7 @@ from outrider.verifier_service.model import start_check
 from outrider.verifier_service.model.architectures import (
     CHECKPOINT_ALIASES,
     IGNORED_TENSORS,
+    UnsupportedModelError,
     expert_shape,
     load_model_description,
     read_eos_token_ids,
@@ -32,10 +33,11 @@ from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.library_model import finish, load_library_model
 from outrider.verifier_service.model.start_check import (
     engine_logits,
+    has_long_window,
     library_logits,
     make_tiny_model,
     require_equal_logits,
-    sample_token_ids,
+    sample_sequences,
 )
 from outrider.verifier_service.model.state_pool import StatePool, require_taps, resolve_state_dtype
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
@@ -83,24 +85,28 @@ def load_model(
     """Build this rank's part of a model; raises `UnsupportedModelError` where it would answer wrongly.
 
     With `check`, one rank compares the finished model with the library's own forward of the same weights, which it
-    loads first and drops; several compare a tiny random model of the same architecture, sliced the same way.
+    loads first and drops. A tiny random model of the same architecture is compared where that is not possible or not
+    enough: with several ranks, and for windows that are longer than the check. Nothing of an architecture that no test
+    knows is served unchecked.
     """
     architecture = require_supported(description, group.size)
-    if check and group.size > 1:
-        _check_sharding(description, group, device)
+    if not architecture.is_tested:
+        _require_unlisted_works(description, group, device)
+    elif check and (group.size > 1 or has_long_window(description)):
+        _check_tiny_model(description, group, device)
     spec = read_decoder_spec(description)
     aliases = (*architecture.aliases, *CHECKPOINT_ALIASES)
     ignored = (*IGNORED_TENSORS, *_prediction_layers(description))
-    token_ids = sample_token_ids(description.vocab_size)
+    sequences = sample_sequences(description.vocab_size)
     expected: torch.Tensor | None = None
-    is_compared = check and group.size == 1
+    is_compared = (check or not architecture.is_tested) and group.size == 1
     model: PackedModel
     if spec is None or is_compared:
         library = load_library_model(
             description, source, group, aliases=aliases, ignored=ignored, dtype=dtype, device=device
         )
         if is_compared:
-            expected = library_logits(library, token_ids)
+            expected = library_logits(library, sequences)
         if spec is None:
             model = finish(library, group, description.vocab_size)
         del library
@@ -109,7 +115,7 @@ def load_model(
         model = load_decoder(spec, reader, group, dtype=dtype, device=device)
         reader.require_all_used(ignored)
     if expected is not None:
-        require_equal_logits(description.model_type, expected, _engine_logits(model, token_ids), dtype)
+        require_equal_logits(description.model_type, expected, _engine_logits(model, sequences), dtype)
     return model
 
 
@@ -119,16 +125,39 @@ def _prediction_layers(description: PreTrainedConfig) -> tuple[str, ...]:
     return (r"^(model\.)?mtp\.", *(rf"^model\.layers\.{first + index}\." for index in range(count)))
 
 
-def _check_sharding(description: PreTrainedConfig, group: TensorParallelGroup, device: torch.device) -> None:
+def _check_tiny_model(description: PreTrainedConfig, group: TensorParallelGroup, device: torch.device) -> None:
     whole = make_tiny_model(description, group.size)
-    token_ids = sample_token_ids(whole.config.vocab_size)
-    expected = library_logits(whole, token_ids).to(device)
+    sequences = sample_sequences(whole.config.vocab_size)
+    expected = library_logits(whole, sequences).to(device)
     source = StateDictSource(whole.state_dict())
-    sliced = load_model(whole.config, source, group, torch.float32, device, check=False)
-    require_equal_logits(description.model_type, expected, _engine_logits(sliced, token_ids), torch.float32)
+    sliced = _build_unchecked(whole.config, source, group, device)
+    require_equal_logits(description.model_type, expected, _engine_logits(sliced, sequences), torch.float32)
 
 
-def _engine_logits(model: PackedModel, token_ids: list[int]) -> torch.Tensor:
+def _build_unchecked(
+    description: PreTrainedConfig, source: TensorSource, group: TensorParallelGroup, device: torch.device
+) -> PackedModel:
+    spec = read_decoder_spec(description)
+    if spec is not None:
+        return load_decoder(spec, WeightReader(source), group, dtype=torch.float32, device=device)
+    library = load_library_model(
+        description, source, group, aliases=(), ignored=(), dtype=torch.float32, device=device
+    )
+    return finish(library, group, description.vocab_size)
+
+
+def _require_unlisted_works(description: PreTrainedConfig, group: TensorParallelGroup, device: torch.device) -> None:
+    """Raise `UnsupportedModelError` for whatever goes wrong: nobody knows what this code does."""
+    try:
+        _check_tiny_model(description, group, device)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        text = f"{description.model_type}: the library's code does not run with our attention: {error!r}"
+        raise UnsupportedModelError(text) from error
+
+
+def _engine_logits(model: PackedModel, sequences: Sequence[list[int]]) -> torch.Tensor:
     pool = KVPool(
         model.kv_shapes,
         num_blocks=start_check.NUM_BLOCKS,
@@ -136,7 +165,7 @@ def _engine_logits(model: PackedModel, token_ids: list[int]) -> torch.Tensor:
         dtype=model.dtype,
         device=model.device,
     )
-    return engine_logits(lambda batch: run_batch(model, pool, batch)[0], token_ids)
+    return engine_logits(lambda batch: run_batch(model, pool, batch)[0], sequences)
 
 
 @torch.inference_mode()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,49 +12,66 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 
-NUM_TOKENS = 27
-CHUNK_LENGTHS = (19, 1, 5, 1, 1)  # a long prefill chunk, decode, verification, decode: they sum to NUM_TOKENS
+# how many tokens of each sequence a step takes: a long prefill chunk, decode, verification, decode; never all alike
+STEPS = ((19, 4, 11), (1, 3, 1), (5, 1, 5), (1, 1, 1), (1, 0, 0))
+LENGTHS = tuple(map(sum, zip(*STEPS, strict=True)))
 BLOCK_SIZE = 4
-BLOCK_TABLE = (5, 2, 7, 0, 3, 6, 1)  # scattered
-NUM_BLOCKS = 8
+BLOCK_TABLES = ((15, 2, 7, 10, 3, 6, 1), (14, 0, 5), (8, 13, 4, 11, 9))  # scattered
+NUM_BLOCKS = 16
+TINY_WINDOW = 8
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the logits' own spread
 
 
-def sample_token_ids(vocab_size: int) -> list[int]:
-    """Spread `NUM_TOKENS` ids over the vocabulary."""
-    return [(5 + index * 7919) % vocab_size for index in range(NUM_TOKENS)]
+def sample_sequences(vocab_size: int) -> list[list[int]]:
+    """Spread ids over the vocabulary: sequences of `LENGTHS`."""
+    first = accumulate(LENGTHS, initial=0)
+    return [
+        [(5 + index * 7919) % vocab_size for index in range(start, start + length)]
+        for start, length in zip(first, LENGTHS, strict=False)
+    ]
 
 
 @torch.inference_mode()
-def library_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    """Run the library's own attention over the whole sequence: [NUM_TOKENS, vocab_size]."""
+def library_logits(model: PreTrainedModel, sequences: Sequence[list[int]]) -> torch.Tensor:
+    """Run the library's own attention over each whole sequence by itself: [sum(LENGTHS), vocab_size]."""
     own = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        return model(input_ids=torch.tensor([token_ids], device=model.device), use_cache=False).logits[0].float()
+        return torch.cat(
+            [
+                model(input_ids=torch.tensor([token_ids], device=model.device), use_cache=False).logits[0].float()
+                for token_ids in sequences
+            ]
+        )
     finally:
         model.set_attn_implementation(own)
 
 
-def engine_logits(execute: Callable[[ScheduledBatch], torch.Tensor], token_ids: list[int]) -> torch.Tensor:
-    """Run the same sequence in chunks through the engine: [NUM_TOKENS, vocab_size]."""
-    logits, start = [], 0
-    for length in CHUNK_LENGTHS:
-        logits.append(execute(_chunk(token_ids, start, start + length)))
-        start += length
-    return torch.cat(logits)
+def engine_logits(
+    execute: Callable[[ScheduledBatch], torch.Tensor], sequences: Sequence[list[int]]
+) -> torch.Tensor:
+    """Run the same sequences together, in chunks, through the engine: [sum(LENGTHS), vocab_size]."""
+    parts: list[list[torch.Tensor]] = [[] for _ in sequences]
+    done = [0] * len(sequences)
+    for lengths in STEPS:
+        spans = {i: range(done[i], done[i] + length) for i, length in enumerate(lengths) if length}
+        rows = execute(_step(sequences, spans)).split([len(span) for span in spans.values()])
+        for (i, span), own in zip(spans.items(), rows, strict=True):
+            parts[i].append(own)
+            done[i] = span.stop
+    return torch.cat([part for own in parts for part in own])
 
 
-def _chunk(token_ids: list[int], start: int, stop: int) -> ScheduledBatch:
-    positions = list(range(start, stop))
+def _step(sequences: Sequence[list[int]], spans: Mapping[int, range]) -> ScheduledBatch:
+    tables = {i: list(BLOCK_TABLES[i][: -(-span.stop // BLOCK_SIZE)]) for i, span in spans.items()}
     return ScheduledBatch(
-        token_ids=token_ids[start:stop],
-        positions=positions,
-        slot_mapping=slots_of(BLOCK_TABLE, range(start, stop), BLOCK_SIZE),
-        query_lengths=[stop - start],
-        context_lengths=[stop],
-        block_tables=[list(BLOCK_TABLE[: -(-stop // BLOCK_SIZE)])],
-        logits_indices=list(range(stop - start)),
+        token_ids=[sequences[i][position] for i, span in spans.items() for position in span],
+        positions=[position for span in spans.values() for position in span],
+        slot_mapping=[slot for i, span in spans.items() for slot in slots_of(tables[i], span, BLOCK_SIZE)],
+        query_lengths=[len(span) for span in spans.values()],
+        context_lengths=[span.stop for span in spans.values()],
+        block_tables=list(tables.values()),
+        logits_indices=list(range(sum(map(len, spans.values())))),
     )
 
 
@@ -72,11 +90,16 @@ def relative_difference(expected: torch.Tensor, got: torch.Tensor) -> float:
     return ((expected - got).square().mean().sqrt() / spread.clamp_min(1e-12)).item()
 
 
+def has_long_window(description: PreTrainedConfig) -> bool:
+    """Tell whether a model has windows that none of the sequences exceeds."""
+    return (getattr(description, "sliding_window", None) or 0) >= max(LENGTHS)
+
+
 def make_tiny_model(description: PreTrainedConfig, tensor_parallel_size: int) -> PreTrainedModel:
     """Build a small random model of the same architecture and flags, the same on every rank.
 
-    A sharded model cannot be compared with the library's own forward, which would need all of the weights; the slicing
-    of this one can.
+    A sharded model cannot be compared with the library's own forward, which would need all of the weights, and windows
+    of thousands of tokens would take sequences as long; the slicing and the windows of this one can.
     """
     tiny = type(description).from_dict({**description.to_dict(), **_tiny_fields(description, tensor_parallel_size)})
     with torch.random.fork_rng(devices=[]):
@@ -108,8 +131,17 @@ def _tiny_fields(description: PreTrainedConfig, size: int) -> dict[str, Any]:
         "eos_token_id": 2,
     }
     if getattr(description, "sliding_window", None):
-        fields["sliding_window"] = 8
-    return {name: value for name, value in fields.items() if hasattr(description, name)}
+        fields["sliding_window"] = TINY_WINDOW
+    if getattr(description, "attention_chunk_size", None):
+        fields["attention_chunk_size"] = TINY_WINDOW
+    if hasattr(description, "qk_rope_head_dim"):
+        del fields["head_dim"]  # latent attention has other sizes, and this one follows from them
+    return {name: value for name, value in fields.items() if _can_be_set(description, name)}
+
+
+def _can_be_set(description: PreTrainedConfig, name: str) -> bool:
+    own = getattr(type(description), name, None)
+    return hasattr(description, name) and not (isinstance(own, property) and own.fset is None)
 
 
 def _tiny_kv_heads(num_kv_heads: int, num_heads: int, size: int) -> int:

@@ -26,7 +26,7 @@ from outrider.verifier_service.model.start_check import (
     library_logits,
     relative_difference,
     require_equal_logits,
-    sample_token_ids,
+    sample_sequences,
 )
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from tiny.models import (
@@ -212,12 +212,12 @@ def test_the_start_check_refuses_a_model_without_meaning(tmp_path):
 def test_the_start_checks_own_schedule_shows_mistakes(tmp_path, mistake):
     model = make_checkpoint(tmp_path)
     runner = make_runner(tmp_path)
-    token_ids = sample_token_ids(runner.vocab_size)
-    expected = library_logits(model, token_ids)
-    require_equal_logits("llama", expected, engine_logits(runner.execute, token_ids), torch.float32)
+    sequences = sample_sequences(runner.vocab_size)
+    expected = library_logits(model, sequences)
+    require_equal_logits("llama", expected, engine_logits(runner.execute, sequences), torch.float32)
     with pytest.raises(UnsupportedModelError, match="llama"):
         require_equal_logits(
-            "llama", expected, engine_logits(lambda batch: mistake(runner, batch), token_ids), torch.float32
+            "llama", expected, engine_logits(lambda batch: mistake(runner, batch), sequences), torch.float32
         )
 
 
