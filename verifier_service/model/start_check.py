@@ -19,7 +19,10 @@ BLOCK_SIZE = 4
 BLOCK_TABLES = ((15, 2, 7, 10, 3, 6, 1), (14, 0, 5), (8, 13, 4, 11, 9))  # scattered
 NUM_BLOCKS = 16
 TINY_WINDOW = 8
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the logits' own spread
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 3e-1}  # of the logits' own spread
+# Rounding makes single rows of a random text differ by several spreads (SmolLM2-135M in bfloat16: 1 of 54, and there the
+# library is as far from its own float32); a mistake shows in more than a third, since none of them comes first.
+SHARE_OF_ROWS = {torch.float32: 1.0, torch.float16: 0.7, torch.bfloat16: 0.7}
 
 
 def sample_sequences(vocab_size: int) -> list[list[int]]:
@@ -76,12 +79,18 @@ def _step(sequences: Sequence[list[int]], spans: Mapping[int, range]) -> Schedul
 
 
 def require_equal_logits(name: str, expected: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise `UnsupportedModelError` where the engine's logits are not the library's."""
-    difference = relative_difference(expected, got)
+    """Raise `UnsupportedModelError` where the engine's logits are not the library's: [num_rows, vocab_size] each."""
+    difference = row_differences(expected, got).quantile(SHARE_OF_ROWS[dtype]).item()
     if not difference <= TOLERANCE[dtype]:  # also catches NaN
         raise UnsupportedModelError(
             f"{name}: the engine's logits differ from the library's by {difference:.1e} of their spread"
         )
+
+
+def row_differences(expected: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
+    """Return rms(expected - got) / rms(expected - mean(expected)) of each row: [num_rows]."""
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean(dim=-1).sqrt()
+    return (expected - got).square().mean(dim=-1).sqrt() / spread.clamp_min(1e-12)
 
 
 def relative_difference(expected: torch.Tensor, got: torch.Tensor) -> float:

@@ -198,6 +198,17 @@ def test_wrong_logits_are_refused():
         require_equal_logits("llama", expected, torch.full_like(expected, float("nan")), torch.bfloat16)
 
 
+def test_half_precision_may_differ_in_single_rows_and_a_mistake_does_in_more():
+    expected = torch.randn(20, 50, generator=torch.Generator().manual_seed(0))
+    one_off, some_off = expected.clone(), expected.clone()
+    one_off[7] = -expected[7]
+    some_off[10:18] = -expected[10:18]
+    require_equal_logits("llama", expected, one_off, torch.bfloat16)
+    for got, dtype in ((one_off, torch.float32), (some_off, torch.bfloat16)):
+        with pytest.raises(UnsupportedModelError, match="llama"):
+            require_equal_logits("llama", expected, got, dtype)
+
+
 def test_the_start_check_refuses_a_model_without_meaning(tmp_path):
     make_checkpoint(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
