@@ -20,8 +20,8 @@ BLOCK_TABLES = ((15, 2, 7, 10, 3, 6, 1), (14, 0, 5), (8, 13, 4, 11, 9))  # scatt
 NUM_BLOCKS = 16
 TINY_WINDOW = 8
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 3e-1}  # of the logits' own spread
-# Rounding makes single rows of a random text differ by several spreads (SmolLM2-135M in bfloat16: 1 of 54, and there the
-# library is as far from its own float32); a mistake shows in more than a third, since none of them comes first.
+# Rounding makes single rows of a random text differ by several spreads (SmolLM2-135M in bfloat16: 1 of 54, the one in
+# which the library's bfloat16 is furthest from its own float32); a mistake shows in more than a third of the rows.
 SHARE_OF_ROWS = {torch.float32: 1.0, torch.float16: 0.7, torch.bfloat16: 0.7}
 
 

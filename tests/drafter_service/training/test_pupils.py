@@ -153,7 +153,8 @@ def test_what_a_service_builds_from_the_folder_drafts_what_the_pupil_says(method
     pupil = make_pupil(options_for(method, tmp_path), teacher, build_tokenizer(), make_corpus())
     shaken(pupil.module)
     pupil.save(tmp_path / "drafter")
-    model = ModelConfig(path=str(tmp_path / "drafter"), device="cpu", dtype="float32", num_kv_blocks=32, check_logits=False)
+    folder = str(tmp_path / "drafter")
+    model = ModelConfig(path=folder, device="cpu", dtype="float32", num_kv_blocks=32, check_logits=False)
     spec = DrafterSpec(
         model=model,
         target=ModelConfig(path=str(target), device="cpu"),
