@@ -78,7 +78,7 @@ def test_the_wheel_holds_every_module_and_data_file(wheel: Path) -> None:
         for folder in package_folders()
         for path in folder.iterdir()
         if path.is_file()
-        and (path.suffix in (".py", ".pyi", ".proto", ".txt", ".jsonl", ".md") or path.name == "py.typed")
+        and (path.suffix in (".py", ".pyi", ".proto", ".cpp", ".txt", ".jsonl", ".md") or path.name == "py.typed")
     }
     assert wanted <= shipped, sorted(wanted - shipped)
 

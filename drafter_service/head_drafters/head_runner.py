@@ -17,8 +17,15 @@ from outrider.drafter_service.heads.head_layer import Attend, DraftHead, HeadErr
 from outrider.drafter_service.heads.mtp import MtpHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.messages.batch import ScheduledBatch
-from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool, packed
+from outrider.verifier_service.model.attention import (
+    AttentionContext,
+    AttentionHandler,
+    AttentionOptions,
+    KVPool,
+    packed,
+)
 from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.cpu_attention import cpu_context
 from outrider.verifier_service.model.runner import limit_to_pool, resolve_device, resolve_dtype, resolve_num_blocks
 from outrider.verifier_service.model.weights import Checkpoint, TensorSource
 
@@ -78,14 +85,18 @@ class HeadRunner:
             torch.tensor([batch.token_ids], device=self.device),
             hidden[None],
             torch.tensor([batch.positions], device=self.device),
-            _paged(AttentionContext.of(batch, self.pool)),
+            _paged(batch, self.pool),
         )
         rows = torch.tensor(batch.logits_indices, dtype=torch.long, device=self.device)
         logits = head.in_target_ids(head.logits(output[0].index_select(0, rows)).float())
         return HeadRows(logits=logits, feedback=feedback[0].index_select(0, rows))
 
 
-def _paged(context: AttentionContext) -> Attend:
+def _paged(batch: ScheduledBatch, pool: KVPool) -> Attend:
+    context: AttentionHandler = (
+        cpu_context(batch, pool) if pool.device.type == "cpu" else AttentionContext.of(batch, pool)
+    )
+
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         # what a peer's states make overflow must not get into the pool, where it would outlast its session
         key, value = packed(key.nan_to_num()), packed(value.nan_to_num())

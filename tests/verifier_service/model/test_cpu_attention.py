@@ -1,0 +1,184 @@
+"""The kernels in place against the slow reference; what they leave to torch; what becomes of a machine without them."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.model import cpu_kernels
+from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool, LayerShape
+from outrider.verifier_service.model.cpu_attention import CpuContext, cpu_context
+from outrider.verifier_service.model.gguf import CACHE_VARIABLE
+from tiny.attention_steps import BLOCK_SIZE, OPTIONS, SPANS, make_pool, run_both
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernel() -> cpu_kernels.Kernel:
+    found = cpu_kernels.load_kernel(torch.float32)
+    if found is None:
+        pytest.skip("needs a C++ compiler (g++ or clang++), there is none")
+    return found
+
+
+def in_place(batch: ScheduledBatch, pool: KVPool) -> CpuContext:
+    context = cpu_context(batch, pool)
+    assert isinstance(context, CpuContext)
+    return context
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+def test_equals_the_reference(spans, options):
+    got, expected = run_both(make_pool(), spans, options, handler=in_place)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=4),
+    window=st.none() | st.integers(1, 40),
+    seed=st.integers(0, 1000),
+)
+def test_any_schedule_equals_the_reference(spans, window, seed):
+    spans = [(length, length + old) for length, old in spans]
+    got, expected = run_both(make_pool(), spans, AttentionOptions(sliding_window=window), seed, in_place)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+def batch_of(contexts: list[int], lengths: list[int], trees: list[list[int]] | None = None) -> ScheduledBatch:
+    """Sequences one after the other in the pool."""
+    widths = [-(-context // BLOCK_SIZE) for context in contexts]
+    firsts = [sum(widths[:i]) for i in range(len(widths))]
+    tables = [list(range(first, first + width)) for first, width in zip(firsts, widths, strict=True)]
+    places = [
+        (i, place) for i, context in enumerate(contexts) for place in range(context - lengths[i], context)
+    ]
+    return ScheduledBatch(
+        token_ids=[0] * len(places),
+        positions=[place for _, place in places],
+        slot_mapping=[firsts[i] * BLOCK_SIZE + place for i, place in places],
+        query_lengths=lengths,
+        context_lengths=contexts,
+        block_tables=tables,
+        logits_indices=[],
+        tree_parents=trees or [],
+    )
+
+
+def drawn(batch: ScheduledBatch, dtype: torch.dtype, *, dim: int = 64) -> tuple[KVPool, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shape = LayerShape(num_kv_heads=3, head_dim=dim, value_dim=dim)
+    pool = KVPool({0: shape}, num_blocks=64, block_size=BLOCK_SIZE, dtype=dtype, device=CPU)
+    for cache in (pool.keys[0], pool.values[0]):
+        cache.copy_(torch.randn(cache.shape, generator=generator))
+    # as a fused projection leaves them: views of one tensor
+    fused = torch.randn(batch.num_tokens, 15, dim, generator=generator).to(dtype)
+    return pool, [fused[:, :9], fused[:, 9:12], fused[:, 12:]]
+
+
+def attended(batch: ScheduledBatch, dtype: torch.dtype, make=in_place) -> torch.Tensor:
+    pool, tensors = drawn(batch, dtype)
+    return make(batch, pool).attend(0, *tensors, AttentionOptions())
+
+
+def test_half_precision_is_rounded_once_at_the_end():
+    batch = batch_of([9, 40, 130], [1, 5, 1])
+    got = attended(batch, torch.bfloat16)
+    pool, tensors = drawn(batch, torch.bfloat16)
+    wide = KVPool({0: LayerShape(num_kv_heads=3, head_dim=64, value_dim=64)}, num_blocks=64, block_size=BLOCK_SIZE,
+                  dtype=torch.float32, device=CPU)  # fmt: skip
+    wide.keys[0].copy_(pool.keys[0])
+    wide.values[0].copy_(pool.values[0])
+    expected = AttentionContext.of(batch, wide).attend(0, *(t.float() for t in tensors), AttentionOptions())
+    torch.testing.assert_close(got.float(), expected, atol=1e-5, rtol=2**-8)
+
+
+def test_trees_and_long_queries_go_to_torch_and_all_keys_are_written_first():
+    batch = batch_of([9, 40, 12, 30], [1, 25, 4, 3], [[], [], [-1, 0, 0], []])
+    assert torch.allclose(
+        attended(batch, torch.float32),
+        attended(batch, torch.float32, AttentionContext.of),
+        atol=1e-5,
+    )
+    pool, tensors = drawn(batch, torch.float32)
+    in_place(batch, pool).attend(0, *tensors, AttentionOptions())
+    assert torch.equal(pool.keys[0][batch.slot_mapping], tensors[1])
+    assert torch.equal(pool.values[0][batch.slot_mapping], tensors[2])
+
+
+def test_a_tokens_output_does_not_depend_on_its_company():
+    alone, together = batch_of([37], [4]), batch_of([37, 5, 150], [4, 1, 3])
+    pool, (query, key, value) = drawn(together, torch.float32)
+    expected = in_place(together, pool).attend(0, query, key, value, AttentionOptions())
+    got = in_place(alone, pool).attend(0, query[:4], key[:4], value[:4], AttentionOptions())
+    assert torch.equal(got, expected[:4])
+    one = in_place(batch_of([37], [1]), pool).attend(0, query[3:4], key[3:4], value[3:4], AttentionOptions())
+    assert torch.equal(one, expected[3:4]), "decoding and verifying a token are the same sums"
+
+
+def test_infinite_and_missing_numbers_stay_what_they_are():
+    batch = batch_of([4], [1])
+    pool, tensors = drawn(batch, torch.float32)
+    pool.values[0][1] = torch.nan
+    assert in_place(batch, pool).attend(0, *tensors, AttentionOptions()).isnan().all()
+
+
+def test_the_arguments_are_those_of_the_kernel_in_its_order():
+    source = cpu_kernels.SOURCE.read_text()
+    struct = source[source.index("struct Attend {") : source.index("};")]
+    declared = re.findall(r"(\w+)\s*[,;]", re.sub(r"//.*", "", struct))
+    assert [name for name, _ in cpu_kernels.Attend._fields_] == declared
+
+
+# --- without them ---
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    cpu_kernels.load_kernel.cache_clear()
+    cpu_kernels._library.cache_clear()
+    yield tmp_path
+    cpu_kernels.load_kernel.cache_clear()
+    cpu_kernels._library.cache_clear()
+
+
+def test_without_a_compiler_torch_attends_and_the_log_says_so(fresh, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", str(fresh))
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(cpu_context(batch_of([4], [1]), make_pool()), AttentionContext)
+    assert "no C++ compiler" in caplog.text
+
+
+def test_a_compiler_that_fails_is_told_with_its_words(fresh, monkeypatch, caplog):
+    (fresh / "g++").write_text("#!/bin/sh\necho 'what is this machine' >&2\nexit 1\n")
+    (fresh / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fresh}:/bin:/usr/bin")
+    with caplog.at_level(logging.WARNING):
+        assert cpu_kernels.load_kernel(torch.float32) is None
+    assert "what is this machine" in caplog.text
+    assert not list((fresh / "kernels").iterdir())
+
+
+def test_they_can_be_switched_off(fresh, monkeypatch):
+    monkeypatch.setenv(cpu_kernels.DISABLING_VARIABLE, "0")
+    assert cpu_kernels.load_kernel(torch.float32) is None
+
+
+def test_what_was_compiled_is_kept(fresh):
+    assert cpu_kernels.load_kernel(torch.bfloat16) is not None
+    (library,) = (fresh / "kernels").iterdir()
+    made_ns = library.stat().st_mtime_ns
+    cpu_kernels._library.cache_clear()
+    cpu_kernels.load_kernel.cache_clear()
+    assert cpu_kernels.load_kernel(torch.float32) is not None
+    assert [path.stat().st_mtime_ns for path in (fresh / "kernels").iterdir()] == [made_ns]
+    assert cpu_kernels.load_kernel(torch.float16) is None

@@ -1,0 +1,120 @@
+"""Attention on a CPU: short queries read keys and values in place, torch has them gathered for long ones and trees.
+
+    short chains (decode, verification)  ->  cpu_kernels.cpp, a sequence and a KV head at a time
+    prefill chunks, trees                ->  AttentionContext, which is the reference for both
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.model.attention import MAX_SHORT_QUERY, AttentionContext, AttentionOptions, KVPool
+from outrider.verifier_service.model.cpu_kernels import Attend, Kernel, load_kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The sequences that torch attends for."""
+
+    tokens: torch.Tensor  # int64 [num_rest] into the packed tokens
+    context: AttentionContext
+
+
+class CpuContext:
+    """One step's attention handler on a CPU with kernels."""
+
+    def __init__(self, batch: ScheduledBatch, pool: KVPool, kernel: Kernel) -> None:
+        self._pool, self._kernel = pool, kernel
+        starts = [0]
+        for length in batch.query_lengths:
+            starts.append(starts[-1] + length)
+        indices = range(len(batch.query_lengths))
+        short = [i for i in indices if _is_short(batch, i)]
+        width = max((len(batch.block_tables[i]) for i in short), default=0)
+        numbers = {
+            "firsts": [starts[i] for i in short],
+            "lengths": [batch.query_lengths[i] for i in short],
+            "contexts": [batch.context_lengths[i] for i in short],
+            "tables": [batch.block_tables[i] + [0] * (width - len(batch.block_tables[i])) for i in short],
+        }
+        arrays = {name: torch.tensor(each, dtype=torch.int32) for name, each in numbers.items()}
+        arrays["slots"] = torch.tensor(batch.slot_mapping, dtype=torch.int64)
+        self._arrays = arrays  # the arguments hold their addresses alone
+        self._arguments = Attend(
+            num_tokens=batch.num_tokens,
+            num_sequences=len(short),
+            table_width=width,
+            block_size=pool.block_size,
+            num_threads=torch.get_num_threads(),
+            **{name: array.data_ptr() for name, array in arrays.items()},
+        )
+        rest = [i for i in indices if not _is_short(batch, i)]
+        self._rest = _rest(batch, rest, starts, pool) if rest else None
+
+    def attend(
+        self, layer_index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Write this step's keys and values, then attend."""
+        keys, values = self._pool.keys[layer_index], self._pool.values[layer_index]
+        query, key, value = _rows(query), _rows(key), _rows(value)
+        num_tokens, num_heads, head_dim = query.shape
+        num_kv_heads, value_dim = value.shape[1:]
+        assert query.dtype == key.dtype == value.dtype == keys.dtype
+        assert num_tokens == self._arguments.num_tokens
+        output = query.new_empty(num_tokens, num_heads, value_dim)
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        arguments = self._arguments
+        arguments.query, arguments.key, arguments.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        arguments.output = output.data_ptr()
+        arguments.key_cache, arguments.value_cache = keys.data_ptr(), values.data_ptr()
+        arguments.query_stride, arguments.key_stride = query.stride(0), key.stride(0)
+        arguments.value_stride = value.stride(0)
+        arguments.num_heads, arguments.num_kv_heads = num_heads, num_kv_heads
+        arguments.head_dim, arguments.value_dim = head_dim, value_dim
+        arguments.window = options.sliding_window or 0
+        arguments.scale = head_dim**-0.5 if options.scaling is None else options.scaling
+        arguments.softcap = options.softcap or 0.0
+        arguments.sinks = None if sinks is None else sinks.data_ptr()
+        self._kernel(arguments)
+        if self._rest is not None:
+            tokens = self._rest.tokens
+            attended = self._rest.context.attend(layer_index, query[tokens], key[tokens], value[tokens], options)
+            output.index_copy_(0, tokens, attended)
+        return output
+
+
+def cpu_context(batch: ScheduledBatch, pool: KVPool) -> CpuContext | AttentionContext:
+    """Return one step's attention on a CPU: with kernels where this machine has them."""
+    kernel = load_kernel(pool.dtype)
+    return AttentionContext.of(batch, pool) if kernel is None else CpuContext(batch, pool, kernel)
+
+
+def _is_short(batch: ScheduledBatch, index: int) -> bool:
+    is_tree = bool(batch.tree_parents) and bool(batch.tree_parents[index])
+    return batch.query_lengths[index] <= MAX_SHORT_QUERY and not is_tree
+
+
+def _rest(batch: ScheduledBatch, members: list[int], starts: list[int], pool: KVPool) -> Rest:
+    tokens = [token for i in members for token in range(starts[i], starts[i + 1])]
+    part = dataclasses.replace(
+        batch,
+        token_ids=[batch.token_ids[token] for token in tokens],
+        positions=[batch.positions[token] for token in tokens],
+        slot_mapping=[batch.slot_mapping[token] for token in tokens],
+        query_lengths=[batch.query_lengths[i] for i in members],
+        context_lengths=[batch.context_lengths[i] for i in members],
+        block_tables=[batch.block_tables[i] for i in members],
+        tree_parents=[batch.tree_parents[i] for i in members] if batch.tree_parents else [],
+        logits_indices=[],
+    )
+    return Rest(torch.tensor(tokens), AttentionContext.of(part, pool))
+
+
+def _rows(heads: torch.Tensor) -> torch.Tensor:
+    """Have all heads of a token side by side, [num_tokens, num_heads, head_dim]; tokens may be further apart."""
+    _, _, head_dim = heads.shape
+    return heads if heads.stride(2) == 1 and heads.stride(1) == head_dim else heads.contiguous()
