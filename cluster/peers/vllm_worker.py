@@ -1,0 +1,42 @@
+"""vLLM's CPU build in this process; with `lookup` its n-gram drafter."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.cluster.peers.worker import Generate
+
+
+def load(options: dict[str, Any]) -> tuple[str, Generate]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{options['num_threads'] - 1}"
+    import vllm
+
+    drafting = {
+        "method": "ngram",
+        "num_speculative_tokens": options["num_speculative_tokens"],
+        "prompt_lookup_max": options["max_ngram"],
+    }
+    engine = vllm.LLM(
+        options["model"],
+        dtype=options["dtype"],
+        max_num_seqs=options["max_num_seqs"],
+        max_model_len=options["max_model_len"],
+        **({"speculative_config": drafting} if options["lookup"] else {}),
+    )
+
+    def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        sampling = vllm.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return vllm.__version__, generate
+
+
+if __name__ == "__main__":
+    from worker import serve  # a script's own folder comes first in its path
+
+    serve(load)

@@ -1,0 +1,113 @@
+"""Who is asked when, and what the figures are made of."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from outrider.cluster.peers.arms import BASELINE, all_peers
+from outrider.cluster.peers.measure import (
+    NUM_PREFIX_TOKENS,
+    PREFIX,
+    PROMPTS,
+    Load,
+    Sample,
+    chat_prompts,
+    equal_prompts,
+    measure,
+    median_speed,
+    paired_ratio,
+    prefixed_prompts,
+)
+from outrider.cluster.peers.process import Answer
+from outrider.cluster.peers.report import PeerFacts, PeersResult, to_json, to_markdown
+
+
+@dataclass
+class FakePeer:
+    name: str
+    elapsed_s: float
+    asked: list[int] = field(default_factory=list)
+
+    def run(self, prompts, max_tokens: int) -> Answer:
+        self.asked.append(len(prompts))
+        return Answer(elapsed_s=self.elapsed_s, token_ids=[[len(prompt)] * max_tokens for prompt in prompts])
+
+
+def load(concurrency: int, num_prompts: int = 4) -> Load:
+    prompts = tuple((1,) * (n + 1) for n in range(num_prompts))
+    return Load(name=f"{concurrency} at a time", concurrency=concurrency, prompts=prompts, max_tokens=8)
+
+
+def test_every_repeat_asks_all_of_them_in_an_order_that_turns():
+    peers, order = [FakePeer("a", 0.5), FakePeer("b", 1.0)], []
+    samples = measure(peers, [load(1), load(3)], repeats=2, on_run=order.append)
+    assert order == [
+        *(f"{peer}, {n} at a time, warm-up" for peer in "ab" for n in (1, 3)),
+        *("a, 1 at a time", "b, 1 at a time", "a, 3 at a time", "b, 3 at a time"),
+        *("a, 1 at a time", "b, 1 at a time", "a, 3 at a time", "b, 3 at a time"),
+    ]
+    assert peers[0].asked == [1, 3, *([1] * 4 + [3, 1]) * 2]
+    assert median_speed(samples, "a", "1 at a time") == 4 * 8 / 2.0
+    assert median_speed(samples, "b", "3 at a time") == 4 * 8 / 2.0
+    assert paired_ratio(samples, "a", "b", "1 at a time") == 2.0
+
+
+def test_a_ratio_is_of_the_same_repeat():
+    speeds = {"a": (10.0, 100.0, 30.0), "b": (5.0, 50.0, 20.0)}
+    samples = [
+        Sample(peer=peer, load="l", repeat=repeat, tokens_per_s=speed, token_ids=[[repeat], [9 if peer == "a" else 8]])
+        for peer, own in speeds.items()
+        for repeat, speed in enumerate(own)
+    ]
+    assert paired_ratio(samples, "a", "b", "l") == 2.0
+    assert median_speed(samples, "a", "l") == 30.0
+    assert equal_prompts(samples, "a", "b", "l") == 0.5
+
+
+def test_the_prompts_are_many_and_of_many_kinds():
+    rows = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
+    assert len(rows) == len({row["prompt"] for row in rows}) == 64
+    assert len({row["kind"] for row in rows[:16]}) == 8, "the first ones are as mixed as all"
+    assert len(chat_prompts(lambda text: [len(text)])) == 64
+    words = prefixed_prompts(lambda text: list(range(len(text) // 4)), [(1, 2)])
+    assert len(PREFIX.read_text()) // 4 > NUM_PREFIX_TOKENS
+    assert words == [(*range(NUM_PREFIX_TOKENS), 1, 2)]
+
+
+def test_what_cannot_run_here_is_named(tmp_path):
+    (tmp_path / "vllm" / "bin").mkdir(parents=True)
+    (tmp_path / "vllm" / "bin" / "python").touch()
+    fields = {"model": tmp_path, "dtype": "float32", "max_num_seqs": 4, "max_model_len": 99}
+    found, missing = all_peers(tmp_path, half_gguf=None, **fields)
+    names = [peer.name for peer in found]
+    assert names == [BASELINE, "Outrider adaptive", "Outrider fixed", "transformers", "vLLM",
+                     "transformers look-up", "vLLM look-up"]  # fmt: skip
+    assert missing.keys() == {"OpenVINO", "OpenVINO look-up"}
+    assert "make peers" in missing["OpenVINO"]
+    (tmp_path / "openvino" / "bin").mkdir(parents=True)
+    (tmp_path / "openvino" / "bin" / "python").touch()
+    assert "GGUF" in all_peers(tmp_path, half_gguf=None, **fields)[1]["OpenVINO"]
+    assert all_peers(tmp_path, half_gguf=tmp_path / "half.gguf", **fields)[1] == {}
+
+
+def test_the_page_says_ratios_equal_tokens_and_who_is_missing():
+    peers = [FakePeer(BASELINE, 1.0), FakePeer("other", 2.0)]
+    loads = (load(1), load(4))
+    result = PeersResult(
+        machine="a machine",
+        num_threads=2,
+        dtype="bfloat16",
+        loads=loads,
+        repeats=3,
+        samples=tuple(measure(peers, loads, repeats=3, on_run=lambda _: None)),
+        peers=(PeerFacts(BASELINE, "0.1", 2.0, 10**9), PeerFacts("other", "7", 30.0, 2 * 10**9)),
+        missing={"third": "it is not there"},
+        weights_read_s=0.0625,
+    )
+    page = to_markdown(result)
+    assert "| other | 7 | 30.0 s | 2.00 GB | 4 (0.50) | 16 (0.50) | 100% |" in page
+    assert "takes 62.5 ms here" in page
+    assert "takes 2.00 times as long" in page
+    assert "third was not measured: it is not there." in page
+    assert len(to_json(result)["samples"]) == 2 * 2 * 3
