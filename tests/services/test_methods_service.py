@@ -53,7 +53,8 @@ def test_a_pool_of_heads_reads_the_targets_states_over_the_link_beside_a_pool_of
         brought: dict[str, float] = {}
 
         def are_known() -> bool:
-            for prompt in (REPEATED, PROMPT):
+            # twice: the second goes to the pool that nobody knows yet, whichever had the first
+            for prompt in (REPEATED, REPEATED, PROMPT):
                 accepted_of_streams(service, prompt)
             snapshot = service.call("Router", "snapshot")
             pools = {state.report.drafter_id: state.report.pool for state in snapshot.drafters}
