@@ -17,15 +17,9 @@ from outrider.drafter_service.heads.head_layer import Attend, DraftHead, HeadErr
 from outrider.drafter_service.heads.mtp import MtpHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.messages.batch import ScheduledBatch
-from outrider.verifier_service.model.attention import (
-    AttentionContext,
-    AttentionHandler,
-    AttentionOptions,
-    KVPool,
-    packed,
-)
+from outrider.verifier_service.model.attention import AttentionOptions, KVPool, packed
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.cpu_attention import cpu_context
+from outrider.verifier_service.model.cpu_attention import in_place_or_gathered
 from outrider.verifier_service.model.runner import limit_to_pool, resolve_device, resolve_dtype, resolve_num_blocks
 from outrider.verifier_service.model.weights import Checkpoint, TensorSource
 
@@ -93,9 +87,7 @@ class HeadRunner:
 
 
 def _paged(batch: ScheduledBatch, pool: KVPool) -> Attend:
-    context: AttentionHandler = (
-        cpu_context(batch, pool) if pool.device.type == "cpu" else AttentionContext.of(batch, pool)
-    )
+    context = in_place_or_gathered(batch, pool)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         # what a peer's states make overflow must not get into the pool, where it would outlast its session

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import strategies as st
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.attention import (
@@ -99,4 +100,9 @@ SPANS = {
     "long": [(20, 33)],
     "far_apart": [(1, 3), (2, 120), (1, 7)],
     "mixed": [(1, 7), (19, 19), (4, 21), (17, 30)],
+}
+ANY_SCHEDULE = {  # spans of (query length, tokens before it)
+    "spans": st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=4),
+    "window": st.none() | st.integers(1, 40),
+    "seed": st.integers(0, 1000),
 }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.gguf import converted_folder, is_gguf
+from outrider.verifier_service.model.gguf import local_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -91,9 +91,7 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 def resolve_folder(config: ModelConfig) -> Path:
     """Return the checkpoint's folder: converting it where `path` is a GGUF file, downloading it where it is an id."""
-    if is_gguf(config.path):
-        return converted_folder(Path(config.path))
-    folder = Path(config.path)
+    folder = Path(local_path(config.path))
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download  # only those who download pay for the import

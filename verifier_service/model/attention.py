@@ -236,7 +236,7 @@ class AttentionContext:
     @classmethod
     def of(cls, batch: ScheduledBatch, pool: KVPool) -> AttentionContext:
         """Derive slots, gathers and masks from a batch."""
-        starts = _starts(batch.query_lengths)
+        starts = starts_of(batch.query_lengths)
         members = group_members(batch)
         token_indices = [_padded_tokens(batch, indices, starts) for indices in members]
         order = _output_order(batch, members, starts)
@@ -325,7 +325,8 @@ def attend_by_hand(
     return weights.to(value.dtype) @ value
 
 
-def _starts(lengths: Sequence[int]) -> list[int]:
+def starts_of(lengths: Sequence[int]) -> list[int]:
+    """Return where each sequence's tokens begin among the packed ones."""
     starts, total = [], 0
     for length in lengths:
         starts.append(total)

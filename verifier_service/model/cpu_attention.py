@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
-from outrider.verifier_service.model.attention import MAX_SHORT_QUERY, AttentionContext, AttentionOptions, KVPool
+from outrider.verifier_service.model.attention import (
+    MAX_SHORT_QUERY,
+    AttentionContext,
+    AttentionOptions,
+    KVPool,
+    starts_of,
+)
 from outrider.verifier_service.model.cpu_kernels import Attend, Kernel, load_kernel
 
 
@@ -29,9 +35,7 @@ class CpuContext:
 
     def __init__(self, batch: ScheduledBatch, pool: KVPool, kernel: Kernel) -> None:
         self._pool, self._kernel = pool, kernel
-        starts = [0]
-        for length in batch.query_lengths:
-            starts.append(starts[-1] + length)
+        starts = starts_of(batch.query_lengths)
         indices = range(len(batch.query_lengths))
         short = [i for i in indices if _is_short(batch, i)]
         width = max((len(batch.block_tables[i]) for i in short), default=0)
@@ -87,9 +91,9 @@ class CpuContext:
         return output
 
 
-def cpu_context(batch: ScheduledBatch, pool: KVPool) -> CpuContext | AttentionContext:
-    """Return one step's attention on a CPU: with kernels where this machine has them."""
-    kernel = load_kernel(pool.dtype)
+def in_place_or_gathered(batch: ScheduledBatch, pool: KVPool) -> CpuContext | AttentionContext:
+    """Return one step's attention: in place on a CPU with kernels, over gathered blocks elsewhere."""
+    kernel = load_kernel(pool.dtype) if pool.device.type == "cpu" else None
     return AttentionContext.of(batch, pool) if kernel is None else CpuContext(batch, pool, kernel)
 
 
@@ -99,7 +103,7 @@ def _is_short(batch: ScheduledBatch, index: int) -> bool:
 
 
 def _rest(batch: ScheduledBatch, members: list[int], starts: list[int], pool: KVPool) -> Rest:
-    tokens = [token for i in members for token in range(starts[i], starts[i + 1])]
+    tokens = [starts[i] + offset for i in members for offset in range(batch.query_lengths[i])]
     part = dataclasses.replace(
         batch,
         token_ids=[batch.token_ids[token] for token in tokens],

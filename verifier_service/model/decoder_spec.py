@@ -68,6 +68,7 @@ class NormNames:
 class DecoderSpec:
     """All that `Decoder` must know besides the weights."""
 
+    model_type: str
     vocab_size: int
     hidden_size: int
     inner_size: int  # of the feed-forward block
@@ -114,6 +115,7 @@ def read_decoder_spec(config: PreTrainedConfig) -> DecoderSpec | None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     has_bias = bool(getattr(config, "attention_bias", False))
     fields: Fields = {
+        "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "inner_size": config.intermediate_size,

@@ -62,7 +62,7 @@ class _DecoderLoader:
         self._heads = self._share("num_attention_heads", spec.num_heads)
         self._kv_heads = self._share_kv_heads()
         if group.size > 1 and spec.query_key_norm is QueryKeyNorm.ALL_HEADS:
-            raise UnsupportedModelError("norms over all heads are not served with tensor_parallel_size > 1")
+            raise self._unsupported("norms over all heads are not served with tensor_parallel_size > 1")
 
     def load(self) -> Decoder:
         spec, group = self._spec, self._group
@@ -238,7 +238,7 @@ class _DecoderLoader:
     def _share(self, what: str, size: int) -> range:
         """Return this rank's even share of `size` things."""
         if size % self._group.size:
-            raise UnsupportedModelError(f"{what} ({size}) is not divisible by {self._group.size}")
+            raise self._unsupported(f"{what} ({size}) is not divisible by {self._group.size}")
         width = size // self._group.size
         return range(self._group.rank * width, (self._group.rank + 1) * width)
 
@@ -249,9 +249,12 @@ class _DecoderLoader:
             return self._share("num_key_value_heads", count)
         if group.size % count:
             what = f"tensor_parallel_size over {count} KV heads"
-            raise UnsupportedModelError(f"{what} ({group.size}) is not divisible by {count}")
+            raise self._unsupported(f"{what} ({group.size}) is not divisible by {count}")
         head = group.rank * count // group.size
         return range(head, head + 1)
+
+    def _unsupported(self, reason: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self._spec.model_type}: {reason}")
 
     @staticmethod
     def _cut(size: int, start: int, stop: int, dim: int = 0) -> Shard | None:

@@ -27,6 +27,11 @@ def is_gguf(path: str) -> bool:
     return path.endswith(SUFFIX)
 
 
+def local_path(path: str) -> str:
+    """Return what to read for a model's path: a GGUF file's converted folder, else the path itself."""
+    return str(converted_folder(Path(path))) if is_gguf(path) else path
+
+
 def converted_folder(path: Path) -> Path:
     """Return the folder of a GGUF file's checkpoint, converting it where no process has done so before.
 

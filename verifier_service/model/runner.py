@@ -26,9 +26,9 @@ from outrider.verifier_service.model.architectures import (
     require_supported,
     resolve_folder,
 )
-from outrider.verifier_service.model.attention import AttentionContext, AttentionHandler, KVPool, LayerShape
+from outrider.verifier_service.model.attention import AttentionHandler, KVPool, LayerShape
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.cpu_attention import cpu_context
+from outrider.verifier_service.model.cpu_attention import in_place_or_gathered
 from outrider.verifier_service.model.decoder_spec import read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.library_model import finish, load_library_model
@@ -192,10 +192,8 @@ def forward_packed(
 
 def attention_context(batch: ScheduledBatch, pool: KVPool) -> AttentionHandler:
     """Return one step's attention: a kernel over block tables where there is one, torch's over gathered blocks else."""
-    if pool.device.type == "cpu":
-        return cpu_context(batch, pool)
     if pool.device.type != "cuda":
-        return AttentionContext.of(batch, pool)
+        return in_place_or_gathered(batch, pool)
     from outrider.verifier_service.model.triton_attention import TritonContext  # an installation for CPUs has no Triton
 
     return TritonContext.of(batch, pool)

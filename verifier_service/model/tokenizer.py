@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.verifier_service.messages.link import vocab_fingerprint
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.gguf import converted_folder, is_gguf
+from outrider.verifier_service.model.gguf import local_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,8 +16,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer."""
     from transformers import AutoTokenizer  # brings torch: seconds that every replica in front of an engine would take
 
-    path = str(converted_folder(Path(model.path))) if is_gguf(model.path) else model.path
-    return AutoTokenizer.from_pretrained(path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    return AutoTokenizer.from_pretrained(
+        local_path(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
 
 
 def fingerprint_of(model: ModelConfig) -> str:

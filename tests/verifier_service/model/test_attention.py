@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.attention import (
@@ -16,7 +15,17 @@ from outrider.verifier_service.model.attention import (
     entered,
     group_members,
 )
-from tiny.attention_steps import BLOCK_SIZE, HEAD_DIM, NUM_BLOCKS, OPTIONS, SHAPE, SPANS, make_pool, run_both
+from tiny.attention_steps import (
+    ANY_SCHEDULE,
+    BLOCK_SIZE,
+    HEAD_DIM,
+    NUM_BLOCKS,
+    OPTIONS,
+    SHAPE,
+    SPANS,
+    make_pool,
+    run_both,
+)
 
 
 def test_blocks_are_all_read_before_the_first_is_written():
@@ -39,11 +48,7 @@ def test_equals_the_reference(spans, options):
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    spans=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=4),
-    window=st.none() | st.integers(1, 40),
-    seed=st.integers(0, 1000),
-)
+@given(**ANY_SCHEDULE)
 def test_any_schedule_equals_the_reference(spans, window, seed):
     spans = [(length, length + old) for length, old in spans]
     got, expected = run_both(make_pool(), spans, AttentionOptions(sliding_window=window), seed)

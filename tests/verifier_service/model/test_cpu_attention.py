@@ -8,14 +8,13 @@ import re
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model import cpu_kernels
 from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool, LayerShape
-from outrider.verifier_service.model.cpu_attention import CpuContext, cpu_context
+from outrider.verifier_service.model.cpu_attention import CpuContext, in_place_or_gathered
 from outrider.verifier_service.model.gguf import CACHE_VARIABLE
-from tiny.attention_steps import BLOCK_SIZE, OPTIONS, SPANS, make_pool, run_both
+from tiny.attention_steps import ANY_SCHEDULE, BLOCK_SIZE, OPTIONS, SPANS, make_pool, run_both
 
 CPU = torch.device("cpu")
 
@@ -29,7 +28,7 @@ def kernel() -> cpu_kernels.Kernel:
 
 
 def in_place(batch: ScheduledBatch, pool: KVPool) -> CpuContext:
-    context = cpu_context(batch, pool)
+    context = in_place_or_gathered(batch, pool)
     assert isinstance(context, CpuContext)
     return context
 
@@ -42,11 +41,7 @@ def test_equals_the_reference(spans, options):
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    spans=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=4),
-    window=st.none() | st.integers(1, 40),
-    seed=st.integers(0, 1000),
-)
+@given(**ANY_SCHEDULE)
 def test_any_schedule_equals_the_reference(spans, window, seed):
     spans = [(length, length + old) for length, old in spans]
     got, expected = run_both(make_pool(), spans, AttentionOptions(sliding_window=window), seed, in_place)
@@ -154,7 +149,7 @@ def fresh(monkeypatch, tmp_path):
 def test_without_a_compiler_torch_attends_and_the_log_says_so(fresh, monkeypatch, caplog):
     monkeypatch.setenv("PATH", str(fresh))
     with caplog.at_level(logging.WARNING):
-        assert isinstance(cpu_context(batch_of([4], [1]), make_pool()), AttentionContext)
+        assert isinstance(in_place_or_gathered(batch_of([4], [1]), make_pool()), AttentionContext)
     assert "no C++ compiler" in caplog.text
 
 

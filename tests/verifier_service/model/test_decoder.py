@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import FINAL_TAP
+from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool
 from outrider.verifier_service.model.decoder import Decoder, Rotary, head_order
 from outrider.verifier_service.model.decoder_spec import FAMILIES, RotarySpec, read_decoder_spec
@@ -151,6 +152,15 @@ def test_half_precision_norms_with_an_offset_are_computed_in_full() -> None:
     decoder = decoder_of(model.bfloat16(), torch.bfloat16)
     assert decoder.norm.weight.dtype == torch.float32
     assert torch.equal(decoder.norm.weight, model.model.norm.weight.float() + 1.0)
+
+
+def test_a_size_that_ranks_cannot_share_is_refused_with_the_architectures_name() -> None:
+    model = make_model("llama")
+    spec = read_decoder_spec(model.config)
+    assert spec is not None
+    reader, third = WeightReader(StateDictSource(model.state_dict())), TensorParallelGroup(0, 3, None)
+    with pytest.raises(UnsupportedModelError, match=r"^llama: num_attention_heads \(4\) is not divisible by 3$"):
+        load_decoder(spec, reader, third, dtype=torch.float32, device=CPU)
 
 
 def test_a_library_model_tells_the_shapes_that_a_decoder_has_by_its_spec() -> None:
