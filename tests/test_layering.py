@@ -23,7 +23,8 @@ ROOMS = {
     # the target model: what crosses, what executes, what decides
     "verifier_service": "",
     "verifier_service/messages": "proto",
-    "verifier_service/model": "messages",
+    "verifier_service/cpu": "verifier_service",
+    "verifier_service/model": "verifier_service messages cpu",
     "verifier_service/sampling": "messages model",
     "verifier_service/scheduling": "messages",
     "verifier_service/pricing": "messages scheduling",

@@ -48,6 +48,7 @@ _MODEL_OPTIONS = (
     click.option(
         "--dtype", type=click.Choice(["auto", "float32", "float16", "bfloat16"]), default="auto", show_default=True
     ),
+    click.option("--quantization", type=click.Choice(["int8"]), help="Hold the target's linear layers in int8 (CPU)."),
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
     click.option("--max-model-len", type=int, help="Longest sequence in tokens. Default: the model's own limit."),
     click.option("--tensor-parallel-size", "-tp", type=int, default=1, show_default=True, help="Ranks per verifier."),

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_origin, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
 import grpc
 import ray
@@ -62,6 +62,7 @@ class ServiceConfig:
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: str = "auto"
+    quantization: Literal["int8"] | None = None  # of the target
     device: str = "auto"
     max_model_len: int | None = None
     tensor_parallel_size: int = 1
@@ -391,6 +392,7 @@ class ServiceConfig:
             path=path,
             revision=self.revision if path == self.model else None,
             dtype=self.dtype,
+            quantization=self.quantization if path == self.target_path else None,
             device=self.device,
             max_model_len=self.max_model_len,
             block_size=self.block_size,

@@ -1,7 +1,7 @@
 """Attention on a CPU: short queries read keys and values in place, torch has them gathered for long ones and trees.
 
-    short chains (decode, verification)  ->  cpu_kernels.cpp, a sequence and a KV head at a time
-    prefill chunks, trees                ->  AttentionContext, which is the reference for both
+short chains (decode, verification)  ->  cpu/attention.cpp, a sequence and a KV head at a time
+prefill chunks, trees                ->  AttentionContext, which is the reference for both
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.verifier_service.cpu.kernels import Attend, Kernels, load_kernels
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.attention import (
     MAX_SHORT_QUERY,
@@ -19,7 +20,6 @@ from outrider.verifier_service.model.attention import (
     KVPool,
     starts_of,
 )
-from outrider.verifier_service.model.cpu_kernels import Attend, Kernel, load_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Rest:
 class CpuContext:
     """One step's attention handler on a CPU with kernels."""
 
-    def __init__(self, batch: ScheduledBatch, pool: KVPool, kernel: Kernel) -> None:
-        self._pool, self._kernel = pool, kernel
+    def __init__(self, batch: ScheduledBatch, pool: KVPool, kernels: Kernels) -> None:
+        self._pool, self._kernel = pool, kernels.attend
         starts = starts_of(batch.query_lengths)
         indices = range(len(batch.query_lengths))
         short = [i for i in indices if _is_short(batch, i)]
@@ -93,8 +93,8 @@ class CpuContext:
 
 def in_place_or_gathered(batch: ScheduledBatch, pool: KVPool) -> CpuContext | AttentionContext:
     """Return one step's attention: in place on a CPU with kernels, over gathered blocks elsewhere."""
-    kernel = load_kernel(pool.dtype) if pool.device.type == "cpu" else None
-    return AttentionContext.of(batch, pool) if kernel is None else CpuContext(batch, pool, kernel)
+    kernels = load_kernels(pool.dtype) if pool.device.type == "cpu" else None
+    return AttentionContext.of(batch, pool) if kernels is None else CpuContext(batch, pool, kernels)
 
 
 def _is_short(batch: ScheduledBatch, index: int) -> bool:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from outrider.verifier_service.cpu.kernels import kernels_of
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.attention import AttentionHandler, AttentionOptions, LayerShape
 from outrider.verifier_service.model.decoder_spec import DecoderSpec, ExpertsSpec, RotarySpec
@@ -37,8 +38,11 @@ class Norm(nn.Module):
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
         self.weight, self.eps, self._shape = weight, eps, tuple(weight.shape)
+        self._wide = weight.float()[None]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if (kernels := kernels_of(rows)) is not None:
+            return kernels.rms_norm(rows, self._wide, self.eps)
         return F.rms_norm(rows.to(self.weight.dtype), self._shape, self.weight, self.eps).to(rows.dtype)
 
 
@@ -48,8 +52,11 @@ class HeadNorm(nn.Module):
     def __init__(self, weight: torch.Tensor, eps: float) -> None:  # weight [num_heads + num_kv_heads, head_dim]
         super().__init__()
         self.weight, self.eps, self._shape = weight, eps, (weight.shape[1],)
+        self._wide = weight.float()
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:  # [num_tokens, num_heads + num_kv_heads, head_dim]
+        if (kernels := kernels_of(heads)) is not None:
+            return kernels.rms_norm(heads, self._wide, self.eps)
         normed = F.rms_norm(heads.to(self.weight.dtype), self._shape, None, self.eps)
         return (normed * self.weight).to(heads.dtype)
 
@@ -85,6 +92,15 @@ class Rotary(nn.Module):
         angles = positions[:, None].float() * self.frequencies
         cos, sin = (angles.cos() * self.scales).to(self._dtype), (angles.sin() * self.scales).to(self._dtype)
         return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
+
+
+def rotated(heads: torch.Tensor, turn: Turn) -> torch.Tensor:
+    """Turn every head of [num_tokens, num_heads, head_dim], which may be overwritten."""
+    cos, sin = turn
+    if (kernels := kernels_of(heads)) is not None:
+        kernels.rotate(heads, cos, sin)
+        return heads
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 
 def head_order(spec: RotarySpec, head_dim: int) -> list[int]:
@@ -124,8 +140,7 @@ class Attention(nn.Module):
         if self.norm is not None:
             turned = self.norm(turned)
         if turn is not None:
-            cos, sin = turn
-            turned = torch.addcmul(turned * cos, turned.roll(head_dim // 2, -1), sin)
+            turned = rotated(turned, turn)
         query, key = turned[:, :-num_kv_heads], turned[:, -num_kv_heads:]
         attended = attend.attend(self._layer_index, query, key, value, self._options)
         return self._group.all_reduce(self.output(attended.flatten(1)))
@@ -136,11 +151,19 @@ class GatedMLP(nn.Module):
 
     def __init__(self, gate_up: nn.Module, down: nn.Module, activation: str, group: TensorParallelGroup) -> None:
         super().__init__()
-        self.gate_up, self.down, self._activation, self._group = gate_up, down, ACTIVATIONS[activation], group
+        self.gate_up, self.down, self._activation, self._group = gate_up, down, activation, group
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(rows).chunk(2, dim=-1)
-        return self._group.all_reduce(self.down(self._activation(gate) * up))
+        return self._group.all_reduce(self.down(gated(self.gate_up(rows), self._activation)))
+
+
+def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Map [..., 2 * size] to activation(gate) * up [..., size]."""
+    kernels = kernels_of(gate_up)
+    if kernels is not None and activation in kernels.activations:
+        return kernels.gated(gate_up, activation)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
 
 
 class Experts(nn.Module):
@@ -164,7 +187,7 @@ class Experts(nn.Module):
         super().__init__()
         self.router, self.gate_up, self.down = router, gate_up, down
         self.shared, self.shared_gate = shared, shared_gate
-        self._spec, self._activation, self._group = spec, ACTIVATIONS[activation], group
+        self._spec, self._activation, self._group = spec, activation, group
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Map [num_tokens, hidden_size] to the same shape."""
@@ -173,8 +196,8 @@ class Experts(nn.Module):
         order = experts.argsort(stable=True)
         numbers = torch.arange(self._spec.num_experts, device=rows.device)
         ends = (experts[:, None] <= numbers).sum(dim=0, dtype=torch.int32)  # of each expert's tokens, once sorted
-        gate, up = F.grouped_mm(rows[order // self._spec.num_active], self.gate_up, offs=ends).chunk(2, dim=-1)
-        outputs = F.grouped_mm(self._activation(gate) * up, self.down, offs=ends)
+        gate_up = F.grouped_mm(rows[order // self._spec.num_active], self.gate_up, offs=ends)
+        outputs = F.grouped_mm(gated(gate_up, self._activation), self.down, offs=ends)
         outputs = torch.zeros_like(outputs).index_copy(0, order, outputs).unflatten(0, chosen.shape)
         mixed = self._group.all_reduce((outputs * weights[..., None]).sum(dim=1))
         if self.shared is None or self.shared_gate is None:

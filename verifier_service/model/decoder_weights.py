@@ -22,7 +22,7 @@ from outrider.verifier_service.model.decoder import (
     head_order,
 )
 from outrider.verifier_service.model.decoder_spec import DecoderSpec, ExpertsSpec, LayerSpec, QueryKeyNorm
-from outrider.verifier_service.model.packed_linear import make_linear
+from outrider.verifier_service.model.packed_linear import Quantization, make_linear
 from outrider.verifier_service.model.tensor_parallel import (
     TensorParallelGroup,
     VocabParallelEmbedding,
@@ -43,10 +43,19 @@ class Part:
 
 
 def load_decoder(
-    spec: DecoderSpec, reader: WeightReader, group: TensorParallelGroup, *, dtype: torch.dtype, device: torch.device
+    spec: DecoderSpec,
+    reader: WeightReader,
+    group: TensorParallelGroup,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None = None,
 ) -> Decoder:
-    """Build this rank's part of a model. Raises `WeightError` naming a tensor, `UnsupportedModelError` a size."""
-    return _DecoderLoader(spec, reader, group, dtype, device).load()
+    """Build this rank's part of a model. Raises `WeightError` naming a tensor, `UnsupportedModelError` a size.
+
+    The embedding is not quantised.
+    """
+    return _DecoderLoader(spec, reader, group, dtype, device, quantization).load()
 
 
 class _DecoderLoader:
@@ -57,8 +66,10 @@ class _DecoderLoader:
         group: TensorParallelGroup,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: Quantization | None,
     ) -> None:
         self._spec, self._reader, self._group, self._dtype, self._device = spec, reader, group, dtype, device
+        self._quantization = quantization
         self._heads = self._share("num_attention_heads", spec.num_heads)
         self._kv_heads = self._share_kv_heads()
         if group.size > 1 and spec.query_key_norm is QueryKeyNorm.ALL_HEADS:
@@ -74,7 +85,7 @@ class _DecoderLoader:
         if spec.is_tied:
             self._reader.skip("lm_head.weight")  # some checkpoints hold the tied one twice
         table = nn.Embedding.from_pretrained(weight)
-        head = make_linear(weight if own is None else own)
+        head = self._linear(weight if own is None else own)
         if group.size > 1:
             head = VocabParallelHead(head, group, spec.vocab_size)
         decoder = Decoder(
@@ -118,7 +129,7 @@ class _DecoderLoader:
             index,
             LayerShape(num_kv_heads=len(self._kv_heads), head_dim=spec.head_dim, value_dim=spec.head_dim),
             qkv=self._qkv(prefix, order),
-            output=make_linear(self._place(output), self._summed_bias(f"{prefix}o_proj", spec.has_output_bias)),
+            output=self._linear(self._place(output), self._summed_bias(f"{prefix}o_proj", spec.has_output_bias)),
             norm=self._query_key_norm(prefix, order),
             options=options,
             group=self._group,
@@ -135,7 +146,7 @@ class _DecoderLoader:
         weight = self._fused(prefix, "qkv_proj", parts, "weight", (spec.hidden_size,))
         bias = self._fused(prefix, "qkv_proj", parts, "bias", ()) if spec.has_qkv_bias else None
         num_turned = len(self._heads) + len(self._kv_heads)
-        return make_linear(
+        return self._linear(
             self._place(_reordered(weight, num_turned, head_dim, order)),
             None if bias is None else self._place(_reordered(bias, num_turned, head_dim, order)),
         )
@@ -168,8 +179,8 @@ class _DecoderLoader:
         down_shape, columns = (spec.hidden_size, inner_size), self._cut(inner_size, own.start, own.stop, dim=1)
         down = self._reader.read(f"{prefix}down_proj.weight", down_shape, columns)
         return GatedMLP(
-            make_linear(self._place(gate_up), None if gate_up_bias is None else self._place(gate_up_bias)),
-            make_linear(self._place(down), self._summed_bias(f"{prefix}down_proj", spec.has_mlp_bias)),
+            self._linear(self._place(gate_up), None if gate_up_bias is None else self._place(gate_up_bias)),
+            self._linear(self._place(down), self._summed_bias(f"{prefix}down_proj", spec.has_mlp_bias)),
             spec.activation,
             self._group,
         )
@@ -212,6 +223,9 @@ class _DecoderLoader:
             pieces.append(self._reader.read(name, (size, *columns), shard))
             offset += part.size if is_fused else 0
         return torch.cat(pieces)
+
+    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Module:
+        return make_linear(weight, bias, self._quantization)
 
     def _summed_bias(self, name: str, has_bias: bool) -> torch.Tensor | None:
         """Read the bias of a projection whose output the ranks sum: rank 0 adds it once."""

@@ -9,15 +9,14 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from outrider.verifier_service.cache import cache_folder
+
 SUFFIX = ".gguf"
 PACKAGES = ("gguf", "accelerate")  # what the library reads such files with
-CACHE_VARIABLE = "OUTRIDER_CACHE"
-DEFAULT_CACHE = "~/.cache/outrider"
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +45,6 @@ def converted_folder(path: Path) -> Path:
             _convert(path, Path(scratch) / "model")
             _move(Path(scratch) / "model", folder)
     return folder
-
-
-def cache_folder() -> Path:
-    """Return where converted models are kept."""
-    return Path(os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE).expanduser()
 
 
 def _key(path: Path) -> str:

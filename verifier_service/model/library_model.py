@@ -13,7 +13,7 @@ from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionHandler, LayerShape, ShapeRecorder, entered
 from outrider.verifier_service.model.empty_model import build_empty_model
-from outrider.verifier_service.model.packed_linear import pack_linears
+from outrider.verifier_service.model.packed_linear import dequantized, pack_linears
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup, plan_shards, shrink, wrap_shards
 from outrider.verifier_service.model.weights import TensorSource, load_weights
 
@@ -80,6 +80,13 @@ def finish(model: PreTrainedModel, group: TensorParallelGroup, vocab_size: int) 
     wrap_shards(model, group, vocab_size)
     pack_linears(model, keep=[module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)])
     return LibraryModel(model)
+
+
+def round_linears(model: PreTrainedModel) -> None:
+    """Give every linear layer the weight that `int8` would have it use; a tied embedding keeps its own."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = torch.nn.Parameter(dequantized(module.weight), requires_grad=False)
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[torch.nn.Module, str]:

@@ -1,7 +1,12 @@
-"""Linear layers whose weights oneDNN has laid out once: on a CPU a few rows then cost hardly more than one.
+"""Linear layers whose weights are laid out once: on a CPU a few rows then cost hardly more than one.
 
-A plain float32 linear over 4 to 8 rows takes two to three times as long as over 1; with prepacked weights both run at
-memory speed. That alone decides whether verifying a draft is free on a CPU.
+    PanelLinear   our own kernel, where the processor has AVX-512 (and no AMX, for bfloat16)
+    PackedLinear  oneDNN's layout, on other CPUs
+    Int8Linear    torch's product with int8 weights, on CPUs where our own kernel does not run
+    PlainLinear   as torch has it, elsewhere
+
+A plain float32 linear over 4 to 8 rows takes two to three times as long as over 1; laid out, both run at memory speed.
+That alone decides whether verifying a draft is free on a CPU.
 """
 
 from __future__ import annotations
@@ -9,14 +14,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from outrider.verifier_service.cpu.kernels import load_kernels
+
+Quantization = Literal["int8"]
+
 # oneDNN picks the layout for the row count it is told; 8 was best or equal for everything from 1 to 512 rows
 LAYOUT_ROWS = 8
 MAX_CACHED_SHAPES = 64  # about ten row counts of one model
+CHANNELS = 16  # of a panel, as in cpu/linear.cpp
+INPUTS_PER_STEP = {torch.float32: 1, torch.bfloat16: 2}
 MIN_WEIGHTS = 1 << 17  # below this the weights sit in the cache anyway and the plain call is shorter
 
 
@@ -48,6 +60,47 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
 
 
+class PanelLinear(nn.Module):
+    """A CPU linear of `cpu/linear.cpp`, which owns only its panels; a row's output depends on that row alone."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,  # [out_features, in_features] of `dtype`, or int8 with scales
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        scales: torch.Tensor | None = None,  # [out_features]
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        kernels = load_kernels(dtype)
+        assert kernels is not None
+        self._multiply = kernels.linear[weight.dtype]
+        self._panels = to_panels(weight.detach(), inputs_per_step=INPUTS_PER_STEP[dtype])
+        self._bias = None if bias is None else bias.detach().float()
+        self._scales = None if scales is None else scales.float().contiguous()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        packed = rows if rows.dim() == 2 else rows.reshape(-1, self.in_features)
+        if packed.stride(1) != 1:
+            packed = packed.contiguous()
+        output = torch.empty((*rows.shape[:-1], self.out_features), dtype=rows.dtype)
+        self._multiply(
+            *(self.in_features, self.out_features, self._panels.data_ptr()),
+            *(None if own is None else own.data_ptr() for own in (self._scales, self._bias)),
+            *(packed.data_ptr(), output.data_ptr(), packed.shape[0], packed.stride(0), torch.get_num_threads()),
+        )
+        return output
+
+
+def to_panels(weight: torch.Tensor, *, inputs_per_step: int) -> torch.Tensor:
+    """Lay out [out_features, in_features] as [panels, steps, CHANNELS, inputs of a step], the last panel filled up."""
+    missing = -weight.shape[0] % CHANNELS
+    whole = F.pad(weight, (0, 0, 0, missing)) if missing else weight
+    return whole.view(-1, CHANNELS, weight.shape[1] // inputs_per_step, inputs_per_step).transpose(1, 2).contiguous()
+
+
 class PlainLinear(nn.Module):
     """A linear whose weight stays as it is."""
 
@@ -60,9 +113,64 @@ class PlainLinear(nn.Module):
         return F.linear(rows, self.weight, self.bias)
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Module:
-    """Make the faster linear of a weight [out_features, in_features]."""
+class Int8Linear(nn.Module):
+    """A linear of an int8 weight where our own kernel does not run."""
+
+    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.weight, self.scales, self.bias = weight, scales, bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        if rows.numel() == 0:
+            return rows.new_empty(*rows.shape[:-1], self.weight.shape[0])
+        packed, scales = rows.reshape(-1, self.weight.shape[1]), self.scales.to(rows.dtype)
+        output = torch.ops.aten._weight_int8pack_mm(packed, self.weight, scales).view(*rows.shape[:-1], -1)
+        return output if self.bias is None else output + self.bias
+
+
+def make_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: Quantization | None = None
+) -> nn.Module:
+    """Make the fastest linear of a weight [out_features, in_features]."""
+    if quantization == "int8":
+        quantized, scales = quantize(weight)
+        if has_kernel(weight, torch.int8):
+            return PanelLinear(quantized, bias, dtype=weight.dtype, scales=scales)
+        return Int8Linear(quantized, scales, bias)
+    if has_panels(weight):
+        return PanelLinear(weight, bias, dtype=weight.dtype)
     return PackedLinear(weight, bias) if can_pack(weight) else PlainLinear(weight, bias)
+
+
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a weight to int8, symmetric per output channel: int8 [out_features, in_features], scales [out_features].
+
+    As LLM.int8() does for weights (Dettmers et al., 2022, arXiv:2208.07339), the activations stay as they are.
+    """
+    scales = weight.float().abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    return (weight.float() / scales[:, None]).round_().to(torch.int8), scales
+
+
+def dequantized(weight: torch.Tensor) -> torch.Tensor:
+    """Return the weight that its int8 form stands for."""
+    quantized, scales = quantize(weight)
+    return (quantized.float() * scales[:, None]).to(weight.dtype)
+
+
+def has_panels(weight: torch.Tensor) -> bool:
+    """Tell whether our own kernel multiplies a weight, and is the fastest: for bfloat16 AMX is faster, by oneDNN."""
+    is_for_amx = weight.dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16")
+    return not is_for_amx and has_kernel(weight, weight.dtype)
+
+
+def has_kernel(weight: torch.Tensor, held: torch.dtype) -> bool:
+    """Tell whether our own kernel multiplies rows like a weight with that weight held in a dtype."""
+    if weight.device.type != "cpu" or weight.dtype not in INPUTS_PER_STEP:
+        return False
+    kernels = load_kernels(weight.dtype)
+    is_whole = weight.shape[1] % INPUTS_PER_STEP[weight.dtype] == 0
+    return kernels is not None and held in kernels.linear and is_whole
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -84,12 +192,14 @@ def pack_linears(model: nn.Module, keep: Iterable[torch.Tensor] = ()) -> int:
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and can_pack(child.weight) and id(child.weight) not in kept
+        if type(child) is nn.Linear
+        and id(child.weight) not in kept
+        and (has_panels(child.weight) or can_pack(child.weight))
     ]
     num_packed = 0
     while found:
         parent, name, linear = found.pop()
-        setattr(parent, name, PackedLinear(linear.weight, linear.bias))
+        setattr(parent, name, make_linear(linear.weight, linear.bias))
         num_packed += 1
     return num_packed
 

@@ -29,9 +29,10 @@ from outrider.verifier_service.model.architectures import (
 from outrider.verifier_service.model.attention import AttentionHandler, KVPool, LayerShape
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.cpu_attention import in_place_or_gathered
-from outrider.verifier_service.model.decoder_spec import read_decoder_spec
+from outrider.verifier_service.model.decoder_spec import DecoderSpec, read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
-from outrider.verifier_service.model.library_model import finish, load_library_model
+from outrider.verifier_service.model.library_model import finish, load_library_model, round_linears
+from outrider.verifier_service.model.packed_linear import Quantization
 from outrider.verifier_service.model.start_check import (
     engine_logits,
     has_long_window,
@@ -82,6 +83,7 @@ def load_model(
     device: torch.device,
     *,
     check: bool,
+    quantization: Quantization | None = None,
 ) -> PackedModel:
     """Build this rank's part of a model; raises `UnsupportedModelError` where it would answer wrongly.
 
@@ -96,6 +98,8 @@ def load_model(
     elif check and (group.size > 1 or has_long_window(description)):
         _check_tiny_model(description, group, device)
     spec = read_decoder_spec(description)
+    if quantization is not None:
+        _require_quantizable(description.model_type, spec, device)
     aliases = (*architecture.aliases, *CHECKPOINT_ALIASES)
     ignored = (*IGNORED_TENSORS, *_prediction_layers(description))
     sequences = sample_sequences(description.vocab_size)
@@ -107,17 +111,28 @@ def load_model(
             description, source, group, aliases=aliases, ignored=ignored, dtype=dtype, device=device
         )
         if is_compared:
+            if quantization is not None:
+                round_linears(library)
             expected = library_logits(library, sequences)
         if spec is None:
             model = finish(library, group, description.vocab_size)
         del library
     if spec is not None:
         reader = WeightReader(source, aliases)
-        model = load_decoder(spec, reader, group, dtype=dtype, device=device)
+        model = load_decoder(spec, reader, group, dtype=dtype, device=device, quantization=quantization)
         reader.require_all_used(ignored)
     if expected is not None:
         require_equal_logits(description.model_type, expected, _engine_logits(model, sequences), dtype)
     return model
+
+
+def _require_quantizable(name: str, spec: DecoderSpec | None, device: torch.device) -> None:
+    if device.type != "cpu":
+        raise ValueError(f"quantization is served on CPUs, device is {device.type}")
+    if spec is None:
+        raise UnsupportedModelError(f"{name}: quantization is not served for architectures that run the library's code")
+    if any(layer.experts is not None for layer in spec.layers):
+        raise UnsupportedModelError(f"{name}: quantization is not served for mixtures of experts")
 
 
 def _prediction_layers(description: PreTrainedConfig) -> tuple[str, ...]:
@@ -141,9 +156,7 @@ def _build_unchecked(
     spec = read_decoder_spec(description)
     if spec is not None:
         return load_decoder(spec, WeightReader(source), group, dtype=torch.float32, device=device)
-    library = load_library_model(
-        description, source, group, aliases=(), ignored=(), dtype=torch.float32, device=device
-    )
+    library = load_library_model(description, source, group, aliases=(), ignored=(), dtype=torch.float32, device=device)
     return finish(library, group, description.vocab_size)
 
 
@@ -217,7 +230,11 @@ class ModelRunner:
         self.num_layers: int = description.num_hidden_layers
         self.experts = expert_shape(description)
         with Checkpoint(folder) as checkpoint:
-            self.model = load_model(description, checkpoint, group, self.dtype, self.device, check=config.check_logits)
+            self.model = load_model(
+                *(description, checkpoint, group, self.dtype, self.device),
+                check=config.check_logits,
+                quantization=config.quantization,
+            )
             self.weight_bytes_read = checkpoint.bytes_read
         shapes = self.model.kv_shapes
         self.num_blocks = group.all_reduce_min(resolve_num_blocks(config, shapes, self.dtype, self.device))

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import logging
-import re
-
 import pytest
 import torch
 from hypothesis import given, settings
 
+from outrider.verifier_service.cpu.kernels import load_kernels
 from outrider.verifier_service.messages.batch import ScheduledBatch
-from outrider.verifier_service.model import cpu_kernels
+from outrider.verifier_service.model import cpu_attention
 from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool, LayerShape
 from outrider.verifier_service.model.cpu_attention import CpuContext, in_place_or_gathered
-from outrider.verifier_service.model.gguf import CACHE_VARIABLE
 from tiny.attention_steps import ANY_SCHEDULE, BLOCK_SIZE, OPTIONS, SPANS, make_pool, run_both
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernel() -> cpu_kernels.Kernel:
-    found = cpu_kernels.load_kernel(torch.float32)
-    if found is None:
+def _kernels() -> None:
+    if load_kernels(torch.float32) is None:
         pytest.skip("needs a C++ compiler (g++ or clang++), there is none")
-    return found
 
 
 def in_place(batch: ScheduledBatch, pool: KVPool) -> CpuContext:
@@ -53,9 +48,7 @@ def batch_of(contexts: list[int], lengths: list[int], trees: list[list[int]] | N
     widths = [-(-context // BLOCK_SIZE) for context in contexts]
     firsts = [sum(widths[:i]) for i in range(len(widths))]
     tables = [list(range(first, first + width)) for first, width in zip(firsts, widths, strict=True)]
-    places = [
-        (i, place) for i, context in enumerate(contexts) for place in range(context - lengths[i], context)
-    ]
+    places = [(i, place) for i, context in enumerate(contexts) for place in range(context - lengths[i], context)]
     return ScheduledBatch(
         token_ids=[0] * len(places),
         positions=[place for _, place in places],
@@ -126,54 +119,6 @@ def test_infinite_and_missing_numbers_stay_what_they_are():
     assert in_place(batch, pool).attend(0, *tensors, AttentionOptions()).isnan().all()
 
 
-def test_the_arguments_are_those_of_the_kernel_in_its_order():
-    source = cpu_kernels.SOURCE.read_text()
-    struct = source[source.index("struct Attend {") : source.index("};")]
-    declared = re.findall(r"(\w+)\s*[,;]", re.sub(r"//.*", "", struct))
-    assert [name for name, _ in cpu_kernels.Attend._fields_] == declared
-
-
-# --- without them ---
-
-
-@pytest.fixture
-def fresh(monkeypatch, tmp_path):
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    cpu_kernels.load_kernel.cache_clear()
-    cpu_kernels._library.cache_clear()
-    yield tmp_path
-    cpu_kernels.load_kernel.cache_clear()
-    cpu_kernels._library.cache_clear()
-
-
-def test_without_a_compiler_torch_attends_and_the_log_says_so(fresh, monkeypatch, caplog):
-    monkeypatch.setenv("PATH", str(fresh))
-    with caplog.at_level(logging.WARNING):
-        assert isinstance(in_place_or_gathered(batch_of([4], [1]), make_pool()), AttentionContext)
-    assert "no C++ compiler" in caplog.text
-
-
-def test_a_compiler_that_fails_is_told_with_its_words(fresh, monkeypatch, caplog):
-    (fresh / "g++").write_text("#!/bin/sh\necho 'what is this machine' >&2\nexit 1\n")
-    (fresh / "g++").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{fresh}:/bin:/usr/bin")
-    with caplog.at_level(logging.WARNING):
-        assert cpu_kernels.load_kernel(torch.float32) is None
-    assert "what is this machine" in caplog.text
-    assert not list((fresh / "kernels").iterdir())
-
-
-def test_they_can_be_switched_off(fresh, monkeypatch):
-    monkeypatch.setenv(cpu_kernels.DISABLING_VARIABLE, "0")
-    assert cpu_kernels.load_kernel(torch.float32) is None
-
-
-def test_what_was_compiled_is_kept(fresh):
-    assert cpu_kernels.load_kernel(torch.bfloat16) is not None
-    (library,) = (fresh / "kernels").iterdir()
-    made_ns = library.stat().st_mtime_ns
-    cpu_kernels._library.cache_clear()
-    cpu_kernels.load_kernel.cache_clear()
-    assert cpu_kernels.load_kernel(torch.float32) is not None
-    assert [path.stat().st_mtime_ns for path in (fresh / "kernels").iterdir()] == [made_ns]
-    assert cpu_kernels.load_kernel(torch.float16) is None
+def test_without_kernels_torch_attends(monkeypatch):
+    monkeypatch.setattr(cpu_attention, "load_kernels", lambda dtype: None)
+    assert isinstance(in_place_or_gathered(batch_of([4], [1]), make_pool()), AttentionContext)

@@ -5,11 +5,14 @@ That their logits agree over mixed schedules is `test_runner`'s, over several ra
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from transformers import PreTrainedModel
 
+from outrider.verifier_service.cpu import kernels
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.architectures import UnsupportedModelError
@@ -111,6 +114,18 @@ def fake_step(model: Decoder, mode: FakeTensorMode) -> torch.Tensor:
     return logits
 
 
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on an accelerator: torch's operators alone, which know the shapes of tensors without memory."""
+    monkeypatch.setenv(kernels.DISABLING_VARIABLE, "0")
+    for cached in (kernels.load_kernels, kernels._library):
+        cached.cache_clear()
+    yield
+    for cached in (kernels.load_kernels, kernels._library):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_no_shape_depends_on_a_value_and_nothing_is_read_back(name: str) -> None:
     model = decoder_of(make_model(name), torch.bfloat16)  # in float32 grouped products have no shape function
@@ -118,6 +133,7 @@ def test_no_shape_depends_on_a_value_and_nothing_is_read_back(name: str) -> None
         assert fake_step(model, mode).shape == (3, model.spec.vocab_size)
 
 
+@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("reads", [lambda hidden: hidden[0, 0].item(), lambda hidden: hidden.nonzero()])
 def test_a_model_that_reads_back_is_found_out(reads) -> None:
     model = decoder_of(make_model())

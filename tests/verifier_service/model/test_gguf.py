@@ -10,6 +10,7 @@ import torch
 from gguf import GGUFWriter
 from transformers import LlamaForCausalLM
 
+from outrider.verifier_service.cache import CACHE_VARIABLE
 from outrider.verifier_service.model import gguf
 from outrider.verifier_service.model.architectures import resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
@@ -82,7 +83,7 @@ def write_gguf(path: Path) -> LlamaForCausalLM:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv(gguf.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

@@ -12,37 +12,121 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from outrider.verifier_service.cpu.kernels import load_kernels
 from outrider.verifier_service.model.packed_linear import (
+    Int8Linear,
     PackedLinear,
+    PanelLinear,
+    PlainLinear,
     can_pack,
+    dequantized,
+    has_panels,
     make_linear,
     measure_row_cost,
     pack_linears,
+    quantize,
 )
 
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) + sum(shape))).to(dtype)
+
+
+def require_panels(dtype: torch.dtype) -> None:
+    kernels = load_kernels(dtype)
+    if kernels is None or not kernels.linear:
+        pytest.skip("needs a C++ compiler and a processor with AVX-512")
+
+
+def panel_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PanelLinear:
+    require_panels(weight.dtype)
+    return PanelLinear(weight, bias, dtype=weight.dtype)
+
+
+def int8_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Linear:
+    return Int8Linear(*quantize(weight), bias)
+
+
+def int8_panels(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PanelLinear:
+    require_panels(weight.dtype)
+    quantized, scales = quantize(weight)
+    return PanelLinear(quantized, bias, dtype=weight.dtype, scales=scales)
+
+
+LINEARS = {"panels": panel_linear, "packed": PackedLinear, "int8": int8_linear, "int8_panels": int8_panels}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1, 512), (1, 5, 512), (33, 512), (1, 0, 512)])
-def test_packed_equals_plain(has_bias, shape, dtype):
-    generator = torch.Generator().manual_seed(0)
-    weight, bias, rows = (
-        torch.randn(size, generator=generator, dtype=torch.float32).to(dtype) for size in ((768, 512), (768,), shape)
-    )
-    linear = make_linear(weight, bias if has_bias else None)
-    assert isinstance(linear, PackedLinear)
-    expected = F.linear(rows, weight, bias if has_bias else None)
-    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(linear(rows), expected, atol=tolerance, rtol=tolerance)
+@pytest.mark.parametrize("shape", [(1, 512), (1, 5, 512), (33, 512), (1, 0, 512)], ids=str)
+@pytest.mark.parametrize("make", LINEARS.values(), ids=LINEARS)
+def test_every_kind_equals_the_plain_one(make, has_bias, shape, dtype):
+    weight, bias, rows = drawn(768, 512, dtype=dtype), drawn(768, dtype=dtype), drawn(*shape, dtype=dtype)
+    linear = make(weight, bias if has_bias else None)
+    held = dequantized(weight.float()) if make in (int8_linear, int8_panels) else weight.float()
+    expected = F.linear(rows.float(), held, bias.float() if has_bias else None)
+    torch.testing.assert_close(linear(rows).float(), expected, atol=TOLERANCE[dtype] * 4, rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("out_features", [1, 15, 16, 17, 63, 64, 65, 130])
+def test_channels_that_fill_no_panel_are_multiplied_too(out_features, dtype):
+    weight, rows = drawn(out_features, 6, dtype=dtype), drawn(9, 6, dtype=dtype)
+    linear = panel_linear(weight)
+    for num_rows in range(1, 10):
+        expected = F.linear(rows[:num_rows].float(), weight.float())
+        got = linear(rows[:num_rows])
+        torch.testing.assert_close(got.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", [panel_linear, int8_panels])
+def test_a_rows_output_does_not_depend_on_its_company(make, dtype):
+    linear, rows = make(drawn(200, 96, dtype=dtype)), drawn(23, 96, dtype=dtype)
+    together = linear(rows)
+    for start, stop in ((0, 1), (4, 6), (5, 10), (1, 14)):
+        assert torch.equal(linear(rows[start:stop]), together[start:stop])
+
+
+def test_rows_may_be_views():
+    linear, wide = panel_linear(drawn(32, 8)), drawn(5, 20)
+    assert torch.equal(linear(wide[:, 4:12]), linear(wide[:, 4:12].contiguous()))
+    assert torch.equal(linear(wide[:, :16:2]), linear(wide[:, :16:2].contiguous()))
+
+
+def test_int8_is_the_nearest_of_255_levels_of_each_channel():
+    weight = torch.tensor([[1.0, -0.5, 0.0039, 0.004], [0.0, 0.0, 0.0, 0.0]])
+    quantized, scales = quantize(weight)
+    assert quantized.tolist() == [[127, -64, 0, 1], [0, 0, 0, 0]]
+    torch.testing.assert_close(dequantized(weight)[0], torch.tensor([1.0, -64 / 127, 0.0, 1 / 127]))
+    assert scales[1] > 0
+
+
+def test_the_fastest_is_made():
+    require_panels(torch.float32)
+    assert isinstance(make_linear(drawn(8, 8)), PanelLinear)
+    assert isinstance(make_linear(drawn(8, 7, dtype=torch.bfloat16)), PlainLinear), "half a step is left"
+    assert isinstance(make_linear(drawn(8, 8, dtype=torch.float16)), PlainLinear)
+    assert isinstance(make_linear(torch.empty(512, 512, device="meta")), PlainLinear)
+    assert isinstance(make_linear(drawn(8, 7, dtype=torch.bfloat16), None, "int8"), Int8Linear)
+
+
+def test_amx_multiplies_bfloat16_faster_than_we_do(monkeypatch):
+    require_panels(torch.bfloat16)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    assert not has_panels(drawn(8, 8, dtype=torch.bfloat16))
+    assert has_panels(drawn(8, 8))
 
 
 @torch.no_grad()
-def test_only_what_gains_is_packed():
-    block, rows = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8)), torch.randn(3, 512)
-    expected = block(rows)
-    assert pack_linears(block) == 1
-    assert isinstance(block[0], PackedLinear)
-    assert isinstance(block[1], nn.Linear)
+def test_a_models_linears_are_replaced():
+    block, rows = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 7)), torch.randn(3, 512)
+    expected, num_expected = block(rows), 2 if has_panels(block[1].weight) else 1
+    assert pack_linears(block) == num_expected
+    assert not isinstance(block[0], nn.Linear)
     torch.testing.assert_close(block(rows), expected, atol=1e-5, rtol=1e-4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import multiprocessing
@@ -19,7 +20,8 @@ from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.architectures import ARCHITECTURES, UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.packed_linear import PackedLinear
+from outrider.verifier_service.model.library_model import round_linears
+from outrider.verifier_service.model.packed_linear import PackedLinear, PanelLinear
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow, forward_packed, resolve_dtype
 from outrider.verifier_service.model.start_check import (
     engine_logits,
@@ -148,9 +150,30 @@ def test_an_ignored_window_shows(served):
 def test_a_step_without_rows_returns_no_logits(tmp_path):
     make_checkpoint(tmp_path, hidden_size=512, intermediate_size=512)  # large enough to be packed
     runner = make_runner(tmp_path)
-    assert any(isinstance(module, PackedLinear) for module in runner.model.modules())
+    assert any(isinstance(module, PackedLinear | PanelLinear) for module in runner.model.modules())
     batch, _ = next(scattered_batches([[5, 6, 7]], num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE))
     assert runner.execute(dataclasses.replace(batch, logits_indices=[])).shape == (0, runner.vocab_size)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3"])
+def test_int8_is_checked_against_the_library_with_the_rounded_weights(tmp_path, name):
+    plain = make_checkpoint(tmp_path, name)
+    runner = make_runner(tmp_path, quantization="int8")  # refused at start if they differed
+    rounded = copy.deepcopy(plain)
+    round_linears(rounded)
+    assert difference(runner, rounded) < EXACT
+    assert difference(runner, plain) > EXACT * 100
+
+
+def test_int8_is_refused_where_it_is_not_served(tmp_path):
+    make_checkpoint(tmp_path / "experts", "mixtral")
+    with pytest.raises(UnsupportedModelError, match=r"^mixtral: quantization is not served for mixtures of experts"):
+        make_runner(tmp_path / "experts", quantization="int8")
+    make_checkpoint(tmp_path / "library", "gpt2")
+    with pytest.raises(UnsupportedModelError, match=r"^gpt2: quantization .* library's code"):
+        make_runner(tmp_path / "library", quantization="int8")
+    with pytest.raises(ValueError, match=r"^quantization must be int8 or None"):
+        make_runner(tmp_path / "library", quantization="int4")
 
 
 def test_half_precision_stays_close(tmp_path):

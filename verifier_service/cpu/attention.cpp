@@ -5,16 +5,18 @@
 // is read once for all tokens and query heads that see it, then a softmax in float32, then the weighted sum of values.
 // A row's sums are the same whatever else is in the batch: decoding a token and verifying it give the same bits.
 //
-// Compiled by cpu_kernels.py with the machine's own instructions; plain loops that the compiler vectorises.
+// Plain loops that the compiler vectorises.
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
+#include "numbers.h"
+
 namespace {
 
-struct Attend {  // as cpu_kernels.Attend
+struct Attend {  // as kernels.Attend
     // of the step
     int32_t num_tokens, num_sequences, table_width, block_size, num_threads;
     const int64_t* slots;     // [num_tokens] where each token's key and value belong
@@ -31,47 +33,6 @@ struct Attend {  // as cpu_kernels.Attend
     float scale, softcap;  // softcap 0: none
     const float* sinks;  // [num_heads] or null
 };
-
-struct BFloat16 {
-    uint16_t bits;
-};
-
-inline float widened(float value) { return value; }
-
-inline float widened(BFloat16 value) {
-    const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
-
-inline void store(float* to, float value) { *to = value; }
-
-inline void store(BFloat16* to, float value) {  // to the nearest, ties to even; NaN stays NaN
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-// exp for x <= 0, relative error below 3e-7: 2^n times a polynomial on half an octave each way
-inline float exp_of(float x) {
-    const float scaled = (x < -87.0f ? -87.0f : x) * 1.44269504f;
-    const float n = static_cast<float>(static_cast<int32_t>(scaled - 0.5f));  // scaled <= 0: rounds to the nearest
-    const float f = (scaled - n) * 0.69314718f;
-    float p = 1.0f / 5040.0f;
-    p = p * f + 1.0f / 720.0f;
-    p = p * f + 1.0f / 120.0f;
-    p = p * f + 1.0f / 24.0f;
-    p = p * f + 1.0f / 6.0f;
-    p = p * f + 0.5f;
-    p = p * f + 1.0f;
-    p = p * f + 1.0f;
-    const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-    float power;
-    std::memcpy(&power, &bits, sizeof power);
-    return p * power;
-}
 
 template <typename T>
 void write_cache(const Attend& a) {

@@ -1,0 +1,171 @@
+"""Compile this folder's kernels once for the machine, and call them; without a C++ compiler there are none."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.verifier_service.cache import cache_folder
+
+SOURCES = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h"))
+FLAGS = (  # sums may be reordered, which vectors take; infinities and NaN keep their meaning
+    *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
+)
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
+COMPILE_TIMEOUT_S = 120.0
+DISABLING_VARIABLE = "OUTRIDER_CPU_KERNELS"  # "0": do without them
+
+logger = logging.getLogger(__name__)
+
+
+class Attend(ctypes.Structure):
+    """The arguments of a call, as in `attention.cpp`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "table_width")),
+        *((name, ctypes.c_int32) for name in ("block_size", "num_threads")),
+        *((name, ctypes.c_void_p) for name in ("slots", "firsts", "lengths", "contexts", "tables")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "output", "key_cache", "value_cache")),
+        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
+        *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        ("sinks", ctypes.c_void_p),
+    )
+
+
+_INT, _LONG, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_LINEAR = (_INT, _INT, *(_POINTER,) * 5, _INT, _LONG, _INT)
+_RMS_NORM = (*(_POINTER,) * 3, _LONG, _LONG, _INT, _INT, _FLOAT, _INT)
+_ROTATE = (*(_POINTER,) * 3, _LONG, _LONG, _INT, _INT, _INT)
+_GATED = (*(_POINTER,) * 2, _LONG, _INT, _INT)
+
+Function = Callable[..., None]
+
+
+class Kernels:
+    """The kernels for rows of one dtype. They take tensors in this process's memory, unchecked: see each source."""
+
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        name = NAMES[dtype]
+        # short calls keep the interpreter's lock: to have it back from another thread may take longer than they do
+        long, short = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        self.attend: Function = _function(long, f"attend_{name}", (ctypes.POINTER(Attend),))
+        # by the dtype of the weight; empty where the processor has no AVX-512
+        self.linear: dict[torch.dtype, Function] = {
+            weight: _function(long, function, _LINEAR)
+            for weight, weight_name in NAMES.items()
+            if hasattr(long, f"outrider_{(function := f'linear_{name}_{weight_name}')}")
+        }
+        self._rms_norm = _function(short, f"rms_norm_{name}", _RMS_NORM)
+        self._rotate = _function(short, f"rotate_{name}", _ROTATE)
+        kinds = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+        self.activations = {kind: _function(short, f"{own}_{name}", _GATED) for kind, own in kinds.items()}
+
+    def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Norm [num_tokens, num_heads * size] or [num_tokens, num_heads, size], each head by itself.
+
+        `weight` [num_heads, size] is float32.
+        """
+        output, (num_heads, size) = torch.empty(rows.shape, dtype=rows.dtype), weight.shape
+        self._rms_norm(
+            *(rows.data_ptr(), weight.data_ptr(), output.data_ptr()),
+            *(rows.shape[0], rows.stride(0), num_heads, size, eps, torch.get_num_threads()),
+        )
+        return output
+
+    def rotate(self, heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+        """Turn [num_tokens, num_heads, head_dim] in place; see `decoder.Rotary`."""
+        num_tokens, num_heads, size = heads.shape
+        self._rotate(
+            *(heads.data_ptr(), cosines.data_ptr(), sines.data_ptr()),
+            *(num_tokens, heads.stride(0), num_heads, size, torch.get_num_threads()),
+        )
+
+    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """Map [..., 2 * size] to activation(gate) * up [..., size]; the activation is one of `activations`."""
+        *others, width = gate_up.shape
+        output = torch.empty((*others, width // 2), dtype=gate_up.dtype)
+        num_rows, num_threads = gate_up.numel() // width, torch.get_num_threads()
+        self.activations[activation](gate_up.data_ptr(), output.data_ptr(), num_rows, width // 2, num_threads)
+        return output
+
+
+def kernels_of(rows: torch.Tensor) -> Kernels | None:
+    """Return the kernels for a tensor, None where there are none: elsewhere than on a CPU, or without any memory."""
+    is_here = type(rows) is torch.Tensor and rows.device.type == "cpu"  # a subclass may be anything: FakeTensor is
+    return load_kernels(rows.dtype) if is_here else None
+
+
+@cache
+def load_kernels(dtype: torch.dtype) -> Kernels | None:
+    """Return the kernels for a dtype; None where there are none, said once in the log."""
+    path = _library()
+    return None if path is None or dtype not in (torch.float32, torch.bfloat16) else Kernels(path, dtype)
+
+
+def _function(library: ctypes.CDLL, name: str, arguments: tuple[Any, ...]) -> Function:
+    function = getattr(library, f"outrider_{name}")
+    function.argtypes, function.restype = arguments, None
+    return function
+
+
+@cache
+def _library() -> Path | None:
+    if os.environ.get(DISABLING_VARIABLE) == "0":
+        return None
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        logger.warning("no C++ compiler (g++, clang++): attention and linear layers are torch's, which takes longer")
+        return None
+    try:
+        path = _compiled(compiler)
+        ctypes.CDLL(str(path))
+        return path
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("the kernels were not compiled, a step takes longer: %s", _text_of(error))
+        return None
+
+
+def _compiled(compiler: str) -> Path:
+    """Return the compiled library, from the cache where this source was compiled for this processor before."""
+    path = cache_folder() / "kernels" / f"cpu-{_key(compiler)}.so"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            made = Path(scratch) / path.name
+            command = [
+                compiler,
+                *FLAGS,
+                "-o",
+                str(made),
+                *(str(source) for source in SOURCES if source.suffix == ".cpp"),
+            ]
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+            made.replace(path)  # whoever else does the same makes the same
+    return path
+
+
+def _key(compiler: str) -> str:
+    """Tell builds apart: a home folder may be shared by machines with other instructions."""
+    processor = Path("/proc/cpuinfo")
+    lines = processor.read_text().splitlines() if processor.is_file() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    parts = (*(source.read_text() for source in SOURCES), *FLAGS, compiler, flags)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _text_of(error: OSError | subprocess.SubprocessError) -> str:
+    output = getattr(error, "stderr", None)
+    return output.decode(errors="replace").strip() if output else str(error)

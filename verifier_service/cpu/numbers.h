@@ -1,0 +1,51 @@
+// Numbers of the kernels: bfloat16 in and out, float32 in between. Compiled by kernels.py with the machine's own instructions.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+inline float widened(float value) { return value; }
+
+inline float widened(BFloat16 value) {
+    const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+inline void store(float* to, float value) { *to = value; }
+
+inline void store(BFloat16* to, float value) {  // to the nearest, ties to even; NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// exp for x <= 0, relative error below 3e-7: 2^n times a polynomial on half an octave each way
+inline float exp_of(float x) {
+    const float scaled = (x < -87.0f ? -87.0f : x) * 1.44269504f;
+    const float n = static_cast<float>(static_cast<int32_t>(scaled - 0.5f));  // scaled <= 0: rounds to the nearest
+    const float f = (scaled - n) * 0.69314718f;
+    float p = 1.0f / 5040.0f;
+    p = p * f + 1.0f / 720.0f;
+    p = p * f + 1.0f / 120.0f;
+    p = p * f + 1.0f / 24.0f;
+    p = p * f + 1.0f / 6.0f;
+    p = p * f + 0.5f;
+    p = p * f + 1.0f;
+    p = p * f + 1.0f;
+    const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return p * power;
+}
+
+}  // namespace

@@ -1,0 +1,97 @@
+// What stands between the linear layers of a decoder, a token at a time: norms, rotary embeddings, gated activations.
+//
+// Every one reads its input once and rounds once, at the end. A token's numbers do not depend on its company.
+
+#include <cmath>
+#include <cstdint>
+
+#include "numbers.h"
+
+namespace {
+
+constexpr int64_t MIN_PARALLEL = 1 << 15;  // numbers: for fewer a second thread is not worth waking
+
+// Norm `num_heads` pieces of `size` numbers of every row by themselves, each with a weight of its own.
+template <typename T>
+void rms_norm(const T* input, const float* weight, T* output, int64_t num_rows, int64_t row_stride,
+              int32_t num_heads, int32_t size, float eps, int32_t num_threads) {
+    const int64_t width = static_cast<int64_t>(num_heads) * size;
+#pragma omp parallel for num_threads(num_threads) if (num_rows * width >= MIN_PARALLEL)
+    for (int64_t row = 0; row < num_rows; ++row) {
+        for (int32_t head = 0; head < num_heads; ++head) {
+            const T* from = input + row * row_stride + head * size;
+            T* __restrict to = output + row * width + head * size;
+            const float* scale = weight + head * size;
+            float squares = 0.0f;
+            for (int32_t i = 0; i < size; ++i) squares += widened(from[i]) * widened(from[i]);
+            const float inverse = 1.0f / std::sqrt(squares / size + eps);
+            for (int32_t i = 0; i < size; ++i) store(to + i, widened(from[i]) * inverse * scale[i]);
+        }
+    }
+}
+
+// Turn, in place, dimension i of every head with i + size / 2, by the cosines and signed sines of the row.
+template <typename T>
+void rotate(T* heads, const T* cosines, const T* sines, int64_t num_rows, int64_t row_stride, int32_t num_heads,
+            int32_t size, int32_t num_threads) {
+    const int32_t half = size / 2;
+#pragma omp parallel for num_threads(num_threads) if (num_rows * num_heads * size >= MIN_PARALLEL)
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const T *cosine = cosines + row * size, *sine = sines + row * size;
+        for (int32_t head = 0; head < num_heads; ++head) {
+            T* __restrict low = heads + row * row_stride + static_cast<int64_t>(head) * size;
+            T* __restrict high = low + half;
+            for (int32_t i = 0; i < half; ++i) {
+                const float first = widened(low[i]), second = widened(high[i]);
+                store(low + i, first * widened(cosine[i]) + second * widened(sine[i]));
+                store(high + i, second * widened(cosine[i + half]) + first * widened(sine[i + half]));
+            }
+        }
+    }
+}
+
+inline float sigmoid(float x) {
+    const float small = exp_of(x < 0.0f ? x : -x);
+    return (x < 0.0f ? small : 1.0f) / (1.0f + small);
+}
+
+inline float silu(float x) { return x * sigmoid(x); }
+
+inline float gelu_tanh(float x) {  // 0.5 x (1 + tanh(y)) = x sigmoid(2 y) (Hendrycks and Gimpel, 2016, arXiv:1606.08415)
+    return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
+}
+
+// activation(gate) * up, the two halves of every row
+template <typename T, float (*ACTIVATION)(float)>
+void gated(const T* gate_up, T* output, int64_t num_rows, int32_t size, int32_t num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_rows * size >= MIN_PARALLEL)
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const T *gate = gate_up + row * 2 * size, *up = gate + size;
+        T* __restrict to = output + row * size;
+        for (int32_t i = 0; i < size; ++i) store(to + i, ACTIVATION(widened(gate[i])) * widened(up[i]));
+    }
+}
+
+}  // namespace
+
+#define ROW_KERNELS(NAME, T)                                                                                            \
+    extern "C" void outrider_rms_norm_##NAME(const T* input, const float* weight, T* output, int64_t num_rows,        \
+                                             int64_t row_stride, int32_t num_heads, int32_t size, float eps,          \
+                                             int32_t num_threads) {                                                   \
+        rms_norm(input, weight, output, num_rows, row_stride, num_heads, size, eps, num_threads);                     \
+    }                                                                                                                 \
+    extern "C" void outrider_rotate_##NAME(T* heads, const T* cosines, const T* sines, int64_t num_rows,              \
+                                           int64_t row_stride, int32_t num_heads, int32_t size, int32_t num_threads) { \
+        rotate(heads, cosines, sines, num_rows, row_stride, num_heads, size, num_threads);                            \
+    }                                                                                                                 \
+    extern "C" void outrider_silu_##NAME(const T* gate_up, T* output, int64_t num_rows, int32_t size,                 \
+                                         int32_t num_threads) {                                                       \
+        gated<T, silu>(gate_up, output, num_rows, size, num_threads);                                                 \
+    }                                                                                                                 \
+    extern "C" void outrider_gelu_tanh_##NAME(const T* gate_up, T* output, int64_t num_rows, int32_t size,            \
+                                              int32_t num_threads) {                                                  \
+        gated<T, gelu_tanh>(gate_up, output, num_rows, size, num_threads);                                            \
+    }
+
+ROW_KERNELS(float32, float)
+ROW_KERNELS(bfloat16, BFloat16)
