@@ -46,12 +46,6 @@ void write_cache(const Attend& a) {
     }
 }
 
-inline float dot(const float* a, const float* b, int32_t size) {
-    float sum = 0.0f;
-    for (int32_t i = 0; i < size; ++i) sum += a[i] * b[i];
-    return sum;
-}
-
 // Call visit(place, slot) for the places [start, stop) of a sequence.
 template <typename Visit>
 inline void for_each_slot(const Attend& a, int32_t sequence, int32_t start, int32_t stop, Visit visit) {
@@ -65,82 +59,158 @@ inline void for_each_slot(const Attend& a, int32_t sequence, int32_t start, int3
     }
 }
 
-// DIM: the size of keys and values where the compiler is to know it, 0 where they are read from the arguments
-template <typename T, int32_t DIM>
-void attend_one(const Attend& a, int32_t sequence, int32_t kv_head, std::vector<float>& scratch) {
-    const int32_t dim = DIM ? DIM : a.head_dim, value_dim = DIM ? DIM : a.value_dim;
-    const int32_t repeats = a.num_heads / a.num_kv_heads, length = a.lengths[sequence], rows = length * repeats;
-    const int32_t context = a.contexts[sequence];
-    const auto stop_of = [&](int32_t query) { return context - length + query + 1; };
-    const auto start_of = [&](int32_t query) {
-        return a.window > 0 && stop_of(query) > a.window ? stop_of(query) - a.window : 0;
-    };
-    const int32_t base = start_of(0);
-    const int64_t count = context - base;
+constexpr int32_t LANES = 16;
+typedef float Floats __attribute__((vector_size(4 * LANES)));
 
-    scratch.resize(rows * (dim + value_dim + count) + (dim > value_dim ? dim : value_dim));
-    float* queries = scratch.data();             // [length, repeats, dim]
-    float* sums = queries + rows * dim;          // [length, repeats, value_dim]
-    float* scores = sums + rows * value_dim;     // [length, repeats, count]
-    float* wide = scores + rows * count;         // one key or value
+inline Floats load(const float* numbers) {
+    Floats loaded;
+    std::memcpy(&loaded, numbers, sizeof loaded);
+    return loaded;
+}
 
-    for (int32_t query = 0; query < length; ++query) {
-        const int64_t token = a.firsts[sequence] + query;
-        const T* own = static_cast<const T*>(a.query) + token * a.query_stride + static_cast<int64_t>(kv_head) * repeats * dim;
-        float* scaled = queries + static_cast<int64_t>(query) * repeats * dim;
-        for (int32_t i = 0; i < repeats * dim; ++i) scaled[i] = widened(own[i]) * a.scale;
-    }
-    for_each_slot(a, sequence, base, context, [&](int32_t place, int64_t slot) {
-        const T* key = static_cast<const T*>(a.key_cache) + (slot * a.num_kv_heads + kv_head) * dim;
-        for (int32_t d = 0; d < dim; ++d) wide[d] = widened(key[d]);
-        for (int32_t row = 0; row < rows; ++row) scores[row * count + place - base] = dot(queries + row * dim, wide, dim);
-    });
-    for (int32_t row = 0; row < rows; ++row) {
-        const int32_t query = row / repeats, head = kv_head * repeats + row % repeats;
-        float* own = scores + row * count + start_of(query) - base;
-        const int32_t seen = stop_of(query) - start_of(query);
-        if (a.softcap > 0.0f) {
-            for (int32_t j = 0; j < seen; ++j) own[j] = std::tanh(own[j] / a.softcap) * a.softcap;
+inline Floats load(const BFloat16* numbers) {
+    typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+    typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+    Halves halves;
+    std::memcpy(&halves, numbers, sizeof halves);
+    return (Floats)(__builtin_convertvector(halves, Words) << 16);
+}
+
+inline float sum_of(Floats numbers) {
+    float sum = 0.0f;
+    for (int32_t lane = 0; lane < LANES; ++lane) sum += numbers[lane];
+    return sum;
+}
+
+// The places that a query sees, and where it and its output stand for one KV head.
+template <typename T>
+struct Query {
+    int32_t sequence, kv_head, head, start, stop;
+    const T* query;
+    T* output;
+};
+
+// ROWS query heads of one token, heads of CHUNKS * LANES numbers: queries and sums stay in registers.
+template <typename T, int32_t CHUNKS, int32_t ROWS>
+struct Wide {
+    static void score(const Attend& a, const Query<T>& q, float* scores, int64_t count) {
+        constexpr int32_t DIM = CHUNKS * LANES;
+        Floats queries[ROWS][CHUNKS];
+        for (int32_t r = 0; r < ROWS; ++r) {
+            for (int32_t c = 0; c < CHUNKS; ++c) queries[r][c] = load(q.query + r * DIM + c * LANES) * a.scale;
         }
-        const float sink = a.sinks ? a.sinks[head] : own[0];
-        float largest = sink;
-        for (int32_t j = 0; j < seen; ++j) largest = own[j] > largest ? own[j] : largest;
-        float total = a.sinks ? exp_of(sink - largest) : 0.0f;
-        for (int32_t j = 0; j < seen; ++j) {
-            own[j] = exp_of(own[j] - largest);
-            total += own[j];
-        }
-        for (int32_t j = 0; j < seen; ++j) own[j] /= total;
-    }
-    for (int32_t i = 0; i < rows * value_dim; ++i) sums[i] = 0.0f;
-    for_each_slot(a, sequence, base, context, [&](int32_t place, int64_t slot) {
-        const T* value = static_cast<const T*>(a.value_cache) + (slot * a.num_kv_heads + kv_head) * value_dim;
-        for (int32_t d = 0; d < value_dim; ++d) wide[d] = widened(value[d]);
-        for (int32_t query = 0; query < length; ++query) {
-            if (place < start_of(query) || place >= stop_of(query)) continue;
-            for (int32_t row = query * repeats; row < (query + 1) * repeats; ++row) {
-                const float weight = scores[row * count + place - base];
-                for (int32_t d = 0; d < value_dim; ++d) sums[row * value_dim + d] += weight * wide[d];
+        const T* keys = static_cast<const T*>(a.key_cache) + q.kv_head * DIM;
+        for_each_slot(a, q.sequence, q.start, q.stop, [&](int32_t place, int64_t slot) {
+            const T* key = keys + slot * a.num_kv_heads * DIM;
+            Floats products[ROWS] = {};
+            for (int32_t c = 0; c < CHUNKS; ++c) {
+                const Floats chunk = load(key + c * LANES);
+                for (int32_t r = 0; r < ROWS; ++r) products[r] += queries[r][c] * chunk;
             }
+            for (int32_t r = 0; r < ROWS; ++r) scores[r * count + place - q.start] = sum_of(products[r]);
+        });
+    }
+
+    static void mix(const Attend& a, const Query<T>& q, const float* weights, int64_t count) {
+        constexpr int32_t DIM = CHUNKS * LANES;
+        Floats sums[ROWS][CHUNKS] = {};
+        const T* values = static_cast<const T*>(a.value_cache) + q.kv_head * DIM;
+        for_each_slot(a, q.sequence, q.start, q.stop, [&](int32_t place, int64_t slot) {
+            const T* value = values + slot * a.num_kv_heads * DIM;
+            for (int32_t c = 0; c < CHUNKS; ++c) {
+                const Floats chunk = load(value + c * LANES);
+                for (int32_t r = 0; r < ROWS; ++r) sums[r][c] += chunk * weights[r * count + place - q.start];
+            }
+        });
+        for (int32_t r = 0; r < ROWS; ++r) {
+            for (int32_t i = 0; i < DIM; ++i) store(q.output + r * DIM + i, sums[r][i / LANES][i % LANES]);
         }
-    });
-    for (int32_t query = 0; query < length; ++query) {
-        const int64_t token = a.firsts[sequence] + query;
-        T* output = static_cast<T*>(a.output) + (token * a.num_heads + static_cast<int64_t>(kv_head) * repeats) * value_dim;
-        const float* own = sums + static_cast<int64_t>(query) * repeats * value_dim;
-        for (int32_t i = 0; i < repeats * value_dim; ++i) store(output + i, own[i]);
+    }
+};
+
+// One query head of any size.
+template <typename T>
+struct Plain {
+    static void score(const Attend& a, const Query<T>& q, float* scores, int64_t) {
+        for_each_slot(a, q.sequence, q.start, q.stop, [&](int32_t place, int64_t slot) {
+            const T* key = static_cast<const T*>(a.key_cache) + (slot * a.num_kv_heads + q.kv_head) * a.head_dim;
+            float sum = 0.0f;
+            for (int32_t d = 0; d < a.head_dim; ++d) sum += widened(q.query[d]) * widened(key[d]);
+            scores[place - q.start] = sum * a.scale;
+        });
+    }
+
+    static void mix(const Attend& a, const Query<T>& q, const float* weights, int64_t) {
+        std::vector<float> sums(a.value_dim);
+        for_each_slot(a, q.sequence, q.start, q.stop, [&](int32_t place, int64_t slot) {
+            const T* value = static_cast<const T*>(a.value_cache) + (slot * a.num_kv_heads + q.kv_head) * a.value_dim;
+            for (int32_t d = 0; d < a.value_dim; ++d) sums[d] += weights[place - q.start] * widened(value[d]);
+        });
+        for (int32_t d = 0; d < a.value_dim; ++d) store(q.output + d, sums[d]);
+    }
+};
+
+// Turn a row's scores into weights.
+void soften(const Attend& a, float* scores, int32_t count, int32_t head) {
+    if (a.softcap > 0.0f) {
+        for (int32_t j = 0; j < count; ++j) scores[j] = std::tanh(scores[j] / a.softcap) * a.softcap;
+    }
+    const float sink = a.sinks ? a.sinks[head] : scores[0];
+    float largest = sink;
+    for (int32_t j = 0; j < count; ++j) largest = scores[j] > largest ? scores[j] : largest;
+    float total = a.sinks ? exp_of(sink - largest) : 0.0f;
+    for (int32_t j = 0; j < count; ++j) {
+        scores[j] = exp_of(scores[j] - largest);
+        total += scores[j];
+    }
+    for (int32_t j = 0; j < count; ++j) scores[j] /= total;
+}
+
+template <typename T, typename Kernel>
+void attend_rows(const Attend& a, const Query<T>& q, int32_t num_rows, std::vector<float>& scores) {
+    const int32_t count = q.stop - q.start;
+    scores.resize(static_cast<size_t>(num_rows) * count);
+    Kernel::score(a, q, scores.data(), count);
+    for (int32_t r = 0; r < num_rows; ++r) soften(a, scores.data() + static_cast<int64_t>(r) * count, count, q.head + r);
+    Kernel::mix(a, q, scores.data(), count);
+}
+
+// As many of `num_rows` query heads at once as there are registers for; return how many.
+template <typename T, int32_t CHUNKS, int32_t ROWS>
+int32_t attend_most(const Attend& a, const Query<T>& q, int32_t num_rows, std::vector<float>& scores) {
+    if constexpr (CHUNKS == 0) {
+        attend_rows<T, Plain<T>>(a, q, 1, scores);
+        return 1;
+    } else if (ROWS == 1 || num_rows >= ROWS) {
+        attend_rows<T, Wide<T, CHUNKS, ROWS>>(a, q, ROWS, scores);
+        return ROWS;
+    } else if constexpr (ROWS > 1) {
+        return attend_most<T, CHUNKS, ROWS - 1>(a, q, num_rows, scores);
     }
 }
 
-template <typename T, int32_t DIM>
+template <typename T, int32_t CHUNKS>
 void attend_all(const Attend& a) {
-    const int32_t num_items = a.num_sequences * a.num_kv_heads;
+    constexpr int32_t MOST_ROWS = CHUNKS == 0 ? 1 : 16 / CHUNKS;  // 16 registers of sums
+    const int32_t num_items = a.num_sequences * a.num_kv_heads, repeats = a.num_heads / a.num_kv_heads;
 #pragma omp parallel num_threads(a.num_threads) if (num_items > 1)
     {
-        std::vector<float> scratch;
+        std::vector<float> scores;
 #pragma omp for schedule(dynamic)
         for (int32_t item = 0; item < num_items; ++item) {
-            attend_one<T, DIM>(a, item / a.num_kv_heads, item % a.num_kv_heads, scratch);
+            const int32_t sequence = item / a.num_kv_heads, kv_head = item % a.num_kv_heads;
+            for (int32_t i = 0; i < a.lengths[sequence]; ++i) {
+                const int64_t token = a.firsts[sequence] + i;
+                const int32_t stop = a.contexts[sequence] - a.lengths[sequence] + i + 1;
+                const int32_t start = a.window > 0 && stop > a.window ? stop - a.window : 0;
+                for (int32_t row = 0; row < repeats;) {
+                    const int32_t head = kv_head * repeats + row;
+                    const Query<T> q = {sequence, kv_head, head, start, stop,
+                                        static_cast<const T*>(a.query) + token * a.query_stride + head * a.head_dim,
+                                        static_cast<T*>(a.output) + (token * a.num_heads + head) * a.value_dim};
+                    row += attend_most<T, CHUNKS, MOST_ROWS>(a, q, repeats - row, scores);
+                }
+            }
         }
     }
 }
@@ -149,8 +219,9 @@ template <typename T>
 void attend(const Attend& a) {
     write_cache<T>(a);
     switch (a.head_dim == a.value_dim ? a.head_dim : 0) {
-        case 64: return attend_all<T, 64>(a);
-        case 128: return attend_all<T, 128>(a);
+        case 64: return attend_all<T, 4>(a);
+        case 128: return attend_all<T, 8>(a);
+        case 256: return attend_all<T, 16>(a);
         default: return attend_all<T, 0>(a);
     }
 }
