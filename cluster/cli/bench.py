@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cluster.bench.drafters import drafters
+from outrider.cluster.bench.profile import profile
 from outrider.cluster.cli.options import PLAIN_WIDTH
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS, server_options
 from outrider.cluster.common.terminal import console_of, parse_numbers, show_progress
@@ -92,12 +93,15 @@ def bench() -> None:
 
     peers: our engine beside others, each in an environment of its own, which `make peers` makes.
 
+    profile: where a step of our engine spends its time.
+
     drafters: every drafter beside plain decoding; replay: those that need no model, over recorded token ids.
     """
 
 
 bench.add_command(drafters)
 bench.add_command(peers_verb)
+bench.add_command(profile)
 bench.add_command(replay)
 
 

@@ -139,7 +139,7 @@ class OfflineEngine:
         """With `prices_drafts` step times are measured first, and then plans that are not pinned are bounds."""
         if config.drafter_pools:
             raise ValueError("drafter_pools: without a server there is one drafter")
-        self._config = config
+        self.config = config
         self.drafter_pids: list[int] = []  # where the drafter has processes of its own
         self._exit = contextlib.ExitStack()
         with contextlib.ExitStack() as opening:
@@ -151,7 +151,7 @@ class OfflineEngine:
             show = None
             if drafter is not None and process is None:
                 self.drafts, show = open_local_drafter(drafter, runner, _load_draft_model(opening, drafter))
-            self.engine = build_engine(runner, spec, self.drafts)
+            self.engine, self.model = build_engine(runner, spec, self.drafts), runner.model
             self.max_model_len, self.eos_token_ids = runner.max_model_len, frozenset(runner.eos_token_ids)
             if prices_drafts:
                 profile_engine(self.engine, runner, spec)
@@ -165,7 +165,7 @@ class OfflineEngine:
         opening.callback(ranks.close)
         listener = opening.enter_context(PipeListener(ranks.rank(0, size).shell_address))
         opening.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))  # closing gives the cores back
-        with _cores_set_aside(size * self._config.threads_per_rank):
+        with _cores_set_aside(size * self.config.threads_per_rank):
             ranks.start()
         pipe = listener.accept(ranks.are_alive)
         self.drafter_pids = ranks.pids

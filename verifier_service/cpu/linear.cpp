@@ -30,6 +30,8 @@ struct Linear {
 };
 
 constexpr int32_t CHANNELS = 16;
+constexpr int64_t LINE = 64;             // bytes of a cache line
+constexpr int32_t MAX_FETCHING = 32;     // rows: with more the products take so long that the weights are there in time
 
 // Products<T, W>: what a step multiplies, for rows of T and weights of W
 //   STEP                      inputs of a step
@@ -110,9 +112,10 @@ struct Products<BFloat16, int8_t> : PairProducts {
 
 #endif
 
-// Multiply ROWS rows with PANELS panels, from `row` and `panel` on: their sums stay in registers.
+// Multiply ROWS rows with PANELS panels, from `row` and `panel` on: their sums stay in registers. Meanwhile fetch the
+// tile's share, `bytes_ahead` a step, of the weights that come next.
 template <typename T, typename W, int32_t ROWS, int32_t PANELS>
-void multiply_tile(const Linear& a, int32_t row, int32_t panel) {
+void multiply_tile(const Linear& a, int32_t row, int32_t panel, const char* ahead, int64_t bytes_ahead) {
     using Product = Products<T, W>;
     const int64_t num_steps = a.in_features / Product::STEP;
     const W* weights = static_cast<const W*>(a.weight) + panel * num_steps * CHANNELS * Product::STEP;
@@ -122,6 +125,8 @@ void multiply_tile(const Linear& a, int32_t row, int32_t panel) {
         for (auto& each : of_row) each = _mm512_setzero_ps();
     }
     for (int64_t step = 0; step < num_steps; ++step) {
+        for (int64_t line = 0; line < bytes_ahead; line += LINE) _mm_prefetch(ahead + line, _MM_HINT_T1);
+        ahead += bytes_ahead;
         decltype(Product::load(weights)) loaded[PANELS];
         for (int32_t p = 0; p < PANELS; ++p) {
             loaded[p] = Product::load(weights + (p * num_steps + step) * CHANNELS * Product::STEP);
@@ -145,31 +150,33 @@ void multiply_tile(const Linear& a, int32_t row, int32_t panel) {
     }
 }
 
+// Multiply the last num_rows - row rows, at most ROWS.
 template <typename T, typename W, int32_t ROWS, int32_t PANELS>
-void multiply_rest(const Linear& a, int32_t row, int32_t panel) {
-    if constexpr (ROWS > 0) {
-        if (a.num_rows - row == ROWS) return multiply_tile<T, W, ROWS, PANELS>(a, row, panel);
-        multiply_rest<T, W, ROWS - 1, PANELS>(a, row, panel);
-    }
+void multiply_rest(const Linear& a, int32_t row, int32_t panel, const char* ahead, int64_t bytes_ahead) {
+    if (ROWS == 1 || a.num_rows - row >= ROWS) return multiply_tile<T, W, ROWS, PANELS>(a, row, panel, ahead, bytes_ahead);
+    if constexpr (ROWS > 1) multiply_rest<T, W, ROWS - 1, PANELS>(a, row, panel, ahead, bytes_ahead);
 }
 
 template <typename T, typename W, int32_t ROWS, int32_t PANELS>
 void multiply_all(const Linear& a) {
     const int32_t num_panels = (a.out_features + CHANNELS - 1) / CHANNELS, num_groups = (num_panels + PANELS - 1) / PANELS;
+    const int64_t group_bytes = static_cast<int64_t>(a.in_features) * CHANNELS * PANELS * sizeof(W);
+    const int64_t step_bytes = Products<T, W>::STEP * CHANNELS * PANELS * sizeof(W);
+    const bool fetches = ROWS < a.num_rows && a.num_rows <= MAX_FETCHING;
 #pragma omp parallel for num_threads(a.num_threads) schedule(static) if (a.num_threads > 1)
     for (int32_t group = 0; group < num_groups; ++group) {
         const int32_t first = group * PANELS;
+        const char* next = static_cast<const char*>(a.weight) + (group + 1) * group_bytes;
         for (int32_t row = 0; row < a.num_rows; row += ROWS) {
-            const bool is_rest = a.num_rows - row < ROWS;
-            if (first + PANELS <= num_panels) {
-                if (is_rest) multiply_rest<T, W, ROWS - 1, PANELS>(a, row, first);
-                else multiply_tile<T, W, ROWS, PANELS>(a, row, first);
+            if (first + PANELS > num_panels) {
+                for (int32_t panel = first; panel < num_panels; ++panel) {
+                    multiply_rest<T, W, ROWS, 1>(a, row, panel, nullptr, 0);
+                }
                 continue;
             }
-            for (int32_t panel = first; panel < num_panels; ++panel) {
-                if (is_rest) multiply_rest<T, W, ROWS - 1, 1>(a, row, panel);
-                else multiply_tile<T, W, ROWS, 1>(a, row, panel);
-            }
+            const int32_t count = std::min(ROWS, a.num_rows - row);
+            const int64_t share = fetches && group + 1 < num_groups ? step_bytes * count / a.num_rows : 0;
+            multiply_rest<T, W, ROWS, PANELS>(a, row, first, next + group_bytes * row / a.num_rows, share);
         }
     }
 }

@@ -89,6 +89,7 @@ class VerifierEngine:
         self.grammars = grammars
         self.pricing = DraftPricing() if pricing is None else pricing
         self.stats = StepStats()
+        self.on_phase: Callable[[str], None] = lambda name: None  # told the name of each part of a step as it ends
         self._runner = runner
         self._clock = clock
         self._generator = generator
@@ -197,10 +198,13 @@ class VerifierEngine:
             return None
         waited_since_s, self._stuck_since_s = self._stuck_since_s or begin_s, None
         exposed_s = self._clock() - waited_since_s
+        self.on_phase("schedule")
         logits = self._runner.execute(schedule.batch)
+        self.on_phase("forward")
         first_rows = row_starts(schedule.items)
         self._keep_prompt_logprobs(schedule.items, first_rows, logits)
         outcomes = self._verify(schedule.items, first_rows, logits)
+        self.on_phase("verify")
         verified_s = self._clock()
         step_s = verified_s - (self._verified_s or waited_since_s) - exposed_s
         self._verified_s = verified_s
@@ -213,8 +217,10 @@ class VerifierEngine:
         committed = [self._commit(*result) for result in zip(outcomes, logprobs, timings, strict=True)]
         outputs = [output for output in committed if output is not None]
         self._move_states()
+        self.on_phase("commit")
         end_s = self._clock()
         self.drafting.ask(self._running_after(schedule), end_s)
+        self.on_phase("ask")
         self.stats.observe(schedule, outputs, began_s=begin_s, ended_s=end_s)
         return outputs
 

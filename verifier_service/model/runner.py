@@ -287,6 +287,7 @@ class ParallelRunner:
         self.eos_token_ids, self.device = runner.eos_token_ids, runner.device
         self.states, self.scratch_blocks = runner.states, runner.scratch_blocks
         self.pool, self.num_layers, self.experts = runner.pool, runner.num_layers, runner.experts
+        self.model = runner.model  # rank 0's part
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run one step on all ranks: float32 logits [num_rows, vocab_size] on rank 0's device."""
