@@ -16,6 +16,7 @@ run() { # NAME of the log, then pytest's arguments; 5: they left it no tests
 }
 
 run 1 -m "service and not soak" "$@"
-run 2 -m "not (service or soak)" --numprocesses 2 --dist loadfile "$@"
+# a worker has a core: more threads than cores wait for each other
+OMP_NUM_THREADS=1 run 2 -m "not (service or soak)" --numprocesses 2 --dist loadfile "$@"
 tail --quiet --lines 1 "$logs"/*
 exit "$status"

@@ -163,7 +163,7 @@ class OutriderArm:
         )
         cores = frozenset(os.sched_getaffinity(0))
         os.sched_setaffinity(0, all_cores)
-        return cls(name, engine, cores=cores, num_threads=config.threads_per_rank, clock=clock)
+        return cls(name, engine, cores=cores, num_threads=config.threads_per_rank or 1, clock=clock)
 
     def run(self, workload: Workload, concurrency: int, plan_of: PlanOf | None = None) -> RunTrace:
         """Generate `max_tokens` for every prompt; raises `BenchError` when a request fails.

@@ -63,7 +63,7 @@ _MODEL_OPTIONS = (
     click.option("--kv-cache-memory-bytes", type=int, help="KV pool of one rank. Default: from the free memory."),
     click.option("--block-size", type=int, default=16, show_default=True, help="Tokens per KV block."),
     click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True),
-    click.option("--threads-per-rank", type=int, default=1, show_default=True, help="CPU threads of each rank."),
+    click.option("--threads-per-rank", type=int, help="CPU threads of each rank. Default: a fair share of the cores."),
     click.option("--seed", type=int, help="Seed of unseeded requests' sampling. Default: from the system."),
 )
 

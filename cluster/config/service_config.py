@@ -39,7 +39,6 @@ DrafterPools = tuple[dict[str, Any], ...]
 _POSITIVE = (
     "tensor_parallel_size",
     "draft_tensor_parallel_size",
-    "threads_per_rank",
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_queued_requests",
@@ -86,7 +85,7 @@ class ServiceConfig:
     kv_cache_memory_bytes: int | None = None
     block_size: int = 16
     enable_prefix_caching: bool = True
-    threads_per_rank: int = 1
+    threads_per_rank: int | None = None  # None: one; without a cluster the cores are shared out
     gpu_share: float = 1.0  # of a GPU for each rank, where there are any; 0.5 lets two ranks share one
     seed: int | None = None
     speculation: str = "auto"  # auto | always | off
@@ -112,6 +111,8 @@ class ServiceConfig:
         for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
+        if self.threads_per_rank is not None and self.threads_per_rank < 1:
+            raise ValueError("threads_per_rank must be at least 1")
         if not 0.0 < self.gpu_share <= 1.0:
             raise ValueError("gpu_share must be in (0, 1]")
         if self.num_speculative_tokens < 0:
@@ -399,7 +400,7 @@ class ServiceConfig:
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             tensor_parallel_size=tensor_parallel_size,
             trust_remote_code=self.trust_remote_code,
-            num_threads=self.threads_per_rank,
+            num_threads=self.threads_per_rank or 1,
         )
 
 

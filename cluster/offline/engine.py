@@ -165,7 +165,7 @@ class OfflineEngine:
         opening.callback(ranks.close)
         listener = opening.enter_context(PipeListener(ranks.rank(0, size).shell_address))
         opening.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))  # closing gives the cores back
-        with _cores_set_aside(size * self.config.threads_per_rank):
+        with _cores_set_aside(size * (self.config.threads_per_rank or 1)):
             ranks.start()
         pipe = listener.accept(ranks.are_alive)
         self.drafter_pids = ranks.pids

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.config.threads import share_cores, usable_cores
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.offline.engine import OfflineEngine
@@ -66,6 +67,10 @@ class LLM:
             "seed": seed,
         }
         config, plan = _planned(offline_config({**given, **options}))
+        num_apart = config.draft_tensor_parallel_size if drafter_process and config.has_drafters else 0
+        config = share_cores(
+            config, num_ranks=config.tensor_parallel_size + num_apart, num_cores=usable_cores()
+        )
         codec = TextCodec(load_tokenizer(config.verifier_spec.model))
         prices_drafts = plan.draft_length > 0 and not plan.is_pinned
         self._engine = OfflineEngine(config, drafter_process=drafter_process, prices_drafts=prices_drafts)

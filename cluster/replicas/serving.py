@@ -18,6 +18,7 @@ from ray.serve.config import HTTPOptions
 from ray.serve.schema import DeploymentStatus, ServeStatus
 
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
+from outrider.cluster.config.threads import share_cores, usable_cores
 from outrider.cluster.replicas.app import build
 from outrider.verifier_service.model.architectures import load_model_description, require_supported, resolve_folder
 
@@ -45,6 +46,7 @@ def running_service(config: ServiceConfig) -> Iterator[None]:
         ray.init(log_to_driver=False)
     else:
         check_ports(config)
+        config = share_cores(config, num_ranks=config.num_ranks, num_cores=usable_cores())
         start_ray(
             address="local",  # not one that happens to run here
             # Ray counts CPUs to place ranks; on a small machine ranks share cores
