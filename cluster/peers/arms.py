@@ -42,4 +42,5 @@ def all_peers(
         add(f"transformers{suffix}", "transformers_worker.py", lookup=lookup)
         add(f"vLLM{suffix}", "vllm_worker.py", "vllm", lookup=lookup)
         add(f"OpenVINO{suffix}", "openvino_worker.py", "openvino", lookup=lookup, gguf=half)
+    add("llama.cpp", "llamacpp_worker.py", "llamacpp", gguf=half)
     return found, missing

@@ -52,8 +52,13 @@ PLAIN_WIDTH = 200
 @click.option("--only", multiple=True, help="A peer's name, or the beginning of several; may be given several times.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
 @click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
-def peers(model: Path, json_file: Path | None, markdown_file: Path | None, **options: Any) -> None:
-    """Measure MODEL, a checkpoint's folder or a GGUF file, beside transformers, vLLM and OpenVINO."""
+@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="PNG.")
+def peers(
+    model: Path, json_file: Path | None, markdown_file: Path | None, plot_file: Path | None, **options: Any
+) -> None:
+    """Measure MODEL, a checkpoint's folder or a GGUF file, beside transformers, vLLM, OpenVINO and llama.cpp."""
+    if plot_file is not None:
+        require_extra("plots", "--plot")
     from outrider.cluster.peers.process import PeerError
     from outrider.cluster.peers.report import to_json, to_markdown, to_table
 
@@ -66,6 +71,10 @@ def peers(model: Path, json_file: Path | None, markdown_file: Path | None, **opt
         json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
     if markdown_file is not None:
         markdown_file.write_text(to_markdown(result))
+    if plot_file is not None:
+        from outrider.cluster.peers.plot import plot
+
+        plot(result, plot_file)
 
 
 def _run(model: Path, *, num_threads: int | None, repeats: int, **options: Any) -> PeersResult:

@@ -83,10 +83,11 @@ def test_what_cannot_run_here_is_named(tmp_path):
     names = [peer.name for peer in found]
     assert names == [BASELINE, "Outrider adaptive", "Outrider fixed", "transformers", "vLLM",
                      "transformers look-up", "vLLM look-up"]  # fmt: skip
-    assert missing.keys() == {"OpenVINO", "OpenVINO look-up"}
+    assert missing.keys() == {"OpenVINO", "OpenVINO look-up", "llama.cpp"}
     assert "make peers" in missing["OpenVINO"]
-    (tmp_path / "openvino" / "bin").mkdir(parents=True)
-    (tmp_path / "openvino" / "bin" / "python").touch()
+    for environment in ("openvino", "llamacpp"):
+        (tmp_path / environment / "bin").mkdir(parents=True)
+        (tmp_path / environment / "bin" / "python").touch()
     assert "GGUF" in all_peers(tmp_path, half_gguf=None, **fields)[1]["OpenVINO"]
     assert all_peers(tmp_path, half_gguf=tmp_path / "half.gguf", **fields)[1] == {}
 

@@ -16,7 +16,8 @@ def test_engines_of_this_environment_make_the_same_tokens(tmp_path, monkeypatch)
     monkeypatch.setattr("outrider.cluster.peers.verb._loads", lambda *_: [tiny_load()])
     found, page = tmp_path / "found.json", tmp_path / "page.md"
     arguments = [str(embedded.target_path()), "--dtype", "float32", "--repeats", "1", "--threads", "1"]
-    outputs = ["--json", str(found), "--markdown", str(page), "--environments", str(tmp_path)]
+    picture = tmp_path / "bars.png"
+    outputs = ["--json", str(found), "--markdown", str(page), "--environments", str(tmp_path), "--plot", str(picture)]
     result = CliRunner().invoke(main, ["bench", "peers", *arguments, *outputs])
     assert result.exit_code == 0, result.output
     read = json.loads(found.read_text())
@@ -24,7 +25,8 @@ def test_engines_of_this_environment_make_the_same_tokens(tmp_path, monkeypatch)
         *("Outrider off", "Outrider adaptive", "Outrider fixed", "transformers", "transformers look-up")
     ]
     assert page.read_text().count("100% |") == 5, page.read_text()
-    assert read["missing"].keys() == {"vLLM", "vLLM look-up", "OpenVINO", "OpenVINO look-up"}
+    assert read["missing"].keys() == {"vLLM", "vLLM look-up", "OpenVINO", "OpenVINO look-up", "llama.cpp"}
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def tiny_load():
