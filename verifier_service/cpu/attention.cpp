@@ -1,12 +1,13 @@
-// Paged attention on a CPU, in place: queries of a few tokens over keys and values that lie in blocks of a pool.
+// Paged attention on a CPU, in place: chains of queries over keys and values that lie in blocks of a pool.
 //
 // Torch has no operator that reads a block table, so that keys and values are gathered for it, and its fused attention
-// pays several microseconds for each head of each sequence. Here a work item is one sequence and one KV head: every key
-// is read once for all tokens and query heads that see it, then a softmax in float32, then the weighted sum of values.
-// A row's sums are the same whatever else is in the batch: decoding a token and verifying it give the same bits.
+// pays several microseconds for each head of each sequence. Here the query heads of one token that share a KV head read
+// each key once; then comes a softmax in float32, then the weighted sum of values. A row's sums are the same whatever
+// else is in the batch: decoding a token and verifying it give the same bits.
 //
 // Plain loops that the compiler vectorises.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -60,6 +61,7 @@ inline void for_each_slot(const Attend& a, int32_t sequence, int32_t start, int3
 }
 
 constexpr int32_t LANES = 16;
+constexpr int32_t SPAN = 16;  // queries
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 
 inline Floats load(const float* numbers) {
@@ -189,17 +191,34 @@ int32_t attend_most(const Attend& a, const Query<T>& q, int32_t num_rows, std::v
     }
 }
 
+// Some neighbouring queries of a sequence: what a thread takes on for one KV head.
+struct Span {
+    int32_t sequence, begin, end;
+};
+
+std::vector<Span> spans_of(const Attend& a) {
+    std::vector<Span> spans;
+    for (int32_t sequence = 0; sequence < a.num_sequences; ++sequence) {
+        for (int32_t begin = 0; begin < a.lengths[sequence]; begin += SPAN) {
+            spans.push_back({sequence, begin, std::min(begin + SPAN, a.lengths[sequence])});
+        }
+    }
+    return spans;
+}
+
 template <typename T, int32_t CHUNKS>
 void attend_all(const Attend& a) {
     constexpr int32_t MOST_ROWS = CHUNKS == 0 ? 1 : 16 / CHUNKS;  // 16 registers of sums
-    const int32_t num_items = a.num_sequences * a.num_kv_heads, repeats = a.num_heads / a.num_kv_heads;
+    const std::vector<Span> spans = spans_of(a);
+    const int32_t num_items = static_cast<int32_t>(spans.size()) * a.num_kv_heads, repeats = a.num_heads / a.num_kv_heads;
 #pragma omp parallel num_threads(a.num_threads) if (num_items > 1)
     {
         std::vector<float> scores;
 #pragma omp for schedule(dynamic)
         for (int32_t item = 0; item < num_items; ++item) {
-            const int32_t sequence = item / a.num_kv_heads, kv_head = item % a.num_kv_heads;
-            for (int32_t i = 0; i < a.lengths[sequence]; ++i) {
+            const Span& span = spans[item / a.num_kv_heads];
+            const int32_t sequence = span.sequence, kv_head = item % a.num_kv_heads;
+            for (int32_t i = span.begin; i < span.end; ++i) {
                 const int64_t token = a.firsts[sequence] + i;
                 const int32_t stop = a.contexts[sequence] - a.lengths[sequence] + i + 1;
                 const int32_t start = a.window > 0 && stop > a.window ? stop - a.window : 0;

@@ -1,7 +1,7 @@
-"""Attention on a CPU: short queries read keys and values in place, torch has them gathered for long ones and trees.
+"""Attention on a CPU: chains read keys and values in place, torch has them gathered for trees.
 
-short chains (decode, verification)  ->  cpu/attention.cpp, a sequence and a KV head at a time
-prefill chunks, trees                ->  AttentionContext, which is the reference for both
+    decode, verification, prefill  ->  cpu/attention.cpp
+    trees                          ->  AttentionContext, which is the reference for both
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from outrider.verifier_service.cpu.kernels import Attend, Kernels, load_kernels
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.attention import (
-    MAX_SHORT_QUERY,
     AttentionContext,
     AttentionOptions,
     KVPool,
@@ -37,26 +36,26 @@ class CpuContext:
         self._pool, self._kernel = pool, kernels.attend
         starts = starts_of(batch.query_lengths)
         indices = range(len(batch.query_lengths))
-        short = [i for i in indices if _is_short(batch, i)]
-        width = max((len(batch.block_tables[i]) for i in short), default=0)
+        own = [i for i in indices if _is_chain(batch, i)]
+        width = max((len(batch.block_tables[i]) for i in own), default=0)
         numbers = {
-            "firsts": [starts[i] for i in short],
-            "lengths": [batch.query_lengths[i] for i in short],
-            "contexts": [batch.context_lengths[i] for i in short],
-            "tables": [batch.block_tables[i] + [0] * (width - len(batch.block_tables[i])) for i in short],
+            "firsts": [starts[i] for i in own],
+            "lengths": [batch.query_lengths[i] for i in own],
+            "contexts": [batch.context_lengths[i] for i in own],
+            "tables": [batch.block_tables[i] + [0] * (width - len(batch.block_tables[i])) for i in own],
         }
         arrays = {name: torch.tensor(each, dtype=torch.int32) for name, each in numbers.items()}
         arrays["slots"] = torch.tensor(batch.slot_mapping, dtype=torch.int64)
         self._arrays = arrays  # the arguments hold their addresses alone
         self._arguments = Attend(
             num_tokens=batch.num_tokens,
-            num_sequences=len(short),
+            num_sequences=len(own),
             table_width=width,
             block_size=pool.block_size,
             num_threads=torch.get_num_threads(),
             **{name: array.data_ptr() for name, array in arrays.items()},
         )
-        rest = [i for i in indices if not _is_short(batch, i)]
+        rest = [i for i in indices if not _is_chain(batch, i)]
         self._rest = _rest(batch, rest, starts, pool) if rest else None
 
     def attend(
@@ -97,9 +96,8 @@ def in_place_or_gathered(batch: ScheduledBatch, pool: KVPool) -> CpuContext | At
     return AttentionContext.of(batch, pool) if kernels is None else CpuContext(batch, pool, kernels)
 
 
-def _is_short(batch: ScheduledBatch, index: int) -> bool:
-    is_tree = bool(batch.tree_parents) and bool(batch.tree_parents[index])
-    return batch.query_lengths[index] <= MAX_SHORT_QUERY and not is_tree
+def _is_chain(batch: ScheduledBatch, index: int) -> bool:
+    return not batch.tree_parents or not batch.tree_parents[index]
 
 
 def _rest(batch: ScheduledBatch, members: list[int], starts: list[int], pool: KVPool) -> Rest:

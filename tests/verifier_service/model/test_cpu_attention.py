@@ -89,7 +89,7 @@ def test_half_precision_is_rounded_once_at_the_end():
     torch.testing.assert_close(got.float(), expected, atol=1e-5, rtol=2**-8)
 
 
-def test_trees_and_long_queries_go_to_torch_and_all_keys_are_written_first():
+def test_trees_go_to_torch_and_all_keys_are_written_first():
     batch = batch_of([9, 40, 12, 30], [1, 25, 4, 3], [[], [], [-1, 0, 0], []])
     assert torch.allclose(
         attended(batch, torch.float32),
