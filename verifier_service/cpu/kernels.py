@@ -103,9 +103,9 @@ class Kernels:
 
 
 def kernels_of(rows: torch.Tensor) -> Kernels | None:
-    """Return the kernels for a tensor, None where there are none: elsewhere than on a CPU, or without any memory."""
-    is_here = type(rows) is torch.Tensor and rows.device.type == "cpu"  # a subclass may be anything: FakeTensor is
-    return load_kernels(rows.dtype) if is_here else None
+    """Return the kernels for a tensor, None where they do not apply: elsewhere than on a CPU, or where gradients flow."""
+    is_here = type(rows) is torch.Tensor and rows.device.type == "cpu"  # a subclass may have no memory: FakeTensor
+    return load_kernels(rows.dtype) if is_here and not rows.requires_grad else None
 
 
 @cache

@@ -84,6 +84,7 @@ def test_infinite_and_missing_numbers_stay_what_they_are(own, dtype):
 
 
 def test_only_plain_tensors_on_a_cpu_have_kernels():
+    assert kernels_of(torch.empty(1, requires_grad=True)) is None
     assert kernels_of(torch.empty(1, device="meta")) is None
     assert kernels_of(torch.nn.Parameter(torch.empty(1))) is None
     assert kernels_of(torch.empty(1, dtype=torch.float16)) is None
