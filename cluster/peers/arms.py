@@ -8,6 +8,7 @@ from typing import Any
 from outrider.cluster.peers.process import Peer
 
 BASELINE = "Outrider off"
+PLACEBO = "Outrider off, again"  # its ratio to the baseline is the noise of all the others
 LOOKUP_TOKENS, MAX_NGRAM = 4, 3
 
 
@@ -35,7 +36,8 @@ def all_peers(
         else:
             found.append(Peer(name=name, script=script, interpreter=interpreter, options={**common, **options}))
 
-    for speculation, name in (("off", BASELINE), ("auto", "Outrider adaptive"), ("always", "Outrider fixed")):
+    modes = {BASELINE: "off", PLACEBO: "off", "Outrider adaptive": "auto", "Outrider fixed": "always"}
+    for name, speculation in modes.items():
         add(name, "outrider_worker.py", speculation=speculation, method="ngram")
     half = None if half_gguf is None else str(half_gguf)
     for lookup, suffix in ((False, ""), (True, " look-up")):

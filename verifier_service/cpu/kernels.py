@@ -103,7 +103,7 @@ class Kernels:
 
 
 def kernels_of(rows: torch.Tensor) -> Kernels | None:
-    """Return the kernels for a tensor, None where they do not apply: elsewhere than on a CPU, or where gradients flow."""
+    """Return the kernels for a tensor; None elsewhere than on a CPU, and where gradients flow."""
     is_here = type(rows) is torch.Tensor and rows.device.type == "cpu"  # a subclass may have no memory: FakeTensor
     return load_kernels(rows.dtype) if is_here and not rows.requires_grad else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from outrider.cluster.peers.arms import BASELINE, all_peers
+from outrider.cluster.peers.arms import BASELINE, PLACEBO, all_peers
 from outrider.cluster.peers.measure import (
     NUM_PREFIX_TOKENS,
     PREFIX,
@@ -81,7 +81,7 @@ def test_what_cannot_run_here_is_named(tmp_path):
     fields = {"model": tmp_path, "dtype": "float32", "max_num_seqs": 4, "max_model_len": 99}
     found, missing = all_peers(tmp_path, half_gguf=None, **fields)
     names = [peer.name for peer in found]
-    assert names == [BASELINE, "Outrider adaptive", "Outrider fixed", "transformers", "vLLM",
+    assert names == [BASELINE, PLACEBO, "Outrider adaptive", "Outrider fixed", "transformers", "vLLM",
                      "transformers look-up", "vLLM look-up"]  # fmt: skip
     assert missing.keys() == {"OpenVINO", "OpenVINO look-up", "llama.cpp"}
     assert "make peers" in missing["OpenVINO"]

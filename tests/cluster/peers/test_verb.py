@@ -22,9 +22,9 @@ def test_engines_of_this_environment_make_the_same_tokens(tmp_path, monkeypatch)
     assert result.exit_code == 0, result.output
     read = json.loads(found.read_text())
     assert [peer["name"] for peer in read["peers"]] == [
-        *("Outrider off", "Outrider adaptive", "Outrider fixed", "transformers", "transformers look-up")
+        *("Outrider off", "Outrider off, again", "Outrider adaptive", "Outrider fixed", "transformers", "transformers look-up")
     ]
-    assert page.read_text().count("100% |") == 5, page.read_text()
+    assert page.read_text().count("100% |") == 6, page.read_text()
     assert read["missing"].keys() == {"vLLM", "vLLM look-up", "OpenVINO", "OpenVINO look-up", "llama.cpp"}
     assert picture.read_bytes().startswith(b"\x89PNG")
 
