@@ -70,7 +70,7 @@ def link_problem(target: str, page: Path) -> str | None:
 
 
 def make_targets(makefile: str) -> set[str]:
-    return set(re.findall(r"^([a-z][a-z-]*):(?!=)", makefile, re.MULTILINE))
+    return set(re.findall(r"^([a-z][a-z0-9-]*):(?!=)", makefile, re.MULTILINE))
 
 
 # The pages.
