@@ -13,7 +13,14 @@ LOOKUP_TOKENS, MAX_NGRAM = 4, 3
 
 
 def all_peers(
-    environments: Path, *, model: Path, half_gguf: Path | None, dtype: str, max_num_seqs: int, max_model_len: int
+    environments: Path,
+    *,
+    model: Path,
+    draft_model: Path | None,
+    half_gguf: Path | None,
+    dtype: str,
+    max_num_seqs: int,
+    max_model_len: int,
 ) -> tuple[list[Peer], dict[str, str]]:
     """Return the peers that can run here, and why each of the others cannot."""
     common: dict[str, Any] = {
@@ -33,6 +40,8 @@ def all_peers(
             missing[name] = f"{interpreter} is not there: make peers"
         elif options.get("gguf", "") is None:
             missing[name] = "it reads MODEL as a GGUF file alone"
+        elif options.get("draft_model", "") is None:
+            missing[name] = "it needs --draft-model"
         else:
             found.append(Peer(name=name, script=script, interpreter=interpreter, options={**common, **options}))
 
@@ -40,9 +49,13 @@ def all_peers(
     for name, speculation in modes.items():
         add(name, "outrider_worker.py", speculation=speculation, method="ngram")
     half = None if half_gguf is None else str(half_gguf)
+    draft = None if draft_model is None else str(draft_model)
     for lookup, suffix in ((False, ""), (True, " look-up")):
         add(f"transformers{suffix}", "transformers_worker.py", lookup=lookup)
         add(f"vLLM{suffix}", "vllm_worker.py", "vllm", lookup=lookup)
         add(f"OpenVINO{suffix}", "openvino_worker.py", "openvino", lookup=lookup, gguf=half)
+    add("Outrider draft model", "outrider_worker.py", speculation="auto", method="draft_model", draft_model=draft)
+    add("transformers assisted", "transformers_worker.py", lookup=False, draft_model=draft)
+    add("vLLM draft model", "vllm_worker.py", "vllm", lookup=False, draft_model=draft)
     add("llama.cpp", "llamacpp_worker.py", "llamacpp", gguf=half)
     return found, missing

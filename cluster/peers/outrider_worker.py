@@ -16,6 +16,7 @@ def load(options: dict[str, Any]) -> tuple[str, Generate]:
     drafting = {"method": options["method"], "num_speculative_tokens": options["num_speculative_tokens"]}
     llm = LLM(
         options["model"],
+        draft_model=options.get("draft_model"),
         dtype=options["dtype"],
         threads_per_rank=options["num_threads"],
         max_num_seqs=options["max_num_seqs"],

@@ -1,4 +1,7 @@
-"""`generate` of the transformers library over a left-padded batch; with `lookup` one prompt at a time, looked up."""
+"""`generate` of the transformers library over a left-padded batch; with drafts one prompt at a time.
+
+`lookup` has the prompt looked up, `draft_model` is an assistant.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,19 @@ def load(options: dict[str, Any]) -> tuple[str, Generate]:
     import transformers
 
     torch.set_num_threads(options["num_threads"])
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        options["model"], dtype=getattr(torch, options["dtype"])
-    ).eval()
-    model.generation_config = transformers.GenerationConfig()  # the checkpoint's own would stop early
-    looked_up = {"prompt_lookup_num_tokens": options["num_speculative_tokens"]} if options["lookup"] else {}
+
+    def load_causal(folder: str) -> Any:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options["dtype"]))
+        loaded.generation_config = transformers.GenerationConfig()  # the checkpoint's own would stop early
+        return loaded.eval()
+
+    model = load_causal(options["model"])
+    drafting: dict[str, Any] = {}
+    if options["lookup"]:
+        drafting["prompt_lookup_num_tokens"] = options["num_speculative_tokens"]
+    elif options.get("draft_model"):
+        drafting["assistant_model"] = load_causal(options["draft_model"])
+        drafting["assistant_model"].generation_config.num_assistant_tokens = options["num_speculative_tokens"]
 
     def generate_batch(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         longest = max(map(len, prompts))
@@ -25,12 +36,12 @@ def load(options: dict[str, Any]) -> tuple[str, Generate]:
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         with torch.inference_mode():
             made = model.generate(
-                rows, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0, **looked_up
+                rows, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0, **drafting
             )
         return made[:, longest:].tolist()
 
     def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        if not looked_up:
+        if not drafting:
             return generate_batch(prompts, max_tokens)
         return [generate_batch([prompt], max_tokens)[0] for prompt in prompts]
 

@@ -42,6 +42,7 @@ PLAIN_WIDTH = 200
     show_default=True,
     help="Where `make peers` has put the others.",
 )
+@click.option("--draft-model", type=click.Path(exists=True, path_type=Path), help="For the peers that draft with one.")
 @click.option("--dtype", type=click.Choice(("bfloat16", "float32")), default="bfloat16", show_default=True)
 @click.option("--threads", "num_threads", type=click.IntRange(1), help="Of every peer. Default: one for each core.")
 @click.option("--concurrency", "concurrencies", default="1,4,16", show_default=True, callback=numbers)
@@ -82,7 +83,7 @@ def _run(model: Path, *, num_threads: int | None, repeats: int, **options: Any) 
 
     from outrider.cluster.bench.pairs import describe_machine, measure_read_speed, streamed_weight_bytes
     from outrider.cluster.peers.measure import measure
-    from outrider.cluster.peers.process import PeerProcess
+    from outrider.cluster.peers.process import PeerError, PeerProcess
     from outrider.cluster.peers.report import PeerFacts, PeersResult
     from outrider.verifier_service.model.config import ModelConfig
 
@@ -93,12 +94,17 @@ def _run(model: Path, *, num_threads: int | None, repeats: int, **options: Any) 
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-peers-")))
         chosen, missing = _peers(config, loads, folder, options)
         on_run = stack.enter_context(show_progress(len(chosen) * len(loads) * (repeats + 1)))
-        processes = [
-            stack.enter_context(
-                PeerProcess(peer, num_threads=threads, log=folder / f"{number}.log", clock=time.perf_counter)
-            )
-            for number, peer in enumerate(chosen)
-        ]
+        processes: list[PeerProcess] = []
+        for number, peer in enumerate(chosen):
+            log = folder / f"{number}.log"
+            try:
+                process = PeerProcess(peer, num_threads=threads, log=log, clock=time.perf_counter)
+            except PeerError as error:  # others are worth a row nevertheless
+                missing[peer.name] = str(error)
+            else:
+                processes.append(stack.enter_context(process))
+        if not processes:
+            raise PeerError("; ".join(missing.values()))
         samples = measure(processes, loads, repeats=repeats, on_run=on_run)
         return PeersResult(
             machine=str(describe_machine()),
@@ -131,6 +137,7 @@ def _peers(
     found, missing = all_peers(
         options["environments"],
         model=resolve_folder(config),
+        draft_model=options["draft_model"],
         half_gguf=half,
         dtype=config.dtype,
         max_num_seqs=max(load.concurrency for load in loads),

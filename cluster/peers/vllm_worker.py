@@ -1,4 +1,4 @@
-"""vLLM's CPU build in this process; with `lookup` its n-gram drafter."""
+"""vLLM's CPU build in this process; with `lookup` its n-gram drafter, with `draft_model` that one."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ def load(options: dict[str, Any]) -> tuple[str, Generate]:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{options['num_threads'] - 1}"
     import vllm
 
-    drafting = {
-        "method": "ngram",
-        "num_speculative_tokens": options["num_speculative_tokens"],
-        "prompt_lookup_max": options["max_ngram"],
-    }
+    drafting: dict[str, Any] | None = None
+    if options["lookup"]:
+        drafting = {"method": "ngram", "prompt_lookup_max": options["max_ngram"]}
+    elif options.get("draft_model"):
+        drafting = {"method": "draft_model", "model": options["draft_model"]}
+    if drafting is not None:
+        drafting["num_speculative_tokens"] = options["num_speculative_tokens"]
     engine = vllm.LLM(
         options["model"],
         dtype=options["dtype"],
         max_num_seqs=options["max_num_seqs"],
         max_model_len=options["max_model_len"],
-        **({"speculative_config": drafting} if options["lookup"] else {}),
+        speculative_config=drafting,
     )
 
     def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:

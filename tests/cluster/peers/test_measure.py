@@ -78,18 +78,20 @@ def test_the_prompts_are_many_and_of_many_kinds():
 def test_what_cannot_run_here_is_named(tmp_path):
     (tmp_path / "vllm" / "bin").mkdir(parents=True)
     (tmp_path / "vllm" / "bin" / "python").touch()
-    fields = {"model": tmp_path, "dtype": "float32", "max_num_seqs": 4, "max_model_len": 99}
+    fields = {"model": tmp_path, "draft_model": None, "dtype": "float32", "max_num_seqs": 4, "max_model_len": 99}
     found, missing = all_peers(tmp_path, half_gguf=None, **fields)
     names = [peer.name for peer in found]
     assert names == [BASELINE, PLACEBO, "Outrider adaptive", "Outrider fixed", "transformers", "vLLM",
                      "transformers look-up", "vLLM look-up"]  # fmt: skip
-    assert missing.keys() == {"OpenVINO", "OpenVINO look-up", "llama.cpp"}
+    needy = {"Outrider draft model", "transformers assisted", "vLLM draft model"}
+    assert missing.keys() == {"OpenVINO", "OpenVINO look-up", "llama.cpp", *needy}
+    assert {missing[name] for name in needy} == {"it needs --draft-model"}
     assert "make peers" in missing["OpenVINO"]
     for environment in ("openvino", "llamacpp"):
         (tmp_path / environment / "bin").mkdir(parents=True)
         (tmp_path / environment / "bin" / "python").touch()
     assert "GGUF" in all_peers(tmp_path, half_gguf=None, **fields)[1]["OpenVINO"]
-    assert all_peers(tmp_path, half_gguf=tmp_path / "half.gguf", **fields)[1] == {}
+    assert all_peers(tmp_path, half_gguf=tmp_path / "half.gguf", **fields)[1].keys() == needy
 
 
 def test_the_page_says_ratios_equal_tokens_and_who_is_missing():

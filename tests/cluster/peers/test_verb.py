@@ -15,17 +15,21 @@ from outrider.drafter_service import embedded
 def test_engines_of_this_environment_make_the_same_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr("outrider.cluster.peers.verb._loads", lambda *_: [tiny_load()])
     found, page = tmp_path / "found.json", tmp_path / "page.md"
-    arguments = [str(embedded.target_path()), "--dtype", "float32", "--repeats", "1", "--threads", "1"]
+    pair = [str(embedded.target_path()), "--draft-model", str(embedded.draft_path())]
+    arguments = [*pair, "--dtype", "float32", "--repeats", "1", "--threads", "1"]
     picture = tmp_path / "bars.png"
     outputs = ["--json", str(found), "--markdown", str(page), "--environments", str(tmp_path), "--plot", str(picture)]
     result = CliRunner().invoke(main, ["bench", "peers", *arguments, *outputs])
     assert result.exit_code == 0, result.output
     read = json.loads(found.read_text())
     assert [peer["name"] for peer in read["peers"]] == [
-        *("Outrider off", "Outrider off, again", "Outrider adaptive", "Outrider fixed", "transformers", "transformers look-up")
+        *("Outrider off", "Outrider off, again", "Outrider adaptive", "Outrider fixed"),
+        *("transformers", "transformers look-up", "Outrider draft model", "transformers assisted"),
     ]
-    assert page.read_text().count("100% |") == 6, page.read_text()
-    assert read["missing"].keys() == {"vLLM", "vLLM look-up", "OpenVINO", "OpenVINO look-up", "llama.cpp"}
+    assert page.read_text().count("100% |") == 8, page.read_text()
+    assert read["missing"].keys() == {
+        *("vLLM", "vLLM look-up", "vLLM draft model", "OpenVINO", "OpenVINO look-up", "llama.cpp")
+    }
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
