@@ -2,8 +2,9 @@
 //
 // Weights lie in panels of 16 output channels: for two inputs (one in float32) the weights of all 16 stand side by side,
 // which is what one instruction multiplies with a row's two inputs. A row's sums are taken in the order of the inputs,
-// chunk by chunk, whatever else is in the batch: decoding a token and verifying it give the same bits. Needs AVX-512; without it this file
-// is empty.
+// chunk by chunk, whatever else is in the batch: decoding a token and verifying it give the same bits.
+//
+// Needs AVX-512; without it this file is empty.
 
 #ifdef __AVX512F__
 
@@ -30,9 +31,9 @@ struct Linear {
 };
 
 constexpr int32_t CHANNELS = 16;
-constexpr int64_t CHUNK_STEPS = 64;      // are summed by themselves: a long sum in float32 would lose what it adds last
-constexpr int64_t LINE = 64;             // bytes of a cache line
-constexpr int32_t MAX_FETCHING = 32;     // rows: with more the products take so long that the weights are there in time
+constexpr int64_t CHUNK_STEPS = 64;   // are summed by themselves: a long sum in float32 would lose what it adds last
+constexpr int64_t LINE = 64;          // bytes of a cache line
+constexpr int32_t MAX_FETCHING = 32;  // rows: with more the products take so long that the weights are there in time
 
 // Products<T, W>: what a step multiplies, for rows of T and weights of W
 //   STEP                      inputs of a step

@@ -75,13 +75,14 @@ class PanelLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         kernels = load_kernels(dtype)
         assert kernels is not None
-        self._multiply = kernels.linear[weight.dtype]
+        self._dtype, self._multiply = dtype, kernels.linear[weight.dtype]
         self._panels = to_panels(weight.detach(), inputs_per_step=INPUTS_PER_STEP[dtype])
         self._bias = None if bias is None else bias.detach().float()
         self._scales = None if scales is None else scales.float().contiguous()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Map [..., in_features] to [..., out_features]."""
+        assert rows.dtype == self._dtype, (rows.dtype, self._dtype)  # the kernel reads what the address points at
         packed = rows if rows.dim() == 2 else rows.reshape(-1, self.in_features)
         if packed.stride(1) != 1:
             packed = packed.contiguous()
@@ -146,7 +147,7 @@ def make_linear(
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round a weight to int8, symmetric per output channel: int8 [out_features, in_features], scales [out_features].
 
-    As LLM.int8() does for weights (Dettmers et al., 2022, arXiv:2208.07339), the activations stay as they are.
+    The weights' half of LLM.int8() (Dettmers et al., 2022, arXiv:2208.07339): activations stay as they are.
     """
     scales = weight.float().abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
     return (weight.float() / scales[:, None]).round_().to(torch.int8), scales
