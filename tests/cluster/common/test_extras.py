@@ -17,6 +17,7 @@ from rooms import LAYERS, ROOT, imported, module_name, sources
 # the optional parts themselves: the only modules that import an extra's packages
 PARTS = {
     "outrider.cluster.bench.serve_plot": "plots",
+    "outrider.cluster.peers.plot": "plots",
     "outrider.cluster.simulate.plots": "plots",
     "outrider.cluster.gateway.tracing": "otlp",
     "outrider.cluster.api.vllm_grpc": "vllm-grpc",
