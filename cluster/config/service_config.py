@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import grpc
 import ray
@@ -32,7 +32,7 @@ from outrider.drafter_service.service.speculative_config import Location, Specul
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.links.grpc_channel import LinkCredentials
 from outrider.verifier_service.messages.tensor_route import GLOO, NCCL, offered_transports
-from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.config import ModelConfig, Quantization
 
 APP_NAME = "outrider"
 DrafterPools = tuple[dict[str, Any], ...]
@@ -61,7 +61,7 @@ class ServiceConfig:
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: str = "auto"
-    quantization: Literal["int8"] | None = None  # of the target
+    quantization: Quantization | None = None  # of the target
     device: str = "auto"
     max_model_len: int | None = None
     tensor_parallel_size: int = 1

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from outrider.cluster.peers.process import PeerProcess
 
@@ -38,6 +39,16 @@ class Sample:
     repeat: int
     tokens_per_s: float
     token_ids: list[list[int]]
+
+
+def chat_encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+    """Return what writes a user's words through the model's chat template, as token ids."""
+
+    def encode(text: str) -> Sequence[int]:
+        message = [{"role": "user", "content": text}]
+        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+    return encode
 
 
 def chat_prompts(encode: Callable[[str], Sequence[int]]) -> list[tuple[int, ...]]:

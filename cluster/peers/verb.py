@@ -148,16 +148,11 @@ def _peers(
 
 
 def _loads(config: ModelConfig, options: Mapping[str, Any]) -> list[Load]:
-    from outrider.cluster.peers.measure import Load, chat_prompts, prefixed_prompts
+    from outrider.cluster.peers.measure import Load, chat_encoder, chat_prompts, prefixed_prompts
     from outrider.verifier_service.model.tokenizer import load_tokenizer
 
     tokenizer: Any = load_tokenizer(config)
-
-    def encode_chat(text: str) -> Sequence[int]:
-        message = [{"role": "user", "content": text}]
-        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-    kinds = {"chat": chat_prompts(encode_chat)}
+    kinds = {"chat": chat_prompts(chat_encoder(tokenizer))}
     if options["prefix"]:
         kinds["shared prefix"] = prefixed_prompts(tokenizer.encode, kinds["chat"])
     return [

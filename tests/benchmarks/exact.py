@@ -23,7 +23,7 @@ from outrider.cluster import LLM, RequestOutput, SamplingParams
 from outrider.cluster.bench.pairs import describe_machine
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table
-from outrider.cluster.peers.measure import chat_prompts
+from outrider.cluster.peers.measure import chat_encoder, chat_prompts
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
@@ -111,9 +111,10 @@ def exact(model: str, markdown_file: Path | None, **options: Any) -> None:
         for own in outcomes
     ]
     text = "\n".join(markdown_table(headings, rows, num_left=1))
-    console_of(PLAIN_WIDTH).print(f"{describe_machine()}; {options['dtype']}\n\n{text}", highlight=False)
+    page = f"{describe_machine()}; {options['dtype']}\n\n{text}"
+    console_of(PLAIN_WIDTH).print(page, highlight=False)
     if markdown_file is not None:
-        markdown_file.write_text(f"{describe_machine()}; {options['dtype']}\n\n{text}\n")
+        markdown_file.write_text(f"{page}\n")
     if not all(own.holds for own in outcomes):
         raise click.ClickException("tokens differ for no reason, or at too many near ties")
 
@@ -124,13 +125,7 @@ def compare(
     """Generate with drafts off and on, greedy and seeded."""
     config = ModelConfig(path=model, dtype=dtype, quantization=quantization)
     tokenizer: Any = load_tokenizer(config)
-
-    def encode(text: str) -> Sequence[int]:
-        message = [{"role": "user", "content": text}]
-        if tokenizer.chat_template is None:
-            return tokenizer.encode(text)
-        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
-
+    encode = tokenizer.encode if tokenizer.chat_template is None else chat_encoder(tokenizer)
     prompts = chat_prompts(encode)[:num_prompts]
     shared = {"dtype": dtype, "quantization": quantization, "max_num_seqs": concurrency}
     drafting = {"method": "ngram", "location": "verifier", "prompt_lookup_min": 1}

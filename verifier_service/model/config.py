@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-QUANTIZATIONS = (None, "int8")
+Quantization = Literal["int8"]
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -17,7 +17,7 @@ class ModelConfig:
     path: str  # a folder, or a model id of the Hugging Face hub
     revision: str | None = None
     dtype: str = "auto"  # auto: the checkpoint's own; on a CPU without products in bfloat16 float32
-    quantization: Literal["int8"] | None = None  # int8: the linear layers' weights, on a CPU
+    quantization: Quantization | None = None  # int8: the linear layers' weights, on a CPU
     device: str = "auto"  # auto: CUDA where there is one
     max_model_len: int | None = None  # None: the model's own limit
     block_size: int = 16
@@ -36,7 +36,7 @@ class ModelConfig:
         _require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         _require(self.state_dtype in DTYPES, "state_dtype", f"one of {', '.join(DTYPES)}")
         _require(self.device in DEVICES, "device", f"one of {', '.join(DEVICES)}")
-        _require(self.quantization in QUANTIZATIONS, "quantization", "int8 or None")
+        _require(self.quantization in (None, *get_args(Quantization)), "quantization", "int8 or None")
         for name in ("block_size", "tensor_parallel_size"):
             _require(_is_positive(getattr(self, name)), name, "a positive integer")
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "num_threads"):

@@ -10,6 +10,7 @@ from torch import nn
 
 from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.attention import AttentionOptions, LayerShape
+from outrider.verifier_service.model.config import Quantization
 from outrider.verifier_service.model.decoder import (
     AllHeadsNorm,
     Attention,
@@ -22,7 +23,7 @@ from outrider.verifier_service.model.decoder import (
     head_order,
 )
 from outrider.verifier_service.model.decoder_spec import DecoderSpec, ExpertsSpec, LayerSpec, QueryKeyNorm
-from outrider.verifier_service.model.packed_linear import Quantization, make_linear
+from outrider.verifier_service.model.packed_linear import make_linear
 from outrider.verifier_service.model.tensor_parallel import (
     TensorParallelGroup,
     VocabParallelEmbedding,

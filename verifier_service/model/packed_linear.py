@@ -14,15 +14,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from outrider.verifier_service.cpu.kernels import load_kernels
-
-Quantization = Literal["int8"]
+from outrider.verifier_service.model.config import Quantization
 
 # oneDNN picks the layout for the row count it is told; 8 was best or equal for everything from 1 to 512 rows
 LAYOUT_ROWS = 8

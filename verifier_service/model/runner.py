@@ -27,12 +27,11 @@ from outrider.verifier_service.model.architectures import (
     resolve_folder,
 )
 from outrider.verifier_service.model.attention import AttentionHandler, KVPool, LayerShape
-from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.config import ModelConfig, Quantization
 from outrider.verifier_service.model.cpu_attention import in_place_or_gathered
 from outrider.verifier_service.model.decoder_spec import DecoderSpec, read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.library_model import finish, load_library_model, round_linears
-from outrider.verifier_service.model.packed_linear import Quantization
 from outrider.verifier_service.model.start_check import (
     engine_logits,
     has_long_window,
