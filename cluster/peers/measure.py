@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.cluster.peers.process import PeerProcess
+from outrider.cluster.peers.process import Answer, PeerError, PeerProcess
 
 FOLDER = Path(__file__).parent
 PROMPTS, PREFIX = FOLDER / "prompts.jsonl", FOLDER / "prefix.txt"
@@ -64,32 +64,57 @@ def prefixed_prompts(
     return [prefix + prompt for prompt in prompts]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What became of every peer at every load."""
+
+    samples: tuple[Sample, ...]
+    failures: dict[tuple[str, str], str]  # (peer, load): why there are no samples of it
+
+
 def measure(
     peers: Sequence[PeerProcess], loads: Sequence[Load], *, repeats: int, on_run: Callable[[str], None]
-) -> list[Sample]:
-    """Ask every peer for every load `repeats` times, after one batch each that is not counted."""
+) -> Measured:
+    """Ask every peer for every load `repeats` times, after one batch each that is not counted.
+
+    A peer that fails a load loses that load's figure; the others go on.
+    """
+    samples: list[Sample] = []
+    failures: dict[tuple[str, str], str] = {}
+
+    def ask(peer: PeerProcess, load: Load, batches: Sequence[Sequence[tuple[int, ...]]]) -> list[Answer]:
+        if (peer.name, load.name) in failures:
+            return []
+        try:
+            return [peer.run(batch, load.max_tokens) for batch in batches]
+        except PeerError as error:
+            failures[peer.name, load.name] = str(error)
+            return []
+
     for peer in peers:
         for load in loads:
             on_run(f"{peer.name}, {load.name}, warm-up")
-            peer.run(load.batches[0], load.max_tokens)
-    samples: list[Sample] = []
+            ask(peer, load, load.batches[:1])
     for repeat in range(repeats):
         order = [*peers[repeat % len(peers) :], *peers[: repeat % len(peers)]]
         for load in loads:
             for peer in order if repeat % 2 == 0 else reversed(order):
                 on_run(f"{peer.name}, {load.name}")
-                answers = [peer.run(batch, load.max_tokens) for batch in load.batches]
-                elapsed_s = sum(answer.elapsed_s for answer in answers)
-                samples.append(
-                    Sample(
-                        peer=peer.name,
-                        load=load.name,
-                        repeat=repeat,
-                        tokens_per_s=len(load.prompts) * load.max_tokens / elapsed_s,
-                        token_ids=[tokens for answer in answers for tokens in answer.token_ids],
-                    )
-                )
-    return samples
+                if answers := ask(peer, load, load.batches):
+                    samples.append(_sample(peer.name, load, repeat, answers))
+    kept = tuple(sample for sample in samples if (sample.peer, sample.load) not in failures)
+    return Measured(samples=kept, failures=failures)
+
+
+def _sample(peer: str, load: Load, repeat: int, answers: Sequence[Answer]) -> Sample:
+    elapsed_s = sum(answer.elapsed_s for answer in answers)
+    return Sample(
+        peer=peer,
+        load=load.name,
+        repeat=repeat,
+        tokens_per_s=len(load.prompts) * load.max_tokens / elapsed_s,
+        token_ids=[tokens for answer in answers for tokens in answer.token_ids],
+    )
 
 
 def median_speed(samples: Sequence[Sample], peer: str, load: str) -> float:

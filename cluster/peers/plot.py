@@ -17,10 +17,11 @@ def plot(result: PeersResult, path: Path) -> None:
     names = [peer.name for peer in result.peers]
     figure = Figure(figsize=(4.2 * len(result.loads), 0.32 * len(names) + 1.4), layout="constrained")
     for axes, load in zip(figure.subplots(1, len(result.loads), squeeze=False)[0], result.loads, strict=True):
-        speeds = [median_speed(result.samples, name, load.name) for name in names]
+        samples = result.measured.samples
+        speeds = [median_speed(samples, name, load.name) if result.has(name, load) else 0.0 for name in names]
         colors = ["tab:orange" if name.startswith("Outrider") else "tab:gray" for name in names]
         bars = axes.barh(names, speeds, height=BAR_SHARE, color=colors)
-        axes.bar_label(bars, [f"{speed:.0f}" for speed in speeds], padding=3)
+        axes.bar_label(bars, [f"{speed:.0f}" if speed else "none" for speed in speeds], padding=3)
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.set_title(load.name, fontsize=10)

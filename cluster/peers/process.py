@@ -77,12 +77,12 @@ class PeerProcess:
             raise PeerError(f"{self.name} did not make {max_tokens} tokens of every prompt")
         return answer
 
-    def peak_memory_bytes(self) -> int:
-        """Return the most memory that the process has held at a time."""
+    def peak_memory_bytes(self) -> int | None:
+        """Return the most memory that the process has held at a time; None where it has ended."""
         for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) << 10
-        raise PeerError(f"{self.name} is gone")
+        return None  # of a process that has ended only its exit status is left
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from outrider.cluster.common.terminal import NOTHING, markdown_table
 from outrider.cluster.peers.arms import BASELINE
-from outrider.cluster.peers.measure import Load, Sample, equal_prompts, median_speed, paired_ratio
+from outrider.cluster.peers.measure import Load, Measured, equal_prompts, median_speed, paired_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class PeerFacts:
     name: str
     version: str
     ready_s: float
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None  # None: it had ended before it could be asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +35,14 @@ class PeersResult:
     dtype: str
     loads: tuple[Load, ...]
     repeats: int
-    samples: tuple[Sample, ...]
+    measured: Measured
     peers: tuple[PeerFacts, ...]
     missing: Mapping[str, str]  # why a peer was not measured
     weights_read_s: float  # of reading the weights once, at this machine's measured speed
 
-    def has(self, name: str) -> bool:
-        return any(peer.name == name for peer in self.peers)
+    def has(self, name: str, load: Load) -> bool:
+        """Say whether a peer was measured at a load."""
+        return any((sample.peer, sample.load) == (name, load.name) for sample in self.measured.samples)
 
 
 def _headings(result: PeersResult) -> list[str]:
@@ -55,7 +56,7 @@ def _rows(result: PeersResult) -> list[list[str]]:
             peer.name,
             peer.version,
             f"{peer.ready_s:.1f} s",
-            f"{peer.peak_memory_bytes / 1e9:.2f} GB",
+            NOTHING if peer.peak_memory_bytes is None else f"{peer.peak_memory_bytes / 1e9:.2f} GB",
             *(_cell(result, peer.name, load) for load in result.loads),
             _equality(result, peer.name),
         ]
@@ -65,16 +66,20 @@ def _rows(result: PeersResult) -> list[list[str]]:
 
 def _cell(result: PeersResult, name: str, load: Load) -> str:
     """Write tokens/s, and the ratio to our engine with speculation off in the same repeats."""
-    speed = median_speed(result.samples, name, load.name)
-    if not result.has(BASELINE):
+    if not result.has(name, load):
+        return NOTHING
+    samples = result.measured.samples
+    speed = median_speed(samples, name, load.name)
+    if not result.has(BASELINE, load):
         return f"{speed:.0f}"
-    return f"{speed:.0f} ({paired_ratio(result.samples, name, BASELINE, load.name):.2f})"
+    return f"{speed:.0f} ({paired_ratio(samples, name, BASELINE, load.name):.2f})"
 
 
 def _equality(result: PeersResult, name: str) -> str:
-    if not result.has(BASELINE):
+    first = result.loads[0]
+    if not (result.has(name, first) and result.has(BASELINE, first)):
         return NOTHING
-    return f"{equal_prompts(result.samples, name, BASELINE, result.loads[0].name):.0%}"
+    return f"{equal_prompts(result.measured.samples, name, BASELINE, first.name):.0%}"
 
 
 def _notes(result: PeersResult) -> list[str]:
@@ -84,13 +89,18 @@ def _notes(result: PeersResult) -> list[str]:
         f"repeats, {first.max_tokens} tokens of each prompt, {len(first.prompts)} prompts or more a load.",
         f"same tokens: share of the prompts of {first.name!r} of which {BASELINE!r} makes the same.",
     ]
-    if result.has(BASELINE):
-        steps_per_s = median_speed(result.samples, BASELINE, first.name) / first.concurrency
+    if result.has(BASELINE, first):
+        steps_per_s = median_speed(result.measured.samples, BASELINE, first.name) / first.concurrency
         notes.append(
             f"Reading the weights once takes {result.weights_read_s * 1e3:.1f} ms here; a step of {BASELINE!r} at "
             f"{first.name!r} takes {1 / (steps_per_s * result.weights_read_s):.2f} times as long, prefill included."
         )
-    return [*notes, *(f"{name} was not measured: {reason}." for name, reason in result.missing.items())]
+    notes += [f"{name} was not measured: {reason}." for name, reason in result.missing.items()]
+    return [*notes, *(f"No figure of {name!r} at {load!r}: {why}." for (name, load), why in _failures(result))]
+
+
+def _failures(result: PeersResult) -> list[tuple[tuple[str, str], str]]:
+    return list(result.measured.failures.items())
 
 
 def _title(result: PeersResult) -> str:
@@ -116,7 +126,7 @@ def to_markdown(result: PeersResult) -> str:
 def to_json(result: PeersResult) -> dict[str, Any]:
     """Return every sample's figure; token ids are left out."""
     samples = [
-        {"peer": s.peer, "load": s.load, "repeat": s.repeat, "tokens_per_s": s.tokens_per_s} for s in result.samples
+        {"peer": s.peer, "load": s.load, "repeat": s.repeat, "tokens_per_s": s.tokens_per_s} for s in result.measured.samples
     ]
     return {
         "machine": result.machine,
@@ -125,5 +135,6 @@ def to_json(result: PeersResult) -> dict[str, Any]:
         "weights_read_s": result.weights_read_s,
         "peers": [dataclasses.asdict(peer) for peer in result.peers],
         "missing": dict(result.missing),
+        "failures": [{"peer": name, "load": load, "reason": why} for (name, load), why in _failures(result)],
         "samples": samples,
     }

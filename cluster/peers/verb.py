@@ -105,14 +105,14 @@ def _run(model: Path, *, num_threads: int | None, repeats: int, **options: Any) 
                 processes.append(stack.enter_context(process))
         if not processes:
             raise PeerError("; ".join(missing.values()))
-        samples = measure(processes, loads, repeats=repeats, on_run=on_run)
+        measured = measure(processes, loads, repeats=repeats, on_run=on_run)
         return PeersResult(
             machine=str(describe_machine()),
             num_threads=threads,
             dtype=config.dtype,
             loads=tuple(loads),
             repeats=repeats,
-            samples=tuple(samples),
+            measured=measured,
             peers=tuple(PeerFacts(p.name, p.version, p.ready_s, p.peak_memory_bytes()) for p in processes),
             missing=missing,
             weights_read_s=streamed_weight_bytes(config) / measure_read_speed(time.perf_counter),

@@ -11,6 +11,7 @@ from outrider.cluster.peers.measure import (
     PREFIX,
     PROMPTS,
     Load,
+    Measured,
     Sample,
     chat_prompts,
     equal_prompts,
@@ -19,7 +20,7 @@ from outrider.cluster.peers.measure import (
     paired_ratio,
     prefixed_prompts,
 )
-from outrider.cluster.peers.process import Answer
+from outrider.cluster.peers.process import Answer, PeerError
 from outrider.cluster.peers.report import PeerFacts, PeersResult, to_json, to_markdown
 
 
@@ -28,8 +29,11 @@ class FakePeer:
     name: str
     elapsed_s: float
     asked: list[int] = field(default_factory=list)
+    most: int = 99  # prompts at a time
 
     def run(self, prompts, max_tokens: int) -> Answer:
+        if len(prompts) > self.most:
+            raise PeerError(f"{self.name} took {self.most} prompts, not {len(prompts)}")
         self.asked.append(len(prompts))
         return Answer(elapsed_s=self.elapsed_s, token_ids=[[len(prompt)] * max_tokens for prompt in prompts])
 
@@ -41,7 +45,7 @@ def load(concurrency: int, num_prompts: int = 4) -> Load:
 
 def test_every_repeat_asks_all_of_them_in_an_order_that_turns():
     peers, order = [FakePeer("a", 0.5), FakePeer("b", 1.0)], []
-    samples = measure(peers, [load(1), load(3)], repeats=2, on_run=order.append)
+    samples = measure(peers, [load(1), load(3)], repeats=2, on_run=order.append).samples
     assert order == [
         *(f"{peer}, {n} at a time, warm-up" for peer in "ab" for n in (1, 3)),
         *("a, 1 at a time", "b, 1 at a time", "a, 3 at a time", "b, 3 at a time"),
@@ -51,6 +55,34 @@ def test_every_repeat_asks_all_of_them_in_an_order_that_turns():
     assert median_speed(samples, "a", "1 at a time") == 4 * 8 / 2.0
     assert median_speed(samples, "b", "3 at a time") == 4 * 8 / 2.0
     assert paired_ratio(samples, "a", "b", "1 at a time") == 2.0
+
+
+def test_a_peer_that_fails_a_load_loses_that_figure_alone():
+    loads, peers = (load(1), load(4)), [FakePeer(BASELINE, 1.0), FakePeer("weak", 0.5, most=2)]
+    measured = measure(peers, loads, repeats=2, on_run=lambda _: None)
+    assert measured.failures == {("weak", "4 at a time"): "weak took 2 prompts, not 4"}
+    assert [(s.peer, s.load) for s in measured.samples if s.peer == "weak"] == [("weak", "1 at a time")] * 2
+    assert len([s for s in measured.samples if s.peer == BASELINE]) == 4
+    facts = (PeerFacts(BASELINE, "0.1", 2.0, 10**9), PeerFacts("weak", "7", 1.0, None))
+    result = page_of(measured, loads, facts)
+    assert "| weak | 7 | 1.0 s | - | 16 (2.00) | - | 100% |" in to_markdown(result)
+    assert "No figure of 'weak' at '4 at a time': weak took 2 prompts, not 4." in to_markdown(result)
+    reason = "weak took 2 prompts, not 4"
+    assert to_json(result)["failures"] == [{"peer": "weak", "load": "4 at a time", "reason": reason}]
+
+
+def page_of(measured: Measured, loads: tuple[Load, ...], facts: tuple[PeerFacts, ...]) -> PeersResult:
+    return PeersResult(
+        machine="a machine",
+        num_threads=2,
+        dtype="bfloat16",
+        loads=loads,
+        repeats=3,
+        measured=measured,
+        peers=facts,
+        missing={"third": "it is not there"},
+        weights_read_s=0.0625,
+    )
 
 
 def test_a_ratio_is_of_the_same_repeat():
@@ -97,17 +129,8 @@ def test_what_cannot_run_here_is_named(tmp_path):
 def test_the_page_says_ratios_equal_tokens_and_who_is_missing():
     peers = [FakePeer(BASELINE, 1.0), FakePeer("other", 2.0)]
     loads = (load(1), load(4))
-    result = PeersResult(
-        machine="a machine",
-        num_threads=2,
-        dtype="bfloat16",
-        loads=loads,
-        repeats=3,
-        samples=tuple(measure(peers, loads, repeats=3, on_run=lambda _: None)),
-        peers=(PeerFacts(BASELINE, "0.1", 2.0, 10**9), PeerFacts("other", "7", 30.0, 2 * 10**9)),
-        missing={"third": "it is not there"},
-        weights_read_s=0.0625,
-    )
+    facts = (PeerFacts(BASELINE, "0.1", 2.0, 10**9), PeerFacts("other", "7", 30.0, 2 * 10**9))
+    result = page_of(measure(peers, loads, repeats=3, on_run=lambda _: None), loads, facts)
     page = to_markdown(result)
     assert "| other | 7 | 30.0 s | 2.00 GB | 4 (0.50) | 16 (0.50) | 100% |" in page
     assert "takes 62.5 ms here" in page
