@@ -78,10 +78,11 @@ ROOMS = {
         "drafter_service/engine drafter_service/service drafter_service/embedded"
     ),
     "cluster/peers": "common bench offline verifier_service/model",
+    "cluster/corpus": "offline drafter_service/training",
     "cluster/replay": "common bench verifier_service/messages drafter_service/engine drafter_service/lookup",
     "cluster/simulate": "common router replay verifier_service/messages verifier_service/pricing",
     "cluster/cli": (  # nothing imports it
-        "common router config replicas offline client bench peers replay simulate proto verifier_service/model "
+        "common router config replicas offline client bench peers corpus replay simulate proto verifier_service/model "
         "drafter_service/embedded drafter_service/training"
     ),
 }

@@ -11,6 +11,7 @@ from outrider.cluster.cli.bench import bench
 from outrider.cluster.cli.chat import chat
 from outrider.cluster.cli.demo import demo
 from outrider.cluster.cli.generate import generate
+from outrider.cluster.cli.generate_corpus import generate_corpus
 from outrider.cluster.cli.serve import serve
 from outrider.cluster.cli.simulate import simulate
 from outrider.cluster.cli.top import top
@@ -30,5 +31,5 @@ def main(log_level: str) -> None:
     )
 
 
-for verb in (serve, demo, generate, chat, top, bench, simulate, train_drafter):
+for verb in (serve, demo, generate, chat, top, bench, simulate, generate_corpus, train_drafter):
     main.add_command(verb)

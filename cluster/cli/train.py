@@ -16,7 +16,7 @@ import click
 
 from outrider.cluster.cli.options import PLAIN_WIDTH
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of
+from outrider.cluster.common.terminal import console_of, show_work
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,7 +59,7 @@ _OPTIONS = (
         type=click.Path(exists=True, path_type=Path),
         multiple=True,
         required=True,
-        help="What to learn from: a file of text, .jsonl (`text` or `messages` per line), or a folder; repeatable.",
+        help="Learn from it: text, .jsonl (`text` or `messages`), shards of generate-corpus, or a folder; repeatable.",
     ),
     click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True, help="The new drafter."),
     click.option(
@@ -208,9 +208,16 @@ def to_table(figures: AcceptanceFigures) -> Table:
 
 
 def _summary(options: DistilOptions, distilled: Distilled) -> str:
-    figures = distilled.acceptance
+    figures, served = distilled.acceptance, distilled.served
+    headline = "no prompts are held out, so that nothing was served"
+    if served is not None:
+        headline = (
+            f"served: {served.mean_acceptance_length:.2f} tokens per verification of {served.num_committed:,} held-out "
+            f"tokens, greedy, drafts of {options.num_positions}"
+        )
     return (
-        f"mean acceptance length {figures.greedy_length:.2f} greedy, {figures.rejection_length:.2f} by rejection; "
+        f"{headline}\n"
+        f"in windows of text: {figures.greedy_length:.2f} greedy, {figures.rejection_length:.2f} by rejection; "
         f"{distilled.num_steps:,} steps, {distilled.num_tokens:,} tokens, {distilled.elapsed_s / 60:.1f} min; "
         f"wrote {options.output}"
     )
@@ -227,34 +234,13 @@ def _usage_errors() -> Iterator[None]:
 @contextlib.contextmanager
 def _progress(options: DistilOptions) -> Iterator[Callable[[StepReport], None]]:
     """Show on stderr how much of the budget is used, and the loss; yields a listener for steps."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # of loading weights: it would draw over ours
-    columns = (
-        TextColumn(options.method),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("loading target and text", total=1.0)
+    with show_work(options.method, 1.0) as on_work:
 
         def on_step(report: StepReport) -> None:
-            progress.update(
-                task,
-                completed=min(1.0, report.share_used),
-                description=f"step {report.step:,}, loss {report.loss:.3f}",
-            )
+            served = "" if report.served is None else f", served {report.served:.2f}"
+            on_work(report.share_used, f"step {report.step:,}, loss {report.loss:.3f}{served}")
 
         yield on_step

@@ -5,6 +5,7 @@ Nothing heavy is imported before a verb runs.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -69,3 +70,55 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, nu
         f"|{'|'.join(rules)}|",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
+
+
+PLAIN_INTERVAL_S = 20.0
+
+
+@contextmanager
+def show_work(name: str, total: float) -> Iterator[Callable[[float, str], None]]:
+    """Show on stderr how much of long work is done; yields a listener for the amount and a word on where it stands.
+
+    A terminal gets a bar. A log gets a line every `PLAIN_INTERVAL_S`.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with _bar(console, name, total) if console.is_terminal else _lines(name, total) as on_work:
+        yield on_work
+
+
+@contextmanager
+def _bar(console: Console, name: str, total: float) -> Iterator[Callable[[float, str], None]]:
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        *(TextColumn(name), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("loading", total=total)
+        yield lambda done, word: progress.update(task, completed=min(done, total), description=word)
+
+
+@contextmanager
+def _lines(name: str, total: float) -> Iterator[Callable[[float, str], None]]:
+    begin_s = time.monotonic()
+    last_s = begin_s - PLAIN_INTERVAL_S
+    click.echo(f"{name}: loading", err=True)
+
+    def on_work(done: float, word: str) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if now_s - last_s >= PLAIN_INTERVAL_S:
+            last_s = now_s
+            click.echo(f"{name}: {min(1.0, done / total):.0%} in {(now_s - begin_s) / 60:.1f} min, {word}", err=True)
+
+    yield on_work

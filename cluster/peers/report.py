@@ -126,7 +126,8 @@ def to_markdown(result: PeersResult) -> str:
 def to_json(result: PeersResult) -> dict[str, Any]:
     """Return every sample's figure; token ids are left out."""
     samples = [
-        {"peer": s.peer, "load": s.load, "repeat": s.repeat, "tokens_per_s": s.tokens_per_s} for s in result.measured.samples
+        {"peer": s.peer, "load": s.load, "repeat": s.repeat, "tokens_per_s": s.tokens_per_s}
+        for s in result.measured.samples
     ]
     return {
         "machine": result.machine,

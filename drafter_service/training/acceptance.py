@@ -1,9 +1,14 @@
 """How much of a pupil's drafts its target would accept, by draft position, on text that it has not learnt from.
 
-Every root of the held-out windows is a draft whose earlier tokens are the text's (teacher forcing), so one forward
-gives all positions' rows beside the target's. `greedy`: the drafter's likeliest token is the target's. `chain`: so it
-is at every earlier position of the same root too. `rejection`: the chance that rejection sampling accepts, the mass
-that both rows share, sum(min(target_probs, draft_probs)) = 1 - total variation distance (Leviathan et al., 2023).
+A root counts where all of its positions are tokens that count. It is a draft whose earlier tokens are the text's
+(teacher forcing), so one forward gives all positions' rows beside the target's.
+
+- `greedy`: the drafter's likeliest token is the target's.
+- `chain`: so it is at every earlier position of the same root too.
+- `rejection`: the chance that rejection sampling accepts, the mass that both rows share, sum(min(target_probs,
+  draft_probs)) = 1 - total variation distance (Leviathan et al., 2023).
+
+What a client meets is another figure: `served.py` plays that.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from outrider.drafter_service.training.corpus_windows import Windows
 from outrider.drafter_service.training.pupil import FIRST_DRAFTED_ROW, Pupil
 
 
@@ -42,15 +48,17 @@ class AcceptanceFigures:
 
 
 @torch.no_grad()
-def measure_acceptance(pupil: Pupil, windows: Iterable[Tensor]) -> AcceptanceFigures:
-    """Judge a pupil in full precision on held-out windows, int64 [rows, window] each."""
+def measure_acceptance(pupil: Pupil, batches: Iterable[Windows]) -> AcceptanceFigures:
+    """Judge a pupil in full precision on held-out windows. Raises `ValueError` where none of their roots counts."""
     agreements: list[Tensor] = []
     shares: list[Tensor] = []
-    for token_ids in windows:
-        agreed, shared = _compare(pupil, token_ids)  # [num_positions, num_roots] each
+    for windows in batches:
+        agreed, shared = _compare(pupil, windows)  # [num_positions, num_roots] each
         agreements.append(agreed)
         shares.append(shared)
     agreed, shared = torch.cat(agreements, dim=1), torch.cat(shares, dim=1)
+    if agreed.shape[1] == 0:
+        raise ValueError("--held-out: no answer in it is as long as a draft")
     chain, running = agreed.cumprod(dim=0), shared.cumprod(dim=0)
     return AcceptanceFigures(
         num_roots=agreed.shape[1],
@@ -70,11 +78,12 @@ def _means(figures: Tensor) -> Sequence[float]:
     return means
 
 
-def _compare(pupil: Pupil, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+def _compare(pupil: Pupil, windows: Windows) -> tuple[Tensor, Tensor]:
     """Return agreement and shared mass, float32 [num_positions, num_roots] each, the roots of all rows in one line."""
-    lesson = pupil.teacher.lesson(token_ids)
+    lesson = pupil.teacher.lesson(windows.token_ids, windows.counted)
     agreements: list[Tensor] = []
     shares: list[Tensor] = []
+    counted: list[Tensor] = []
     for position, draft_logits in enumerate(pupil.position_logits(lesson)):
         start = FIRST_DRAFTED_ROW + position
         target_logits = lesson.logits[:, start : start + draft_logits.shape[1]]
@@ -85,4 +94,6 @@ def _compare(pupil: Pupil, token_ids: Tensor) -> tuple[Tensor, Tensor]:
             likeliest, target_probs = pupil.vocab_ids[likeliest], target_probs[..., pupil.vocab_ids]
         agreements.append((likeliest == target_logits.argmax(-1)).float().flatten())
         shares.append(torch.minimum(draft_logits.float().softmax(-1), target_probs).sum(-1).flatten())
-    return torch.stack(agreements), torch.stack(shares)
+        counted.append(lesson.counted[:, start : start + draft_logits.shape[1]].flatten())
+    roots = torch.stack(counted).all(dim=0)
+    return torch.stack(agreements)[:, roots], torch.stack(shares)[:, roots]

@@ -1,15 +1,17 @@
 """Text to learn from: documents out of files and folders, one stream of tokens, windows drawn from it.
 
     files, folders ─> documents, shuffled ─┬─ training stream ──> windows, a function of seed and step alone
-                                           └─ held-out stream ──> windows side by side, for the figures
+                                           └─ held-out stream ──> windows side by side, and prompts, for the figures
 
-An end-of-text token stands before every document. Since a step's windows depend on nothing but seed and step, a run
-that was stopped goes on with the very data it would have seen.
+An end-of-text token stands before every document of plain text. Of a conversation only the assistant's tokens count:
+nobody drafts what a user says. Since a step's windows depend on nothing but seed and step, a run that was stopped goes
+on with the very data it would have seen.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,31 +23,70 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from outrider.drafter_service.training.shards import SUFFIX, Conversation, read_shard
+
 HELD_OUT_SHARE = 0.02
-BATCH_DOCUMENTS = 64  # tokenised in one call
+TEXT_PROMPT_TOKENS = 32  # of plain text that is to be continued
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Stretches of a stream, as many tokens each."""
+
+    token_ids: Tensor  # int64 [rows, window]
+    counted: Tensor  # bool [rows, window]; False: a token that no drafter would be asked for
+
+    def split(self, rows: int) -> Iterator[Windows]:
+        """Yield them in batches of so many rows."""
+        for token_ids, counted in zip(self.token_ids.split(rows), self.counted.split(rows), strict=True):
+            yield Windows(token_ids, counted)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStream:
-    """Documents one after another, each after an end-of-text token where the tokenizer has one."""
+    """Documents one after another."""
 
     token_ids: Tensor  # int32 [num_tokens]
+    counted: Tensor | None = None  # bool [num_tokens]; None: all tokens count
+    starts: Tensor | None = None  # int64, ascending: where conversations begin, the first at 0; None: there are none
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def batch(self, step: int, *, rows: int, window: int, seed: int) -> Tensor:
-        """Draw the windows of one step, a function of seed and step alone: int64 [rows, window]."""
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        starts = torch.randint(len(self) - window + 1, (rows,), generator=generator).tolist()
-        return torch.stack([self.token_ids[start : start + window] for start in starts]).long()
+    def __getitem__(self, part: slice) -> TokenStream:
+        """Return a part of it; of conversations one from the first token of one to the last of another."""
+        begin, end, _ = part.indices(len(self))
+        starts = self.starts
+        return TokenStream(
+            self.token_ids[begin:end],
+            None if self.counted is None else self.counted[begin:end],
+            None if starts is None else starts[(starts >= begin) & (starts < end)] - begin,
+        )
 
-    def windows(self, window: int, *, limit: int) -> Tensor:
-        """Return at most `limit` windows spread evenly over the stream, none overlapping: int64 [rows, window]."""
-        num_windows = len(self) // window
-        rows = self.token_ids[: num_windows * window].view(num_windows, window)
-        chosen = torch.linspace(0, num_windows - 1, min(limit, num_windows)).long()
-        return rows[chosen].long()
+    def batch(self, step: int, *, rows: int, window: int, seed: int) -> Windows:
+        """Draw the windows of one step, a function of seed and step alone.
+
+        A window that would begin within a window's length of a conversation's start begins with it, as a served prompt
+        does.
+        """
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        drawn = torch.randint(len(self) - window + 1, (rows,), generator=generator)
+        if self.starts is not None:
+            begun = self.starts[torch.searchsorted(self.starts, drawn, right=True) - 1]
+            drawn = torch.where(drawn - begun < window, begun, drawn)
+        return self._cut(drawn, window)
+
+    def windows(self, window: int, *, limit: int) -> Windows:
+        """Return at most `limit` windows spread evenly over the stream, none overlapping."""
+        starts = torch.arange(0, len(self) - window + 1, window)
+        if self.starts is not None:
+            starts = _spaced(self.starts, window, len(self))
+        return self._cut(starts[torch.linspace(0, len(starts) - 1, min(limit, len(starts))).long()], window)
+
+    def _cut(self, starts: Tensor, window: int) -> Windows:
+        indices = starts[:, None] + torch.arange(window)  # [rows, window]
+        counted = torch.ones_like(indices, dtype=torch.bool) if self.counted is None else self.counted[indices]
+        return Windows(self.token_ids[indices].long(), counted)
 
     def counts(self, vocab_size: int) -> Tensor:
         """Return how often each token occurs: int64 [vocab_size]."""
@@ -56,12 +97,36 @@ class TokenStream:
         return hashlib.sha256(self.token_ids.numpy().tobytes()).hexdigest()[:16]
 
 
+def _spaced(starts: Tensor, window: int, num_tokens: int) -> Tensor:
+    """Return those of ascending starts whose windows lie within the stream and do not overlap."""
+    chosen: list[int] = []
+    for start in starts.tolist():
+        if start + window <= num_tokens and (not chosen or start - chosen[-1] >= window):
+            chosen.append(start)
+    return torch.tensor(chosen or [0])
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text or a conversation, as token ids."""
+
+    token_ids: Sequence[int]
+    counted: Sequence[bool] | None = None  # whether a token is the assistant's; None: plain text, of which all count
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """What of a conversation stands before its first answer; all of it where there is none."""
+        assert self.counted is not None
+        return tuple(self.token_ids[: self.counted.index(True) if True in self.counted else None])
+
+
 @dataclass(frozen=True, slots=True)
 class Corpus:
     """What is learnt from, and what the figures are taken from."""
 
     training: TokenStream
     held_out: TokenStream
+    prompts: tuple[tuple[int, ...], ...] = ()  # of what is held out, as a client would send them
 
 
 def load_corpus(
@@ -72,23 +137,54 @@ def load_corpus(
     Raises:
         ValueError: there is too little text for a single window, or a file cannot be read.
     """
-    stream = encode(tokenizer, read_documents(text, tokenizer), seed=seed)
+    documents = _shuffled(read_documents(text, tokenizer), seed)
     if held_out:
-        corpus = Corpus(stream, encode(tokenizer, read_documents(held_out, tokenizer), seed=seed))
+        kept_back = _shuffled(read_documents(held_out, tokenizer), seed)
+        training, held_out_stream = encode(documents), encode(kept_back)
     else:
-        num_kept_back = max(window, int(len(stream) * HELD_OUT_SHARE))
-        corpus = Corpus(TokenStream(stream.token_ids[:-num_kept_back]), TokenStream(stream.token_ids[-num_kept_back:]))
+        training, held_out_stream, kept_back = _split(encode(documents), documents, window)
+    corpus = Corpus(training, held_out_stream, _prompts(held_out_stream, kept_back, window))
     for name, part in (("--text", corpus.training), ("--held-out", corpus.held_out)):
         if len(part) < window:
             raise ValueError(f"{name}: {len(part)} tokens are less than one window of {window}")
     return corpus
 
 
-def read_documents(paths: Iterable[Path], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _shuffled(documents: Iterable[Document], seed: int) -> list[Document]:
+    shuffled = list(documents)
+    random.Random(seed).shuffle(shuffled)
+    return shuffled
+
+
+def _split(
+    stream: TokenStream, documents: Sequence[Document], window: int
+) -> tuple[TokenStream, TokenStream, Sequence[Document]]:
+    """Keep the stream's end back; return both parts, and the documents that lie in the second as a whole."""
+    cut = len(stream) - max(window, int(len(stream) * HELD_OUT_SHARE))
+    if stream.starts is not None:  # a conversation is kept back from its first token on
+        cut = int(stream.starts[max(0, int(torch.searchsorted(stream.starts, cut, right=True)) - 1)])
+    ends = itertools.accumulate(len(document.token_ids) for document in documents)
+    kept_back = [each for each, end in zip(documents, ends, strict=True) if end - len(each.token_ids) >= cut]
+    return stream[:cut], stream[cut:], kept_back
+
+
+def _prompts(stream: TokenStream, documents: Sequence[Document], window: int) -> tuple[tuple[int, ...], ...]:
+    """Return the prompts of conversations; where there are none, how the text's windows begin."""
+    conversations = [document for document in documents if document.counted is not None and any(document.counted)]
+    if conversations:
+        return tuple(document.prompt_ids for document in conversations)
+    if len(stream) < window:
+        return ()
+    beginnings = stream.windows(window, limit=len(stream)).token_ids[:, :TEXT_PROMPT_TOKENS]
+    return tuple(tuple(row) for row in beginnings.tolist())
+
+
+def read_documents(paths: Iterable[Path], tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
     """Yield every document below some files and folders, in path order.
 
     A file of UTF-8 text is one document. A line of a .jsonl file is one: an object with `text`, or with `messages`,
-    to which the tokenizer's chat template is applied. Of folders, files that are not text are passed over.
+    to which the tokenizer's chat template is applied. A shard of `outrider generate-corpus` holds many. Of folders,
+    files that are not text are passed over.
     """
     for path in paths:
         if path.is_dir():
@@ -100,7 +196,10 @@ def read_documents(paths: Iterable[Path], tokenizer: PreTrainedTokenizerBase) ->
             raise ValueError(f"{path}: no such file or folder")
 
 
-def _documents_of(path: Path, tokenizer: PreTrainedTokenizerBase, *, is_named: bool) -> Iterator[str]:
+def _documents_of(path: Path, tokenizer: PreTrainedTokenizerBase, *, is_named: bool) -> Iterator[Document]:
+    if path.suffix == SUFFIX:
+        yield from map(_answered, read_shard(path))
+        return
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -108,37 +207,69 @@ def _documents_of(path: Path, tokenizer: PreTrainedTokenizerBase, *, is_named: b
             raise ValueError(f"{path}: not UTF-8 text") from error
         return
     if path.suffix != ".jsonl":
-        yield text
+        yield _plain(text, tokenizer)
         return
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             yield _document_of_line(line, tokenizer, f"{path}:{number}")
 
 
-def _document_of_line(line: str, tokenizer: PreTrainedTokenizerBase, place: str) -> str:
+def _answered(conversation: Conversation) -> Document:
+    counted = [False] * len(conversation.prompt_ids) + [True] * len(conversation.answer_ids)
+    return Document([*conversation.prompt_ids, *conversation.answer_ids], counted)
+
+
+def _plain(text: str, tokenizer: PreTrainedTokenizerBase) -> Document:
+    opening = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    token_ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return Document(opening + token_ids)
+
+
+def _document_of_line(line: str, tokenizer: PreTrainedTokenizerBase, place: str) -> Document:
     try:
         record: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: not JSON: {error}") from error
     if isinstance(record, dict) and isinstance(record.get("text"), str):
-        return record["text"]
+        return _plain(record["text"], tokenizer)
     if isinstance(record, dict) and isinstance(record.get("messages"), list):
-        return str(tokenizer.apply_chat_template(record["messages"], tokenize=False))
+        return _conversation(record["messages"], tokenizer)
     raise ValueError(f"{place}: an object with `text` or `messages` was expected")
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], *, seed: int = 0) -> TokenStream:
-    """Return one stream of the documents in shuffled order."""
-    shuffled = list(documents)
-    random.Random(seed).shuffle(shuffled)
-    opening = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    stream: list[int] = []
-    for start in range(0, len(shuffled), BATCH_DOCUMENTS):
-        batch = shuffled[start : start + BATCH_DOCUMENTS]
-        for ids in tokenizer(batch, add_special_tokens=False)["input_ids"]:
-            stream += opening
-            stream += ids
-    return TokenStream(torch.tensor(stream, dtype=torch.int32))
+def _conversation(messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> Document:
+    """Write messages through the chat template and mark what the assistant says.
+
+    What a message adds is what the template writes with it and not without it, with an answer's opening before it.
+    """
+    def written(count: int, **options: bool) -> str:
+        return str(tokenizer.apply_chat_template(list(messages[:count]), tokenize=False, **options))
+
+    text = written(len(messages))
+    spans: list[tuple[int, int]] = []
+    for index, message in enumerate(messages):
+        if message.get("role") == "assistant":
+            before, after = written(index, add_generation_prompt=True), written(index + 1)
+            if text.startswith(before) and text.startswith(after):
+                spans.append((len(before), len(after)))
+    found: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    counted = [any(begin <= start < end for begin, end in spans) for start, _ in found["offset_mapping"]]
+    return Document(found["input_ids"], counted)
+
+
+def encode(documents: Sequence[Document]) -> TokenStream:
+    """Return one stream of the documents, one after another."""
+    token_ids: list[int] = []
+    counted: list[bool] = []
+    starts: list[int] = []
+    for document in documents:
+        if document.counted is not None or not starts:
+            starts.append(len(token_ids))
+        token_ids += document.token_ids
+        counted += [True] * len(document.token_ids) if document.counted is None else document.counted
+    if all(document.counted is None for document in documents):
+        return TokenStream(torch.tensor(token_ids, dtype=torch.int32))
+    return TokenStream(torch.tensor(token_ids, dtype=torch.int32), torch.tensor(counted), torch.tensor(starts))
 
 
 def frequent_ids(stream: TokenStream, vocab_size: int, num_ids: int) -> Tensor:

@@ -7,8 +7,9 @@ it, in `<output>.training/`.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -27,6 +28,13 @@ from outrider.drafter_service.training.mlp_speculator import MlpPupil, MlpShape
 from outrider.drafter_service.training.mtp import mtp_pupil
 from outrider.drafter_service.training.parallel_draft import ParallelPupil
 from outrider.drafter_service.training.pupil import Pupil
+from outrider.drafter_service.training.served import (
+    Continuation,
+    Rounds,
+    continue_greedily,
+    play_greedily,
+    served_drafter,
+)
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.drafter_service.training.trainer import Budget, StepReport, Trainer
 
@@ -34,6 +42,9 @@ Method = Literal["draft-model", "medusa", "mlp-speculator", "eagle", "eagle3", "
 METHODS: tuple[Method, ...] = get_args(Method)
 FIGURES_NAME = "acceptance.json"
 CHECKPOINT_NAME = "checkpoint.pt"
+TRIAL_NAME = "trial"  # what was judged last, beside the checkpoint
+EVAL_NEW_TOKENS = 64  # of each held-out prompt
+PATIENCE = 2  # times in a row that the served figure may fall before training ends
 FINE_TUNING = 0.1  # rates for a model that there is already, beside those of a new one
 VECTOR_LR_WIDTH = 256  # the hidden size that the embedded pair's rate for embeddings was found at
 
@@ -57,6 +68,8 @@ class DistilOptions:
     seed: int = 0
     num_positions: int = 4  # heads of Medusa's, steps of other heads; of all: draft positions in the figures
     eval_windows: int = 64
+    eval_prompts: int = 16  # of what is held out, played as served
+    judge_every_s: float = 600.0
     matrix_lr: float = 0.04  # of Muon; heads that begin near the target bear twice what a new model does
     checkpoint_every_s: float = 60.0
     init_from: Path | None = None  # a draft model to go on with
@@ -69,8 +82,8 @@ class DistilOptions:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, not {self.method}")
-        if min(self.rows, self.num_positions, self.eval_windows) < 1:
-            raise ValueError("rows, num_positions and eval_windows must be positive")
+        if min(self.rows, self.num_positions, self.eval_windows, self.eval_prompts) < 1:
+            raise ValueError("rows, num_positions, eval_windows and eval_prompts must be positive")
         if self.window <= self.num_positions + 1:
             raise ValueError(f"window: {self.window} tokens leave no root for drafts of {self.num_positions}")
         if self.device not in ("auto", "cpu", "cuda"):
@@ -89,6 +102,7 @@ class Distilled:
     num_steps: int
     num_tokens: int
     elapsed_s: float
+    served: Rounds | None  # of the held-out prompts, greedy; None: there are none
     acceptance: AcceptanceFigures
 
 
@@ -99,6 +113,8 @@ def distil(options: DistilOptions, on_step: OnStep) -> Distilled:
         ValueError: an option, the text or the target does not fit; the text names which.
         OSError: there is no such target.
     """
+    if not (options.target / "config.json").exists():
+        raise ValueError(f"target: {options.target} holds no model")
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     corpus = load_corpus(tokenizer, options.text, options.held_out, window=options.window, seed=options.seed)
     teacher = Teacher.load(options.target, pick_device(options.device))
@@ -118,20 +134,78 @@ def distil_from(
         checkpoint=options.work / CHECKPOINT_NAME,
         settings=_settings(options, corpus),
     )
+    judge = ServedJudge(options, pupil, teacher, corpus)
     for report in trainer.train(resume=options.resume):
-        on_step(report)
-    pupil.save(options.output)
+        on_step(replace(report, served=judge.last))
+        if judge.is_worse(report):
+            break
     windows = corpus.held_out.windows(options.window, limit=options.eval_windows)
     distilled = Distilled(
         num_steps=trainer.progress.step,
         num_tokens=trainer.progress.num_tokens,
         elapsed_s=trainer.progress.elapsed_s,
+        served=judge.finish(),
         acceptance=measure_acceptance(pupil, windows.split(options.rows)),
     )
     (options.output / FIGURES_NAME).write_text(json.dumps(to_json(options, distilled), indent=2) + "\n")
     for file in options.output.iterdir():
         file.chmod(0o644)  # safetensors keeps its files from others
     return distilled
+
+
+class ServedJudge:
+    """Plays what was trained so far over the held-out prompts, now and then, and keeps the best in the output folder.
+
+    Windows of text flatter a drafter: the target's own text, from a prompt on, is what it will meet.
+    """
+
+    def __init__(self, options: DistilOptions, pupil: Pupil, teacher: Teacher, corpus: Corpus) -> None:
+        self._options, self._pupil, self._teacher = options, pupil, teacher
+        self._prompts = corpus.prompts[: options.eval_prompts]
+        self._continuations: tuple[Continuation, ...] = ()
+        self._best: Rounds | None = None
+        self._num_worse = 0
+        self._judged_at_s = 0.0
+        self.last: float | None = None
+
+    def is_worse(self, report: StepReport) -> bool:
+        """Judge when it is time to; tell whether the figure has fallen for `PATIENCE` times, so that training ends."""
+        if self._judged_at_s == 0.0:
+            self._judged_at_s = report.elapsed_s  # of a run that goes on: from here
+        if report.elapsed_s - self._judged_at_s < self._options.judge_every_s:
+            return False
+        self._judged_at_s = report.elapsed_s
+        self._judge()
+        return self._num_worse >= PATIENCE
+
+    def finish(self) -> Rounds | None:
+        """Judge what training ended with; return the best figure, of what lies in the output folder now."""
+        self._judge()
+        return self._best
+
+    def _judge(self) -> None:
+        trial = self._options.work / TRIAL_NAME
+        self._pupil.save(trial)
+        rounds = self._play(trial)
+        is_best = rounds is None or self._best is None or (
+            rounds.mean_acceptance_length >= self._best.mean_acceptance_length
+        )
+        self._num_worse = 0 if is_best else self._num_worse + 1
+        if is_best:
+            self._best = rounds
+            shutil.rmtree(self._options.output, ignore_errors=True)
+            shutil.copytree(trial, self._options.output)
+        self.last = None if rounds is None else rounds.mean_acceptance_length
+
+    def _play(self, folder: Path) -> Rounds | None:
+        if not self._prompts:
+            return None
+        if not self._continuations:
+            self._continuations = continue_greedily(self._teacher, self._prompts, num_new_tokens=EVAL_NEW_TOKENS)
+        drafter = served_drafter(self._options.method, folder, self._options.target)
+        return play_greedily(
+            self._teacher, drafter, self._continuations, draft_length=self._options.num_positions
+        )
 
 
 def pick_device(name: str) -> torch.device:
@@ -201,6 +275,9 @@ def to_json(options: DistilOptions, distilled: Distilled) -> dict[str, object]:
         "num_tokens": distilled.num_tokens,
         "elapsed_s": round(distilled.elapsed_s, 1),
         "window": options.window,
+        "served": None if distilled.served is None else asdict(distilled.served) | {
+            "mean_acceptance_length": distilled.served.mean_acceptance_length
+        },
         "held_out": distilled.acceptance.to_json(),
     }
 

@@ -83,7 +83,7 @@ class DraftModelPupil:
         return cls(model.to(teacher.device), teacher, tokenizer, num_positions=num_positions)
 
     def loss(self, lesson: Lesson) -> Tensor:
-        return TargetLaw.of(lesson.logits, None).divergence(self._logits(lesson), 0)
+        return TargetLaw.of(lesson, None).divergence(self._logits(lesson), 0)
 
     def position_logits(self, lesson: Lesson) -> list[Tensor]:
         """Return the same rows at each position, one token further: given the text, a model knows no positions."""

@@ -19,21 +19,13 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.drafter_service.embedded import corpus, draft_path, held_out_prompts, target_path
 from outrider.drafter_service.embedded.evaluate import DRAFT_LENGTH, NUM_NEW_TOKENS
-from outrider.drafter_service.engine.engine import Drafter
-from outrider.drafter_service.service.drafter_spec import DrafterSpec
-from outrider.drafter_service.service.drafters import build_drafter
-from outrider.drafter_service.service.speculative_config import Location, SpeculativeConfig
-from outrider.drafter_service.service.speculative_config import Method as ServedMethod
 from outrider.drafter_service.training.corpus_windows import Corpus, TokenStream
 from outrider.drafter_service.training.distil import METHODS, DistilOptions, Method, distil_from
 from outrider.drafter_service.training.eagle3 import Eagle3Shape
 from outrider.drafter_service.training.medusa import MedusaShape
-from outrider.drafter_service.training.served import play_greedily
+from outrider.drafter_service.training.served import continue_greedily, play_greedily, served_drafter
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.drafter_service.training.trainer import Budget, StepReport
-from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
-from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 
 log = logging.getLogger(__name__)
 
@@ -72,19 +64,6 @@ def options_for(method: Method, out: Path, *, minutes: float, resume: bool) -> D
     )
 
 
-def served_drafter(method: Method, folder: Path) -> Drafter:
-    """Load what was trained as a drafter of the embedded target, as a verifier would."""
-    model = ModelConfig(path=str(folder), device="cpu", num_kv_blocks=256)
-    spec = DrafterSpec(
-        model=model,
-        target=ModelConfig(path=str(target_path()), device="cpu"),
-        speculative=SpeculativeConfig(method=ServedMethod(method.replace("-", "_")), location=Location.VERIFIER),
-        sampling_seed=0,
-    )
-    runner = ParallelRunner(ModelRunner(model, TensorParallelGroup.single())) if spec.loads_model else None
-    return build_drafter(spec, runner=runner)
-
-
 @click.command()
 @click.argument("method", type=click.Choice(METHODS))
 @click.option("--minutes", type=float, default=DEFAULT_MINUTES, show_default=True, help="From the first step on.")
@@ -99,13 +78,9 @@ def main(method: Method, minutes: float, out: Path, resume: bool) -> None:
     distilled = distil_from(options, teacher, tokenizer, library_corpus(tokenizer), log_step)
     log.info("%s", distilled.acceptance)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in held_out_prompts()]
-    rounds = play_greedily(
-        teacher,
-        served_drafter(method, options.output),
-        prompts,
-        num_new_tokens=NUM_NEW_TOKENS,
-        draft_length=DRAFT_LENGTH,
-    )
+    continuations = continue_greedily(teacher, prompts, num_new_tokens=NUM_NEW_TOKENS)
+    drafter = served_drafter(method, options.output, target_path())
+    rounds = play_greedily(teacher, drafter, continuations, draft_length=DRAFT_LENGTH)
     log.info("as served: mean acceptance length %.3f over %d rounds", rounds.mean_acceptance_length, rounds.num_rounds)
 
 

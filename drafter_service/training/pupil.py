@@ -65,21 +65,22 @@ class TargetLaw:
 
     probs: Tensor  # float32 [rows, window, draft_vocab_size]
     entropy: Tensor  # float32 [rows, window]
-    counted: Tensor  # bool [rows, window]; False: the target's likeliest token is not in the vocabulary
+    counted: Tensor  # bool [rows, window]; False: not asked for, or the likeliest token is not in the vocabulary
 
     @classmethod
-    def of(cls, logits: Tensor, vocab_ids: Tensor | None) -> TargetLaw:
-        """Renormalise the target's rows, float32 [rows, window, vocab_size], over a reduced vocabulary."""
+    def of(cls, lesson: Lesson, vocab_ids: Tensor | None, *, start: int = 0) -> TargetLaw:
+        """Renormalise the target's rows from `start` on over a reduced vocabulary."""
+        logits = lesson.logits[:, start:]
         kept = logits if vocab_ids is None else logits[..., vocab_ids]
         probs = kept.softmax(-1)
-        counted = kept.amax(-1) >= logits.amax(-1)
+        counted = lesson.counted[:, start:] & (kept.amax(-1) >= logits.amax(-1))
         return cls(probs, torch.special.entr(probs).sum(-1), counted)
 
     def divergence(self, draft_logits: Tensor, start: int) -> Tensor:
         """Return KL(target || draft), its mean over rows: soft cross-entropy to the target's law, less its entropy.
 
         draft_logits [rows, num_rows, draft_vocab_size] are held against the target's rows from `start` on. Rows whose
-        likeliest token cannot be drafted teach nothing (Li et al., 2025).
+        likeliest token cannot be drafted teach nothing (Li et al., 2025), and neither do those of a prompt.
         """
         rows = slice(start, start + draft_logits.shape[1])
         draft_logprobs = draft_logits.float().log_softmax(-1)
@@ -100,7 +101,7 @@ def decayed_loss(rows: Sequence[Tensor], law: TargetLaw, *, decay: float) -> Ten
 
 def position_loss(pupil: Pupil, lesson: Lesson) -> Tensor:
     """Return the loss of a pupil that learns all of its draft positions by themselves."""
-    law = TargetLaw.of(lesson.logits, pupil.vocab_ids)
+    law = TargetLaw.of(lesson, pupil.vocab_ids)
     return decayed_loss(pupil.position_logits(lesson), law, decay=POSITION_DECAY)
 
 
@@ -112,5 +113,5 @@ def span_loss(guess: Callable[[Lesson, range], list[Tensor]], lesson: Lesson, nu
     count = num_roots(lesson, num_positions)
     length = min(count, MAX_SPAN)
     first = int(torch.randint(count - length + 1, ()))
-    law = TargetLaw.of(lesson.logits[:, first:], None)
+    law = TargetLaw.of(lesson, None, start=first)
     return decayed_loss(guess(lesson, range(first, first + length)), law, decay=POSITION_DECAY)

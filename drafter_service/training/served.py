@@ -8,14 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from outrider.drafter_service.engine.engine import Ask, Drafter
 from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.service.drafter_spec import DrafterSpec
+from outrider.drafter_service.service.drafters import build_drafter
+from outrider.drafter_service.service.speculative_config import Location, SpeculativeConfig
+from outrider.drafter_service.service.speculative_config import Method as ServedMethod
 from outrider.drafter_service.training.teacher import Teacher
 from outrider.verifier_service.messages.draft import DraftSampling
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
+from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 
 GREEDY = DraftSampling(temperature=0.0)
 MAX_NUM_TOKENS = 512  # of one step of the drafter
@@ -34,24 +42,52 @@ class Rounds:
         return self.num_committed / self.num_rounds
 
 
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A prompt and what the target goes on with."""
+
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+
+
+def continue_greedily(
+    teacher: Teacher, prompts: Iterable[Sequence[int]], *, num_new_tokens: int
+) -> tuple[Continuation, ...]:
+    """Have the target go on with every prompt by so many tokens, which no drafter can change."""
+    return tuple(Continuation(tuple(_continuation(teacher, prompt, num_new_tokens)), len(prompt)) for prompt in prompts)
+
+
 def play_greedily(
-    teacher: Teacher, drafter: Drafter, prompts: Iterable[Sequence[int]], *, num_new_tokens: int, draft_length: int
+    teacher: Teacher, drafter: Drafter, continuations: Iterable[Continuation], *, draft_length: int
 ) -> Rounds:
-    """Continue every prompt greedily by so many tokens, drafted by `drafter` in chains; the last round may be cut."""
+    """Draft the target's continuations by `drafter`, in chains; the last round may be cut."""
     tapped = teacher.tapping(drafter.needs.taps)
     num_rounds = num_committed = 0
-    for index, prompt in enumerate(prompts):
+    for index, continuation in enumerate(continuations):
         key = SessionKey("verifier", f"prompt-{index}")
-        tokens = _continuation(teacher, prompt, num_new_tokens)
+        tokens = list(continuation.token_ids)
         states = tapped.lesson(torch.tensor([tokens])).states[0]  # [num_tokens, width]
-        position = len(prompt)
+        position = continuation.num_prompt_tokens
+        num_committed += len(tokens) - position
         while position < len(tokens):
             chain = _draft(drafter, key, num_rounds, tokens[:position], states, draft_length)
             position += _num_common(chain, tokens[position:]) + 1
             num_rounds += 1
         drafter.release(key)
-        num_committed += len(tokens) - len(prompt)
     return Rounds(num_rounds=num_rounds, num_committed=num_committed)
+
+
+def served_drafter(method: str, folder: Path, target: Path) -> Drafter:
+    """Load what was trained as a target's verifier would."""
+    model = ModelConfig(path=str(folder), device="cpu", num_kv_blocks=256)
+    spec = DrafterSpec(
+        model=model,
+        target=ModelConfig(path=str(target), device="cpu"),
+        speculative=SpeculativeConfig(method=ServedMethod(method.replace("-", "_")), location=Location.VERIFIER),
+        sampling_seed=0,
+    )
+    runner = ParallelRunner(ModelRunner(model, TensorParallelGroup.single())) if spec.loads_model else None
+    return build_drafter(spec, runner=runner)
 
 
 @torch.no_grad()

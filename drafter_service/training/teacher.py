@@ -24,6 +24,7 @@ class Lesson:
     token_ids: Tensor  # int64 [rows, window]
     logits: Tensor  # float32 [rows, window, vocab_size]; after each token
     states: Tensor  # float32 [rows, window, width]; the taps' hidden states side by side, width 0 without taps
+    counted: Tensor  # bool [rows, window]; whether the token after each is one that a drafter would be asked for
 
 
 class Teacher:
@@ -77,14 +78,24 @@ class Teacher:
         return any(re.search(pattern, name) for pattern in patterns for name, _ in self.model.named_parameters())
 
     @torch.no_grad()
-    def lesson(self, token_ids: Tensor) -> Lesson:
-        """Run the target over windows of text: int64 [rows, window]."""
+    def lesson(self, token_ids: Tensor, counted: Tensor | None = None) -> Lesson:
+        """Run the target over windows of text: int64 [rows, window].
+
+        `counted`, bool [rows, window], are the tokens that a drafter would be asked for, by default all; the token
+        after a window is taken to be as its last one.
+        """
         token_ids = token_ids.to(self.device)
+        counted = torch.ones_like(token_ids, dtype=torch.bool) if counted is None else counted.to(self.device)
         output = self.model(input_ids=token_ids, use_cache=False, output_hidden_states=bool(self._taps))
         hidden = output.hidden_states  # of each layer its input, then what the output embedding sees
         tapped = [hidden[-1 if tap == FINAL_TAP else tap] for tap in self._taps]
         states = torch.cat(tapped, dim=-1) if tapped else output.logits.new_zeros((*token_ids.shape, 0))
-        return Lesson(token_ids=token_ids, logits=output.logits.float(), states=states.float())
+        return Lesson(
+            token_ids=token_ids,
+            logits=output.logits.float(),
+            states=states.float(),
+            counted=torch.cat([counted[:, 1:], counted[:, -1:]], dim=1),
+        )
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int) -> None:

@@ -57,6 +57,7 @@ class StepReport:
     loss: float
     share_used: float
     elapsed_s: float
+    served: float | None = None  # tokens per verification of the held-out prompts, as judged last
 
 
 class PupilOptimizers(Optimizers):
@@ -108,14 +109,14 @@ class Trainer:
     def _step(self, optimizers: Optimizers, share: float) -> StepReport:
         started_s = time.perf_counter()
         progress, phase = self.progress, self.recipe.phase(share)
-        token_ids = self.stream.batch(progress.step, rows=phase.rows, window=phase.window, seed=self.recipe.seed)
+        windows = self.stream.batch(progress.step, rows=phase.rows, window=phase.window, seed=self.recipe.seed)
         with half_precision(self.pupil.teacher.device):
-            loss = self.pupil.loss(self.pupil.teacher.lesson(token_ids))
+            loss = self.pupil.loss(self.pupil.teacher.lesson(windows.token_ids, windows.counted))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.pupil.module.parameters(), MAX_GRAD_NORM)
         optimizers.step(self.recipe.lr_scale(progress.step, share))
         progress.step += 1
-        progress.num_tokens += token_ids.numel()
+        progress.num_tokens += windows.token_ids.numel()
         value = loss.item()  # waits for the device, so that the time below is the step's
         progress.elapsed_s += time.perf_counter() - started_s
         return StepReport(

@@ -71,6 +71,7 @@ def options_for(method: Method, output: Path, *, num_steps: int = 6, resume: boo
         window=16,
         num_positions=3,
         eval_windows=4,
+        eval_prompts=2,
         draft=DraftShape(hidden_size=32, num_layers=1),
         eagle3=Eagle3Shape(draft_vocab_size=DRAFT_VOCAB_SIZE),
         dflash=DFlashShape(num_layers=1),

@@ -51,7 +51,7 @@ def test_a_drafter_is_trained_and_its_acceptance_shown_by_position(place: Path) 
     first = figures["held_out"]["positions"][0]
     cells = ["1", *(f"{first[name]:.3f}" for name in ("greedy", "chain", "rejection"))]
     assert cells in [line.replace("│", " ").split() for line in output.splitlines()]
-    assert "mean acceptance length" in output
+    assert "tokens per verification of" in output
     assert "2 steps, 128 tokens" in " ".join(output.split())
     config = json.loads((place / "eagle3" / "config.json").read_text())
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3]
@@ -122,4 +122,4 @@ def test_a_wrong_input_is_named(place: Path, method: str, options: tuple[str, ..
 def test_a_folder_without_a_model_is_named(place: Path) -> None:
     code, output = invoke(place, "medusa", "--target", str(place / "text"), "--steps", "1")
     assert code == 2
-    assert "text" in output
+    assert "text holds no model" in " ".join(output.split())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.drafter_service.training.acceptance import measure_acceptance
+from outrider.drafter_service.training.corpus_windows import Windows
 from outrider.drafter_service.training.teacher import Lesson
 
 # after token i the target says: token i + 1 of 4 surely, but for the last row, which is even between 0 and 1
@@ -18,10 +19,13 @@ TARGET = torch.tensor([[0.0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0],
 class FixedTeacher:
     """Answers every window with `TARGET`."""
 
-    def lesson(self, token_ids: Tensor) -> Lesson:
+    def lesson(self, token_ids: Tensor, counted: Tensor) -> Lesson:
         rows = len(token_ids)
         return Lesson(
-            token_ids=token_ids, logits=TARGET.log().expand(rows, -1, -1), states=torch.zeros(rows, len(TARGET), 0)
+            token_ids=token_ids,
+            logits=TARGET.log().expand(rows, -1, -1),
+            states=torch.zeros(rows, len(TARGET), 0),
+            counted=torch.cat([counted[:, 1:], counted[:, -1:]], dim=1),
         )
 
 
@@ -32,7 +36,11 @@ def pupil_of(*positions, vocab_ids=None):
     )
 
 
-WINDOWS = [torch.zeros(1, 5, dtype=torch.long)]
+def windows_of(*counted):
+    return [Windows(torch.zeros(1, 5, dtype=torch.long), torch.tensor([counted]))]
+
+
+WINDOWS = windows_of(True, True, True, True, True)
 
 
 def test_agreement_chains_and_shared_mass_by_hand():
@@ -74,3 +82,16 @@ def test_the_figures_of_several_batches_are_pooled_over_roots():
     pupil = pupil_of([[0.0, 0, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0]])
     assert measure_acceptance(pupil, WINDOWS * 2).num_roots == 6
     assert measure_acceptance(pupil, WINDOWS * 2).positions == measure_acceptance(pupil, WINDOWS).positions
+
+
+def test_roots_whose_drafts_reach_into_a_prompt_do_not_count():
+    pupil = pupil_of(
+        [[0.0, 0, 1, 0], [0, 0, 0, 1], [0, 1, 0, 0]],  # right, right, wrong against rows 1, 2, 3
+        [[0.0, 0, 0, 1], [1, 0, 0, 0], [1, 0, 0, 0]],
+    )
+    # root 0 drafts tokens 2 and 3, root 1 tokens 3 and 4, root 2 tokens 4 and 5
+    figures = measure_acceptance(pupil, windows_of(False, False, False, True, True))
+    assert figures.num_roots == 2
+    assert figures.positions[0].greedy == pytest.approx(1 / 2)
+    with pytest.raises(ValueError, match="--held-out: no answer"):
+        measure_acceptance(pupil, windows_of(True, True, True, False, False))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -17,10 +18,11 @@ from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.heads.mtp import MtpHead
 from outrider.drafter_service.models.parallel_drafter import parse_mask_token_id
 from outrider.drafter_service.training.dflash import DFlashShape
-from outrider.drafter_service.training.distil import METHODS, distil, pick_device, recipe_for
+from outrider.drafter_service.training.distil import EVAL_NEW_TOKENS, METHODS, distil, pick_device, recipe_for
 from outrider.drafter_service.training.draft_model import DraftModelPupil, DraftShape
 from outrider.drafter_service.training.medusa import MedusaShape
 from outrider.drafter_service.training.mlp_speculator import MlpShape
+from outrider.drafter_service.training.served import Rounds
 from outrider.drafter_service.training.trainer import Budget
 from outrider.verifier_service.model.weights import Checkpoint
 from tiny.training import DRAFT_VOCAB_SIZE, VOCAB_SIZE, make_teacher, options_for, write_target, write_text
@@ -120,8 +122,27 @@ def test_a_run_writes_what_the_loaders_read_and_its_figures(method, load, place,
     assert len(figures["held_out"]["positions"]) == 3
     assert 0 < figures["held_out"]["positions"][0]["rejection"] < 1
     assert [report.step for report in reports] == [1, 2, 3]
+    assert figures["served"]["num_committed"] == 2 * EVAL_NEW_TOKENS
+    assert 1 <= figures["served"]["mean_acceptance_length"] <= 4
     assert (tmp_path / "drafter.training" / "checkpoint.pt").exists()
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "drafter").iterdir()} == {0o644}
+
+
+def test_training_ends_when_less_is_served_and_the_best_is_kept(place, tmp_path, monkeypatch):
+    figures = iter([2.0, 2.5, 2.4, 2.3, 2.2])
+    monkeypatch.setattr(
+        "outrider.drafter_service.training.distil.play_greedily",
+        lambda *_, **__: Rounds(num_rounds=10, num_committed=round(10 * next(figures))),
+    )
+    options = replace(options_for("medusa", tmp_path / "drafter", num_steps=50), judge_every_s=0.0)
+    kept = []
+    copytree = shutil.copytree
+    monkeypatch.setattr(shutil, "copytree", lambda *args: kept.append(args) or copytree(*args))
+    distilled, reports = run(options, place)
+    assert [report.served for report in reports] == [None, 2.0, 2.5, 2.4]
+    assert distilled.served.mean_acceptance_length == 2.5
+    assert distilled.num_steps == 4
+    assert len(kept) == 2, "the third and later ones were worse"
 
 
 def test_a_resumed_run_adds_steps_and_other_text_is_refused(place, tmp_path):
@@ -163,7 +184,7 @@ def test_a_draft_model_can_go_on_from_another(place, tmp_path):
     [
         ({"method": "eagle9"}, "method must be one of draft-model, medusa, mlp-speculator, eagle, eagle3"),
         ({"window": 4}, "window: 4 tokens leave no root for drafts of 3"),
-        ({"rows": 0}, "rows, num_positions and eval_windows must be positive"),
+        ({"rows": 0}, "rows, num_positions, eval_windows and eval_prompts must be positive"),
         ({"device": "tpu"}, "device must be auto, cpu or cuda"),
     ],
 )

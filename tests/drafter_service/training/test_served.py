@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.drafter_service.engine.engine import DraftResult
-from outrider.drafter_service.training.served import play_greedily
+from outrider.drafter_service.training.served import continue_greedily, play_greedily
 from outrider.verifier_service.messages.draft import FINAL_TAP, DraftNeeds
 from tiny.training import make_teacher
 
@@ -38,7 +38,9 @@ class ScriptedDrafter:
 def test_a_round_commits_what_is_right_and_one_more(num_right, num_rounds):
     teacher = make_teacher()
     drafter = ScriptedDrafter(teacher, num_right, DraftNeeds())
-    rounds = play_greedily(teacher, drafter, PROMPTS, num_new_tokens=12, draft_length=3)
+    continuations = continue_greedily(teacher, PROMPTS, num_new_tokens=12)
+    assert [(len(each.token_ids), each.num_prompt_tokens) for each in continuations] == [(15, 3), (14, 2)]
+    rounds = play_greedily(teacher, drafter, continuations, draft_length=3)
     assert (rounds.num_rounds, rounds.num_committed) == (num_rounds, 24)
     assert rounds.mean_acceptance_length == num_right + 1
     assert [ask.states for ask in drafter.asks] == [None] * num_rounds
@@ -50,7 +52,8 @@ def test_the_drafter_is_given_the_states_that_a_verifier_has(last_state_only):
     teacher = make_teacher()
     needs = DraftNeeds(taps=(1, FINAL_TAP), last_state_only=last_state_only)
     drafter = ScriptedDrafter(teacher, 3, needs)
-    play_greedily(teacher, drafter, PROMPTS[:1], num_new_tokens=8, draft_length=3)
+    continuations = continue_greedily(teacher, PROMPTS[:1], num_new_tokens=8)
+    play_greedily(teacher, drafter, continuations, draft_length=3)
     for ask in drafter.asks:
         expected = teacher.tapping(needs.taps).lesson(torch.tensor([list(ask.token_ids)])).states[0, :-1]
         assert torch.allclose(ask.states, expected[-1:] if last_state_only else expected, atol=1e-5)

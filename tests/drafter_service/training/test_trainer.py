@@ -33,7 +33,7 @@ def trained(trainer):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_loss_falls_on_text_that_is_not_learnt_from(method, tmp_path):
     trainer = trainer_of(method, tmp_path, num_steps=20)
-    lesson = trainer.pupil.teacher.lesson(make_corpus().held_out.windows(16, limit=50))
+    lesson = trainer.pupil.teacher.lesson(make_corpus().held_out.windows(16, limit=50).token_ids)
     before = trainer.pupil.loss(lesson).item()
     assert len(list(trainer.train(resume=False))) == 20
     after = trainer.pupil.loss(lesson).item()
