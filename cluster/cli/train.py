@@ -29,7 +29,7 @@ METHODS = ("draft-model", "medusa", "mlp-speculator", "eagle", "eagle3", "mtp", 
 DEFAULT_MINUTES = 30.0
 # options that some methods alone know, and which
 OWN_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "init_from": ("draft-model", "parallel-draft"),
+    "init_from": ("draft-model", "parallel-draft", "eagle3"),
     "hidden_size": ("draft-model", "parallel-draft", "mlp-speculator"),
     "num_layers": ("draft-model", "parallel-draft", "medusa", "dflash"),
     "draft_vocab_size": ("medusa", "eagle3"),
@@ -100,7 +100,7 @@ _OPTIONS = (
     click.option(
         "--init-from",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="draft-model, parallel-draft: begin with this model. Default: a new one.",
+        help="draft-model, parallel-draft, eagle3: go on with this one. Default: a new one.",
     ),
     click.option(
         "--draft-vocab-size",

@@ -242,14 +242,17 @@ def _conversation(messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -
 
     What a message adds is what the template writes with it and not without it, with an answer's opening before it.
     """
-    def written(count: int, **options: bool) -> str:
-        return str(tokenizer.apply_chat_template(list(messages[:count]), tokenize=False, **options))
+
+
+    def written(count: int, *, opens_answer: bool = False) -> str:
+        some = list(messages[:count])
+        return str(tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=opens_answer))
 
     text = written(len(messages))
     spans: list[tuple[int, int]] = []
     for index, message in enumerate(messages):
         if message.get("role") == "assistant":
-            before, after = written(index, add_generation_prompt=True), written(index + 1)
+            before, after = written(index, opens_answer=True), written(index + 1)
             if text.startswith(before) and text.startswith(after):
                 spans.append((len(before), len(after)))
     found: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

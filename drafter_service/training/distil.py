@@ -22,7 +22,7 @@ from outrider.drafter_service.training.corpus_windows import Corpus, load_corpus
 from outrider.drafter_service.training.dflash import DFlashPupil, DFlashShape
 from outrider.drafter_service.training.draft_model import DraftModelPupil, DraftShape
 from outrider.drafter_service.training.eagle import eagle_pupil
-from outrider.drafter_service.training.eagle3 import Eagle3Shape, eagle3_pupil
+from outrider.drafter_service.training.eagle3 import Eagle3Shape, eagle3_pupil, eagle3_pupil_from
 from outrider.drafter_service.training.medusa import MedusaPupil, MedusaShape
 from outrider.drafter_service.training.mlp_speculator import MlpPupil, MlpShape
 from outrider.drafter_service.training.mtp import mtp_pupil
@@ -72,7 +72,7 @@ class DistilOptions:
     judge_every_s: float = 600.0
     matrix_lr: float = 0.04  # of Muon; heads that begin near the target bear twice what a new model does
     checkpoint_every_s: float = 60.0
-    init_from: Path | None = None  # a draft model to go on with
+    init_from: Path | None = None  # a draft model or an EAGLE-3 head to go on with
     draft: DraftShape = field(default_factory=DraftShape)
     medusa: MedusaShape = field(default_factory=MedusaShape)
     eagle3: Eagle3Shape = field(default_factory=Eagle3Shape)
@@ -230,6 +230,8 @@ def make_pupil(options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTo
             return MlpPupil.create(teacher, shape=options.mlp, num_steps=num_positions, seed=seed)
         case "eagle":
             return eagle_pupil(teacher, num_positions=num_positions, seed=seed)
+        case "eagle3" if options.init_from is not None:
+            return eagle3_pupil_from(options.init_from, teacher, num_positions=num_positions)
         case "eagle3":
             return eagle3_pupil(teacher, corpus.training, shape=options.eagle3, num_positions=num_positions, seed=seed)
         case "mtp":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,7 @@ from outrider.drafter_service.training.head_start import (
 )
 from outrider.drafter_service.training.teacher import Teacher, default_taps
 from outrider.drafter_service.training.unrolled import UnrolledPupil
+from outrider.verifier_service.model.weights import StateDictSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,14 @@ def eagle3_pupil(
     head = Eagle3Head(config, target_ids=ids).to(teacher.device)
     share_embedding(head, teacher)
     start_from_target(head, teacher)
+    return UnrolledPupil(head, teacher, num_positions=num_positions, write=Eagle3Head.save)
+
+
+def eagle3_pupil_from(folder: Path, teacher: Teacher, *, num_positions: int) -> UnrolledPupil:
+    """Go on with a head that there is already. Raises `ValueError` naming what does not fit the target."""
+    lender = StateDictSource(dict(teacher.model.state_dict()))
+    head = Eagle3Head.from_folder(folder, target=lender, num_target_layers=teacher.num_layers, device=teacher.device)
+    share_embedding(head.train().requires_grad_(True), teacher)  # one that is served learns nothing
     return UnrolledPupil(head, teacher, num_positions=num_positions, write=Eagle3Head.save)
 
 

@@ -101,7 +101,7 @@ def test_a_run_that_stopped_goes_on_when_it_is_told_to(place: Path) -> None:
         ),
         ("draft-model", ("--draft-vocab-size", "9"), "--draft-vocab-size is an option of medusa and eagle3 alone"),
         ("draft-model", ("--taps", "1,2,3"), "--taps is an option of eagle3 and dflash alone"),
-        ("medusa", ("--init-from", "."), "--init-from is an option of draft-model and parallel-draft alone"),
+        ("medusa", ("--init-from", "."), "--init-from is an option of draft-model, parallel-draft and eagle3 alone"),
         ("eagle", ("--taps", "1"), "--taps is an option of eagle3 and dflash alone"),
         ("dflash", ("--taps", "9"), "taps: 9 is no layer of a target with 4 layers"),
         ("eagle3", ("--taps", "1,x"), "expected layer numbers with commas between them"),

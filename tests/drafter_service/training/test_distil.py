@@ -20,6 +20,7 @@ from outrider.drafter_service.models.parallel_drafter import parse_mask_token_id
 from outrider.drafter_service.training.dflash import DFlashShape
 from outrider.drafter_service.training.distil import EVAL_NEW_TOKENS, METHODS, distil, pick_device, recipe_for
 from outrider.drafter_service.training.draft_model import DraftModelPupil, DraftShape
+from outrider.drafter_service.training.eagle3 import Eagle3Shape
 from outrider.drafter_service.training.medusa import MedusaShape
 from outrider.drafter_service.training.mlp_speculator import MlpShape
 from outrider.drafter_service.training.served import Rounds
@@ -177,6 +178,18 @@ def test_a_draft_model_can_go_on_from_another(place, tmp_path):
     again = replace(options_for("draft-model", tmp_path / "second", num_steps=1), init_from=tmp_path / "first")
     run(replace(again, draft=DraftShape(hidden_size=64)), place)  # the model's own shape counts
     load_draft_model(place, tmp_path / "second")
+
+
+def test_a_head_can_be_gone_on_with(place, tmp_path):
+    run(options_for("eagle3", tmp_path / "first", num_steps=2), place)
+    again = replace(options_for("eagle3", tmp_path / "second", num_steps=1), init_from=tmp_path / "first")
+    # the head's own vocabulary counts, and its weights are where the run begins
+    run(replace(again, eagle3=Eagle3Shape(draft_vocab_size=9), matrix_lr=0.0), place)
+    load_eagle3(place, tmp_path / "second")
+    with Checkpoint(tmp_path / "first") as first, Checkpoint(tmp_path / "second") as second:
+        assert first.names == second.names
+        name = "midlayer.mlp.up_proj.weight"
+        assert torch.equal(first.read(name), second.read(name))
 
 
 @pytest.mark.parametrize(
