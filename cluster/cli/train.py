@@ -50,9 +50,8 @@ _OPTIONS = (
     click.argument("method", type=click.Choice(METHODS)),
     click.option(
         "--target",
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
         required=True,
-        help="Folder of the target model, with its tokenizer.",
+        help="The target model, with its tokenizer: a folder, a GGUF file, a hub id or a short name.",
     ),
     click.option(
         "--text",
@@ -148,6 +147,7 @@ def train_drafter(json_file: Path | None, **options: Any) -> None:
 def _parse(
     *,
     method: Any,
+    target: str,
     num_steps: int | None,
     minutes: float | None,
     num_layers: int | None,
@@ -157,6 +157,7 @@ def _parse(
     init_from: Path | None,
     **options: Any,
 ) -> DistilOptions:
+    from outrider.cluster.config.known_models import path_of
     from outrider.drafter_service.training.dflash import DFlashShape
     from outrider.drafter_service.training.distil import DistilOptions
     from outrider.drafter_service.training.draft_model import DraftShape
@@ -164,6 +165,8 @@ def _parse(
     from outrider.drafter_service.training.medusa import MedusaShape
     from outrider.drafter_service.training.mlp_speculator import MlpShape
     from outrider.drafter_service.training.trainer import Budget
+    from outrider.verifier_service.model.architectures import resolve_folder
+    from outrider.verifier_service.model.config import ModelConfig
 
     own: dict[str, object] = {
         "num_layers": num_layers,
@@ -179,6 +182,7 @@ def _parse(
         minutes = DEFAULT_MINUTES if num_steps is None else math.inf
     return DistilOptions(
         method=method,
+        target=resolve_folder(ModelConfig(path=path_of(target))),
         budget=Budget(num_steps=num_steps, minutes=minutes),
         init_from=init_from,
         draft=DraftShape(hidden_size=hidden_size or 0, num_layers=num_layers or 0),

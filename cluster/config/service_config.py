@@ -17,6 +17,7 @@ from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.common.logs import LOG_FORMATS
 from outrider.cluster.common.security import TlsConfig, link_tls, public_tls
+from outrider.cluster.config.known_models import is_embedded, path_of
 from outrider.cluster.config.placement import PoolPlacement
 from outrider.cluster.config.speculative_options import PoolOptions, parse_pool, parse_speculative_config, split_options
 from outrider.cluster.router.autoscaling import FIRST_POOL, ReplicaRange
@@ -169,7 +170,7 @@ class ServiceConfig:
 
     @property
     def target_path(self) -> str:
-        return self.model or str(embedded.target_path())
+        return path_of(self.model)
 
     @property
     def tls(self) -> TlsConfig | None:
@@ -278,7 +279,7 @@ class ServiceConfig:
             return self.draft_model
         if self.speculative.models:
             return self.speculative.models[0]
-        shipped = embedded.drafter_paths() if self.model is None else {}
+        shipped = embedded.drafter_paths() if is_embedded(self.model) else {}
         found = (shipped.get(method) for method in self.speculative.all_methods)
         return next((str(path) for path in found if path is not None), None)
 
@@ -289,7 +290,9 @@ class ServiceConfig:
 
     @property
     def model_name(self) -> str:
-        return self.served_model_name or self.model or "outrider-embedded"
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return "outrider-embedded" if is_embedded(self.model) else str(self.model)
 
     @property
     def router_policy(self) -> RouterPolicy:

@@ -34,7 +34,7 @@ PLAIN_WIDTH = 200
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
-@click.argument("model", type=click.Path(exists=True, path_type=Path))
+@click.argument("model")
 @click.option(
     "--environments",
     type=click.Path(file_okay=False, path_type=Path),
@@ -55,9 +55,9 @@ PLAIN_WIDTH = 200
 @click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
 @click.option("--plot", "plot_file", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="PNG.")
 def peers(
-    model: Path, json_file: Path | None, markdown_file: Path | None, plot_file: Path | None, **options: Any
+    model: str, json_file: Path | None, markdown_file: Path | None, plot_file: Path | None, **options: Any
 ) -> None:
-    """Measure MODEL, a checkpoint's folder or a GGUF file, beside transformers, vLLM, OpenVINO and llama.cpp."""
+    """Measure MODEL beside transformers, vLLM, OpenVINO and llama.cpp: a folder, a GGUF file or `smollm2`."""
     if plot_file is not None:
         require_extra("plots", "--plot")
     from outrider.cluster.peers.process import PeerError
@@ -65,7 +65,7 @@ def peers(
 
     try:
         result = _run(model, **options)
-    except (PeerError, ValueError) as error:
+    except (PeerError, ValueError, OSError) as error:  # OSError: no such model
         raise click.ClickException(str(error)) from error
     console_of(PLAIN_WIDTH).print(to_table(result))
     if json_file is not None:
@@ -78,16 +78,17 @@ def peers(
         plot(result, plot_file)
 
 
-def _run(model: Path, *, num_threads: int | None, repeats: int, **options: Any) -> PeersResult:
+def _run(model: str, *, num_threads: int | None, repeats: int, **options: Any) -> PeersResult:
     import os
 
     from outrider.cluster.bench.pairs import describe_machine, measure_read_speed, streamed_weight_bytes
+    from outrider.cluster.config.known_models import path_of
     from outrider.cluster.peers.measure import measure
     from outrider.cluster.peers.process import PeerError, PeerProcess
     from outrider.cluster.peers.report import PeerFacts, PeersResult
     from outrider.verifier_service.model.config import ModelConfig
 
-    config = ModelConfig(path=str(model), dtype=options["dtype"])
+    config = ModelConfig(path=path_of(model), dtype=options["dtype"])
     threads = num_threads or len(os.sched_getaffinity(0))
     loads = _loads(config, options)
     with contextlib.ExitStack() as stack:

@@ -139,7 +139,7 @@ def load_corpus(
     """
     documents = _shuffled(read_documents(text, tokenizer), seed)
     if held_out:
-        kept_back = _shuffled(read_documents(held_out, tokenizer), seed)
+        kept_back: Sequence[Document] = _shuffled(read_documents(held_out, tokenizer), seed)
         training, held_out_stream = encode(documents), encode(kept_back)
     else:
         training, held_out_stream, kept_back = _split(encode(documents), documents, window)
@@ -242,7 +242,6 @@ def _conversation(messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -
 
     What a message adds is what the template writes with it and not without it, with an answer's opening before it.
     """
-
 
     def written(count: int, *, opens_answer: bool = False) -> str:
         some = list(messages[:count])

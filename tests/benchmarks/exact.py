@@ -91,7 +91,7 @@ def noise_of(seed: int, position: int, vocab_size: int) -> torch.Tensor:
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
-@click.argument("model", type=click.Path(exists=True))
+@click.argument("model")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--quantization", type=click.Choice(["int8"]))
 @click.option("--num-prompts", type=click.IntRange(1, 64), default=64, show_default=True)
@@ -123,7 +123,7 @@ def compare(
     model: str, *, dtype: str, num_prompts: int, max_tokens: int, concurrency: int, quantization: str | None = None
 ) -> list[Outcome]:
     """Generate with drafts off and on, greedy and seeded."""
-    config = ModelConfig(path=model, dtype=dtype, quantization=quantization)
+    config = ModelConfig(path=path_of(model), dtype=dtype, quantization=quantization)
     tokenizer: Any = load_tokenizer(config)
     encode = tokenizer.encode if tokenizer.chat_template is None else chat_encoder(tokenizer)
     prompts = chat_prompts(encode)[:num_prompts]
