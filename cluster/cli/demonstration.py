@@ -15,7 +15,7 @@ import click
 import grpc
 
 from outrider.cluster.config.service_config import ServiceConfig
-from outrider.cluster.replicas.serving import running_service
+from outrider.cluster.replicas.serving import running_service, tell_phases
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.proto import generation_pb2, generation_pb2_grpc
 from outrider.verifier_service.model.ranks import free_ports
@@ -42,14 +42,12 @@ def run(config: ServiceConfig) -> None:
     """Serve on free ports, ask every prompt twice by each protocol, show what came."""
     port, grpc_port = free_ports(2)
     config = dataclasses.replace(config, port=port, grpc_port=grpc_port)
-    click.echo("starting Ray and the service …")
-    begin_s = time.monotonic()
-    with running_service(config):
+    on_phase = tell_phases(click.echo)
+    with running_service(config, on_phase):
         base_url = f"http://{config.host}:{config.port}"
+        on_phase("waiting for the first drafts")
         _wait_for_drafts(base_url, config)
-        click.echo(
-            f"ready after {time.monotonic() - begin_s:.0f} s: {base_url} and grpc {config.host}:{config.grpc_port}\n"
-        )
+        on_phase(f"ready: {base_url} and grpc {config.host}:{config.grpc_port}\n")
         with grpc.insecure_channel(f"{config.host}:{config.grpc_port}") as channel:
             stub = generation_pb2_grpc.InferenceStub(channel)
             protocols: dict[str, Ask] = {

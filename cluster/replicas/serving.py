@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 200_000_000  # nothing large goes through Ray's object store
 NUM_START_ATTEMPTS = 3
+# it says that token authentication is on, which is what a Ray of our own wants
+_RAY_AUTHENTICATION_LOG = "ray._private.authentication.authentication_token_setup"
 _FAILED = (DeploymentStatus.DEPLOY_FAILED, DeploymentStatus.UNHEALTHY)
 
 
@@ -33,18 +35,28 @@ class DeployError(RuntimeError):
     """The service did not come up."""
 
 
+OnPhase = Callable[[str], None]
+
+
 @contextlib.contextmanager
-def running_service(config: ServiceConfig) -> Iterator[None]:
-    """Run the service: on the cluster that RAY_ADDRESS names, else on a Ray of its own on this machine."""
+def running_service(config: ServiceConfig, on_phase: OnPhase = lambda phase: None) -> Iterator[None]:
+    """Run the service: on the cluster that RAY_ADDRESS names, else on a Ray of its own on this machine.
+
+    `on_phase` is told what is being done until then, in words for whoever waits.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    on_phase(f"reading {config.model_name}")
     check_models(config)
     for tls in (config.tls, config.link_tls):
         if tls is not None:
             tls.check()
     is_shared = "RAY_ADDRESS" in os.environ
     if is_shared:
+        on_phase("joining the Ray cluster")
         ray.init(log_to_driver=False)
     else:
+        on_phase("starting Ray")
+        logging.getLogger(_RAY_AUTHENTICATION_LOG).setLevel(logging.ERROR)
         check_ports(config)
         config = share_cores(config, num_ranks=config.num_ranks, num_cores=usable_cores())
         start_ray(
@@ -58,13 +70,23 @@ def running_service(config: ServiceConfig) -> Iterator[None]:
             logging_level=logging.WARNING,
         )
     try:
+        on_phase("starting Ray Serve")
         proxy_location = "HeadOnly" if config.tls is None else "Disabled"  # TLS: gateways listen themselves
         serve.start(proxy_location=proxy_location, http_options=HTTPOptions(host=config.host, port=config.port))
+        on_phase(_replicas_of(config))
         deploy(build(config))
         yield
     finally:
         stop_serve(is_shared=is_shared)
         ray.shutdown()
+
+
+def _replicas_of(config: ServiceConfig) -> str:
+    """Say what is started for a service, and what takes the time."""
+    counts = [("gateway", config.gateway_range.fewest), ("verifier", config.verifier_range.fewest)]
+    counts.append(("drafter", sum(pool.drafter_range.fewest for pool in config.pools.values())))
+    named = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts if count]
+    return f"starting {', '.join(named)}: loading, checking against the library, measuring steps"
 
 
 def start_ray(
@@ -146,9 +168,17 @@ def check_models(config: ServiceConfig) -> None:
         require_supported(description, model.tensor_parallel_size)
 
 
+def tell_phases(say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> OnPhase:
+    """Return a listener that says each phase of a start with the seconds until it began."""
+    begin_s = clock()
+    return lambda phase: say(f"{clock() - begin_s:5.1f} s  {phase}")
+
+
 def serve_until_interrupted(config: ServiceConfig) -> None:
-    """Serve until SIGINT or SIGTERM; leave no process behind."""
-    with running_service(config):
+    """Serve until SIGINT or SIGTERM; leave no process behind. What it waits for is told on stderr."""
+    on_phase = tell_phases(lambda line: click.echo(line, err=True))
+    with running_service(config, on_phase):
+        on_phase("ready")
         for number in (signal.SIGINT, signal.SIGTERM):  # not before: Ray has set a handler of its own by now
             signal.signal(number, _interrupt_once)
         scheme = "http" if config.tls is None else "https"

@@ -31,6 +31,7 @@ from outrider.cluster.replicas.serving import (
     deploy,
     start_ray,
     stop_serve,
+    tell_phases,
 )
 from outrider.verifier_service.model.ranks import free_ports
 
@@ -38,19 +39,25 @@ pytestmark = pytest.mark.service
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_server_leaves_no_process_behind(number: signal.Signals):
+def test_interrupted_server_leaves_no_process_behind(number: signal.Signals, tmp_path: Path):
     """`outrider serve` in a process group of its own: after Ctrl-C, or what an operating system sends, nothing is left.
 
-    The signal comes twice: an impatient user does not cut the stopping short.
+    The signal comes twice: an impatient user does not cut the stopping short. Until it serves it says what it does.
     """
     port, grpc_port = free_ports(2)
     arguments = ["serve", "--port", str(port), "--grpc-port", str(grpc_port)]
     command = [str(Path(sys.executable).with_name("outrider")), *arguments]
     environment = {**os.environ, "OUTRIDER_TEST_MARK": str(time.time_ns()), "PYTHONFAULTHANDLER": "1"}
     mark = f"OUTRIDER_TEST_MARK={environment['OUTRIDER_TEST_MARK']}".encode()
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    with (tmp_path / "stderr").open("w") as errors:
+        server = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, start_new_session=True
+        )
     assert server.stdout is not None
     assert "serving" in server.stdout.readline()
+    said = [line.split(" s  ")[1] for line in (tmp_path / "stderr").read_text().splitlines()]
+    replicas = "starting 1 gateway, 1 verifier, 1 drafter: loading, checking against the library, measuring steps"
+    assert said == ["reading outrider-embedded", "starting Ray", "starting Ray Serve", replicas, "ready"]
     assert len(marked_processes(mark)) > 5, "Ray, replicas and ranks carry the mark of the process that started them"
     server.send_signal(number)
     assert "stopping" in server.stdout.readline()
@@ -76,6 +83,14 @@ def marked_processes(mark: bytes) -> list[int]:
         except (FileNotFoundError, PermissionError, ProcessLookupError):
             continue
     return found
+
+
+def test_phases_are_told_with_the_time_since_the_start():
+    times, said = iter([100.0, 100.5, 112.25]), []
+    on_phase = tell_phases(said.append, clock=lambda: next(times))
+    on_phase("starting Ray")
+    on_phase("ready")
+    assert said == ["  0.5 s  starting Ray", " 12.2 s  ready"]
 
 
 def test_unsupported_model_is_refused_by_name_before_anything_starts(tmp_path: Path):
