@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NOTHING = "-"  # in a cell of a table: there is no such figure
+PLAIN_INTERVAL_S = 20.0  # between lines on long work, where no terminal shows a bar
+OnWork = Callable[[float, str], None]  # how much is done, and a word on where it stands
 NumberT = TypeVar("NumberT", int, float)
 
 
@@ -72,24 +74,23 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, nu
     ]
 
 
-PLAIN_INTERVAL_S = 20.0
-
-
 @contextmanager
-def show_work(name: str, total: float) -> Iterator[Callable[[float, str], None]]:
+def show_work(
+    name: str, total: float, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[OnWork]:
     """Show on stderr how much of long work is done; yields a listener for the amount and a word on where it stands.
 
     A terminal gets a bar. A log gets a line every `PLAIN_INTERVAL_S`.
     """
     from rich.console import Console
 
-    console = Console(stderr=True)
-    with _bar(console, name, total) if console.is_terminal else _lines(name, total) as on_work:
+    console = console or Console(stderr=True)
+    with _bar(console, name, total) if console.is_terminal else _lines(console, name, total, clock) as on_work:
         yield on_work
 
 
 @contextmanager
-def _bar(console: Console, name: str, total: float) -> Iterator[Callable[[float, str], None]]:
+def _bar(console: Console, name: str, total: float) -> Iterator[OnWork]:
     from rich.progress import (
         BarColumn,
         Progress,
@@ -109,16 +110,19 @@ def _bar(console: Console, name: str, total: float) -> Iterator[Callable[[float,
 
 
 @contextmanager
-def _lines(name: str, total: float) -> Iterator[Callable[[float, str], None]]:
-    begin_s = time.monotonic()
-    last_s = begin_s - PLAIN_INTERVAL_S
-    click.echo(f"{name}: loading", err=True)
+def _lines(console: Console, name: str, total: float, clock: Callable[[], float]) -> Iterator[OnWork]:
+    begin_s = clock()
+    last_s = begin_s - PLAIN_INTERVAL_S  # so that the first word is said
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True)
 
     def on_work(done: float, word: str) -> None:
         nonlocal last_s
-        now_s = time.monotonic()
+        now_s = clock()
         if now_s - last_s >= PLAIN_INTERVAL_S:
             last_s = now_s
-            click.echo(f"{name}: {min(1.0, done / total):.0%} in {(now_s - begin_s) / 60:.1f} min, {word}", err=True)
+            say(f"{name}: {min(1.0, done / total):.0%} in {(now_s - begin_s) / 60:.1f} min, {word}")
 
+    say(f"{name}: loading")
     yield on_work

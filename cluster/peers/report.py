@@ -96,11 +96,8 @@ def _notes(result: PeersResult) -> list[str]:
             f"{first.name!r} takes {1 / (steps_per_s * result.weights_read_s):.2f} times as long, prefill included."
         )
     notes += [f"{name} was not measured: {reason}." for name, reason in result.missing.items()]
-    return [*notes, *(f"No figure of {name!r} at {load!r}: {why}." for (name, load), why in _failures(result))]
-
-
-def _failures(result: PeersResult) -> list[tuple[tuple[str, str], str]]:
-    return list(result.measured.failures.items())
+    failures = result.measured.failures.items()
+    return [*notes, *(f"No figure of {name!r} at {load!r}: {why}." for (name, load), why in failures)]
 
 
 def _title(result: PeersResult) -> str:
@@ -136,6 +133,8 @@ def to_json(result: PeersResult) -> dict[str, Any]:
         "weights_read_s": result.weights_read_s,
         "peers": [dataclasses.asdict(peer) for peer in result.peers],
         "missing": dict(result.missing),
-        "failures": [{"peer": name, "load": load, "reason": why} for (name, load), why in _failures(result)],
+        "failures": [
+            {"peer": name, "load": load, "reason": why} for (name, load), why in result.measured.failures.items()
+        ],
         "samples": samples,
     }

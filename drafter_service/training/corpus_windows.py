@@ -54,7 +54,7 @@ class TokenStream:
         return len(self.token_ids)
 
     def __getitem__(self, part: slice) -> TokenStream:
-        """Return a part of it; of conversations one from the first token of one to the last of another."""
+        """Return a part of it, which of conversations begins with one."""
         begin, end, _ = part.indices(len(self))
         starts = self.starts
         return TokenStream(
