@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 SERVE_PLAIN_WIDTH = 180
 EMBEDDED_INFLATE_TO = 100e6
 DEFAULT_CONCURRENCIES = (1, 4, 16)
-STUDIES = ("adaptive", "ahead", "exact", "policy", "pricing", "router", "step")  # most were verbs of this group
+# most were verbs of this group
+STUDIES = ("acceptance", "adaptive", "ahead", "exact", "policy", "pricing", "router", "step")
 
 _COMMON_OPTIONS = (
     click.argument("model", required=False),

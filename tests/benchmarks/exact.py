@@ -125,15 +125,19 @@ def compare(
 ) -> list[Outcome]:
     """Generate with drafts off and on, greedy and seeded."""
     config = ModelConfig(path=path_of(model), dtype=dtype, quantization=quantization)
-    tokenizer: Any = load_tokenizer(config)
-    encode = tokenizer.encode if tokenizer.chat_template is None else chat_encoder(tokenizer)
-    prompts = chat_prompts(encode)[:num_prompts]
+    prompts = encoded_prompts(config)[:num_prompts]
     shared = {"dtype": dtype, "quantization": quantization, "max_num_seqs": concurrency}
     drafting = {"method": "ngram", "location": "verifier", "prompt_lookup_min": 1}
     plain = _generated(model, prompts, max_tokens, speculation="off", **shared)
     drafted = _generated(model, prompts, max_tokens, speculation="always", speculative_config=drafting, **shared)
     reference = Reference(config)
     return [_outcome(name, prompts, plain[name], drafted[name], reference) for name in SAMPLINGS]
+
+
+def encoded_prompts(config: ModelConfig) -> Prompts:
+    """Return the committed prompts, through the model's chat template where it has one."""
+    tokenizer: Any = load_tokenizer(config)
+    return chat_prompts(tokenizer.encode if tokenizer.chat_template is None else chat_encoder(tokenizer))
 
 
 def _generated(model: str, prompts: Prompts, max_tokens: int, **options: Any) -> dict[str, list[RequestOutput]]:
@@ -143,7 +147,7 @@ def _generated(model: str, prompts: Prompts, max_tokens: int, **options: Any) ->
             name: llm.generate(
                 asked,
                 [
-                    SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling, **_seed(sampling, index))
+                    SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling, **seed_of(sampling, index))
                     for index in range(len(prompts))
                 ],
             )
@@ -151,7 +155,8 @@ def _generated(model: str, prompts: Prompts, max_tokens: int, **options: Any) ->
         }
 
 
-def _seed(sampling: Mapping[str, float], index: int) -> dict[str, int]:
+def seed_of(sampling: Mapping[str, float], index: int) -> dict[str, int]:
+    """Return the seed of a prompt, as a field of its sampling; greedy ones need none."""
     return {"seed": index} if sampling["temperature"] else {}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import click
 
+from benchmarks.acceptance import acceptance
 from benchmarks.adaptive import adaptive
 from benchmarks.ahead import ahead
 from benchmarks.exact import exact
@@ -17,17 +18,17 @@ from benchmarks.router import router
 from benchmarks.step import step
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 
-STUDIES = (adaptive, ahead, exact, policy, pricing, router, step)
+STUDIES = (acceptance, adaptive, ahead, exact, policy, pricing, router, step)
 
 
 @click.group(context_settings=CONTEXT_SETTINGS)
 def study() -> None:
     """Measure what only developers ask.
 
-    adaptive: the price of a step beside every fixed draft length; step: a running server's load from 1 to many streams
-    and back; ahead: drafting while the verifier verifies; policy: how much to draft, over recorded acceptance;
-    exact: a real model's tokens with drafts and without; pricing: what deciding that costs a step; router: what its
-    decisions cost.
+    acceptance: what a model's drafters bring per verification, by kind of prompt; adaptive: the price of a step beside
+    every fixed draft length; ahead: drafting while the verifier verifies; exact: a real model's tokens with drafts and
+    without; policy: how much to draft, over recorded acceptance; pricing: what deciding that costs a step; router: what
+    its decisions cost; step: a running server's load from 1 to many streams and back.
     """
 
 

@@ -1,0 +1,45 @@
+"""The study of what drafters are served at, on the embedded model and on counters worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.acceptance import ALL, Served, acceptance, to_rows
+from outrider.verifier_service.messages.request import SpeculationMetrics
+
+METRICS = {
+    "fact": SpeculationMetrics(num_drafts=3, num_empty_rounds=1, num_accepted_tokens=6),
+    "code": SpeculationMetrics(num_drafts=0, num_empty_rounds=4),
+    "list": SpeculationMetrics(),
+}
+
+
+def test_rounds_without_a_draft_count():
+    served = Served(drafter="d", sampling="greedy", by_kind=METRICS)
+    assert [served.tokens_per_verification(kind) for kind in ("fact", "code", "list", ALL)] == [2.5, 1.0, None, 1.75]
+    assert to_rows([served])[-1] == "| d | greedy | 1.75 | 2.50 | 1.00 | - |"
+
+
+def test_every_drafter_is_measured_greedy_and_seeded(tmp_path: Path):
+    page = tmp_path / "page.md"
+    sizes = ["--num-prompts", "3", "--max-tokens", "12", "--concurrency", "2", "--markdown", str(page)]
+    heads = ["--drafter", 'EAGLE-3={"method": "eagle3"}', "--drafter", 'n-gram={"method": "ngram"}']
+    result = CliRunner().invoke(acceptance, ["embedded", *heads, *sizes])
+    assert result.exit_code == 0, result.output
+    rows = [[cell.strip() for cell in line.split("|")] for line in page.read_text().splitlines() if line[:1] == "|"]
+    assert rows[0][1:7] == ["drafter", "sampling", "all", "fact", "explain", "write"]
+    assert [row[1:3] for row in rows[2:]] == [
+        [name, sampling] for name in ("EAGLE-3", "n-gram") for sampling in ("greedy", "seeded")
+    ]
+    assert all(1.0 <= float(cell) <= 5.0 for row in rows[2:] for cell in row[3:7])
+    assert float(rows[2][3]) > 1.0, "the head was served"
+
+
+@pytest.mark.parametrize("value", ["eagle3", 'x={"method"', "x=[]"])
+def test_a_drafter_that_is_no_json_is_refused(value: str):
+    result = CliRunner().invoke(acceptance, ["embedded", "--drafter", value])
+    assert result.exit_code == 2
+    assert "expected NAME=JSON" in result.output
