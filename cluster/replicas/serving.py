@@ -26,8 +26,11 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 200_000_000  # nothing large goes through Ray's object store
 NUM_START_ATTEMPTS = 3
-# it says that token authentication is on, which is what a Ray of our own wants
-_RAY_AUTHENTICATION_LOG = "ray._private.authentication.authentication_token_setup"
+# that a Ray of our own has token authentication on, and that Serve has started, is no news for who asked for a service
+_CHATTY_LOGS = {
+    "ray._private.authentication.authentication_token_setup": logging.ERROR,
+    "ray.serve": logging.WARNING,
+}
 _FAILED = (DeploymentStatus.DEPLOY_FAILED, DeploymentStatus.UNHEALTHY)
 
 
@@ -56,7 +59,8 @@ def running_service(config: ServiceConfig, on_phase: OnPhase = lambda phase: Non
         ray.init(log_to_driver=False)
     else:
         on_phase("starting Ray")
-        logging.getLogger(_RAY_AUTHENTICATION_LOG).setLevel(logging.ERROR)
+        for name, level in _CHATTY_LOGS.items():
+            logging.getLogger(name).setLevel(level)
         check_ports(config)
         config = share_cores(config, num_ranks=config.num_ranks, num_cores=usable_cores())
         start_ray(
