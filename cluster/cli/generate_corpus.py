@@ -78,8 +78,10 @@ def generate_corpus(
 def _read_prompts(file: Path) -> Sequence[str]:
     from outrider.cluster.offline.prompts import PromptError, read_prompt_lines
 
-    texts = [line.get("prompt") for line in read_prompt_lines(file)]
-    for number, text in enumerate(texts, start=1):
+    texts: list[str] = []
+    for number, line in enumerate(read_prompt_lines(file), start=1):
+        text = line.get("prompt")
         if not isinstance(text, str):
             raise PromptError(f"{file}:{number}: prompt must be a string")
-    return [text for text in texts if isinstance(text, str)]
+        texts.append(text)
+    return texts

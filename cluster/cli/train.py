@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cluster.cli.options import PLAIN_WIDTH
+from outrider.cluster.cli.options import PLAIN_WIDTH, usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, show_work
 
@@ -133,7 +133,7 @@ def train_drafter(json_file: Path | None, **options: Any) -> None:
     """
     from outrider.drafter_service.training.distil import distil, to_json
 
-    with _usage_errors():
+    with usage_errors():
         distil_options = _parse(**options)
         with _progress(distil_options) as on_step:
             distilled = distil(distil_options, on_step)
@@ -225,14 +225,6 @@ def _summary(options: DistilOptions, distilled: Distilled) -> str:
         f"{distilled.num_steps:,} steps, {distilled.num_tokens:,} tokens, {distilled.elapsed_s / 60:.1f} min; "
         f"wrote {options.output}"
     )
-
-
-@contextlib.contextmanager
-def _usage_errors() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError) as error:  # OSError: the folder holds no model
-        raise click.UsageError(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -115,9 +115,9 @@ class Document:
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """What of a conversation stands before its first answer; all of it where there is none."""
+        """What of a conversation stands before its first answer."""
         assert self.counted is not None
-        return tuple(self.token_ids[: self.counted.index(True) if True in self.counted else None])
+        return tuple(self.token_ids[: self.counted.index(True)])
 
 
 @dataclass(frozen=True, slots=True)

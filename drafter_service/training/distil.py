@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -165,12 +165,14 @@ class ServedJudge:
         self._continuations: tuple[Continuation, ...] = ()
         self._best: Rounds | None = None
         self._num_worse = 0
-        self._judged_at_s = 0.0
+        self._judged_at_s: float | None = None  # None: no step was seen yet
+        self._is_judged = False  # whether what the pupil has learnt is in the figures
         self.last: float | None = None
 
     def is_worse(self, report: StepReport) -> bool:
         """Judge when it is time to; tell whether the figure has fallen for `PATIENCE` times, so that training ends."""
-        if self._judged_at_s == 0.0:
+        self._is_judged = False
+        if self._judged_at_s is None:
             self._judged_at_s = report.elapsed_s  # of a run that goes on: from here
         if report.elapsed_s - self._judged_at_s < self._options.judge_every_s:
             return False
@@ -180,22 +182,21 @@ class ServedJudge:
 
     def finish(self) -> Rounds | None:
         """Judge what training ended with; return the best figure, of what lies in the output folder now."""
-        self._judge()
+        if not self._is_judged:
+            self._judge()
         return self._best
 
     def _judge(self) -> None:
         trial = self._options.work / TRIAL_NAME
         self._pupil.save(trial)
         rounds = self._play(trial)
-        is_best = rounds is None or self._best is None or (
-            rounds.mean_acceptance_length >= self._best.mean_acceptance_length
-        )
-        self._num_worse = 0 if is_best else self._num_worse + 1
-        if is_best:
-            self._best = rounds
-            shutil.rmtree(self._options.output, ignore_errors=True)
-            shutil.copytree(trial, self._options.output)
+        self._is_judged = True
         self.last = None if rounds is None else rounds.mean_acceptance_length
+        if rounds is None or self._best is None or rounds.mean_acceptance_length >= self._best.mean_acceptance_length:
+            self._best, self._num_worse = rounds, 0
+            shutil.copytree(trial, self._options.output, dirs_exist_ok=True)
+        else:
+            self._num_worse += 1
 
     def _play(self, folder: Path) -> Rounds | None:
         if not self._prompts:
@@ -203,9 +204,7 @@ class ServedJudge:
         if not self._continuations:
             self._continuations = continue_greedily(self._teacher, self._prompts, num_new_tokens=EVAL_NEW_TOKENS)
         drafter = served_drafter(self._options.method, folder, self._options.target)
-        return play_greedily(
-            self._teacher, drafter, self._continuations, draft_length=self._options.num_positions
-        )
+        return play_greedily(self._teacher, drafter, self._continuations, draft_length=self._options.num_positions)
 
 
 def pick_device(name: str) -> torch.device:
@@ -277,9 +276,7 @@ def to_json(options: DistilOptions, distilled: Distilled) -> dict[str, object]:
         "num_tokens": distilled.num_tokens,
         "elapsed_s": round(distilled.elapsed_s, 1),
         "window": options.window,
-        "served": None if distilled.served is None else asdict(distilled.served) | {
-            "mean_acceptance_length": distilled.served.mean_acceptance_length
-        },
+        "served": None if distilled.served is None else distilled.served.to_json(),
         "held_out": distilled.acceptance.to_json(),
     }
 

@@ -7,7 +7,7 @@ all its tokens, and the rounds are played over it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -40,6 +40,9 @@ class Rounds:
     def mean_acceptance_length(self) -> float:
         """Tokens committed per verification, the bonus token included."""
         return self.num_committed / self.num_rounds
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self) | {"mean_acceptance_length": self.mean_acceptance_length}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,16 @@ matter.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.exact import SAMPLINGS, encoded_prompts, seed_of
-from outrider.cluster import LLM, SamplingParams
+from benchmarks.exact import encoded_prompts, generated
+from outrider.cluster import RequestOutput
 from outrider.cluster.bench.pairs import describe_machine
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import NOTHING, console_of, markdown_table
@@ -119,30 +118,23 @@ def measure(
     kinds = [json.loads(line)["kind"] for line in PROMPTS.read_text().splitlines()][:num_prompts]
     prompts = encoded_prompts(ModelConfig(path=path_of(model)))[:num_prompts]
     location = {} if far else {"location": "verifier"}
-    llm = LLM(
+    found = generated(
         model,
+        prompts,
+        {"max_tokens": max_tokens},
         speculative_config={**location, **config},
         num_speculative_tokens=num_speculative_tokens,
         speculation="always",
         max_num_seqs=concurrency,
         drafter_process=far,
     )
-    with contextlib.closing(llm):
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        results = []
-        for sampling, fields in SAMPLINGS.items():
-            samplings = [
-                SamplingParams(max_tokens=max_tokens, **fields, **seed_of(fields, number))
-                for number in range(len(asked))
-            ]
-            outputs = llm.generate(asked, samplings)
-            pairs = zip(kinds, (output.metrics for output in outputs), strict=True)
-            results.append(Served(drafter=name, sampling=sampling, by_kind=_by_kind(pairs)))
-    return results
+    return [
+        Served(drafter=name, sampling=sampling, by_kind=_by_kind(kinds, outputs)) for sampling, outputs in found.items()
+    ]
 
 
-def _by_kind(pairs: Iterable[tuple[str, SpeculationMetrics]]) -> dict[str, SpeculationMetrics]:
+def _by_kind(kinds: Sequence[str], outputs: Sequence[RequestOutput]) -> dict[str, SpeculationMetrics]:
     sums: dict[str, SpeculationMetrics] = {}
-    for kind, metrics in pairs:
-        sums[kind] = sums[kind].plus(metrics) if kind in sums else metrics
+    for kind, output in zip(kinds, outputs, strict=True):
+        sums[kind] = sums[kind].plus(output.metrics) if kind in sums else output.metrics
     return sums

@@ -128,8 +128,9 @@ def compare(
     prompts = encoded_prompts(config)[:num_prompts]
     shared = {"dtype": dtype, "quantization": quantization, "max_num_seqs": concurrency}
     drafting = {"method": "ngram", "location": "verifier", "prompt_lookup_min": 1}
-    plain = _generated(model, prompts, max_tokens, speculation="off", **shared)
-    drafted = _generated(model, prompts, max_tokens, speculation="always", speculative_config=drafting, **shared)
+    fields = {"max_tokens": max_tokens, "ignore_eos": True}
+    plain = generated(model, prompts, fields, speculation="off", **shared)
+    drafted = generated(model, prompts, fields, speculation="always", speculative_config=drafting, **shared)
     reference = Reference(config)
     return [_outcome(name, prompts, plain[name], drafted[name], reference) for name in SAMPLINGS]
 
@@ -140,23 +141,22 @@ def encoded_prompts(config: ModelConfig) -> Prompts:
     return chat_prompts(tokenizer.encode if tokenizer.chat_template is None else chat_encoder(tokenizer))
 
 
-def _generated(model: str, prompts: Prompts, max_tokens: int, **options: Any) -> dict[str, list[RequestOutput]]:
+def generated(
+    model: str, prompts: Prompts, fields: Mapping[str, Any], **options: Any
+) -> dict[str, list[RequestOutput]]:
+    """Return what a model loaded with `options` makes of all prompts, by each kind of sampling."""
     with contextlib.closing(LLM(model, **options)) as llm:
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return {
             name: llm.generate(
                 asked,
-                [
-                    SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling, **seed_of(sampling, index))
-                    for index in range(len(prompts))
-                ],
+                [SamplingParams(**fields, **sampling, **_seed(sampling, index)) for index in range(len(prompts))],
             )
             for name, sampling in SAMPLINGS.items()
         }
 
 
-def seed_of(sampling: Mapping[str, float], index: int) -> dict[str, int]:
-    """Return the seed of a prompt, as a field of its sampling; greedy ones need none."""
+def _seed(sampling: Mapping[str, float], index: int) -> dict[str, int]:
     return {"seed": index} if sampling["temperature"] else {}
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fakes.grams import grams_of
 from outrider.drafter_service.training.shards import Conversation, read_shard
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "models" / "smollm2"
 VOCAB_SIZE = 49_152
-GRAM = 13  # tokens in a row that no two texts share by chance
 MIN_TOKENS = 450_000
 MAX_BYTES = 4_000_000
 
@@ -46,7 +46,3 @@ def num_common(prompts: list[tuple[int, ...]]) -> int:
     """Return with how many tokens all of them begin: the template's."""
     columns = zip(*prompts, strict=False)
     return next(index for index, column in enumerate(columns) if len(set(column)) > 1)
-
-
-def grams_of(tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return [tokens[start : start + GRAM] for start in range(len(tokens) - GRAM + 1)]

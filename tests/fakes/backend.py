@@ -29,6 +29,10 @@ CHAT_TEMPLATE = (
     "<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
+BRACKETS = (  # a chat template whose texts are told apart at sight
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 Step = Sequence[int] | Exception | None  # tokens of one step; an error; None: wait for ever
 
 

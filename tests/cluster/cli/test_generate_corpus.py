@@ -7,21 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from fakes.backend import build_tokenizer
+from fakes.backend import BRACKETS, build_tokenizer
 from fakes.command_line import assert_usage_error, invoke
 from outrider.drafter_service.training.shards import read_shard
 from tiny.models import make_checkpoint
-
-TEMPLATE = (
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("corpus") / "target"
-    tokenizer = build_tokenizer(TEMPLATE)
+    tokenizer = build_tokenizer(BRACKETS)
     make_checkpoint(folder, vocab_size=len(tokenizer))
     tokenizer.save_pretrained(folder)
     return [str(folder), "--max-model-len", "256", "--kv-cache-memory-bytes", str(4 << 20), "--device", "cpu"]
@@ -35,7 +30,7 @@ def test_a_corpus_is_made_and_gone_on_with(target: list[str], tmp_path: Path):
     said = list(read_shard(tmp_path / "corpus" / "shard-00000.npz"))
     assert len(said) == 3
     assert all(1 <= len(each.answer_ids) <= 8 for each in said)
-    tokenizer = build_tokenizer(TEMPLATE)
+    tokenizer = build_tokenizer(BRACKETS)
     assert all(tokenizer.decode(list(each.prompt_ids)).endswith("[assistant]") for each in said)
     num_tokens = sum(len(each.prompt_ids) + len(each.answer_ids) for each in said)
     assert f"{num_tokens:,} tokens in " in result.stdout
@@ -55,7 +50,7 @@ def test_prompts_can_be_given(target: list[str], tmp_path: Path):
     )
     assert result.exit_code == 0, result.output
     said = list(read_shard(tmp_path / "corpus" / "shard-00000.npz"))
-    texts = [build_tokenizer(TEMPLATE).decode(list(each.prompt_ids)) for each in said]
+    texts = [build_tokenizer(BRACKETS).decode(list(each.prompt_ids)) for each in said]
     assert texts == ["[user]hello[assistant]", "[user]good day[assistant]"]
 
 

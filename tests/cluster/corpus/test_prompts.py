@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+from fakes.grams import grams_of
 from outrider.cluster.corpus.prompts import kinds, templated_prompt, words
 from outrider.cluster.peers.measure import PROMPTS
 
 NUM_PROMPTS = 3000
-GRAM = 13  # words in a row that no two texts share by chance
 
 
 def test_they_are_a_function_of_seed_and_number():
@@ -44,13 +44,12 @@ def test_a_template_that_names_two_subjects_names_different_ones():
 def test_the_prompts_of_figures_are_of_other_kinds_and_share_no_run_of_words():
     rows = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
     assert not kinds().keys() & {row["kind"] for row in rows}
-    learnt = {gram for number in range(20_000) for gram in grams_of(templated_prompt(number, 0).text)}
-    assert not learnt & {gram for row in rows for gram in grams_of(row["prompt"])}
+    learnt = {gram for number in range(20_000) for gram in grams_of_words(templated_prompt(number, 0).text)}
+    assert not learnt & {gram for row in rows for gram in grams_of_words(row["prompt"])}
     # short ones have no run of so many words: they are not learnt as they are either
     texts = {templated_prompt(number, 0).text for number in range(20_000)}
     assert not texts & {row["prompt"] for row in rows}
 
 
-def grams_of(text: str) -> list[tuple[str, ...]]:
-    tokens = text.lower().split()
-    return [tuple(tokens[start : start + GRAM]) for start in range(len(tokens) - GRAM + 1)]
+def grams_of_words(text: str) -> list[tuple[str, ...]]:
+    return grams_of(text.lower().split())

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fakes.backend import build_tokenizer
+from fakes.backend import BRACKETS, build_tokenizer
 from outrider.drafter_service.training.corpus_windows import (
     TokenStream,
     encode,
@@ -15,10 +15,7 @@ from outrider.drafter_service.training.corpus_windows import (
 )
 from outrider.drafter_service.training.shards import Conversation, write_shard
 
-CHAT_TOKENIZER = build_tokenizer(
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
+CHAT_TOKENIZER = build_tokenizer(BRACKETS)
 TOKENIZER = build_tokenizer("{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}")
 
 

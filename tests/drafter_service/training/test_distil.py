@@ -138,7 +138,7 @@ def test_training_ends_when_less_is_served_and_the_best_is_kept(place, tmp_path,
     options = replace(options_for("medusa", tmp_path / "drafter", num_steps=50), judge_every_s=0.0)
     kept = []
     copytree = shutil.copytree
-    monkeypatch.setattr(shutil, "copytree", lambda *args: kept.append(args) or copytree(*args))
+    monkeypatch.setattr(shutil, "copytree", lambda *args, **options: kept.append(args) or copytree(*args, **options))
     distilled, reports = run(options, place)
     assert [report.served for report in reports] == [None, 2.0, 2.5, 2.4]
     assert distilled.served.mean_acceptance_length == 2.5
