@@ -84,9 +84,10 @@ def _compare(pupil: Pupil, windows: Windows) -> tuple[Tensor, Tensor]:
     agreements: list[Tensor] = []
     shares: list[Tensor] = []
     counted: list[Tensor] = []
+    whole_logits = lesson.logits()
     for position, draft_logits in enumerate(pupil.position_logits(lesson)):
         start = FIRST_DRAFTED_ROW + position
-        target_logits = lesson.logits[:, start : start + draft_logits.shape[1]]
+        target_logits = whole_logits[:, start : start + draft_logits.shape[1]]
         draft_logits = draft_logits[..., : target_logits.shape[-1]]
         likeliest = draft_logits.argmax(-1)  # [rows, num_roots]
         target_probs = target_logits.softmax(-1)

@@ -35,6 +35,7 @@ class Windows:
 
     token_ids: Tensor  # int64 [rows, window]
     counted: Tensor  # bool [rows, window]; False: a token that no drafter would be asked for
+    starts: Tensor | None = None  # int64 [rows]; where they begin, of streams whose windows come again
 
     def split(self, rows: int) -> Iterator[Windows]:
         """Yield them in batches of so many rows."""
@@ -66,14 +67,14 @@ class TokenStream:
     def batch(self, step: int, *, rows: int, window: int, seed: int) -> Windows:
         """Draw the windows of one step, a function of seed and step alone.
 
-        A window that would begin within a window's length of a conversation's start begins with it, as a served prompt
-        does.
+        Those of conversations begin with one, as a served prompt does, or whole windows behind its start, so that
+        there are not many of them and they come again.
         """
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         drawn = torch.randint(len(self) - window + 1, (rows,), generator=generator)
         if self.starts is not None:
             begun = self.starts[torch.searchsorted(self.starts, drawn, right=True) - 1]
-            drawn = torch.where(drawn - begun < window, begun, drawn)
+            drawn = begun + (drawn - begun) // window * window
         return self._cut(drawn, window)
 
     def windows(self, window: int, *, limit: int) -> Windows:
@@ -86,7 +87,7 @@ class TokenStream:
     def _cut(self, starts: Tensor, window: int) -> Windows:
         indices = starts[:, None] + torch.arange(window)  # [rows, window]
         counted = torch.ones_like(indices, dtype=torch.bool) if self.counted is None else self.counted[indices]
-        return Windows(self.token_ids[indices].long(), counted)
+        return Windows(self.token_ids[indices].long(), counted, None if self.starts is None else starts)
 
     def counts(self, vocab_size: int) -> Tensor:
         """Return how often each token occurs: int64 [vocab_size]."""

@@ -97,4 +97,4 @@ class DraftModelPupil:
 
     def _logits(self, lesson: Lesson) -> Tensor:
         logits: Tensor = self.module(input_ids=lesson.token_ids, use_cache=False).logits
-        return logits[..., : lesson.logits.shape[-1]]
+        return logits[..., : self.teacher.vocab_size]

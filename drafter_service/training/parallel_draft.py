@@ -62,7 +62,7 @@ class ParallelPupil:
             position_ids=(roots + depths + 1)[None],
             attention_mask=visible(roots, depths)[None, None].expand(len(text), -1, -1, -1),
             use_cache=False,
-        ).logits[:, span.start + 1 :, : lesson.logits.shape[-1]]
+        ).logits[:, span.start + 1 :, : self.teacher.vocab_size]
         return list(logits.split(len(span), dim=1))
 
     def save(self, folder: Path) -> None:

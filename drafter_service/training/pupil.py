@@ -70,30 +70,36 @@ class TargetLaw:
     @classmethod
     def of(cls, lesson: Lesson, vocab_ids: Tensor | None, *, start: int = 0) -> TargetLaw:
         """Renormalise the target's rows from `start` on over a reduced vocabulary."""
-        logits = lesson.logits[:, start:]
-        kept = logits if vocab_ids is None else logits[..., vocab_ids]
-        probs = kept.softmax(-1)
-        counted = lesson.counted[:, start:] & (kept.amax(-1) >= logits.amax(-1))
+        probs = lesson.logits(vocab_ids, start=start).softmax(-1)
+        counted = lesson.counted[:, start:]
+        if vocab_ids is not None:
+            counted = counted & torch.isin(lesson.likeliest[:, start:], vocab_ids)
         return cls(probs, torch.special.entr(probs).sum(-1), counted)
 
-    def divergence(self, draft_logits: Tensor, start: int) -> Tensor:
+    def divergence(self, draft_logits: Tensor, start: int, roots: Tensor | None = None) -> Tensor:
         """Return KL(target || draft), its mean over rows: soft cross-entropy to the target's law, less its entropy.
 
-        draft_logits [rows, num_rows, draft_vocab_size] are held against the target's rows from `start` on. Rows whose
-        likeliest token cannot be drafted teach nothing (Li et al., 2025), and neither do those of a prompt.
+        draft_logits [rows, num_rows, draft_vocab_size] are held against the target's rows from `start` on, or `start`
+        after `roots`, int64 [num_rows]. Rows whose likeliest token cannot be drafted teach nothing (Li et al., 2025),
+        and neither do those of a prompt.
         """
-        rows = slice(start, start + draft_logits.shape[1])
+        rows = slice(start, start + draft_logits.shape[1]) if roots is None else roots + start
         draft_logprobs = draft_logits.float().log_softmax(-1)
         divergence = -(self.probs[:, rows] * draft_logprobs).sum(-1) - self.entropy[:, rows]
         counted = self.counted[:, rows]
         return (divergence * counted).sum() / counted.sum().clamp_min(1)
 
 
-def decayed_loss(rows: Sequence[Tensor], law: TargetLaw, *, decay: float) -> Tensor:
-    """Return the weighted mean of the positions' divergences, draft position k with weight decay**k."""
+def decayed_loss(
+    rows: Sequence[Tensor], law: TargetLaw, *, decay: float, deep: Tensor | None = None
+) -> Tensor:
+    """Return the weighted mean of the positions' divergences, draft position k with weight decay**k.
+
+    `deep`, int64 [num_deep], are the roots of all positions beyond the first, where not all are drafted from.
+    """
     weights = [decay**position for position in range(len(rows))]
     losses = [
-        weight * law.divergence(logits, FIRST_DRAFTED_ROW + position)
+        weight * law.divergence(logits, FIRST_DRAFTED_ROW + position, deep if position else None)
         for position, (weight, logits) in enumerate(zip(weights, rows, strict=True))
     ]
     return torch.stack(losses).sum() / sum(weights)

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.verifier_service.messages.draft import FINAL_TAP
+from outrider.verifier_service.model.runner import multiplies_bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +24,21 @@ class Lesson:
     """Windows of text, and what the target makes of them."""
 
     token_ids: Tensor  # int64 [rows, window]
-    logits: Tensor  # float32 [rows, window, vocab_size]; after each token
+    final: Tensor  # float32 [rows, window, hidden_size], what the output embedding sees; without `table`: the logits
+    table: Tensor | None = None  # [vocab_size, hidden_size]; the output embedding
+    likeliest: Tensor  # int64 [rows, window]; the target's greedy choice after each token
     states: Tensor  # float32 [rows, window, width]; the taps' hidden states side by side, width 0 without taps
     counted: Tensor  # bool [rows, window]; whether the token after each is one that a drafter would be asked for
+
+    def logits(self, vocab_ids: Tensor | None = None, *, start: int = 0) -> Tensor:
+        """Return the logits after each token from `start` on: float32 [rows, window - start, vocab_size].
+
+        Of `vocab_ids`, int64 [draft_vocab_size], alone where they are given.
+        """
+        final = self.final[:, start:]
+        if self.table is None:
+            return final if vocab_ids is None else final[..., vocab_ids]
+        return F.linear(final, self.table if vocab_ids is None else self.table[vocab_ids]).float()
 
 
 class Teacher:
@@ -33,12 +47,14 @@ class Teacher:
     def __init__(self, model: PreTrainedModel, taps: tuple[int, ...] = ()) -> None:
         """Tap the states that `taps` name, as in `DraftNeeds`."""
         self.model = model.eval().requires_grad_(False)
-        self._taps = taps
+        self.taps = taps
         check_taps(taps, self.num_layers)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, *, dtype: torch.dtype | str = "auto") -> Teacher:
-        """Load a target's checkpoint."""
+        """Load a target's checkpoint; by default in its own data type, or float32 where the device is slow in that."""
+        if dtype == "auto" and not is_fast_in_half_precision(device):
+            dtype = torch.float32
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         return cls(model.to(device))
 
@@ -86,16 +102,27 @@ class Teacher:
         """
         token_ids = token_ids.to(self.device)
         counted = torch.ones_like(token_ids, dtype=torch.bool) if counted is None else counted.to(self.device)
-        output = self.model(input_ids=token_ids, use_cache=False, output_hidden_states=bool(self._taps))
+        output = self.model(input_ids=token_ids, use_cache=False, output_hidden_states=bool(self.taps))
         hidden = output.hidden_states  # of each layer its input, then what the output embedding sees
-        tapped = [hidden[-1 if tap == FINAL_TAP else tap] for tap in self._taps]
+        tapped = [hidden[-1 if tap == FINAL_TAP else tap] for tap in self.taps]
         states = torch.cat(tapped, dim=-1) if tapped else output.logits.new_zeros((*token_ids.shape, 0))
         return Lesson(
             token_ids=token_ids,
-            logits=output.logits.float(),
+            final=output.logits.float(),
+            likeliest=output.logits.argmax(-1),
             states=states.float(),
-            counted=torch.cat([counted[:, 1:], counted[:, -1:]], dim=1),
+            counted=asked_for(counted),
         )
+
+
+def asked_for(counted: Tensor) -> Tensor:
+    """Turn which tokens count into after which tokens one does: bool [rows, window]."""
+    return torch.cat([counted[:, 1:], counted[:, -1:]], dim=1)
+
+
+def is_fast_in_half_precision(device: torch.device) -> bool:
+    """Tell whether a device has instructions for products in bfloat16; without, a CPU is a hundred times slower."""
+    return device.type != "cpu" or multiplies_bfloat16()
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
@@ -113,8 +140,12 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 @contextmanager
 def half_precision(device: torch.device) -> Iterator[None]:
-    """Compute matrix products in bfloat16: 1.7 times fp32 on a CPU with avx512_bf16, far more on a GPU."""
-    with torch.autocast(device.type, torch.bfloat16), warnings.catch_warnings():
+    """Compute matrix products in bfloat16: 1.7 times fp32 on a CPU with avx512_bf16, far more on a GPU.
+
+    Where the device has no such instructions, they stay as they are.
+    """
+    is_enabled = is_fast_in_half_precision(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=is_enabled), warnings.catch_warnings():
         # float32 norms over bfloat16 rows are wanted here
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         yield

@@ -17,10 +17,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
 
 from outrider.drafter_service.embedded.train import Optimizers, Progress, Recipe
 from outrider.drafter_service.training.corpus_windows import TokenStream
+from outrider.drafter_service.training.muon import Muon
+from outrider.drafter_service.training.notes import Notes
 from outrider.drafter_service.training.pupil import Pupil
 from outrider.drafter_service.training.teacher import half_precision
 
@@ -86,6 +88,10 @@ class Trainer:
     checkpoint: Path
     settings: Mapping[str, str]  # what a resumed run must share with the one it goes on with
     progress: Progress = field(default_factory=Progress)
+    notes: Notes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.notes = Notes(self.pupil.teacher)
 
     def train(self, *, resume: bool) -> Iterator[StepReport]:
         """Train until the budget is used up, one report per step.
@@ -111,7 +117,7 @@ class Trainer:
         progress, phase = self.progress, self.recipe.phase(share)
         windows = self.stream.batch(progress.step, rows=phase.rows, window=phase.window, seed=self.recipe.seed)
         with half_precision(self.pupil.teacher.device):
-            loss = self.pupil.loss(self.pupil.teacher.lesson(windows.token_ids, windows.counted))
+            loss = self.pupil.loss(self.notes.lesson(windows))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.pupil.module.parameters(), MAX_GRAD_NORM)
         optimizers.step(self.recipe.lr_scale(progress.step, share))

@@ -24,8 +24,16 @@ import torch
 from torch import Tensor
 
 from outrider.drafter_service.heads.head_layer import DraftHead
-from outrider.drafter_service.training.pupil import SAVED_DTYPE, num_roots, position_loss
+from outrider.drafter_service.training.pupil import (
+    POSITION_DECAY,
+    SAVED_DTYPE,
+    TargetLaw,
+    decayed_loss,
+    num_roots,
+)
 from outrider.drafter_service.training.teacher import Lesson, Teacher
+
+DEEP_SHARE = 0.25  # of a window's roots learn beyond the first step, drawn anew each time: half the time, as good
 
 
 class UnrolledPupil:
@@ -42,19 +50,30 @@ class UnrolledPupil:
         self._write = write
 
     def loss(self, lesson: Lesson) -> Tensor:
-        return position_loss(self, lesson)
+        """Learn the first step from all roots, and those beyond from some."""
+        count = num_roots(lesson, self.num_positions)
+        drawn = torch.randperm(count)[: max(1, int(count * DEEP_SHARE))].sort().values
+        deep = drawn.to(lesson.token_ids.device)
+        law = TargetLaw.of(lesson, self.vocab_ids)
+        return decayed_loss(self._unroll(lesson, deep), law, decay=POSITION_DECAY, deep=deep)
 
     def position_logits(self, lesson: Lesson) -> list[Tensor]:
         """Unroll the head from every root: [rows, num_roots, draft_vocab_size] per step."""
+        return self._unroll(lesson, torch.arange(num_roots(lesson, self.num_positions), device=lesson.token_ids.device))
+
+    def _unroll(self, lesson: Lesson, deep: Tensor) -> list[Tensor]:
+        """Unroll the head: the first step from every root, those beyond from `deep`, int64 [num_deep], alone."""
         count = num_roots(lesson, self.num_positions)
-        positions = torch.arange(count, device=lesson.token_ids.device)[None]  # [1, num_roots]
+        roots = torch.arange(count, device=lesson.token_ids.device)
         hidden = self.module.combine(lesson.states[:, :count])  # [rows, num_roots, hidden_size]
-        attend = UnrolledAttention()
+        attend = UnrolledAttention(deep)
         logits: list[Tensor] = []
         for step in range(self.num_positions):
-            token_ids = lesson.token_ids[:, 1 + step : 1 + step + count]  # [rows, num_roots]
-            output, hidden = self.module(token_ids, hidden, positions + step, attend)
+            token_ids = lesson.token_ids[:, 1 + step + roots]  # [rows, num_roots]
+            output, hidden = self.module(token_ids, hidden, (roots + step)[None], attend)
             logits.append(self.module.logits(output))
+            if step == 0:
+                roots, hidden = deep, hidden[:, deep]
         return logits
 
     def save(self, folder: Path) -> None:
@@ -65,6 +84,7 @@ class UnrolledPupil:
 class UnrolledAttention:
     """Attention of all roots' unrolled steps: causal over the first step's entries, then each root's own later ones."""
 
+    deep: Tensor  # int64 [num_deep]; the roots that go on beyond the first step
     keys: list[Tensor] = field(default_factory=list)  # one per step: [rows, num_heads, num_roots, head_dim]
     values: list[Tensor] = field(default_factory=list)
 
@@ -74,8 +94,10 @@ class UnrolledAttention:
         self.keys.append(key.repeat_interleave(groups, dim=1))
         self.values.append(value.repeat_interleave(groups, dim=1))
         query = query * query.shape[-1] ** -0.5
-        count = query.shape[2]
+        count = self.keys[0].shape[2]
         past = torch.ones(count, count, dtype=torch.bool, device=query.device).tril()
+        if len(self.keys) > 1:
+            past = past[self.deep]
         shared = (query @ self.keys[0].transpose(-1, -2)).masked_fill(~past, float("-inf"))  # [..., num_roots] of roots
         own = [(query * key).sum(-1, keepdim=True) for key in self.keys[1:]]  # [..., 1] of each later step
         weights = torch.cat([shared, *own], dim=-1).float().softmax(-1).to(value.dtype)

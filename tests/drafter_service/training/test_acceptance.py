@@ -23,7 +23,8 @@ class FixedTeacher:
         rows = len(token_ids)
         return Lesson(
             token_ids=token_ids,
-            logits=TARGET.log().expand(rows, -1, -1),
+            final=TARGET.log().expand(rows, -1, -1),
+            likeliest=TARGET.argmax(-1).expand(rows, -1),
             states=torch.zeros(rows, len(TARGET), 0),
             counted=torch.cat([counted[:, 1:], counted[:, -1:]], dim=1),
         )

@@ -182,7 +182,7 @@ def test_a_new_eagle_head_repeats_the_target():
     pupil = eagle_pupil(make_teacher(), num_positions=2, seed=0)
     lesson = pupil.teacher.lesson(windows())
     for rows in pupil.position_logits(lesson):
-        assert torch.allclose(rows, lesson.logits[:, :10], atol=1e-4)
+        assert torch.allclose(rows, lesson.logits()[:, :10], atol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["eagle", "mtp", "dflash"])
@@ -299,7 +299,7 @@ def test_a_medusa_head_begins_as_the_targets_own_output():
     pupil = MedusaPupil.create(make_teacher(), make_corpus().training, shape=MedusaShape(), num_heads=2, seed=0)
     lesson = pupil.teacher.lesson(windows())
     for rows in pupil.position_logits(lesson):
-        assert torch.allclose(rows, lesson.logits[:, :10], atol=1e-4)
+        assert torch.allclose(rows, lesson.logits()[:, :10], atol=1e-4)
 
 
 def rows_of(logits, counted=True):
@@ -307,7 +307,8 @@ def rows_of(logits, counted=True):
     shape = logits.shape[:2]
     return Lesson(
         token_ids=torch.zeros(shape, dtype=torch.long),
-        logits=logits,
+        final=logits,
+        likeliest=logits.argmax(-1),
         states=torch.zeros(*shape, 0),
         counted=torch.tensor(counted).expand(shape),
     )
@@ -367,7 +368,7 @@ def test_the_taps_are_the_inputs_of_layers_and_what_the_output_embedding_sees():
     lesson = teacher.lesson(windows())
     hook.remove()
     assert torch.equal(lesson.states[..., :64], inputs["hidden"])
-    assert torch.allclose(lesson.states[..., 64:] @ teacher.head.T, lesson.logits, atol=1e-5)
+    assert torch.allclose(lesson.states[..., 64:] @ teacher.head.T, lesson.logits(), atol=1e-5)
     assert FIRST_DRAFTED_ROW == 1
 
 
@@ -381,12 +382,13 @@ def test_default_taps_are_the_authors_unless_they_collide():
 def test_unrolled_attention_is_causal_over_the_first_step_alone():
     generator = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 4, 8, generator=generator)
-    attend = UnrolledAttention()
+    deep = torch.tensor([0, 2])
+    attend = UnrolledAttention(deep)
     attend(query, key[:, :1], value[:, :1])  # [rows, 1 kv head]: both query heads share it
-    second = attend(query, key[:, 1:], value[:, 1:])  # [1, 4, 2, 8]
+    second = attend(query[:, :, deep], key[:, 1:, deep], value[:, 1:, deep])  # [1, 2, 2, 8]
     root = 2
     keys = torch.cat([key[0, 0, : root + 1], key[0, 1, root : root + 1]])
     values = torch.cat([value[0, 0, : root + 1], value[0, 1, root : root + 1]])
     for head in range(2):
         weights = (query[0, head, root] @ keys.T / 8**0.5).softmax(-1)
-        assert torch.allclose(second[0, root, head], weights @ values, atol=1e-6)
+        assert torch.allclose(second[0, 1, head], weights @ values, atol=1e-6)

@@ -26,7 +26,7 @@ class ScriptedDrafter:
         self.asks.append(ask)
         tokens = list(ask.token_ids)
         for index in range(ask.length):
-            likeliest = int(self.teacher.lesson(torch.tensor([tokens])).logits[0, -1].argmax())
+            likeliest = int(self.teacher.lesson(torch.tensor([tokens])).logits()[0, -1].argmax())
             tokens.append(likeliest if index < self.num_right else (likeliest + 1) % 300)
         return [DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=tuple(tokens[len(ask.token_ids) :]))]
 
