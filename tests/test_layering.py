@@ -49,7 +49,8 @@ ROOMS = {
         "proto engine lookup heads head_drafters models target verifier_service/messages verifier_service/model "
         "verifier_service/links verifier_service/engine"
     ),
-    "drafter_service/embedded": "service",
+    "drafter_service/embedded": "service verifier_service/model",
+    "drafter_service/shipped": "service",
     "drafter_service/training": "engine heads models service embedded verifier_service/messages verifier_service/model",
     # the service around them
     "cluster": "router replicas offline",  # the names that users' configurations and programs import
@@ -62,7 +63,7 @@ ROOMS = {
     "cluster/api": "common gateway web api/openai proto verifier_service/messages",
     "cluster/config": (
         "common router verifier_service/messages verifier_service/model verifier_service/links verifier_service/engine "
-        "drafter_service/service drafter_service/embedded"
+        "drafter_service/service drafter_service/embedded drafter_service/shipped"
     ),
     "cluster/replicas": (
         "common router monitoring gateway api api/openai config proto verifier_service/messages verifier_service/model "

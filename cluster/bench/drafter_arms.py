@@ -20,9 +20,9 @@ from outrider.cluster.bench.arms import BenchError, Clock, placed
 from outrider.cluster.bench.figures import Workload
 from outrider.cluster.bench.pairs import WARM_UP_TOKENS
 from outrider.cluster.common.hints import did_you_mean
+from outrider.cluster.config.known_models import drafter_paths
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.engine import NoDrafters, PipeDraftClient, RankProcesses
-from outrider.drafter_service import embedded
 from outrider.drafter_service.engine.messages import DrafterReady
 from outrider.drafter_service.service.colocated import open_local_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
@@ -168,7 +168,7 @@ def _warm_up(workload: Workload, concurrency: int) -> Workload:
 
 def known_checkpoints(model: str | None, given: Mapping[str, Path]) -> dict[Method, Path]:
     """Return where the draft models and heads of a target are: those given, and those shipped with the embedded one."""
-    shipped = embedded.drafter_paths() if model is None else {}
+    shipped = drafter_paths(model)
     found = {method: path for method, path in shipped.items() if path.is_dir()}
     return found | {_parse_method(name): path for name, path in given.items()}
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cluster.config.config_file import read_config_file, read_speculative_config
+from outrider.cluster.config.known_models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from outrider.cluster.config.service_config import ServiceConfig
@@ -22,7 +23,7 @@ Command = Callable[..., None]
 PLAIN_WIDTH = 140  # columns of text where the output is no terminal
 
 _MODEL_OPTIONS = (
-    click.argument("model", required=False),
+    click.argument("model", default=DEFAULT_MODEL),
     click.option(
         "--config",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -41,7 +42,7 @@ _MODEL_OPTIONS = (
     ),
     click.option(
         "--draft-model",
-        help="Folder or hub id of the draft model or head. Default: the embedded one, with the embedded target.",
+        help="Folder or hub id of the draft model or head. Default: the one that is shipped for smollm2 or embedded.",
     ),
     click.option("--revision", help="Hub revision of MODEL."),
     click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the checkpoint."),

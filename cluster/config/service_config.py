@@ -17,12 +17,11 @@ from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.common.logs import LOG_FORMATS
 from outrider.cluster.common.security import TlsConfig, link_tls, public_tls
-from outrider.cluster.config.known_models import is_embedded, path_of
+from outrider.cluster.config.known_models import drafter_paths, is_embedded, path_of, usual_method
 from outrider.cluster.config.placement import PoolPlacement
 from outrider.cluster.config.speculative_options import PoolOptions, parse_pool, parse_speculative_config, split_options
 from outrider.cluster.router.autoscaling import FIRST_POOL, ReplicaRange
 from outrider.cluster.router.fleet import BatchSizeTable, PolicyMode, RouterPolicy
-from outrider.drafter_service import embedded
 from outrider.drafter_service.service.drafter_spec import (
     ColocatedSpec,
     DrafterSpec,
@@ -265,8 +264,9 @@ class ServiceConfig:
     @property
     def speculative(self) -> SpeculativeConfig:
         """How drafts are made; raises `ValueError` naming the key of `speculative_config` that is wrong."""
+        usual = {} if self.draft_model else {"method": usual_method(self.model).value}
         return dataclasses.replace(
-            parse_speculative_config(self.speculative_config),
+            parse_speculative_config(usual | self.speculative_config),
             model=self.draft_model,
             num_speculative_tokens=max(1, self.num_speculative_tokens),
             draft_tensor_parallel_size=self.draft_tensor_parallel_size,
@@ -279,7 +279,7 @@ class ServiceConfig:
             return self.draft_model
         if self.speculative.models:
             return self.speculative.models[0]
-        shipped = embedded.drafter_paths() if is_embedded(self.model) else {}
+        shipped = drafter_paths(self.model)
         found = (shipped.get(method) for method in self.speculative.all_methods)
         return next((str(path) for path in found if path is not None), None)
 

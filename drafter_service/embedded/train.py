@@ -27,9 +27,9 @@ from torch.optim import AdamW, Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.drafter_service.embedded import corpus, draft_path, target_path
+from outrider.drafter_service.embedded.muon import Muon
+from outrider.drafter_service.embedded.precision import half_precision
 from outrider.drafter_service.embedded.unlikelihood import LoopPenalty
-from outrider.drafter_service.training.muon import Muon
-from outrider.drafter_service.training.teacher import half_precision
 
 log = logging.getLogger(__name__)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from outrider.drafter_service.embedded.precision import is_fast_in_half_precision
 from outrider.verifier_service.messages.draft import FINAL_TAP
-from outrider.verifier_service.model.runner import multiplies_bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +118,6 @@ def asked_for(counted: Tensor) -> Tensor:
     return torch.cat([counted[:, 1:], counted[:, -1:]], dim=1)
 
 
-def is_fast_in_half_precision(device: torch.device) -> bool:
-    """Tell whether a device has instructions for products in bfloat16; without, a CPU is a hundred times slower."""
-    return device.type != "cpu" or multiplies_bfloat16()
-
-
 def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
     """Raise `ValueError` for a tap that names no layer of the target."""
     for tap in taps:
@@ -136,16 +129,3 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
     """Return EAGLE-3's three taps (2, N/2, N-3), or three of a shallow target's layers where those would collide."""
     taps = (2, num_layers // 2, num_layers - 3)
     return taps if taps[0] < taps[1] < taps[2] else (1, num_layers // 2, num_layers - 1)
-
-
-@contextmanager
-def half_precision(device: torch.device) -> Iterator[None]:
-    """Compute matrix products in bfloat16: 1.7 times fp32 on a CPU with avx512_bf16, far more on a GPU.
-
-    Where the device has no such instructions, they stay as they are.
-    """
-    is_enabled = is_fast_in_half_precision(device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=is_enabled), warnings.catch_warnings():
-        # float32 norms over bfloat16 rows are wanted here
-        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-        yield

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cluster.config.known_models import SMOLLM2_FILE, SMOLLM2_HUB_ID, SMOLLM2_PACKAGE, path_of
+from outrider.cluster.config.known_models import SMOLLM2, SMOLLM2_FILE, SMOLLM2_HUB_ID, SMOLLM2_PACKAGE, path_of
 from outrider.cluster.config.service_config import ServiceConfig
-from outrider.drafter_service import embedded
+from outrider.drafter_service import embedded, shipped
+from outrider.drafter_service.service.speculative_config import Method
 
 
 def test_the_embedded_pair_has_a_name_and_is_the_default():
@@ -34,7 +35,22 @@ def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_smollm2_is_the_hubs_where_its_package_is_not_installed(no_package: None):
     assert path_of("smollm2") == SMOLLM2_HUB_ID
     config = ServiceConfig(model="smollm2")
-    assert (config.target_path, config.model_name, config.draft_path) == (SMOLLM2_HUB_ID, "smollm2", None)
+    assert (config.target_path, config.model_name) == (SMOLLM2_HUB_ID, "smollm2")
+
+
+@pytest.mark.parametrize("name", [SMOLLM2, SMOLLM2_HUB_ID])
+def test_smollm2_comes_with_a_head(name: str):
+    config = ServiceConfig(model=name)
+    assert config.draft_path == str(shipped.smollm2_drafters()[Method.EAGLE3])
+    assert config.speculative.method is Method.EAGLE3
+    near = ServiceConfig(model=name, speculative_config={"location": "verifier"})
+    assert (near.draft_path, near.speculative.method) == (config.draft_path, Method.EAGLE3)
+
+
+def test_what_somebody_says_wins_over_what_is_shipped(tmp_path: Path):
+    assert ServiceConfig(model=SMOLLM2, draft_model=str(tmp_path)).speculative.method is Method.DRAFT_MODEL
+    lookup = ServiceConfig(model=SMOLLM2, speculative_config={"method": "ngram"})
+    assert (lookup.speculative.method, lookup.draft_path) == (Method.NGRAM, None)
 
 
 def test_smollm2_is_the_installed_packages_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

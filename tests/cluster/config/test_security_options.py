@@ -22,7 +22,7 @@ from services.certificates import Certificates
     ],
 )
 def test_unusable_security_is_refused_by_the_options_name(arguments: list[str], complaint: str):
-    result = CliRunner().invoke(main, ["serve", *arguments])
+    result = CliRunner().invoke(main, ["serve", "embedded", *arguments])
     assert result.exit_code == 2
     assert complaint in result.output
     assert "two words" not in result.output
@@ -33,12 +33,12 @@ def test_a_link_certificate_of_another_key_is_refused(tmp_path: Path):
     server, client = certificates.server, certificates.client
     files = {"certfile": server.certfile, "keyfile": client.keyfile, "ca-certs": certificates.ca_certs}
     arguments = [part for name, path in files.items() for part in (f"--link-ssl-{name}", path)]
-    result = CliRunner().invoke(main, ["serve", *arguments])
+    result = CliRunner().invoke(main, ["serve", "embedded", *arguments])
     assert result.exit_code == 2
     assert "link_ssl_certfile, link_ssl_keyfile" in result.output
 
 
 def test_an_environment_variable_without_a_key_does_not_open_the_service():
-    result = CliRunner().invoke(main, ["serve"], env={"OUTRIDER_API_KEY": ""})
+    result = CliRunner().invoke(main, ["serve", "embedded"], env={"OUTRIDER_API_KEY": ""})
     assert result.exit_code == 2
     assert "OUTRIDER_API_KEY holds no key" in result.output

@@ -392,3 +392,24 @@ def test_unrolled_attention_is_causal_over_the_first_step_alone():
     for head in range(2):
         weights = (query[0, head, root] @ keys.T / 8**0.5).softmax(-1)
         assert torch.allclose(second[0, 1, head], weights @ values, atol=1e-6)
+
+
+@torch.no_grad()
+def test_deeper_steps_of_some_roots_are_those_of_all():
+    pupil = random_eagle3()
+    lesson = pupil.teacher.lesson(windows())
+    every = pupil.position_logits(lesson)
+    deep = torch.tensor([1, 4, 7])
+    some = pupil._unroll(lesson, deep)
+    assert torch.equal(some[0], every[0])
+    for ours, theirs in zip(some[1:], every[1:], strict=True):
+        assert torch.allclose(ours, theirs[:, deep], atol=1e-5)
+
+
+def test_the_loss_of_some_roots_is_held_against_their_own_rows():
+    logits = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(0))
+    law = TargetLaw.of(rows_of(logits), None)
+    deep = torch.tensor([0, 2])
+    right = [logits[:, 1:4], logits[:, 2 + deep], logits[:, 3 + deep]]
+    assert decayed_loss(right, law, decay=0.8, deep=deep).item() == pytest.approx(0.0, abs=1e-6)
+    assert decayed_loss([right[0], right[2], right[1]], law, decay=0.8, deep=deep).item() > 0.1

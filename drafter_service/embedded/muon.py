@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from outrider.drafter_service.training.teacher import is_fast_in_half_precision
+from outrider.drafter_service.embedded.precision import is_fast_in_half_precision
 
 MOMENTUM = 0.95
 # of the quintic iteration whose slope at zero is steepest: singular values end between 0.5 and 1.5
