@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import click
@@ -21,6 +22,7 @@ from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
 from outrider.cluster.config.threads import share_cores, usable_cores
 from outrider.cluster.replicas.app import build
 from outrider.verifier_service.model.architectures import load_model_description, require_supported, resolve_folder
+from outrider.verifier_service.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -48,41 +50,49 @@ def running_service(config: ServiceConfig, on_phase: OnPhase = lambda phase: Non
     `on_phase` is told what is being done until then, in words for whoever waits.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    on_phase(f"reading {config.model_name}")
-    check_models(config)
     for tls in (config.tls, config.link_tls):
         if tls is not None:
             tls.check()
     is_shared = "RAY_ADDRESS" in os.environ
-    if is_shared:
-        on_phase("joining the Ray cluster")
-        ray.init(log_to_driver=False)
-    else:
-        on_phase("starting Ray")
-        for name, level in _CHATTY_LOGS.items():
-            logging.getLogger(name).setLevel(level)
+    if not is_shared:
         check_ports(config)
-        config = share_cores(config, num_ranks=config.num_ranks, num_cores=usable_cores())
-        start_ray(
-            address="local",  # not one that happens to run here
-            # Ray counts CPUs to place ranks; on a small machine ranks share cores
-            num_cpus=max(os.cpu_count() or 1, config.num_ranks + config.num_shells + 1),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address=config.host if config.host != "0.0.0.0" else None,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
-    try:
+    on_phase(f"fetching {config.model_name}")
+    fetch_models(config)
+    with ThreadPoolExecutor(max_workers=1) as beside, contextlib.ExitStack() as undo:
+        # Ray's processes take as long to start as the libraries that read a model take to load
+        on_phase(f"reading {config.model_name}, {'joining the Ray cluster' if is_shared else 'starting Ray'}")
+        checked = beside.submit(check_models, config)
+        if is_shared:
+            ray.init(log_to_driver=False)
+        else:
+            config = _start_own_ray(config)
+        undo.callback(ray.shutdown)
+        checked.result()
+        undo.callback(stop_serve, is_shared=is_shared)
         on_phase("starting Ray Serve")
         proxy_location = "HeadOnly" if config.tls is None else "Disabled"  # TLS: gateways listen themselves
         serve.start(proxy_location=proxy_location, http_options=HTTPOptions(host=config.host, port=config.port))
         on_phase(_replicas_of(config))
         deploy(build(config))
         yield
-    finally:
-        stop_serve(is_shared=is_shared)
-        ray.shutdown()
+
+
+def _start_own_ray(config: ServiceConfig) -> ServiceConfig:
+    """Start a Ray for this service alone; return the configuration with this machine's cores shared out."""
+    for name, level in _CHATTY_LOGS.items():
+        logging.getLogger(name).setLevel(level)
+    config = share_cores(config, num_ranks=config.num_ranks, num_cores=usable_cores())
+    start_ray(
+        address="local",  # not one that happens to run here
+        # Ray counts CPUs to place ranks; on a small machine ranks share cores
+        num_cpus=max(os.cpu_count() or 1, config.num_ranks + config.num_shells + 1),
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _node_ip_address=config.host if config.host != "0.0.0.0" else None,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+    )
+    return config
 
 
 def _replicas_of(config: ServiceConfig) -> str:
@@ -164,10 +174,21 @@ def check_ports(config: ServiceConfig) -> None:
                 raise OSError(f"{name}: cannot listen on {config.host}:{port}: {error.strerror}") from error
 
 
+def models_of(config: ServiceConfig) -> set[ModelConfig]:
+    """Return every checkpoint that a service reads."""
+    drafters = {drafter.model for drafter in config.drafter_specs if drafter.model is not None}
+    return {config.verifier_spec.model, *drafters}
+
+
+def fetch_models(config: ServiceConfig) -> None:
+    """Download or convert what is not on this machine yet; raises `ValueError` or `OSError` for what is nowhere."""
+    for model in models_of(config):
+        resolve_folder(model)
+
+
 def check_models(config: ServiceConfig) -> None:
-    """Refuse a model that cannot be served before anything is started; raises `UnsupportedModelError` or `OSError`."""
-    models = {drafter.model for drafter in config.drafter_specs if drafter.model is not None}
-    for model in (config.verifier_spec.model, *models):
+    """Refuse a model that cannot be served before any replica starts; raises `UnsupportedModelError` or `OSError`."""
+    for model in models_of(config):
         description = load_model_description(resolve_folder(model), model)
         require_supported(description, model.tensor_parallel_size)
 

@@ -45,7 +45,7 @@ def test_interrupted_server_leaves_no_process_behind(number: signal.Signals, tmp
     The signal comes twice: an impatient user does not cut the stopping short. Until it serves it says what it does.
     """
     port, grpc_port = free_ports(2)
-    arguments = ["serve", "--port", str(port), "--grpc-port", str(grpc_port)]
+    arguments = ["serve", "embedded", "--port", str(port), "--grpc-port", str(grpc_port)]
     command = [str(Path(sys.executable).with_name("outrider")), *arguments]
     environment = {**os.environ, "OUTRIDER_TEST_MARK": str(time.time_ns()), "PYTHONFAULTHANDLER": "1"}
     mark = f"OUTRIDER_TEST_MARK={environment['OUTRIDER_TEST_MARK']}".encode()
