@@ -21,6 +21,6 @@ outrider train-drafter medusa --target "$target" --text "$text" --output "$folde
 
 # The same tokens come out whatever drafts; `speculative_decoding` says how many of the guesses were right.
 drafter="{\"method\": \"medusa\", \"model\": \"$folder\", \"num_speculative_tokens\": 2}"
-outrider generate -sc "$drafter" --speculation always --prompt 'def read_lines(path):' --max-tokens 16 --json
+outrider generate embedded -sc "$drafter" --speculation always --prompt 'def read_lines(path):' --max-tokens 16 --json
 
-echo "serve them: outrider serve -sc '$drafter'"
+echo "serve them: outrider serve embedded -sc '$drafter'"

@@ -18,7 +18,8 @@ EXAMPLE = ROOT / "examples" / "drafter_plugin"
 MAX_MODULE_LINES = 60
 GENERATE = (
     *("-c", "from outrider.cluster.cli.main import main; main()"),
-    *("generate", "embedded", "--prompt", "def add(a, b):\n    return a + b\n\ndef add(a, b):\n", "--max-tokens", "24", "--json"),
+    *("generate", "embedded", "--max-tokens", "24", "--json"),
+    *("--prompt", "def add(a, b):\n    return a + b\n\ndef add(a, b):\n"),
 )
 
 

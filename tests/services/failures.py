@@ -8,19 +8,22 @@ times.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
 from fakes.tcp_proxy import TcpProxy
+from outrider.cluster.config.known_models import SMOLLM2
+from outrider.cluster.peers.measure import PROMPTS
 from outrider.drafter_service.embedded import held_out_prompts
 from services.external_drafter import HONEST, ExternalDrafter, Fault, external_drafter
 from services.live_service import LiveService, Streamed, live_service
@@ -86,6 +89,9 @@ FLEET_CASES = (
     Case("router killed", _kill_replica("Router")),
     Case("gateway killed", _kill_replica("Gateway"), ends_streams=True),
 )
+REAL_CASES = tuple(
+    case for case in FLEET_CASES if case.name in ("drafter killed", "whole verifier killed", "router killed")
+)
 PARALLEL_CASES = (
     Case("one TP rank of a drafter killed", _kill_rank("Drafter", 1)),
     Case("one TP rank of the only verifier killed", _kill_rank("Verifier", 1)),
@@ -99,19 +105,30 @@ def require_unharmed(outcome: Outcome, *, num_failed: int = 0) -> None:
     assert outcome.num_failed == num_failed, outcome
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """The streams that are under way when a failure strikes: greedy and seeded ones in turn."""
+
+    prompts: Sequence[str] = field(default_factory=held_out_prompts)
+    num_streams: int = NUM_STREAMS
+    max_tokens: int = MAX_TOKENS
+
+
 class Drill:
     """Runs failures against one service and knows what its streams should have brought."""
 
-    def __init__(self, service: LiveService, *, num_verifiers: int, num_drafters: int) -> None:
+    def __init__(
+        self, service: LiveService, *, num_verifiers: int, num_drafters: int, traffic: Traffic | None = None
+    ) -> None:
         self.service = service
         self._size = (num_verifiers, num_drafters)
         self._expected: dict[int, Streamed] = {}
-        self._prompts = held_out_prompts()
+        self._traffic = traffic or Traffic()
 
     def run(self, case: Case, index: int) -> Outcome:
-        """Strike once while `NUM_STREAMS` streams run."""
+        """Strike once while all streams run."""
         self.wait_until_whole()
-        for stream in range(NUM_STREAMS):
+        for stream in range(self._traffic.num_streams):
             self._expect(stream)
         inject = case.prepare(self.service, index)
         streams = self._streams_around(inject, strike_at=3 + index % 8)
@@ -131,9 +148,9 @@ class Drill:
 
     def _stream(self, stream: int, **body: Any) -> Streamed:
         sampling = SAMPLINGS[stream % len(SAMPLINGS)]
-        prompt = self._prompts[stream % len(self._prompts)]
+        prompt = self._traffic.prompts[stream % len(self._traffic.prompts)]
         return self.service.stream(
-            prompt, max_tokens=MAX_TOKENS, ignore_eos=True, return_token_ids=True, **sampling, **body
+            prompt, max_tokens=self._traffic.max_tokens, ignore_eos=True, return_token_ids=True, **sampling, **body
         )
 
     def _streams_around(self, inject: Inject, strike_at: int) -> list[Streamed | Exception | None]:
@@ -144,8 +161,9 @@ class Drill:
             if num_chunks == strike_at:
                 is_time.set()
 
-        with ThreadPoolExecutor(NUM_STREAMS) as pool:
-            futures = [pool.submit(self._stream, stream, on_chunk=count) for stream in range(NUM_STREAMS)]
+        streams = range(self._traffic.num_streams)
+        with ThreadPoolExecutor(len(streams)) as pool:
+            futures = [pool.submit(self._stream, stream, on_chunk=count) for stream in streams]
             assert is_time.wait(30), "no stream began"
             inject()
             return [_result(future) for future in futures]
@@ -233,6 +251,15 @@ def fleet_drill() -> Iterator[Drill]:
     """Two verifiers and two drafters."""
     with live_service(num_verifiers=2, num_drafters=2, engine_timeout_s=ENGINE_TIMEOUT_S) as service:
         yield Drill(service, num_verifiers=2, num_drafters=2)
+
+
+@contextmanager
+def real_drill() -> Iterator[Drill]:
+    """Two verifiers of SmolLM2 and two drafters with its EAGLE-3 head, eight streams."""
+    prompts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
+    with live_service(model=SMOLLM2, dtype="float32", num_verifiers=2, num_drafters=2, max_model_len=1024) as service:
+        traffic = Traffic(prompts=prompts, num_streams=8, max_tokens=96)
+        yield Drill(service, num_verifiers=2, num_drafters=2, traffic=traffic)
 
 
 @contextmanager

@@ -18,15 +18,16 @@ from services.failures import (
     MAX_TOKENS,
     NUM_STREAMS,
     PARALLEL_CASES,
+    REAL_CASES,
     Outcome,
     drafter_drill,
     fleet_drill,
     parallel_drill,
+    real_drill,
     require_unharmed,
 )
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "results" / "soak.md"
-ROWS: dict[str, list[Outcome]] = {}
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 NUM_FAILING_STREAMS = {case.name: case.num_failing_streams for case in FLEET_CASES}
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
@@ -37,49 +38,72 @@ def num_runs(pytestconfig: pytest.Config) -> int:
     return pytestconfig.getoption("--soak-runs")
 
 
+class Soak:
+    """Failures again and again, and the table that they leave."""
+
+    def __init__(self, name: str, title: str, streams: str) -> None:
+        self._file, self._title, self._streams = RESULTS / f"{name}.md", title, streams
+        self._rows: dict[str, list[Outcome]] = {}
+
+    def repeat(self, runs: dict[str, Callable[[int], Outcome]], num_runs: int) -> None:
+        """Run every case in turn, so often; the table is written each time: a soak cut short leaves what it saw."""
+        for index in range(num_runs):
+            for name, run in runs.items():
+                self._rows.setdefault(name, []).append(run(index))
+                self._file.write_text(self.table(), encoding="utf-8")
+        for name in runs:
+            for outcome in self._rows[name]:
+                require_unharmed(outcome, num_failed=NUM_FAILING_STREAMS.get(name, 0))
+
+    def table(self) -> str:
+        """Describe the runs in Markdown, one line per case."""
+        lines = "\n".join(_row(name, outcomes) for name, outcomes in self._rows.items())
+        return (
+            f"# {self._title}\n\n"
+            f"Written by `make soak` on {os.cpu_count()} cores ({platform.machine()}). In each run {self._streams} "
+            "are under way when the failure strikes a real process or link; each stream's tokens are compared with "
+            "plain decoding's. *Lost* and *doubled* count tokens, *hung* and *failed* streams (a killed gateway's "
+            "clients get an error: that is all it can do). The pause is the longest gap between two chunks of a "
+            "stream; whole again means that every replica is back, holds nothing, and drafts come.\n\n"
+            "| failure | runs | hung | lost | doubled | failed | longest pause (s) | whole again after, longest (s) |\n"
+            "|---|---|---|---|---|---|---|---|\n"
+            f"{lines}\n"
+        )
+
+
+EMBEDDED = Soak(
+    "soak",
+    "Soak: failures, again and again",
+    f"{NUM_STREAMS} streams (greedy and seeded, {MAX_TOKENS} tokens of the embedded pair; of two verifiers "
+    f"a silent engine is given up after {ENGINE_TIMEOUT_S:g} s, `--engine-timeout-s`, 10 s by default)",
+)
+REAL = Soak(
+    "soak_smollm2",
+    "Soak: failures under a real model",
+    "8 streams (greedy and seeded, 96 tokens of SmolLM2-135M-Instruct in fp32, drafted by its EAGLE-3 head in a pool, "
+    "two verifiers and two drafters)",
+)
+
+
 def test_failures_of_drafters_and_links(num_runs: int):
     with drafter_drill() as drill:
         faults = {f"drafter: {fault.name}": partial(drill.run_fault, fault) for fault in FAULTS}
-        repeat(faults | {name: partial(drill.run_link, name) for name in LINK_CASES}, num_runs)
+        EMBEDDED.repeat(faults | {name: partial(drill.run_link, name) for name in LINK_CASES}, num_runs)
 
 
 def test_failures_of_a_fleet(num_runs: int):
     with fleet_drill() as drill:
-        repeat({case.name: partial(drill.run, case) for case in FLEET_CASES}, num_runs)
+        EMBEDDED.repeat({case.name: partial(drill.run, case) for case in FLEET_CASES}, num_runs)
 
 
 def test_failures_of_ranks(num_runs: int):
     with parallel_drill() as drill:
-        repeat({case.name: partial(drill.run, case) for case in PARALLEL_CASES}, num_runs)
+        EMBEDDED.repeat({case.name: partial(drill.run, case) for case in PARALLEL_CASES}, num_runs)
 
 
-def repeat(runs: dict[str, Callable[[int], Outcome]], num_runs: int) -> None:
-    """Run every case in turn, so often; the table is written each time, so a soak cut short leaves what it saw."""
-    for index in range(num_runs):
-        for name, run in runs.items():
-            ROWS.setdefault(name, []).append(run(index))
-            TABLE.write_text(table(ROWS), encoding="utf-8")
-    for name in runs:
-        for outcome in ROWS[name]:
-            require_unharmed(outcome, num_failed=NUM_FAILING_STREAMS.get(name, 0))
-
-
-def table(rows: dict[str, list[Outcome]]) -> str:
-    """Describe the runs in Markdown, one line per case."""
-    lines = "\n".join(_row(name, outcomes) for name, outcomes in rows.items())
-    return (
-        "# Soak: failures, again and again\n\n"
-        f"Written by `make soak` on {os.cpu_count()} cores ({platform.machine()}). In each run {NUM_STREAMS} streams "
-        f"(greedy and seeded, {MAX_TOKENS} tokens of the embedded pair) are under way when the failure strikes a real "
-        "process or link; each stream's tokens are compared with plain decoding's. *Lost* and *doubled* count tokens, "
-        "*hung* and *failed* streams (a killed gateway's clients get an error: that is all it can do). The pause is "
-        "the longest gap between two chunks of a stream; whole again means that every replica is back, holds nothing, "
-        f"and drafts come. Where there are two verifiers a silent engine is given up after {ENGINE_TIMEOUT_S:g} s "
-        "(`--engine-timeout-s`, 10 s by default).\n\n"
-        "| failure | runs | hung | lost | doubled | failed | longest pause (s) | whole again after, longest (s) |\n"
-        "|---|---|---|---|---|---|---|---|\n"
-        f"{lines}\n"
-    )
+def test_failures_under_a_real_model(num_runs: int):
+    with real_drill() as drill:
+        REAL.repeat({case.name: partial(drill.run, case) for case in REAL_CASES}, num_runs)
 
 
 def _row(name: str, outcomes: list[Outcome]) -> str:
