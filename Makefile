@@ -17,10 +17,10 @@ ARGS ?=
 help:  ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
-demo: install  ## Serve the shipped model pair on this machine and show speculation at work
+demo: smollm2  ## Serve a real model on this machine and show speculation at work, under load and under failure
 	$(BIN)/outrider demo $(ARGS)
 
-serve: install  ## Serve the shipped model pair, or ARGS="MODEL --draft-model DRAFT"
+serve: smollm2  ## Serve SmolLM2-135M-Instruct with its drafter, or ARGS="MODEL --draft-model DRAFT"
 	$(BIN)/outrider serve $(ARGS)
 
 bench: install  ## Measure latency with and without speculation; ARGS="throughput" for the whole table
@@ -48,13 +48,13 @@ study: install-dev  ## Run a study for developers: NAME=acceptance|adaptive|ahea
 train: install  ## Train the shipped model pair again from the standard library's sources
 	$(BIN)/python -m outrider.drafter_service.embedded.train $(ARGS)
 
-check: install-dev  ## The short loop: lint, types, and all tests that start no service and take no time
+check: install-dev smollm2  ## The short loop: lint, types, and all tests that start no service and take no time
 	tests/check.sh $(ARGS)
 
-test: install-dev  ## Run the tests; those that need a GPU are reported as skipped where there is none
+test: install-dev smollm2  ## Run the tests; those that need a GPU are reported as skipped where there is none
 	tests/run_all.sh $(ARGS)
 
-soak: install-dev  ## Repeat failures many times
+soak: install-dev smollm2  ## Repeat failures many times
 	$(BIN)/python -m pytest -m soak -rs $(ARGS)
 
 # atheris has wheels for few Pythons, so that it is no part of the development environment.

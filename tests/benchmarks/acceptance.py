@@ -30,6 +30,9 @@ PLAIN_WIDTH = 160
 DEFAULT_DRAFTERS = (
     'n-gram={"method": "ngram", "prompt_lookup_min": 1}',
     'suffix={"method": "suffix"}',
+    'EAGLE-3={"method": "eagle3"}',
+    'EAGLE-3, tree={"method": "eagle3", "num_tree_nodes": 16}',
+    'suffix or EAGLE-3={"method": "hybrid", "methods": ["suffix", "eagle3"]}',
 )
 
 
@@ -71,7 +74,7 @@ def _drafters(_: click.Context, __: click.Parameter, values: Sequence[str]) -> d
     multiple=True,
     default=DEFAULT_DRAFTERS,
     callback=_drafters,
-    help="May be given several times. Default: the two look-ups.",
+    help="May be given several times. Default: the look-ups, and the head that is shipped for smollm2.",
 )
 @click.option("--far", is_flag=True, help="Draft in a process of its own, not in the verifier's.")
 @click.option("--num-prompts", type=click.IntRange(1, 64), default=64, show_default=True)
