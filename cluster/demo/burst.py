@@ -75,19 +75,17 @@ class Wave:
         """Say what became of the drafts."""
         if not self.reasons:
             return "drafts stayed"
-        named = ", ".join(
-            f"{reason} {count}" + (f" ({REASONS[reason]})" if reason in REASONS else "")
-            for reason, count in self.reasons.most_common()
-        )
+        named = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
         return f"drafts were taken away from {self.reasons.total()} of {self.num_requests} requests: {named}"
 
     @property
     def summary(self) -> str:
         """Say in one line what the wave was like."""
+        meant = "".join(f" ({REASONS[reason]})" for reason, _ in self.reasons.most_common(1) if reason in REASONS)
         decided = ", ".join(f"{decision} {count}" for decision, count in self.decisions.most_common())
         return (
             f"{self.num_requests} requests: {self.rate:.0f} tokens/s; {self.num_drafting} of them drafted, in "
-            f"{self.drafting_share:.0%} of all steps; {self.fate}; the router decided {decided or 'nothing new'}"
+            f"{self.drafting_share:.0%} of all steps; {self.fate}{meant}; the router decided {decided or 'nothing new'}"
         )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 from ray import serve
 
+from outrider.cluster.common.reports import REPORT_INTERVAL_S
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
 from outrider.cluster.router.fleet import FleetSnapshot, PolicyMode
 from outrider.cluster.router.serve_scaling import drafter_deployment
+
+HEARD_S = 2 * REPORT_INTERVAL_S  # until verifiers have reported and new requests are planned by the new mode
 
 
 class Fleet:
@@ -20,11 +24,15 @@ class Fleet:
 
     async def let_router_decide(self) -> None:
         """Leave it to the router who drafts."""
-        await self._router.reconfigure.remote({"mode": PolicyMode.AUTO.value})
+        await self._set(PolicyMode.AUTO)
 
     async def pin_drafts(self) -> None:
         """Have everybody draft, whatever it costs, as an operator may."""
-        await self._router.reconfigure.remote({"mode": PolicyMode.ALWAYS.value})
+        await self._set(PolicyMode.ALWAYS)
+
+    async def _set(self, mode: PolicyMode) -> None:
+        await self._router.reconfigure.remote({"mode": mode.value})
+        await asyncio.sleep(HEARD_S)
 
     async def decisions(self) -> Counter[str]:
         """Return how often the router has decided what, since its start, as "off: load"."""

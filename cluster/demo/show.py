@@ -49,7 +49,6 @@ def run(config: ServiceConfig, console: Console, waves: Sequence[int] = WAVES) -
         except ServerError as error:
             raise click.ClickException(str(error)) from error
         click.echo("stopping", err=True)
-    console.print()
     console.print(table)
     total_s = time.monotonic() - begin_s
     console.print(f"\n{total_s:.0f} s in all, {start_s:.0f} s of them until the service was up", highlight=False)
