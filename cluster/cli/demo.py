@@ -6,25 +6,19 @@ from typing import Any
 
 import click
 
-from outrider.cluster.cli.options import PLAIN_WIDTH, configure, usage_errors
+from outrider.cluster.cli.options import configure, model_options, usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of
-from outrider.cluster.config.config_file import read_speculative_config
 from outrider.cluster.config.known_models import SMOLLM2
+
+PLAIN_WIDTH = 160  # columns of the closing table where the output is no terminal
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
-@click.argument("model", default=SMOLLM2)
-@click.option(
-    "--speculative-config",
-    "-sc",
-    metavar="JSON",
-    callback=read_speculative_config,
-    help='How to draft: {"method": "ngram", "prompt_lookup_max": 4}. Default: the model\'s own drafter.',
-)
-def demo(model: str, speculative_config: dict[str, Any]) -> None:
-    """Serve MODEL (default: smollm2), answer questions, stand a burst, lose a drafter; close with a table."""
-    config = configure(model=model, speculative_config=speculative_config)
+@model_options
+def demo(model: str | None, **options: Any) -> None:
+    """Serve MODEL (smollm2 if none is given), ask it, flood it, kill its drafter, and say what was measured."""
+    config = configure(model=model or SMOLLM2, **options)
     from outrider.cluster.demo import show
     from outrider.cluster.replicas.serving import DeployError
 

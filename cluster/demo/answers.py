@@ -15,7 +15,7 @@ from outrider.cluster.demo.paint import Painter, legend
 from outrider.cluster.demo.questions import Question
 from outrider.cluster.demo.waiting import show_wait
 
-MAX_TOKENS = 80
+MAX_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from outrider.cluster.demo.waiting import show_wait
 
 MOST_TOKENS = 32  # of an answer
 FEWEST_TOKENS = 8
-BUDGET_S = 18.0  # of a wave
+BUDGET_S = 12.0  # of a wave
 REASONS = {
     "load": "a draft token costs more than it brings",
     "low_acceptance": "too few were right",
@@ -70,22 +70,25 @@ class Wave:
             answer.speculation.disabled_reason for answer in self.answers if answer.speculation.disabled_reason
         )
 
-    @property
-    def fate(self) -> str:
-        """Say what became of the drafts."""
+    def fate(self, *, explained: bool = False) -> str:
+        """Say what became of the drafts; explained: with what the reasons mean."""
         if not self.reasons:
             return "drafts stayed"
-        named = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
+        meanings = REASONS if explained else {}
+        named = ", ".join(
+            f"{reason} {count}" + (f" ({meanings[reason]})" if reason in meanings else "")
+            for reason, count in self.reasons.most_common()
+        )
         return f"drafts were taken away from {self.reasons.total()} of {self.num_requests} requests: {named}"
 
     @property
     def summary(self) -> str:
         """Say in one line what the wave was like."""
-        meant = "".join(f" ({REASONS[reason]})" for reason, _ in self.reasons.most_common(1) if reason in REASONS)
         decided = ", ".join(f"{decision} {count}" for decision, count in self.decisions.most_common())
         return (
             f"{self.num_requests} requests: {self.rate:.0f} tokens/s; {self.num_drafting} of them drafted, in "
-            f"{self.drafting_share:.0%} of all steps; {self.fate}{meant}; the router decided {decided or 'nothing new'}"
+            f"{self.drafting_share:.0%} of all steps; {self.fate(explained=True)}; "
+            f"the router decided {decided or 'nothing new'}"
         )
 
 

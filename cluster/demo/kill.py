@@ -22,8 +22,8 @@ from outrider.cluster.demo.paint import Painter
 from outrider.cluster.demo.questions import Question
 from outrider.cluster.demo.waiting import show_wait
 
-MAX_TOKENS = 160
-KILL_AFTER = 40  # tokens
+MAX_TOKENS = 128
+KILL_AFTER = 32  # tokens
 RECOVERY_S = 30.0
 POLL_S = 0.5
 POLL_TOKENS = 8

@@ -39,12 +39,12 @@ def _comparison_row(comparison: Comparison) -> tuple[str, ...]:
     off_rate, on_rate = comparison.off_rate, comparison.on_rate
     ratio = f"{on_rate / off_rate:.2f}" if off_rate else NOTHING
     figures = (f"{off_rate:.0f}", f"{on_rate:.0f}", ratio, _length(comparison.tokens_per_verification))
-    return (f"{len(comparison.on)} answers by {comparison.protocol}", *figures, "the same text")
+    return (f"answers by {comparison.protocol} ({len(comparison.on)})", *figures, "the same text")
 
 
 def _wave_row(wave: Wave) -> tuple[str, ...]:
     figures = (NOTHING, f"{wave.rate:.0f}", NOTHING, _length(wave.tokens_per_verification))
-    return (f"burst of {wave.num_requests}", *figures, wave.fate)
+    return (f"burst of {wave.num_requests}", *figures, wave.fate())
 
 
 def _length(tokens_per_verification: float | None) -> str:

@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 
 def test_the_demo_keeps_its_word():
     written = io.StringIO()
-    run(ServiceConfig(), Console(file=written, width=140), waves=(4, 8))
+    run(ServiceConfig(), Console(file=written, width=160), waves=(4, 8))
     said = written.getvalue()
     table = said[said.index("| what") :]
-    for row in ("3 answers by HTTP", "2 answers by gRPC", "burst of 4", "burst of 8", "drafter killed"):
+    for row in ("answers by HTTP (3)", "answers by gRPC (2)", "burst of 4", "burst of 8", "drafter killed"):
         assert f"| {row} " in table
     assert said.count("the same text without drafts and with them") == 2
     assert f"none of {MAX_TOKENS} tokens changed" in said

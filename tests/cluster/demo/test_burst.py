@@ -27,9 +27,9 @@ def test_drafts_that_stayed():
 def test_drafts_that_were_taken_away_with_the_reasons():
     answers = (drafting(), drafting("load"), plain_answer(10, disabled_reason="load"), drafting("draft_queue"))
     wave = Wave(answers=answers, seconds=1.0, decisions=Counter({"off: load": 2, "on: pays": 5}))
-    assert wave.fate == "drafts were taken away from 3 of 4 requests: load 2, draft_queue 1"
+    assert wave.fate() == "drafts were taken away from 3 of 4 requests: load 2, draft_queue 1"
     assert wave.num_drafting == 3
-    assert f"{wave.fate} (a draft token costs more than it brings)" in wave.summary
+    assert "load 2 (a draft token costs more than it brings), draft_queue 1 (drafts come too late)" in wave.summary
     assert wave.summary.endswith("the router decided on: pays 5, off: load 2")
 
 

@@ -23,7 +23,7 @@ KILL = Kill(answer=plain_answer(20), struck_s=0.5, drafts_again_s=8.0)
 
 def test_rows_have_what_was_measured_and_nothing_else():
     assert rows([COMPARISON], [WAVE], KILL) == [
-        ("1 answers by HTTP", "10", "20", "2.00", "2.50", "the same text"),
+        ("answers by HTTP (1)", "10", "20", "2.00", "2.50", "the same text"),
         ("burst of 4", "-", "80", "-", "-", "drafts were taken away from 4 of 4 requests: load 4"),
         ("drafter killed", "-", "-", "-", "-", KILL.outcome),
     ]
@@ -36,7 +36,7 @@ def test_a_ratio_needs_both_sides():
 
 def test_the_table_is_markdown_as_well():
     written = io.StringIO()
-    Console(file=written, width=140).print(closing_table([COMPARISON], [WAVE], KILL))
+    Console(file=written, width=160).print(closing_table([COMPARISON], [WAVE], KILL))
     lines = [line.strip() for line in written.getvalue().splitlines() if line.strip()]
     assert [cell.strip() for cell in lines[0].strip("|").split("|")] == list(HEADINGS)
     assert len(lines) == 2 + 3
