@@ -68,7 +68,7 @@ async def show_answers(
     console: Console, asked: Sequence[tuple[Client, Sequence[Question]]], max_tokens: int = MAX_TOKENS
 ) -> list[Comparison]:
     """Ask every client its questions twice; raises `click.ClickException` where drafts changed a text."""
-    console.print(Text("\nAnswers, greedy; every token by its origin:", "bold"))
+    console.print(Text("\nAnswers, greedy, drafts pinned on; every token by its origin:", "bold"))
     for line in legend(console):
         console.print(line)
     return [await _compare(console, client, questions, max_tokens) for client, questions in asked]

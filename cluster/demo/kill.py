@@ -16,7 +16,7 @@ from rich.text import Text
 
 from outrider.cluster.client.openai_client import ServerError
 from outrider.cluster.demo.answers import require_same
-from outrider.cluster.demo.ask import PLAIN, Answer, Client, Token, Wish
+from outrider.cluster.demo.ask import ACCEPTED, Answer, Client, Token, Wish
 from outrider.cluster.demo.fleet import Fleet
 from outrider.cluster.demo.paint import Painter
 from outrider.cluster.demo.questions import Question
@@ -26,7 +26,7 @@ MAX_TOKENS = 128
 KILL_AFTER = 32  # tokens
 RECOVERY_S = 30.0
 POLL_S = 0.5
-POLL_TOKENS = 8
+POLL_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,6 @@ class Kill:
         return max((later - earlier for earlier, later in itertools.pairwise(before + after)), default=0.0)
 
     @property
-    def num_drafted_before(self) -> int:
-        """How many tokens the drafter had a part in until it died."""
-        return sum(token.origin != PLAIN for token in self.answer.tokens if token.arrived_s <= self.struck_s)
-
-    @property
     def outcome(self) -> str:
         """Say what was lost: nothing but time."""
         back_s = self.drafts_again_s
@@ -59,26 +54,27 @@ class Kill:
 
 
 class _Assassin:
-    """Kills a process once a stream has brought enough tokens."""
+    """Shows a stream, and kills a process once it has brought enough tokens."""
 
     def __init__(self, pid: int, painter: Painter) -> None:
         self._pid = pid
         self._painter = painter
-        self._num_tokens = 0
+        self._origins: list[str] = []
         self.struck_s: float | None = None
 
     def take(self, tokens: Sequence[Token]) -> None:
         self._painter.write(tokens)
-        self._num_tokens += len(tokens)
-        if self.struck_s is None and self._num_tokens >= KILL_AFTER:
+        self._origins += [token.origin for token in tokens]
+        if self.struck_s is None and len(self._origins) >= KILL_AFTER:
             self.struck_s = time.monotonic()
             os.kill(self._pid, signal.SIGKILL)
-            self._painter.note(f"[process {self._pid} killed]")
+            num_accepted = self._origins.count(ACCEPTED)
+            self._painter.note(f"[drafter killed: process {self._pid}, which brought {num_accepted} tokens so far]")
 
 
 async def show_kill(console: Console, client: Client, fleet: Fleet, question: Question) -> Kill:
     """Stream, kill the drafter on the way, wait for the next one; raises `click.ClickException` for another token."""
-    console.print(Text("\nA drafter killed in mid-stream:", "bold"))
+    console.print(Text("\nA drafter killed in mid-stream, drafts pinned on:", "bold"))
     await fleet.pin_drafts()
     await wait_for_drafts(client, question, RECOVERY_S)
     plain = await _plain(client, question)

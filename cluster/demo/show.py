@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Iterator, Sequence
 
 import click
+import grpc
 from ray._private import worker
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +37,12 @@ STAND_IN = {"method": "suffix"}
 
 
 def run(config: ServiceConfig, console: Console, waves: Sequence[int] = WAVES) -> None:
-    """Serve on free ports and play all acts; raises `click.ClickException` where the service did not keep its word."""
+    """Serve on free ports and play all acts.
+
+    Raises `click.ClickException` where the service did not keep its word, `ValueError` for what cannot be played.
+    """
+    if "RAY_ADDRESS" in os.environ:  # there a process's number may be a stranger's on this machine
+        raise ValueError("the demo kills a process of its own, on a Ray of its own: unset RAY_ADDRESS")
     begin_s = time.monotonic()
     port, grpc_port = free_ports(2)
     config = dataclasses.replace(with_drafter(config), port=port, grpc_port=grpc_port)
@@ -46,7 +53,7 @@ def run(config: ServiceConfig, console: Console, waves: Sequence[int] = WAVES) -
         start_s = time.monotonic() - begin_s
         try:
             table = asyncio.run(_acts(config, console, waves))
-        except ServerError as error:
+        except (ServerError, grpc.RpcError) as error:
             raise click.ClickException(str(error)) from error
         click.echo("stopping", err=True)
     console.print(table)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.demo.questions import questions_for
-from outrider.cluster.demo.show import STAND_IN, with_drafter
+from outrider.cluster.demo.show import STAND_IN, run, with_drafter
 from outrider.cluster.demo.waiting import show_wait
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.verifier_service.model.tokenizer import load_tokenizer
@@ -31,6 +31,12 @@ def test_one_without_gets_one_that_needs_no_checkpoint():
 def test_without_a_pool_there_is_nothing_to_kill(options: dict):
     with pytest.raises(ValueError, match="there must be one"):
         with_drafter(ServiceConfig(**options))
+
+
+def test_on_a_shared_cluster_nothing_is_killed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ValueError, match="unset RAY_ADDRESS"):
+        run(ServiceConfig(), Console(file=io.StringIO()))
 
 
 def test_the_embedded_model_goes_on_with_code_it_has_not_seen():
