@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import signal
@@ -14,9 +13,8 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cluster.client.openai_client import ServerError
 from outrider.cluster.demo.answers import require_same
-from outrider.cluster.demo.ask import ACCEPTED, Answer, Client, Token, Wish
+from outrider.cluster.demo.ask import ACCEPTED, PLAIN, Answer, Client, Token, Wish
 from outrider.cluster.demo.fleet import Fleet
 from outrider.cluster.demo.paint import Painter
 from outrider.cluster.demo.questions import Question
@@ -25,8 +23,23 @@ from outrider.cluster.demo.waiting import show_wait
 MAX_TOKENS = 128
 KILL_AFTER = 32  # tokens
 RECOVERY_S = 30.0
-POLL_S = 0.5
-POLL_TOKENS = 16
+NUM_POLLS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """When there was another drafter, and when a draft of its was verified; None: not in time."""
+
+    drafter_s: float | None = None
+    draft_s: float | None = None
+
+    def after(self, struck_s: float) -> str:
+        """Say how long it took from a kill on."""
+        if self.draft_s is not None:
+            return f"drafts again after {self.draft_s - struck_s:.1f} s"
+        if self.drafter_s is not None:
+            return f"another drafter after {self.drafter_s - struck_s:.1f} s, which found nothing to draft"
+        return f"no other drafter within {RECOVERY_S:.0f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +48,7 @@ class Kill:
 
     answer: Answer
     struck_s: float
-    drafts_again_s: float | None  # from the kill until a draft was verified again; None: not within `RECOVERY_S`
+    recovery: Recovery
 
     @property
     def longest_pause_s(self) -> float:
@@ -47,10 +60,10 @@ class Kill:
     @property
     def outcome(self) -> str:
         """Say what was lost: nothing but time."""
-        back_s = self.drafts_again_s
-        again = f"drafts again after {back_s:.1f} s" if back_s is not None else f"no draft within {RECOVERY_S:.0f} s"
-        num_tokens = len(self.answer.tokens)
-        return f"none of {num_tokens} tokens changed; longest pause {self.longest_pause_s * 1e3:.0f} ms; {again}"
+        return (
+            f"none of {len(self.answer.tokens)} tokens changed; longest pause {self.longest_pause_s * 1e3:.0f} ms; "
+            f"{self.recovery.after(self.struck_s)}"
+        )
 
 
 class _Assassin:
@@ -76,9 +89,10 @@ async def show_kill(console: Console, client: Client, fleet: Fleet, question: Qu
     """Stream, kill the drafter on the way, wait for the next one; raises `click.ClickException` for another token."""
     console.print(Text("\nA drafter killed in mid-stream, drafts pinned on:", "bold"))
     await fleet.pin_drafts()
-    await wait_for_drafts(client, question, RECOVERY_S)
+    await fleet.wait_for_drafter(RECOVERY_S)
     plain = await _plain(client, question)
     painter = Painter(console)
+    dead = await fleet.linked_drafters()
     assassin = _Assassin(await fleet.drafter_pid(), painter)
     console.print(Text(f"\n{client.name} > {question.shown}", "bold"), soft_wrap=True)
     answer = await client.ask(question, Wish(max_tokens=MAX_TOKENS, ignore_eos=True), assassin.take)
@@ -86,8 +100,8 @@ async def show_kill(console: Console, client: Client, fleet: Fleet, question: Qu
     require_same(plain, answer, "a drafter killed in mid-stream")
     if assassin.struck_s is None:
         raise click.ClickException(f"the stream ended before its token {KILL_AFTER}")
-    again_s = await wait_for_drafts(client, question, RECOVERY_S)
-    kill = Kill(answer=answer, struck_s=assassin.struck_s, drafts_again_s=again_s and again_s - assassin.struck_s)
+    recovery = await _recovery(client, fleet, question, dead)
+    kill = Kill(answer=answer, struck_s=assassin.struck_s, recovery=recovery)
     console.print(Text(f"\n{kill.outcome}", "dim"), soft_wrap=True)
     return kill
 
@@ -105,20 +119,22 @@ async def _plain(client: Client, question: Question) -> Answer:
         return await client.ask(question, Wish(max_tokens=MAX_TOKENS, may_draft=False, ignore_eos=True), count)
 
 
-async def wait_for_drafts(client: Client, question: Question, timeout_s: float) -> float | None:
-    """Ask until a draft is verified; return when that was, None: it was not in time."""
-    begin_s = time.monotonic()
-    with show_wait("waiting for drafts", timeout_s) as on_work:
-        while (now_s := time.monotonic()) < begin_s + timeout_s:
-            on_work(now_s - begin_s, "asking")
-            try:
-                answer = await client.ask(question, Wish(max_tokens=POLL_TOKENS, ignore_eos=True))
-            except ServerError as error:
-                if error.status != 503:
-                    raise
-            else:
-                if answer.speculation.num_drafts:
-                    on_work(timeout_s, "here")
-                    return time.monotonic()
-            await asyncio.sleep(POLL_S)
-    return None
+async def _recovery(client: Client, fleet: Fleet, question: Question, dead: frozenset[str]) -> Recovery:
+    """Wait for a drafter that is none of the dead, then for a draft of its own."""
+    if not await fleet.wait_for_drafter(RECOVERY_S, but=dead):
+        return Recovery()
+    drafter_s = time.monotonic()
+    with show_wait("waiting for its first draft", NUM_POLLS) as on_work:
+        for number in range(NUM_POLLS):
+            on_work(number, "asking")
+            # as far as the stream came before the kill: where the method found drafts then, it finds some now
+            answer = await client.ask(question, Wish(max_tokens=KILL_AFTER, ignore_eos=True))
+            if answer.speculation.num_drafts:
+                on_work(NUM_POLLS, "here")
+                return Recovery(drafter_s=drafter_s, draft_s=first_draft_s(answer))
+    return Recovery(drafter_s=drafter_s)
+
+
+def first_draft_s(answer: Answer) -> float:
+    """Return when the first token came that a draft had a part in."""
+    return next(token.arrived_s for token in answer.tokens if token.origin != PLAIN)

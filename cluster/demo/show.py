@@ -18,10 +18,10 @@ from rich.table import Table
 from outrider.cluster.client.openai_client import ServerError
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.demo.answers import show_answers
-from outrider.cluster.demo.ask import open_clients
+from outrider.cluster.demo.ask import Wish, open_clients
 from outrider.cluster.demo.burst import show_burst
 from outrider.cluster.demo.fleet import Fleet
-from outrider.cluster.demo.kill import show_kill, wait_for_drafts
+from outrider.cluster.demo.kill import show_kill
 from outrider.cluster.demo.questions import questions_for
 from outrider.cluster.demo.table import closing_table
 from outrider.cluster.demo.waiting import show_phases
@@ -31,7 +31,8 @@ from outrider.verifier_service.model.ranks import free_ports
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
 WAVES = (4, 64, 128, 256)  # a few first: whether drafts pay where there is room
-FIRST_DRAFTS_S = 120.0
+FIRST_DRAFTER_S = 60.0
+WARM_UP_TOKENS = 16  # what comes first takes longer, drafts or not
 # for a model that has no drafter of its own yet: it drafts from what was said before, and needs no checkpoint
 STAND_IN = {"method": "suffix"}
 
@@ -67,8 +68,9 @@ async def _acts(config: ServiceConfig, console: Console, waves: Sequence[int]) -
     questions, fleet = questions_for(config.model, codec), Fleet(config)
     async with open_clients(config, codec) as (http, over_grpc):
         await fleet.pin_drafts()
-        if await wait_for_drafts(http, questions.long, FIRST_DRAFTS_S) is None:
-            raise click.ClickException(f"no draft was verified within {FIRST_DRAFTS_S:.0f} s")
+        if not await fleet.wait_for_drafter(FIRST_DRAFTER_S):
+            raise click.ClickException(f"no drafter was there within {FIRST_DRAFTER_S:.0f} s")
+        await http.ask(questions.over_http[0], Wish(max_tokens=WARM_UP_TOKENS))
         comparisons = await show_answers(console, [(http, questions.over_http), (over_grpc, questions.over_grpc)])
         bursts = await show_burst(console, http, fleet, questions.burst, waves)
         kill = await show_kill(console, http, fleet, questions.long)

@@ -9,7 +9,7 @@ from rich.console import Console
 from fakes.played import plain_answer
 from outrider.cluster.demo.answers import Comparison
 from outrider.cluster.demo.burst import Wave
-from outrider.cluster.demo.kill import Kill
+from outrider.cluster.demo.kill import Kill, Recovery
 from outrider.cluster.demo.table import HEADINGS, closing_table, rows
 
 COMPARISON = Comparison(
@@ -18,7 +18,7 @@ COMPARISON = Comparison(
     on=(plain_answer(11, every_s=0.05, num_drafts=4, num_draft_tokens=16, num_accepted_tokens=6),),
 )
 WAVE = Wave(answers=(plain_answer(10, disabled_reason="load"),) * 4, seconds=0.5)
-KILL = Kill(answer=plain_answer(20), struck_s=0.5, drafts_again_s=8.0)
+KILL = Kill(answer=plain_answer(20), struck_s=0.5, recovery=Recovery(drafter_s=5.0, draft_s=8.5))
 
 
 def test_rows_have_what_was_measured_and_nothing_else():
