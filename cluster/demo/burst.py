@@ -19,8 +19,8 @@ from outrider.cluster.demo.questions import Question, in_turn
 from outrider.cluster.demo.waiting import show_wait
 
 MOST_TOKENS = 32  # of an answer
-FEWEST_TOKENS = 8
-BUDGET_S = 12.0  # of a wave
+FEWEST_TOKENS = 6
+BUDGET_S = 10.0  # of a wave
 REASONS = {
     "load": "a draft token costs more than it brings",
     "low_acceptance": "too few were right",

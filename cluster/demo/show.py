@@ -32,6 +32,7 @@ from outrider.verifier_service.model.tokenizer import load_tokenizer
 
 WAVES = (4, 64, 128, 256)  # a few first: whether drafts pay where there is room
 FIRST_DRAFTER_S = 60.0
+DRAIN_TIMEOUT_S = 3.0  # when it stops all streams have ended
 WARM_UP_TOKENS = 16  # what comes first takes longer, drafts or not
 # for a model that has no drafter of its own yet: it drafts from what was said before, and needs no checkpoint
 STAND_IN = {"method": "suffix"}
@@ -46,7 +47,7 @@ def run(config: ServiceConfig, console: Console, waves: Sequence[int] = WAVES) -
         raise ValueError("the demo kills a process of its own, on a Ray of its own: unset RAY_ADDRESS")
     begin_s = time.monotonic()
     port, grpc_port = free_ports(2)
-    config = dataclasses.replace(with_drafter(config), port=port, grpc_port=grpc_port)
+    config = dataclasses.replace(with_drafter(config), port=port, grpc_port=grpc_port, drain_timeout_s=DRAIN_TIMEOUT_S)
     with _quiet_ray(), contextlib.ExitStack() as service:
         with show_phases() as on_phase:
             service.enter_context(running_service(config, on_phase))
@@ -56,7 +57,8 @@ def run(config: ServiceConfig, console: Console, waves: Sequence[int] = WAVES) -
             table = asyncio.run(_acts(config, console, waves))
         except (ServerError, grpc.RpcError) as error:
             raise click.ClickException(str(error)) from error
-        click.echo("stopping", err=True)
+        on_phase("stopping")
+    on_phase("stopped")
     console.print(table)
     total_s = time.monotonic() - begin_s
     console.print(f"\n{total_s:.0f} s in all, {start_s:.0f} s of them until the service was up", highlight=False)
