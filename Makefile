@@ -17,7 +17,7 @@ ARGS ?=
 help:  ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
 
-demo: smollm2  ## Serve a real model on this machine and show speculation at work, under load and under failure
+demo: smollm2  ## Serve SmolLM2-135M on this machine: answers, a burst, a drafter killed; ARGS=embedded: the shipped pair
 	$(BIN)/outrider demo $(ARGS)
 
 serve: smollm2  ## Serve SmolLM2-135M-Instruct with its drafter, or ARGS="MODEL --draft-model DRAFT"

@@ -82,9 +82,12 @@ ROOMS = {
     "cluster/corpus": "offline drafter_service/training",
     "cluster/replay": "common bench verifier_service/messages drafter_service/engine drafter_service/lookup",
     "cluster/simulate": "common router replay verifier_service/messages verifier_service/pricing",
+    "cluster/demo": (
+        "common router gateway config replicas client proto verifier_service/model drafter_service/embedded"
+    ),
     "cluster/cli": (  # nothing imports it
-        "common router config replicas offline client bench peers corpus replay simulate proto verifier_service/model "
-        "drafter_service/embedded drafter_service/training"
+        "common router config replicas offline client bench peers corpus replay simulate demo verifier_service/model "
+        "drafter_service/training"
     ),
 }
 VERSION = "outrider.__version__"  # all that the package itself has: the root's __init__.py

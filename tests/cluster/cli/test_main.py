@@ -68,6 +68,6 @@ def test_an_unknown_verb_is_refused():
         ("--max-num-seqs", "many", "--max-num-seqs"),
     ],
 )
-@pytest.mark.parametrize("verb", ["serve", "generate"])
+@pytest.mark.parametrize("verb", ["serve", "generate", "demo"])
 def test_a_bad_value_is_a_usage_error_that_names_it(verb: str, option: str, value: str, field: str):
     assert_usage_error(invoke(verb, option, value), field)

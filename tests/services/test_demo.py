@@ -1,0 +1,28 @@
+"""The whole demo, on the embedded pair and with small waves."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.demo.kill import MAX_TOKENS
+from outrider.cluster.demo.show import run
+
+# a drafter that was killed starts again, on a busy machine in half a minute
+pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
+
+
+def test_the_demo_keeps_its_word():
+    written = io.StringIO()
+    run(ServiceConfig(), Console(file=written, width=160), waves=(4, 8))
+    said = written.getvalue()
+    table = said[said.index("| what") :]
+    for row in ("answers by HTTP (3)", "answers by gRPC (2)", "burst of 4", "burst of 8", "drafter killed"):
+        assert f"| {row} " in table
+    assert said.count("the same text without drafts and with them") == 2
+    assert f"none of {MAX_TOKENS} tokens changed" in said
+    assert "drafts again after" in said
+    assert "\u2039accepted\u203a" in said
