@@ -1,4 +1,7 @@
-"""The gateway's web page: the fleet live and a playground. Its files are static; all data comes through the API."""
+"""The gateway's web page: the fleet live, and a playground to chat, race and complete in.
+
+Its files are static; all data comes through the API.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from starlette.responses import Response
 
 FOLDER = Path(__file__).parent / "static"
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-FILES = {"/": "index.html"} | {
-    f"/web/{name}": name
-    for name in ("style.css", "app.js", "api.js", "dom.js", "fleet.js", "playground.js", "icon.svg")
-}
+SCRIPTS = (
+    *("app.js", "api.js", "dom.js", "fleet.js"),
+    *("playground.js", "options.js", "activity.js", "run.js", "chat.js", "markdown.js", "race.js", "complete.js"),
+)
+FILES = {"/": "index.html"} | {f"/web/{name}": name for name in ("style.css", "icon.svg", *SCRIPTS)}
 # A generated text that found its way into the markup would still run nothing and reach nobody.
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -24,10 +24,15 @@ export async function getJson(path, signal) {
   return response.json();
 }
 
+/** Return what the JSON at a path answers to a body; throws ApiError likewise. */
+export async function postJson(path, body, signal) {
+  const response = await post(path, body, signal);
+  return response.json();
+}
+
 /** Yield the objects of a server-sent event stream until [DONE]; an error within the stream is thrown. */
 export async function* postForEvents(path, body, signal) {
-  const headers = { "Content-Type": "application/json" };
-  const response = await ask(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  const response = await post(path, body, signal);
   for await (const data of eventData(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
@@ -35,6 +40,11 @@ export async function* postForEvents(path, body, signal) {
     yield event;
   }
   throw new ApiError("the stream ended early", response.status);
+}
+
+function post(path, body, signal) {
+  const headers = { "Content-Type": "application/json" };
+  return ask(path, { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
 async function ask(path, options) {

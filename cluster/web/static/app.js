@@ -1,6 +1,7 @@
 // Switches views and keeps the API key, which lives as long as the tab.
 
 import { apiKey, getJson, setApiKey } from "./api.js";
+import { field } from "./dom.js";
 import { startFleet, wakeFleet } from "./fleet.js";
 import { startPlayground } from "./playground.js";
 
@@ -10,7 +11,7 @@ function showView() {
   const asked = location.hash.slice(1);
   const shown = VIEWS.includes(asked) ? asked : VIEWS[0];
   for (const name of VIEWS) {
-    document.getElementById(name).hidden = name !== shown;
+    field(name).hidden = name !== shown;
     const link = document.querySelector(`nav a[href="#${name}"]`);
     if (name === shown) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -22,14 +23,14 @@ function showView() {
 async function showModel() {
   try {
     const models = await getJson("v1/models");
-    document.getElementById("model").textContent = models.data[0].id;
+    field("model").textContent = models.data[0].id;
   } catch {
-    document.getElementById("model").textContent = ""; // the views say what is wrong
+    field("model").textContent = ""; // the views say what is wrong
   }
 }
 
 function startKey() {
-  const input = document.getElementById("key");
+  const input = field("key");
   input.value = apiKey();
   const take = () => {
     if (input.value.trim() === apiKey()) return;
@@ -38,7 +39,7 @@ function startKey() {
     showModel();
   };
   input.addEventListener("change", take);
-  document.getElementById("key-form").addEventListener("submit", (event) => {
+  field("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     take();
   });

@@ -1,6 +1,8 @@
-// What both views draw with.
+// What all views draw with.
 
 export const NOTHING = "-";
+
+export const field = (id) => document.getElementById(id);
 
 /** Make an element; whatever it holds that is no node is shown as text, never read as markup. */
 export function element(tag, content) {
@@ -19,6 +21,12 @@ export function showFigures(list, pairs) {
       return pair;
     }),
   );
+}
+
+/** Show a state in words; the kind is "good", "warn" or "bad". */
+export function showStatus(status, text, kind) {
+  if (status.textContent !== text) status.textContent = text; // or what did not change is read aloud again
+  status.dataset.kind = kind;
 }
 
 export function percent(value) {

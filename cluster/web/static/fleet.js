@@ -1,7 +1,7 @@
 // The fleet view: what /load answers, asked again every second while somebody looks.
 
 import { getJson } from "./api.js";
-import { NOTHING, element, number, percent, showFigures } from "./dom.js";
+import { NOTHING, element, field, number, percent, showFigures, showStatus } from "./dom.js";
 
 const INTERVAL_MS = 1000;
 const TIMEOUT_MS = 5000;
@@ -14,7 +14,8 @@ const history = []; // {seconds, rate}, oldest first
 let answeredMs = null;
 let wake = () => {};
 
-const view = document.getElementById("fleet");
+const view = field("fleet");
+const status = field("fleet-status");
 
 /** Ask again at once, if the view is shown. */
 export function wakeFleet() {
@@ -45,7 +46,7 @@ async function observe() {
     return false;
   } catch (error) {
     const since = answeredMs === null ? "" : `; what follows is ${Math.round((performance.now() - answeredMs) / 1000)} s old`;
-    showStatus(error.status === 401 ? error.message : `no answer: ${error.message}${since}`, "bad");
+    showStatus(status, error.status === 401 ? error.message : `no answer: ${error.message}${since}`, "bad");
     return error.status === 401;
   }
 }
@@ -63,19 +64,13 @@ function render(load) {
 }
 
 function showAge(age) {
-  if (age == null) showStatus("no word from the router yet", "warn");
-  else if (age > OLD_SNAPSHOT_S) showStatus(`the router has been silent for ${Math.round(age)} s`, "warn");
-  else showStatus("live", "good");
-}
-
-function showStatus(text, kind) {
-  const status = document.getElementById("fleet-status");
-  if (status.textContent !== text) status.textContent = text; // or it is read aloud every second
-  status.dataset.kind = kind;
+  if (age == null) showStatus(status, "no word from the router yet", "warn");
+  else if (age > OLD_SNAPSHOT_S) showStatus(status, `the router has been silent for ${Math.round(age)} s`, "warn");
+  else showStatus(status, "live", "good");
 }
 
 function showTotals(totals) {
-  showFigures(document.getElementById("totals"), [
+  showFigures(field("totals"), [
     ["tokens/s", number(totals.tokens_per_s, 1)],
     ["running", totals.num_running],
     ["waiting", totals.num_waiting],
@@ -96,11 +91,11 @@ function showHistory(rate) {
     return `${x.toFixed(2)},${y.toFixed(2)}`;
   });
   const oldest = HISTORY_S - (now - history[0].seconds);
-  const chart = document.getElementById("history");
+  const chart = field("history");
   chart.querySelector("polyline").setAttribute("points", points.join(" "));
   const ground = [`${oldest},${CHART_HEIGHT}`, ...points, `${HISTORY_S},${CHART_HEIGHT}`];
   chart.querySelector("polygon").setAttribute("points", ground.join(" "));
-  document.getElementById("history-peak").textContent = `peak ${number(peak, 1)}`;
+  field("history-peak").textContent = `peak ${number(peak, 1)}`;
 }
 
 function verifierRow(row) {
@@ -140,7 +135,7 @@ function decisionRow(row, total) {
 }
 
 function fill(tableId, rows) {
-  const table = document.getElementById(tableId);
+  const table = field(tableId);
   table.tBodies[0].replaceChildren(...(rows.length ? rows.map(tableRow) : [tableRow(["none"])]));
 }
 

@@ -1,0 +1,48 @@
+// What all modes of the playground ask of a generation.
+
+import { field } from "./dom.js";
+
+const WIDE = "(min-width: 60.01rem)"; // as style.css: below, the options are folded
+
+const form = field("options");
+
+/** Show the options that a mode has. */
+export function showOptionsOf(mode) {
+  for (const part of form.querySelectorAll("[data-modes]")) {
+    part.hidden = !part.dataset.modes.split(" ").includes(mode);
+    part.querySelector("input, textarea").disabled = part.hidden; // what nobody sees is not checked either
+  }
+  showDraftLength();
+}
+
+export function startOptions() {
+  const fold = field("options-fold");
+  fold.open = matchMedia(WIDE).matches;
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("invalid", () => (fold.open = true), true); // or nobody sees what is wrong
+  field("speculation").addEventListener("change", showDraftLength);
+}
+
+function showDraftLength() {
+  const speculation = field("speculation");
+  field("draft-length").disabled = !speculation.disabled && !speculation.checked;
+}
+
+/** Say what is wrong with the options, if anything is. */
+export function areValid() {
+  return form.reportValidity();
+}
+
+/** Return the options as fields of a request's body. */
+export function sampling() {
+  const body = { max_tokens: Number(field("max-tokens").value), temperature: temperature() };
+  if (field("seed").value) body.seed = Number(field("seed").value);
+  if (field("draft-length").disabled) body.disable_spec_decode = true;
+  else if (field("draft-length").value) body.num_speculative_tokens = Number(field("draft-length").value);
+  return body;
+}
+
+function temperature() {
+  const shown = field("temperature").disabled ? field("race-temperature") : field("temperature");
+  return Number(shown.value);
+}
