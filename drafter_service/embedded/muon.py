@@ -34,14 +34,14 @@ class Muon(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group["lr"], group["weight_decay"])
+                    self._update(parameter, parameter.grad, group["lr"], group["weight_decay"])
 
-    def _update(self, parameter: Tensor, lr: float, weight_decay: float) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, lr: float, weight_decay: float) -> None:
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - MOMENTUM)
-        update = orthogonal(parameter.grad.lerp(momentum, MOMENTUM))  # Nesterov's
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
+        update = orthogonal(gradient.lerp(momentum, MOMENTUM))  # Nesterov's
         rows, columns = parameter.shape
         parameter.mul_(1 - lr * weight_decay)
         parameter.add_(update, alpha=-lr * max(1.0, rows / columns) ** 0.5)
