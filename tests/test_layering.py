@@ -78,7 +78,7 @@ ROOMS = {
         "common config offline client verifier_service/messages verifier_service/model verifier_service/engine "
         "drafter_service/engine drafter_service/service drafter_service/embedded"
     ),
-    "cluster/peers": "common config bench offline verifier_service/model",
+    "cluster/peers": "common config bench offline verifier_service/model drafter_service/service",
     "cluster/corpus": "offline drafter_service/training",
     "cluster/replay": "common bench verifier_service/messages drafter_service/engine drafter_service/lookup",
     "cluster/simulate": "common router replay verifier_service/messages verifier_service/pricing",

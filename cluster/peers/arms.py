@@ -17,6 +17,7 @@ def all_peers(
     *,
     model: Path,
     draft_model: Path | None,
+    head: Path | None,
     half_gguf: Path | None,
     dtype: str,
     max_num_seqs: int,
@@ -48,6 +49,10 @@ def all_peers(
     modes = {BASELINE: "off", PLACEBO: "off", "Outrider adaptive": "auto", "Outrider fixed": "always"}
     for name, speculation in modes.items():
         add(name, "outrider_worker.py", speculation=speculation, method="ngram")
+    if head is not None:  # the one that is shipped for the model
+        eagle = {"speculation": "auto", "draft_model": str(head)}
+        add("Outrider EAGLE-3", "outrider_worker.py", method="eagle3", **eagle)
+        add("Outrider look-up or EAGLE-3", "outrider_worker.py", method="hybrid", methods=["ngram", "eagle3"], **eagle)
     half = None if half_gguf is None else str(half_gguf)
     draft = None if draft_model is None else str(draft_model)
     for lookup, suffix in ((False, ""), (True, " look-up")):

@@ -13,7 +13,8 @@ def load(options: dict[str, Any]) -> tuple[str, Generate]:
     from outrider.cluster.offline.llm import LLM
     from outrider.cluster.offline.sampling_params import SamplingParams
 
-    drafting = {"method": options["method"], "num_speculative_tokens": options["num_speculative_tokens"]}
+    names = ("method", "methods", "num_speculative_tokens")
+    drafting = {name: options[name] for name in names if name in options}
     llm = LLM(
         options["model"],
         draft_model=options.get("draft_model"),

@@ -93,7 +93,7 @@ def _run(model: str, *, num_threads: int | None, repeats: int, **options: Any) -
     loads = _loads(config, options)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-peers-")))
-        chosen, missing = _peers(config, loads, folder, options)
+        chosen, missing = _peers(model, config, loads, folder, options)
         on_run = stack.enter_context(show_progress(len(chosen) * len(loads) * (repeats + 1)))
         processes: list[PeerProcess] = []
         for number, peer in enumerate(chosen):
@@ -121,10 +121,12 @@ def _run(model: str, *, num_threads: int | None, repeats: int, **options: Any) -
 
 
 def _peers(
-    config: ModelConfig, loads: Sequence[Load], folder: Path, options: Mapping[str, Any]
+    model: str, config: ModelConfig, loads: Sequence[Load], folder: Path, options: Mapping[str, Any]
 ) -> tuple[list[Peer], dict[str, str]]:
     """Choose who is measured, and say why the others are not; writes what they read into `folder`."""
+    from outrider.cluster.config.known_models import drafter_paths
     from outrider.cluster.peers.arms import all_peers
+    from outrider.drafter_service.service.speculative_config import Method
     from outrider.verifier_service.model.architectures import resolve_folder
     from outrider.verifier_service.model.gguf import is_gguf
 
@@ -135,10 +137,12 @@ def _peers(
 
         half = folder / "half.gguf"
         write_half_gguf(Path(config.path), half)
+    head = drafter_paths(model).get(Method.EAGLE3)
     found, missing = all_peers(
         options["environments"],
         model=resolve_folder(config),
         draft_model=options["draft_model"],
+        head=head,
         half_gguf=half,
         dtype=config.dtype,
         max_num_seqs=max(load.concurrency for load in loads),
