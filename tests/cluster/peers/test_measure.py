@@ -110,7 +110,8 @@ def test_the_prompts_are_many_and_of_many_kinds():
 def test_what_cannot_run_here_is_named(tmp_path):
     (tmp_path / "vllm" / "bin").mkdir(parents=True)
     (tmp_path / "vllm" / "bin" / "python").touch()
-    fields = {"model": tmp_path, "draft_model": None, "dtype": "float32", "max_num_seqs": 4, "max_model_len": 99}
+    own = {"model": tmp_path, "draft_model": None, "head": None}
+    fields = {**own, "dtype": "float32", "max_num_seqs": 4, "max_model_len": 99}
     found, missing = all_peers(tmp_path, half_gguf=None, **fields)
     names = [peer.name for peer in found]
     assert names == [BASELINE, PLACEBO, "Outrider adaptive", "Outrider fixed", "transformers", "vLLM",
