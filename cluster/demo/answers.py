@@ -43,11 +43,10 @@ class Comparison:
         """Say in one line what drafts brought."""
         num_drafted = sum(answer.speculation.num_draft_tokens for answer in self.on)
         num_accepted = sum(answer.speculation.num_accepted_tokens for answer in self.on)
-        length = self.tokens_per_verification
         return (
             f"{self.protocol}: the same text without drafts and with them; {self.off_rate:.0f} tokens/s off, "
             f"{self.on_rate:.0f} on; {num_accepted} of {num_drafted} draft tokens accepted, "
-            f"{NOTHING if length is None else f'{length:.2f}'} tokens per verification"
+            f"{shown_length(self.tokens_per_verification)} tokens per verification"
         )
 
 
@@ -62,6 +61,11 @@ def tokens_per_verification(answers: Sequence[Answer]) -> float | None:
     num_drafts = sum(answer.speculation.num_drafts for answer in answers)
     num_accepted = sum(answer.speculation.num_accepted_tokens for answer in answers)
     return 1 + num_accepted / num_drafts if num_drafts else None
+
+
+def shown_length(length: float | None) -> str:
+    """Write tokens per verification for a reader."""
+    return NOTHING if length is None else f"{length:.2f}"
 
 
 async def show_answers(

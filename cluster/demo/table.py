@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from outrider.cluster.common.terminal import NOTHING
-from outrider.cluster.demo.answers import Comparison
+from outrider.cluster.demo.answers import Comparison, shown_length
 from outrider.cluster.demo.burst import Wave
 from outrider.cluster.demo.kill import Kill
 
@@ -38,14 +38,10 @@ def closing_table(comparisons: Sequence[Comparison], waves: Sequence[Wave], kill
 def _comparison_row(comparison: Comparison) -> tuple[str, ...]:
     off_rate, on_rate = comparison.off_rate, comparison.on_rate
     ratio = f"{on_rate / off_rate:.2f}" if off_rate else NOTHING
-    figures = (f"{off_rate:.0f}", f"{on_rate:.0f}", ratio, _length(comparison.tokens_per_verification))
+    figures = (f"{off_rate:.0f}", f"{on_rate:.0f}", ratio, shown_length(comparison.tokens_per_verification))
     return (f"answers by {comparison.protocol} ({len(comparison.on)})", *figures, "the same text")
 
 
 def _wave_row(wave: Wave) -> tuple[str, ...]:
-    figures = (NOTHING, f"{wave.rate:.0f}", NOTHING, _length(wave.tokens_per_verification))
+    figures = (NOTHING, f"{wave.rate:.0f}", NOTHING, shown_length(wave.tokens_per_verification))
     return (f"burst of {wave.num_requests}", *figures, wave.fate())
-
-
-def _length(tokens_per_verification: float | None) -> str:
-    return NOTHING if tokens_per_verification is None else f"{tokens_per_verification:.2f}"

@@ -33,7 +33,7 @@ from outrider.drafter_service.training.pupil import (
 )
 from outrider.drafter_service.training.teacher import Lesson, Teacher
 
-DEEP_SHARE = 0.25  # of a window's roots learn beyond the first step, drawn anew each time: half the time, as good
+DEEP_SHARE = 0.25  # of a window's roots learn beyond the first step, drawn anew each time: they took most of the time
 
 
 class UnrolledPupil:
