@@ -59,15 +59,17 @@ ROOMS = {
     "cluster/monitoring": "common router verifier_service/messages",
     "cluster/gateway": "common router monitoring proto verifier_service/messages verifier_service/links",
     "cluster/web": "",
-    "cluster/api/openai": "common gateway web verifier_service/messages",
+    "cluster/replies": "common verifier_service/messages",
+    "cluster/api/openai": "common gateway replies web verifier_service/messages",
     "cluster/api": "common gateway web api/openai proto verifier_service/messages",
     "cluster/config": (
-        "common router verifier_service/messages verifier_service/model verifier_service/links verifier_service/engine "
-        "drafter_service/service drafter_service/embedded drafter_service/shipped"
+        "common router replies verifier_service/messages verifier_service/model verifier_service/links "
+        "verifier_service/engine drafter_service/service drafter_service/embedded drafter_service/shipped"
     ),
     "cluster/replicas": (
-        "common router monitoring gateway api api/openai config proto verifier_service/messages verifier_service/model "
-        "verifier_service/links verifier_service/engine drafter_service/engine drafter_service/service"
+        "common router monitoring gateway replies api api/openai config proto verifier_service/messages "
+        "verifier_service/model verifier_service/links verifier_service/engine drafter_service/engine "
+        "drafter_service/service"
     ),
     "cluster/offline": (
         "common router monitoring gateway config verifier_service/messages verifier_service/model "
@@ -86,8 +88,8 @@ ROOMS = {
         "common router gateway config replicas client proto verifier_service/model drafter_service/embedded"
     ),
     "cluster/cli": (  # nothing imports it
-        "common router config replicas offline client bench peers corpus replay simulate demo verifier_service/model "
-        "drafter_service/training"
+        "common router replies config replicas offline client bench peers corpus replay simulate demo "
+        "verifier_service/model drafter_service/training"
     ),
 }
 VERSION = "outrider.__version__"  # all that the package itself has: the root's __init__.py

@@ -12,6 +12,7 @@ from outrider.cluster.cli.options import configure, model_options, speculation_o
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.config.config_file import read_pools
 from outrider.cluster.config.security_options import security_options
+from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
@@ -73,6 +74,16 @@ from outrider.cluster.config.security_options import security_options
     "[[first, last, length], ...].",
 )
 @click.option("--served-model-name", help="Name in the API. Default: MODEL.")
+@click.option(
+    "--tool-call-parser",
+    type=click.Choice(sorted(TOOL_FAMILIES)),
+    help="How MODEL writes tool calls. Default: as its tokenizer's response template says, if it has one.",
+)
+@click.option(
+    "--reasoning-parser",
+    type=click.Choice(sorted(REASONING_FAMILIES)),
+    help="How MODEL marks what it thinks; split off as reasoning_content. Default: as for tool calls.",
+)
 @click.option(
     "--internal-host",
     default="127.0.0.1",

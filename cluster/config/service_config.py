@@ -20,6 +20,7 @@ from outrider.cluster.common.security import TlsConfig, link_tls, public_tls
 from outrider.cluster.config.known_models import drafter_paths, is_embedded, path_of, usual_method
 from outrider.cluster.config.placement import PoolPlacement
 from outrider.cluster.config.speculative_options import PoolOptions, parse_pool, parse_speculative_config, split_options
+from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
 from outrider.cluster.router.autoscaling import FIRST_POOL, ReplicaRange
 from outrider.cluster.router.fleet import BatchSizeTable, PolicyMode, RouterPolicy
 from outrider.drafter_service.service.drafter_spec import (
@@ -58,6 +59,8 @@ class ServiceConfig:
     model: str | None = None
     draft_model: str | None = None
     served_model_name: str | None = None
+    tool_call_parser: str | None = None  # how the model writes tool calls: of `TOOL_FAMILIES`
+    reasoning_parser: str | None = None  # how it marks its thoughts: of `REASONING_FAMILIES`
     revision: str | None = None
     trust_remote_code: bool = False
     dtype: str = "auto"
@@ -131,6 +134,9 @@ class ServiceConfig:
                 raise ValueError(f"{name} must be at least {fewest}")
         if self.speculation not in ("auto", "always", "off"):
             raise ValueError("speculation must be auto, always or off")
+        for name, families in (("tool_call_parser", TOOL_FAMILIES), ("reasoning_parser", REASONING_FAMILIES)):
+            if getattr(self, name) not in (None, *families):
+                raise ValueError(f"{name} must be one of {', '.join(families)}")
         if self.log_format not in LOG_FORMATS:
             raise ValueError("log_format must be text or json")
         if not 0.0 <= self.trace_sample_ratio <= 1.0:

@@ -52,30 +52,34 @@ class TextCodec:
         """Write the tokenizer's files into a folder."""
         await self._in_thread(functools.partial(self._tokenizer.save_pretrained, folder))
 
-    async def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """Return how the model's answers are read, where its tokenizer says so."""
+        return getattr(self._tokenizer, "response_template", None)
+
+    @functools.cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Return the tokens that the tokenizer marks as special, by their text."""
+        added = self._tokenizer.added_tokens_decoder
+        return {token.content: id_ for id_, token in added.items() if token.special}
+
+    async def render_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
         """Write messages through the model's chat template; raises `InvalidRequest` where they do not fit it."""
         if not self.has_chat_template:
             raise InvalidRequest(
                 "messages: this model's tokenizer has no chat template; use /v1/completions", "messages"
             )
-        work = functools.partial(self.render_chat_now, messages, add_generation_prompt=add_generation_prompt)
-        return await self._in_thread(work)
+        return await self._in_thread(functools.partial(self.render_chat_now, messages, **fields))
 
-    def render_chat_now(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        chat_template: str | None = None,
-    ) -> str:
-        """Write messages through `chat_template`, or else the model's own, in this thread; raises `InvalidRequest`."""
+    def render_chat_now(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
+        """Write messages through a chat template, in this thread; raises `InvalidRequest`.
+
+        `fields` are of `apply_chat_template` (`tools`, `add_generation_prompt`: true unless given, a `chat_template`
+        instead of the model's own), or the template's own.
+        """
+        fields = {"add_generation_prompt": True, **fields}
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                chat_template=chat_template,
-            )
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **fields)
         except Exception as error:  # whatever a model's template raises, these messages do not fit it
             raise InvalidRequest(f"messages do not fit the model's chat template: {error}", "messages") from error
         return str(text)

@@ -6,7 +6,10 @@ Everything that a user can get wrong is found here, without a model's tokens, so
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, grammar_from
 
@@ -15,6 +18,22 @@ from outrider.verifier_service.messages.request import StructuredKind, Structure
 MAX_ERROR_CHARS = 300  # an error may quote the whole grammar
 # Between two parts of a JSON text. Without a bound, a model that likes white space writes nothing else.
 WHITE_SPACE = r"[ \n\r\t]{1,20}"
+# The same of a number's digits, where its schema sets no bound.
+LARGEST_NUMBER = 10**15
+FINEST_NUMBER = 1e-9
+
+_SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
+_SCHEMA_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
+_SCHEMAS = {"items", "additionalProperties"}
+_ASCII_CLASSES = {
+    "d": "[0-9]",
+    "D": "[^0-9]",
+    "w": "[0-9A-Za-z_]",
+    "W": "[^0-9A-Za-z_]",
+    "s": r"[ \t\n\r\f\v]",
+    "S": r"[^ \t\n\r\f\v]",
+}
+LARK_MARK = "%llguidance"  # what a grammar begins with that is Lark's for sure
 
 # What a grammar may cost: some 20 ms to compile, as much for one mask, and some 100 MB.
 LIMITS = LLParserLimits(
@@ -35,7 +54,7 @@ def grammar_text(structured: StructuredOutput) -> str:
         case StructuredKind.JSON_OBJECT:
             return _of_schema('{"type": "object"}')
         case StructuredKind.REGEX:
-            return LLMatcher.grammar_from_regex(structured.text)
+            return LLMatcher.grammar_from_regex(with_ascii_classes(structured.text))
         case StructuredKind.GRAMMAR:
             return _of_grammar(structured.text)
         case StructuredKind.CHOICE:
@@ -68,11 +87,53 @@ def _of_schema(text: str) -> str:
         raise invalid(StructuredKind.JSON_SCHEMA, f"not JSON: {error}") from error
     if not isinstance(schema, dict | bool):
         raise invalid(StructuredKind.JSON_SCHEMA, "a schema is an object or a boolean")
-    return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITE_SPACE})
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(with_bounded_numbers(schema)), defaults={"whitespace_pattern": WHITE_SPACE}
+    )
+
+
+def embedded_schema(schema: Mapping[str, Any]) -> str:
+    """Return a JSON schema as it may stand behind `%json` in one of llguidance's grammars, bounded as others are."""
+    bounded = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **with_bounded_numbers(dict(schema))}
+    return json.dumps(bounded)
+
+
+def with_bounded_numbers(schema: Any) -> Any:
+    """Bound the digits of all numbers in a JSON schema that bounds them in no way itself."""
+    if not isinstance(schema, dict):
+        return schema
+    bounded = dict(schema)
+    for name in bounded.keys() & _SCHEMAS_BY_NAME:
+        if isinstance(bounded[name], dict):
+            bounded[name] = {key: with_bounded_numbers(value) for key, value in bounded[name].items()}
+    for name in bounded.keys() & _SCHEMA_LISTS:
+        if isinstance(bounded[name], list):
+            bounded[name] = [with_bounded_numbers(value) for value in bounded[name]]
+    for name in bounded.keys() & _SCHEMAS:
+        bounded[name] = with_bounded_numbers(bounded[name])
+    kinds = bounded.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    is_number = "integer" in kinds or "number" in kinds
+    if not is_number or bounded.keys() & {"enum", "const"}:
+        return bounded
+    if not bounded.keys() & {"minimum", "exclusiveMinimum"}:
+        bounded["minimum"] = -LARGEST_NUMBER
+    if not bounded.keys() & {"maximum", "exclusiveMaximum"}:
+        bounded["maximum"] = LARGEST_NUMBER
+    if "number" in kinds:
+        bounded.setdefault("multipleOf", FINEST_NUMBER)
+    return bounded
+
+
+def with_ascii_classes(pattern: str) -> str:
+    r"""Let \d, \w and \s of a regular expression mean ASCII, as those who write them expect, not all of Unicode."""
+    return re.sub(r"\\(.)", lambda match: _ASCII_CLASSES.get(match[1], match[0]), pattern, flags=re.DOTALL)
 
 
 def _of_grammar(text: str) -> str:
     """Read a grammar in Lark's syntax or in llama.cpp's (GBNF)."""
+    if text.startswith(LARK_MARK):
+        return LLMatcher.grammar_from_lark(text)
     try:
         return grammar_from("grammar", text)
     except ValueError as error:

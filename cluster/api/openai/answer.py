@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from outrider.cluster.api.openai.format import Format, ShownChoice, error_object
 from outrider.cluster.common.errors import OutriderError, Unauthenticated, mapping_of, retry_after
 from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
 from outrider.cluster.gateway.gateway import Gateway, ValidRequest
+from outrider.cluster.replies.reader import ReplyReader
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Answer:
     include_usage: bool
     return_token_ids: bool
     requests: list[ValidRequest] = field(default_factory=list)
+    reader: Callable[[], ReplyReader | None] = lambda: None  # of a choice
     id: str = ""
 
     def __post_init__(self) -> None:
@@ -49,14 +51,16 @@ class Answer:
         whole = {index: joined(parts[index]) for index in sorted(parts)}
         answer: dict[str, Any] = {}
         choices = []
+        shown = {index: self._shown(index) for index in whole}
         for index, chunk in whole.items():
-            choice, extra = self.format.object(self._shown(index), chunk, streamed=False)
+            shown[index].take(chunk)
+            choice, extra = self.format.object(shown[index], chunk, streamed=False)
             choices.append(choice)
             answer = {**extra, **answer}  # the first choice speaks for the prompt
         return {
             **self._envelope(self.format.object_name, choices),
             **answer,
-            "usage": self._usage({index: chunk.usage for index, chunk in whole.items() if chunk.usage}),
+            "usage": self._usage({index: chunk.usage for index, chunk in whole.items() if chunk.usage}, shown.values()),
             "metrics": metrics_object([chunk.speculation for chunk in whole.values()]),
         }
 
@@ -68,11 +72,12 @@ class Answer:
             async for index, chunk in chunks:
                 if chunk.usage is not None:
                     usages[index] = chunk.usage
-                choice = shown.setdefault(index, self._shown(index))
+                choice = shown[index] = shown.get(index) or self._shown(index)
+                choice.take(chunk)
                 if choice.shows(chunk):
                     yield event_of(self._chunk_object(choice, chunk))
         if self.include_usage:
-            usage = self._usage(usages)
+            usage = self._usage(usages, shown.values())
             yield event_of({**self._envelope(self.format.chunk_object_name, []), "usage": usage})
         yield b"data: [DONE]\n\n"
 
@@ -85,7 +90,13 @@ class Answer:
     def _shown(self, index: int) -> ShownChoice:
         request = self.requests[index // self.requests[0].n]
         codec = self.gateway.text
-        return ShownChoice(index=index, request=request, codec=codec, return_token_ids=self.return_token_ids)
+        return ShownChoice(
+            index=index,
+            request=request,
+            codec=codec,
+            return_token_ids=self.return_token_ids,
+            reader=self.reader(),
+        )
 
     def _envelope(self, object_name: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         model = self.gateway.model.name
@@ -100,9 +111,14 @@ class Answer:
             answer["metrics"] = metrics_object([chunk.speculation])
         return answer
 
-    def _usage(self, usages: dict[int, Usage]) -> dict[str, Any]:
+    def _usage(self, usages: dict[int, Usage], shown: Iterable[ShownChoice]) -> dict[str, Any]:
         num_choices = self.requests[0].n
-        return usage_object(usages.values(), (usage for index, usage in usages.items() if index % num_choices == 0))
+        read = [choice.num_reasoning_tokens for choice in shown if choice.reader is not None]
+        return usage_object(
+            usages.values(),
+            (usage for index, usage in usages.items() if index % num_choices == 0),
+            num_reasoning_tokens=sum(read) if read else None,
+        )
 
 
 def event_of(message: dict[str, Any]) -> bytes:

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from outrider import __version__
 from outrider.cluster.api.openai.answer import Answer, GenerationResponse, error_response
+from outrider.cluster.api.openai.chats import Chats
 from outrider.cluster.api.openai.format import ChatFormat, CompletionFormat
 from outrider.cluster.api.openai.protocol import (
     MAX_TOKENIZED_CHARS,
@@ -30,6 +31,8 @@ from outrider.cluster.api.openai.protocol import (
 )
 from outrider.cluster.common.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, OutriderError, RequestFailed
 from outrider.cluster.gateway.gateway import Gateway
+from outrider.cluster.replies.reader import ReplySyntax
+from outrider.cluster.replies.tools import read_tool_use
 from outrider.cluster.web.page import add_web_page
 
 MAX_BODY_BYTES = 16 << 20
@@ -45,14 +48,17 @@ def build_api(
     metrics: Collector | None = None,
     wall_clock: Callable[[], float] = time.time,
     body_timeout_s: float = BODY_TIMEOUT_S,
+    reply_syntax: ReplySyntax | None = None,
 ) -> FastAPI:
     """Return the FastAPI application of a gateway.
 
+    `reply_syntax` says how the model writes tool calls and thoughts; None: as its tokenizer says, if it does.
     `is_healthy` answers /health and, unless it drains, /ready. /metrics shows `metrics`; None: the gateway's own.
     """
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
     app.state.body_timeout_s = body_timeout_s
-    _add_generation_routes(app, gateway, wall_clock)
+    syntax = reply_syntax or ReplySyntax(response_template=gateway.text.response_template)
+    _add_generation_routes(app, gateway, wall_clock, Chats(syntax=syntax))
     _add_token_routes(app, gateway)
     _add_model_routes(app, gateway)
     _add_status_routes(app, gateway, is_healthy, gateway.metrics.registry if metrics is None else metrics)
@@ -64,7 +70,7 @@ def build_api(
     return app
 
 
-def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[], float]) -> None:
+def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[], float], chats: Chats) -> None:
     @app.post("/v1/completions", openapi_extra=_body_schema("/v1/completions", CompletionBody))
     async def completions(request: Request) -> Response:
         body = parse_body(await read_json(request), CompletionBody)
@@ -78,8 +84,7 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[
         body = parse_body(await read_json(request), ChatBody)
         gateway.check_model_name(body.model)
         answer = Answer(gateway, ChatFormat(), int(wall_clock()), body.include_usage, bool(body.return_token_ids))
-        prompt = await gateway.text.render_chat(template_input(body.messages))
-        answer.requests = [await gateway.parse(body.input(answer.id, prompt))]
+        await chats.open(answer, body)
         return GenerationResponse(answer, stream=bool(body.stream))
 
 
@@ -94,7 +99,8 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         if body.messages is not None:  # a chat template writes its special tokens itself
             add_special_tokens = bool(add_special_tokens)
             messages = template_input(body.messages)
-            text = await gateway.text.render_chat(messages, add_generation_prompt=body.add_generation_prompt)
+            tools = read_tool_use(body.tools or [], None, None).tools
+            text = await gateway.text.render_chat(messages, **body.template_fields(tools))
             if len(text) > MAX_TOKENIZED_CHARS:
                 raise InvalidRequest(f"messages must have at most {MAX_TOKENIZED_CHARS} characters", "messages")
         ids = await gateway.text.encode(text or "", add_special_tokens=add_special_tokens is not False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from outrider.cluster.common.errors import OutriderError, field_of, mapping_of, text_of
@@ -17,7 +17,9 @@ from outrider.cluster.gateway.choice import GatewayChunk, Usage
 from outrider.cluster.gateway.gateway import ValidRequest
 from outrider.cluster.gateway.logprobs_format import ShownToken, chat_logprobs, completion_logprobs, prompt_logprobs
 from outrider.cluster.gateway.text_codec import TextCodec
-from outrider.verifier_service.messages.request import SpeculationMetrics
+from outrider.cluster.replies.reader import ReplyReader, Said
+from outrider.cluster.replies.tools import ToolCall
+from outrider.verifier_service.messages.request import FinishReason, SpeculationMetrics
 
 
 def error_object(error: OutriderError) -> dict[str, Any]:
@@ -27,16 +29,20 @@ def error_object(error: OutriderError) -> dict[str, Any]:
     return {"error": {"message": text_of(error), **content}}
 
 
-def usage_object(usages: Iterable[Usage], prompts: Iterable[Usage]) -> dict[str, Any]:
+def usage_object(
+    usages: Iterable[Usage], prompts: Iterable[Usage], *, num_reasoning_tokens: int | None = None
+) -> dict[str, Any]:
     """Sum the choices' completion tokens, and count each prompt once: `prompts` has one usage per prompt."""
     prompts = list(prompts)
     num_prompt_tokens = sum(usage.num_prompt_tokens for usage in prompts)
     num_completion_tokens = sum(usage.num_completion_tokens for usage in usages)
+    details = {} if num_reasoning_tokens is None else {"reasoning_tokens": num_reasoning_tokens}
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(usage.num_cached_tokens for usage in prompts)},
+        **({"completion_tokens_details": details} if details else {}),
     }
 
 
@@ -72,17 +78,31 @@ class ShownChoice:
     request: ValidRequest
     codec: TextCodec
     return_token_ids: bool
+    reader: ReplyReader | None = None  # None: the text is content, all of it
+    said: Said = field(default_factory=Said)  # by the chunk that was taken last
+    num_calls: int = 0  # already shown
+    num_reasoning_tokens: int = 0
     num_chars: int = 0  # of text already shown
     is_begun: bool = False
+
+    def take(self, chunk: GatewayChunk) -> None:
+        """Read what the next chunk says."""
+        if self.reader is None:
+            self.said = Said(content=chunk.text)
+        else:
+            texts = (token.text for token in chunk.tokens)
+            self.said = self.reader.read(texts, is_last=chunk.finish_reason is not None)
+        self.num_reasoning_tokens += self.said.num_reasoning_tokens
 
     def advance(self, text: str) -> None:
         self.is_begun = True
         self.num_chars += len(text)
+        self.num_calls += len(self.said.calls)
 
     def shows(self, chunk: GatewayChunk) -> bool:
-        """Return whether a chunk is worth an event of a stream."""
+        """Return whether the chunk that was taken is worth an event of a stream."""
         wants_tokens = self.return_token_ids or self.request.sampling.logprobs is not None
-        return not self.is_begun or bool(chunk.text or chunk.finish_reason or (chunk.tokens and wants_tokens))
+        return not self.is_begun or bool(self.said or chunk.finish_reason or (chunk.tokens and wants_tokens))
 
     def token_fields(self, chunk: GatewayChunk, *, streamed: bool) -> dict[str, Any]:
         if not self.return_token_ids:
@@ -153,22 +173,47 @@ class ChatFormat:
     def object(
         self, shown: ShownChoice, chunk: GatewayChunk, *, streamed: bool
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        if streamed:
-            role = {} if shown.is_begun else {"role": "assistant"}
-            content = {"content": chunk.text} if chunk.text or not shown.is_begun else {}
-            body: dict[str, Any] = {"delta": {**role, **content}}
-        else:
-            body = {"message": {"role": "assistant", "content": chunk.text, "refusal": None}}
+        body = {"delta": _delta(shown)} if streamed else {"message": _message(shown)}
+        has_calls = bool(shown.num_calls or shown.said.calls)
         choice = {
             "index": shown.index,
             **body,
             "logprobs": _chat_logprobs(shown, chunk),
-            "finish_reason": _reason(chunk),
+            "finish_reason": "tool_calls" if has_calls and chunk.finish_reason is FinishReason.STOP else _reason(chunk),
             **shown.token_fields(chunk, streamed=streamed),
         }
         prompt_fields = shown.prompt_fields(chunk)
         shown.advance(chunk.text)
         return choice, prompt_fields
+
+
+def _delta(shown: ShownChoice) -> dict[str, Any]:
+    said = shown.said
+    delta: dict[str, Any] = {} if shown.is_begun else {"role": "assistant"}
+    if said.reasoning:
+        delta["reasoning_content"] = said.reasoning
+    if said.content or not (shown.is_begun or said):
+        delta["content"] = said.content
+    if said.calls:
+        calls = enumerate(said.calls, start=shown.num_calls)
+        delta["tool_calls"] = [{"index": index, **call_object(call)} for index, call in calls]
+    return delta
+
+
+def _message(shown: ShownChoice) -> dict[str, Any]:
+    said = shown.said
+    message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.calls:
+        message["content"] = said.content or None
+        message["tool_calls"] = [call_object(call) for call in said.calls]
+    return message
+
+
+def call_object(call: ToolCall) -> dict[str, Any]:
+    """Render a tool call of a chat."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _completion_logprobs(shown: ShownChoice, chunk: GatewayChunk, echo: Sequence[str]) -> dict[str, Any] | None:

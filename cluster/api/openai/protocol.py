@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
@@ -12,12 +13,27 @@ from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.gateway.gateway import RequestInput
 from outrider.cluster.gateway.structured_format import OPENAI_FIELDS, openai_structure
+from outrider.cluster.replies.tools import Tool, ToolUse, read_tool_use
 
 MAX_PROMPTS = 256  # of one completions body
 MAX_TOTAL_CHOICES = 1024  # of all prompts of one completions body
 MAX_MESSAGES = 4096  # of one chat
 MAX_TOKENIZED_CHARS = 1 << 20  # of /tokenize, chats as their templates write them
 MAX_DETOKENIZED_TOKENS = 1 << 20
+RESERVED_KWARGS = frozenset(  # of the call that renders a template
+    (
+        "tools",
+        "messages",
+        "conversation",
+        "chat_template",
+        "tokenize",
+        "tokenizer",
+        "return_dict",
+        "return_tensors",
+        "add_generation_prompt",
+        "continue_final_message",
+    )
+)
 
 # Accepted and without effect on the tokens.
 IGNORED_FIELDS = frozenset(
@@ -29,8 +45,7 @@ IGNORED_FIELDS = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
-        "prediction",
+        "verbosity",
     )
 )
 # Would change the result and are not served yet: only these values, which change nothing, are accepted.
@@ -42,19 +57,9 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "modalities": (["text"],),
     "audio": (),
-    "reasoning_effort": (),
-    "verbosity": (),
     "web_search_options": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-}
-# The same, of tool calls.
-TOOL_VALUES: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
+    "functions": ([],),  # what tools were called once
     "function_call": ("none", "auto"),
 }
 
@@ -181,6 +186,9 @@ class ChatMessage(BaseModel):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None  # who speaks, where the template tells speakers apart
+    tool_calls: list[dict[str, Any]] | None = None  # of an assistant
+    tool_call_id: str | None = None  # of a tool's answer
+    reasoning_content: str | None = None  # of an assistant, where the template shows it again
 
     def as_template_input(self) -> dict[str, Any]:
         """Return the message as chat templates expect it, its text parts joined."""
@@ -188,23 +196,84 @@ class ChatMessage(BaseModel):
             if value:  # null and empty say nothing: answers are sent back with all their fields
                 hint = did_you_mean(name, ChatMessage.model_fields)
                 raise InvalidRequest(f"messages: {name!r} is not supported{hint}", "messages")
-        message = {"role": self.role} if self.name is None else {"role": self.role, "name": self.name}
-        if isinstance(self.content, list):
-            for part in self.content:
-                if part.type != "text" or part.text is None:
-                    raise InvalidRequest(f"messages: content of type {part.type!r} is not supported", "messages")
-            return message | {"content": "".join(part.text or "" for part in self.content)}
-        return message | {"content": self.content or ""}
+        message: dict[str, Any] = {"role": self.role, "content": self._text()}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        if self.tool_calls:
+            message["tool_calls"] = [_call_of_template(call) for call in self.tool_calls]
+        return message
+
+    def _text(self) -> str:
+        if not isinstance(self.content, list):
+            return self.content or ""
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                raise InvalidRequest(f"messages: content of type {part.type!r} is not supported", "messages")
+        return "".join(part.text or "" for part in self.content)
+
+
+def _call_of_template(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call that was made before as templates expect it: its arguments are no text but what it says."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest("messages: a tool call must have a function with a name", "messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"messages: a tool call's arguments are no JSON: {error}", "messages") from error
+    return {
+        "id": call.get("id"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
+    }
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class ChatBody(_Body):
+class _TemplateFields(_ModelBody):
+    """What a chat template is given beside the messages."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def template_fields(self, tools: Sequence[Tool]) -> dict[str, Any]:
+        """Return the arguments of the template; raises `InvalidRequest` where they contradict each other."""
+        are_both_asked = self.continue_final_message and self.add_generation_prompt
+        if are_both_asked and "add_generation_prompt" in self.model_fields_set:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message cannot both be true", "add_generation_prompt"
+            )
+        kwargs = dict(self.chat_template_kwargs or {})
+        for name in kwargs.keys() & RESERVED_KWARGS:
+            raise InvalidRequest(f"chat_template_kwargs: {name!r} has a field of its own", "chat_template_kwargs")
+        if self.reasoning_effort is not None:
+            kwargs["reasoning_effort"] = self.reasoning_effort
+        return {
+            **kwargs,
+            "tools": [tool.as_template_input() for tool in tools] or None,
+            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+            "continue_final_message": self.continue_final_message,
+        }
+
+
+class ChatBody(_Body, _TemplateFields):
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    def tool_use(self) -> ToolUse:
+        """Return the tools and what is asked of the model; raises `InvalidRequest`."""
+        return read_tool_use(self.tools or [], self.tool_choice, self.parallel_tool_calls)
 
     def input(self, request_id: str, prompt: str) -> RequestInput:
         """Return the request; `prompt` is what the model's chat template made of the messages."""
@@ -225,13 +294,12 @@ class ChatBody(_Body):
         )
 
 
-class TokenizeBody(_ModelBody):
+class TokenizeBody(_TemplateFields):
     """The body of /tokenize: a prompt or messages."""
 
     prompt: str | None = Field(default=None, max_length=MAX_TOKENIZED_CHARS)
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True  # of messages
     return_token_strs: bool | None = None
 
     def model_post_init(self, _: Any) -> None:
@@ -281,11 +349,10 @@ def parse_body(body: object, kind: type[BodyT]) -> BodyT:
 def _check_extra(name: str, value: object, kind: type[BaseModel]) -> None:
     if value is None or name in IGNORED_FIELDS:
         return
-    neutral_values = NEUTRAL_VALUES | TOOL_VALUES
-    if name not in neutral_values:
-        hint = did_you_mean(name, [*kind.model_fields, *neutral_values])
+    if name not in NEUTRAL_VALUES:
+        hint = did_you_mean(name, [*kind.model_fields, *NEUTRAL_VALUES])
         raise InvalidRequest(f"unknown field {name!r}{hint}", name)
     # `0 == False`, but best_of=True asks for nothing that is known
-    if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral_values[name]):
-        comes_with = ": it comes with tool calls" if name in TOOL_VALUES else ""
-        raise InvalidRequest(f"{name} is not supported yet{comes_with}", name)
+    if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in NEUTRAL_VALUES[name]):
+        instead = ": tools and tool_choice are" if name in ("functions", "function_call") else ""
+        raise InvalidRequest(f"{name} is not supported{instead}", name)

@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from fakes.byte_tokens import ByteTokens
 from outrider.verifier_service.messages.request import SamplingParams, StructuredKind, StructuredOutput
-from outrider.verifier_service.messages.structured_output import LIMITS, check_structured, grammar_text
+from outrider.verifier_service.messages.structured_output import LIMITS, check_structured, embedded_schema, grammar_text
 from outrider.verifier_service.messages.wire import decode, encode
 
 EOS = 256
@@ -50,6 +50,7 @@ ODD_CHOICES = ('a"b', "c\\d", "line\nbreak", "\u2028", "\x01", "é😀", "/x/", 
         ),
         (structured("json_object"), ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", '{"a"}', "{} "]),
         (structured("regex", "^[0-9]{2}-(a|b)$"), ["12-a"], ["12-ab", "x12-a", "1-a"]),
+        (structured("regex", r"\d{3}-\w+\s[^\d]\\\D"), ["123-a_1 x\\x"], ["🯸🯸🯸-a x\\x", "123-é x\\x", "123-a x\\1"]),
         (structured("grammar", 'start: A | "b" start\nA: /x+/'), ["xx", "bbx"], ["b", "xb"]),
         (structured("grammar", GBNF), ["ab", "ac"], ["a", "bb"]),
         (structured("choice", ODD_CHOICES), ODD_CHOICES, ['a"', "line", ""]),
@@ -106,3 +107,49 @@ def test_it_crosses_the_wire():
     for wanted in (structured("choice", ODD_CHOICES), structured("json_schema", POINT), None):
         sampling = SamplingParams(structured=wanted)
         assert decode(encode(sampling), (SamplingParams,)) == sampling
+
+
+NUMBERS = {
+    "type": "object",
+    "properties": {
+        "plain": {"type": ["number", "null"]},
+        "listed": {"type": "array", "items": {"type": "integer"}},
+        "chosen": {"anyOf": [{"type": "number"}, {"type": "string"}]},
+        "pointed": {"$ref": "#/$defs/count"},
+        "own": {"type": "integer", "minimum": 0, "maximum": 10**18},
+    },
+    "$defs": {"count": {"type": "integer"}},
+}
+
+
+@pytest.mark.parametrize("field", ["plain", "chosen", "pointed"])
+def test_numbers_end_somewhere(field):
+    wanted = structured("json_schema", NUMBERS)
+    assert admits(wanted, f'{{"{field}": -123456789012345}}')
+    assert not admits(wanted, f'{{"{field}": {"1" * 40}}}')
+    assert not admits(wanted, f'{{"{field}": 0.{"1" * 40}}}')
+
+
+def test_numbers_end_in_lists_too_and_bounds_of_the_schema_stay():
+    wanted = structured("json_schema", NUMBERS)
+    assert admits(wanted, '{"plain": -0.000000001, "listed": [1, -20]}')
+    assert not admits(wanted, f'{{"listed": [{"1" * 40}]}}')
+    assert admits(wanted, f'{{"own": {10**17}}}')
+    assert not admits(wanted, '{"own": -1}')
+
+
+def test_a_property_may_be_called_as_a_keyword():
+    schema = {"type": "object", "properties": {"type": {"type": "string"}, "items": {"type": "number"}}}
+    assert admits(structured("json_schema", schema), '{"type": "number", "items": 1.5}')
+
+
+def test_a_schema_within_a_grammar_is_bounded_too():
+    wanted = structured("grammar", f'%llguidance {{}}\nstart: "<" %json {embedded_schema({"type": "integer"})} ">"')
+    assert admits(wanted, "<12>")
+    assert not admits(wanted, f"<{'1' * 40}>")
+
+
+def test_a_schema_may_say_what_llamas_grammars_begin_with():
+    schema = {"type": "object", "properties": {"a": {"const": "root ::= x"}}, "required": ["a"]}
+    wanted = structured("grammar", f"%llguidance {{}}\nstart: %json {embedded_schema(schema)}")
+    assert admits(wanted, '{"a": "root ::= x"}')

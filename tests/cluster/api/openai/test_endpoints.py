@@ -482,13 +482,6 @@ async def test_load_is_the_gateways_and_the_fleets(tokenizer):
         await asyncio.gather(call, return_exceptions=True)
 
 
-async def test_tools_are_refused_by_name(tokenizer, backend):
-    async with client_of(backend, tokenizer) as client:
-        answer = await client.post("/v1/chat/completions", json={"messages": MESSAGES, "tools": [{"type": "x"}]})
-    assert answer.json()["error"]["param"] == "tools"
-    assert "comes with tool calls" in answer.json()["error"]["message"]
-
-
 async def test_a_generation_that_is_cancelled_from_within_is_answered(tokenizer):
     """Nobody cancelled the request: it must not wait for ever."""
     backend = FakeBackend(lambda _: [[5], asyncio.CancelledError()])
@@ -513,7 +506,7 @@ async def test_who_speaks_reaches_the_template(tokenizer, backend):
     assert asked == [{"role": "user", "content": "a", "name": "Ann"}]
 
 
-@pytest.mark.parametrize("field", ["tool_calls", "tool_call_id", "reasoning_content", "contents"])
+@pytest.mark.parametrize("field", ["function_call", "contents"])
 async def test_what_a_message_says_besides_is_refused_by_name(tokenizer, backend, field):
     message = {"role": "assistant", "content": "a"}
     async with client_of(backend, tokenizer) as client:

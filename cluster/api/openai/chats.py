@@ -1,0 +1,54 @@
+"""From a chat to a request: the template writes the prompt, the tools shape the answer, a reader splits it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from outrider.cluster.api.openai.answer import Answer
+from outrider.cluster.api.openai.protocol import ChatBody, template_input
+from outrider.cluster.common.errors import InvalidRequest
+from outrider.cluster.gateway.gateway import RequestInput
+from outrider.cluster.replies.grammar import calls_structure
+from outrider.cluster.replies.reader import ReplySyntax
+from outrider.cluster.replies.tools import ToolUse
+from outrider.verifier_service.messages.request import StructuredOutput
+from outrider.verifier_service.messages.structured_output import check_structured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chats:
+    """Opens answers to chats, in the syntax of the served model."""
+
+    syntax: ReplySyntax
+
+    async def open(self, answer: Answer, body: ChatBody) -> None:
+        """Give an answer its request and its reader; raises `InvalidRequest` naming the field."""
+        text, use = answer.gateway.text, body.tool_use()
+        prompt = await text.render_chat(template_input(body.messages), **body.template_fields(use.tools))
+        request = body.input(answer.id, prompt)
+        structured = self._structure(request, use, answer)
+        answer.reader = functools.partial(self.syntax.reader, prompt, use)
+        is_read = answer.reader() is not None
+        shows_special = is_read and request.skip_special_tokens is None  # the parts' marks may be special tokens
+        request = dataclasses.replace(
+            request,
+            structured=structured,
+            skip_special_tokens=False if shows_special else request.skip_special_tokens,
+        )
+        answer.requests = [await answer.gateway.parse(request)]
+
+    def _structure(self, request: RequestInput, use: ToolUse, answer: Answer) -> StructuredOutput | None:
+        if not use.callable_tools:
+            return request.structured
+        if use.need == "required" and request.structured is not None:
+            raise InvalidRequest("tool_choice: an answer that must call a tool has that form alone", "tool_choice")
+        structured = calls_structure(use, self.syntax, answer.gateway.text.special_ids, request.structured)
+        if structured is not None:
+            try:
+                check_structured(structured)
+            except ValueError as error:
+                reason = str(error).removeprefix("structured must be a grammar that can be followed: ")
+                raise InvalidRequest(f"tools: parameters that no answer can follow: {reason}", "tools") from error
+        return structured

@@ -1,0 +1,216 @@
+"""How families of models write tool calls and thoughts, under vLLM's names for their parsers.
+
+What is read is told in the words of transformers' response templates
+(https://huggingface.co/docs/transformers/main/chat_response_parsing), which also parse it; what is written, for the
+grammar that makes a model call, in a form of ours. Both follow the families' public chat templates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_CALL = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
+_EACH_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
+_NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+IGNORED = "ignored"  # a field whose text is neither said nor called
+# DeepSeek's special tokens have full-width bars
+_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_SEP, _CALL_END = (
+    f"<\uff5ctool\u2581{name}\uff5c>"
+    for name in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "sep", "call\u2581end")
+)
+NAME = "NAME"  # stands for the function's name in `begin`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenCalls:
+    """How calls are written: trigger before (begin arguments end) (between begin arguments end)* after."""
+
+    trigger: str  # what no other text begins with; "": calls are known by their form alone
+    before: str = ""
+    begin: str
+    end: str
+    between: str
+    after: str = ""
+    has_keywords: bool = False  # arguments are written as name=value, not as one object
+    has_tags: bool = False  # arguments are written as tags of their own: no grammar follows them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFamily:
+    """How a family calls tools."""
+
+    fields: dict[str, dict[str, Any]]  # of a response template; any name will do
+    written: WrittenCalls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFamily:
+    """How a family marks what it thinks."""
+
+    field: dict[str, Any]  # of a response template
+    opening: str
+    is_begun: bool = False  # the answer begins within a thought, whether or not the template opened it
+
+
+def _json_calls(*openings: str, close: str | None = None, is_list: bool = False) -> dict[str, Any]:
+    read: dict[str, Any] = {"open": list(openings), "content": "json", "repeats": True}
+    if close is not None:
+        read["close"] = close
+    return read | ({"transform": _EACH_CALL, "transform_each": True} if is_list else {"transform": _CALL})
+
+
+def _mark(text: str) -> dict[str, dict[str, Any]]:
+    return {IGNORED: {"open": text, "close_pattern": r"(?=[\s\S])", "repeats": True}}
+
+
+_HERMES = ToolFamily(
+    fields={"tool_calls": _json_calls("<tool_call>", close="</tool_call>")},
+    written=WrittenCalls(
+        trigger="<tool_call>",
+        before="\n",
+        begin='{"name": "NAME", "arguments": ',
+        end="}\n</tool_call>",
+        between="\n<tool_call>\n",
+    ),
+)
+# what a model is made to write that has no form of its own
+PLAIN = ToolFamily(
+    fields={
+        "tool_calls": {
+            "open_pattern": r"\A\s*(?=\[)",
+            "content": "json",
+            "repeats": True,
+            "transform": _EACH_CALL,
+            "transform_each": True,
+        }
+    },
+    written=WrittenCalls(
+        trigger="", before="[", begin='{"name": "NAME", "arguments": ', end="}", between=", ", after="]"
+    ),
+)
+TOOL_FAMILIES: dict[str, ToolFamily] = {
+    "hermes": _HERMES,
+    "qwen": _HERMES,
+    "qwen3_coder": ToolFamily(
+        fields={
+            "tool_calls": {
+                "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+                "close_pattern": r"</function>\s*</tool_call>",
+                "content": "xml-inline",
+                "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+                "repeats": True,
+                "transform": _NAMED_CALL,
+            }
+        },
+        written=WrittenCalls(
+            trigger="<tool_call>",
+            before="\n",
+            begin="<function=NAME>\n",
+            end="</function>\n</tool_call>",
+            between="\n<tool_call>\n",
+            has_tags=True,
+        ),
+    ),
+    "llama3_json": ToolFamily(
+        fields={
+            "tool_calls": {
+                "open_pattern": r'(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type)"\s*:)',
+                "close_pattern": r";\s*(?=\{)",
+                "content": "json",
+                "repeats": True,
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+                },
+            }
+        },
+        written=WrittenCalls(trigger="", begin='{"name": "NAME", "parameters": ', end="}", between="; "),
+    ),
+    "mistral": ToolFamily(
+        fields={
+            "tool_calls": {
+                "open_pattern": r"\[TOOL_CALLS\]\s*(?=\[)",
+                "content": "json",
+                "repeats": True,
+                "transform": _EACH_CALL,
+                "transform_each": True,
+            },
+            "named_tool_calls": {
+                "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[A-Za-z0-9_.-]+)\s*(?:\[ARGS\])?\s*(?=\{)",
+                "close_pattern": r"(?=\[TOOL_CALLS\])",
+                "content": "json",
+                "repeats": True,
+                "transform": _NAMED_CALL,
+            },
+        },
+        written=WrittenCalls(
+            trigger="[TOOL_CALLS]",
+            before="[",
+            begin='{"name": "NAME", "arguments": ',
+            end="}",
+            between=", ",
+            after="]",
+        ),
+    ),
+    "granite": ToolFamily(
+        fields={"tool_calls": _json_calls("<|tool_call|>", "<tool_call>", is_list=True)},
+        written=WrittenCalls(
+            trigger="<|tool_call|>",
+            before="[",
+            begin='{"name": "NAME", "arguments": ',
+            end="}",
+            between=", ",
+            after="]",
+        ),
+    ),
+    "pythonic": ToolFamily(
+        fields={"pythonic_tool_calls": {"open_pattern": r"\A\s*(?=\[\s*[A-Za-z_][\w.]*\()", "content": "text"}},
+        written=WrittenCalls(
+            trigger="", before="[", begin="NAME(", end=")", between=", ", after="]", has_keywords=True
+        ),
+    ),
+    "deepseek_v3": ToolFamily(
+        fields={
+            "tool_calls": {
+                "open_pattern": f"(?:{_CALLS_BEGIN})?{_CALL_BEGIN}function{_CALL_SEP}(?P<name>[^\\n]+)\\n```json\\n",
+                "close": f"\n```{_CALL_END}",
+                "content": "json",
+                "repeats": True,
+                "transform": _NAMED_CALL,
+            },
+            **_mark(_CALLS_END),
+        },
+        written=WrittenCalls(
+            trigger=_CALLS_BEGIN,
+            begin=f"{_CALL_BEGIN}function{_CALL_SEP}NAME\n```json\n",
+            end=f"\n```{_CALL_END}",
+            between="\n",
+            after=_CALLS_END,
+        ),
+    ),
+    "deepseek_v31": ToolFamily(
+        fields={
+            "tool_calls": {
+                "open_pattern": f"(?:{_CALLS_BEGIN})?{_CALL_BEGIN}(?P<name>[^<\\n]+){_CALL_SEP}",
+                "close": _CALL_END,
+                "content": "json",
+                "repeats": True,
+                "transform": _NAMED_CALL,
+            },
+            **_mark(_CALLS_END),
+        },
+        written=WrittenCalls(
+            trigger=_CALLS_BEGIN, begin=f"{_CALL_BEGIN}NAME{_CALL_SEP}", end=_CALL_END, between="", after=_CALLS_END
+        ),
+    ),
+}
+REASONING_FAMILIES: dict[str, ReasoningFamily] = {
+    "deepseek_r1": ReasoningFamily(field={"open": "<think>", "close": "</think>"}, opening="<think>", is_begun=True),
+    "qwen3": ReasoningFamily(field={"open": "<think>", "close": "</think>"}, opening="<think>"),
+    "mistral": ReasoningFamily(field={"open": "[THINK]", "close": "[/THINK]"}, opening="[THINK]"),
+    "granite": ReasoningFamily(
+        field={"open": "Here is my thought process:", "close": "Here is my response:"},
+        opening="Here is my thought process:",
+    ),
+}

@@ -1,0 +1,118 @@
+"""The grammar that makes a model call its tools in its family's form, with arguments of their schemas.
+
+Written for llguidance (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md): a JSON schema stands within
+a Lark grammar, and a token that the tokenizer marks as special by its id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outrider.cluster.replies.families import NAME, WrittenCalls
+from outrider.cluster.replies.reader import ReplySyntax
+from outrider.cluster.replies.tools import Tool, ToolUse
+from outrider.verifier_service.messages.request import StructuredKind, StructuredOutput
+from outrider.verifier_service.messages.structured_output import LARK_MARK, embedded_schema
+
+MAX_CALLS = 16  # of one answer that must call: small models never stop calling
+
+
+def calls_structure(
+    use: ToolUse, syntax: ReplySyntax, special_ids: Mapping[str, int], instead: StructuredOutput | None = None
+) -> StructuredOutput | None:
+    """Return the form that an answer must have for its calls to be right; None: it is not held to one.
+
+    `special_ids` are the tokenizer's special tokens; `instead` is the form of an answer that calls nothing.
+    """
+    if use.need == "required":
+        written = syntax.forced_family.written
+        return _grammar(_Writer(written, use, special_ids).rules("start", begin=written.trigger))
+    family = syntax.tool_family
+    if use.need != "auto" or family is None or not family.written.trigger or family.written.has_tags:
+        return instead
+    writer = _Writer(family.written, use, special_ids)
+    calls = writer.rules("calls", begin="")
+    if instead is not None and instead.kind is StructuredKind.JSON_SCHEMA:
+        trigger = writer.literal(family.written.trigger)
+        schema = embedded_schema(json.loads(instead.text))
+        return _grammar([f"start: {trigger} calls | schema", f"schema: %json {schema}", *calls])
+    if instead is not None:
+        return instead
+    if family.written.trigger in special_ids:
+        opened = f"opened: TEXT {writer.literal(family.written.trigger)}"
+    else:
+        opened = f"opened[lazy]: TEXT {writer.literal(family.written.trigger)}"
+    return _grammar(["start: TEXT | opened calls", opened, r"TEXT: /(.|\n)*/", *calls])
+
+
+def _grammar(rules: Sequence[str]) -> StructuredOutput:
+    return StructuredOutput(kind=StructuredKind.GRAMMAR, text="\n".join([f"{LARK_MARK} {{}}", *rules]))
+
+
+class _Writer:
+    """Writes the rules of one answer's calls."""
+
+    def __init__(self, written: WrittenCalls, use: ToolUse, special_ids: Mapping[str, int]) -> None:
+        self._written = written
+        self._use = use
+        self._special_ids = special_ids
+        names = sorted(special_ids, key=len, reverse=True)
+        self._special = re.compile("|".join(re.escape(name) for name in names)) if names else None
+
+    def rules(self, name: str, *, begin: str) -> list[str]:
+        """Return the rule of all calls after `begin`, under a name, and those that it needs."""
+        written = self._written
+        more = f" ({self.literal(written.between)} call){{0,{MAX_CALLS - 1}}}" if self._use.is_parallel else ""
+        whole = f"{name}: {self.literal(begin + written.before)} call{more} {self.literal(written.after)}"
+        tools = self._use.callable_tools
+        alternatives = " | ".join(f"call_{index}" for index in range(len(tools)))
+        calls = [line for index, tool in enumerate(tools) for line in self._call(f"call_{index}", tool)]
+        return [whole, f"call: {alternatives}", *calls]
+
+    def literal(self, text: str) -> str:
+        """Return a text that must come, its special tokens by their ids."""
+        if self._special is None:
+            return json.dumps(text, ensure_ascii=False) if text else ""
+        parts = []
+        for plain, special in _split(self._special, text):
+            parts += [json.dumps(plain, ensure_ascii=False)] if plain else []
+            parts += [f"<[{self._special_ids[special]}]>"] if special else []
+        return " ".join(parts)
+
+    def _call(self, name: str, tool: Tool) -> list[str]:
+        begin = self.literal(self._written.begin.replace(NAME, tool.name))
+        end = self.literal(self._written.end)
+        if self._written.has_keywords:
+            return [f"{name}: {begin} {name}_arguments {end}", *_keywords(f"{name}_arguments", tool)]
+        return [f"{name}: {begin} %json {embedded_schema(tool.parameters)} {end}"]
+
+
+def _keywords(name: str, tool: Tool) -> list[str]:
+    """Return the rules of `key=value, ...`: what is required, in the schema's order, then what may be left out."""
+    properties: Mapping[str, Any] = tool.parameters.get("properties") or {}
+    required = [key for key in properties if key in tool.parameters.get("required", ())]
+    optional = [key for key in properties if key not in required]
+    rules = []
+    values = {}
+    for index, key in enumerate([*required, *optional]):
+        values[key] = f"{name}_{index}"
+        rules.append(f"{values[key]}: {json.dumps(key + '=')} %json {embedded_schema(properties[key])}")
+    always = ' ", " '.join(values[key] for key in required)
+    if required:
+        return [f"{name}: {always}" + "".join(f' (", " {values[key]})?' for key in optional), *rules]
+    chains = ['""']
+    for index, key in enumerate(optional):
+        chains.append(values[key] + "".join(f' (", " {values[later]})?' for later in optional[index + 1 :]))
+    return [f"{name}: {' | '.join(chains)}", *rules]
+
+
+def _split(special: re.Pattern[str], text: str) -> list[tuple[str, str]]:
+    """Cut a text at its special tokens: pairs of plain text and the special token behind it, either perhaps empty."""
+    pairs, start = [], 0
+    for match in special.finditer(text):
+        pairs.append((text[start : match.start()], match.group()))
+        start = match.end()
+    return [*pairs, (text[start:], "")]

@@ -1,0 +1,199 @@
+"""Tools and thoughts over HTTP: a scripted model that calls, read by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+
+from fakes.backend import BRACKETS, FakeBackend, build_gateway, build_tokenizer, says
+from outrider.cluster.api.openai.endpoints import build_api
+from outrider.cluster.replies.reader import ReplySyntax
+from outrider.verifier_service.messages.request import FinishReason, StructuredKind
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "größer"}}\n</tool_call>'
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+ASKED = [{"role": "user", "content": "fox"}]
+TEMPLATE = (
+    "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}!{{ call.function.name }}:{{ call.function.arguments.city }}{% endfor %}"
+    "{% endfor %}{{ effort_mark }}{{ reasoning_effort }}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+HERMES = ReplySyntax(tool_parser="hermes", reasoning_parser="qwen3")
+
+
+async def healthy():
+    return True
+
+
+@pytest.fixture
+def tokenizer():
+    return build_tokenizer(TEMPLATE)
+
+
+def backend_that_says(tokenizer, text, finish_reason=FinishReason.STOP):
+    return FakeBackend(lambda _: says(tokenizer, text), finish_reason=finish_reason)
+
+
+def client_to(backend, tokenizer, syntax=HERMES):
+    gateway = build_gateway(backend, tokenizer, max_model_len=512)
+    app = build_api(gateway, healthy, wall_clock=lambda: 1_700_000_000.0, reply_syntax=syntax)
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway/v1")
+    return openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="x", http_client=http, max_retries=0)
+
+
+async def test_a_call_is_no_content(tokenizer):
+    backend = backend_that_says(tokenizer, f"<think>\nhm\n</think>\nSee.\n{CALL}")
+    async with client_to(backend, tokenizer) as client:
+        answer = await client.chat.completions.create(model="tiny", messages=ASKED, tools=[TOOL])
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert (choice.message.content, choice.message.model_extra["reasoning_content"]) == ("See.", "hm")
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "weather")
+    assert json.loads(call.function.arguments) == {"city": "größer"}
+    assert call.id.startswith("call_")
+    num_thought = answer.usage.completion_tokens_details.reasoning_tokens
+    assert len(tokenizer.encode("\nhm\n")) < num_thought < len(tokenizer.encode("<think>\nhm\n</think>"))
+
+
+async def test_a_stream_brings_the_same(tokenizer):
+    backend = backend_that_says(tokenizer, f"<think>\nhm\n</think>\nSee.\n{CALL}\n{CALL}")
+    async with client_to(backend, tokenizer) as client:
+        stream = await client.chat.completions.create(
+            model="tiny", messages=ASKED, tools=[TOOL], stream=True, stream_options={"include_usage": True}
+        )
+        events = [event async for event in stream]
+    deltas = [event.choices[0].delta for event in events if event.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == "See."
+    assert "".join((delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas) == "hm"
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    assert [(call.index, call.function.name) for call in calls] == [(0, "weather"), (1, "weather")]
+    assert len({call.id for call in calls}) == 2
+    assert events[-2].choices[0].finish_reason == "tool_calls"
+    assert events[-1].usage.completion_tokens_details.reasoning_tokens > 0
+    # nothing is sent for what is held back: text in its pieces, both calls, and the end
+    assert len(events) < len(tokenizer.encode(CALL))
+
+
+async def test_tools_reach_the_template_and_answers_go_back_into_it(tokenizer):
+    backend = backend_that_says(tokenizer, "ok")
+    async with client_to(backend, tokenizer) as client:
+        await client.chat.completions.create(
+            model="tiny",
+            messages=[
+                *ASKED,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {
+                            "id": "call_1",
+                            "type": "function",
+                            "function": {"name": "weather", "arguments": '{"city": "Rom"}'},
+                        }
+                    ],
+                },
+                {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
+            ],
+            tools=[TOOL],
+            reasoning_effort="low",
+            extra_body={"chat_template_kwargs": {"effort_mark": "#"}},
+        )
+    prompt = tokenizer.decode(backend.requests[0].prompt_token_ids)
+    assert prompt == "<weather>[user]fox[assistant]!weather:Rom[tool]sunny#low[assistant]"
+
+
+async def test_what_must_be_called_is_held_to_its_form(tokenizer):
+    backend = backend_that_says(tokenizer, '[{"name": "weather", "arguments": {"city": "Rom"}}]')
+    async with client_to(backend, tokenizer, syntax=None) as client:
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            answer = await client.chat.completions.create(
+                model="tiny", messages=ASKED, tools=[TOOL], tool_choice=choice
+            )
+            assert answer.choices[0].message.tool_calls[0].function.arguments == '{"city": "Rom"}'
+    for request in backend.requests:
+        assert request.sampling.structured.kind is StructuredKind.GRAMMAR
+        assert "%json" in request.sampling.structured.text
+
+
+@pytest.mark.parametrize("tool_choice", ["none", "auto"])
+async def test_without_a_parser_text_stays_text(tokenizer, tool_choice):
+    backend = backend_that_says(tokenizer, CALL)
+    async with client_to(backend, tokenizer, syntax=None) as client:
+        answer = await client.chat.completions.create(
+            model="tiny", messages=ASKED, tools=[TOOL], tool_choice=tool_choice
+        )
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALL, "stop")
+    assert backend.requests[0].sampling.structured is None
+
+
+async def test_a_call_that_is_cut_off_is_content(tokenizer):
+    backend = backend_that_says(tokenizer, CALL[:30], FinishReason.LENGTH)
+    async with client_to(backend, tokenizer) as client:
+        answer = await client.chat.completions.create(model="tiny", messages=ASKED, tools=[TOOL])
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALL[:30], "length")
+    assert answer.choices[0].message.tool_calls is None
+
+
+async def test_special_tokens_are_read_and_never_shown(tokenizer):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    backend = backend_that_says(tokenizer, '[TOOL_CALLS][{"name": "weather", "arguments": {}}]')
+    async with client_to(backend, tokenizer, ReplySyntax(tool_parser="mistral")) as client:
+        answer = await client.chat.completions.create(model="tiny", messages=ASKED, tools=[TOOL])
+    assert answer.choices[0].message.tool_calls[0].function.name == "weather"
+    assert answer.choices[0].message.content is None
+    assert "<[" in backend.requests[0].sampling.structured.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": [TOOL | {"type": "custom"}]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "messages",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
+    ],
+)
+async def test_what_is_wrong_is_named(tokenizer, fields, param):
+    backend = backend_that_says(tokenizer, "ok")
+    async with client_to(backend, tokenizer) as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.post("/chat/completions", body={"messages": ASKED, **fields}, cast_to=object)
+    assert refused.value.param == param
+
+
+async def test_parameters_that_no_grammar_can_follow_are_refused(tokenizer):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "strnig"}}}}}
+    async with client_to(backend_that_says(tokenizer, "ok"), tokenizer) as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(model="tiny", messages=ASKED, tools=[tool])
+    assert refused.value.param == "tools"
+
+
+async def test_a_message_may_be_continued():
+    tokenizer = build_tokenizer(BRACKETS)
+    backend = backend_that_says(tokenizer, "ok")
+    messages = [*ASKED, {"role": "assistant", "content": "the"}]
+    async with client_to(backend, tokenizer) as client:
+        await client.chat.completions.create(
+            model="tiny", messages=messages, extra_body={"continue_final_message": True}
+        )
+    assert tokenizer.decode(backend.requests[0].prompt_token_ids) == "[user]fox[assistant]the"

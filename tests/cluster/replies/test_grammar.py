@@ -1,0 +1,131 @@
+"""The grammars of tool calls, followed byte by byte: what must be written is what is read, and nothing else fits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from outrider.cluster.replies.families import TOOL_FAMILIES
+from outrider.cluster.replies.grammar import MAX_CALLS, calls_structure
+from outrider.cluster.replies.reader import ReplySyntax
+from outrider.cluster.replies.tools import read_tool_use
+from outrider.verifier_service.messages.request import StructuredKind, StructuredOutput
+from outrider.verifier_service.messages.structured_output import grammar_text
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+WITH_GRAMMAR = [name for name, family in TOOL_FAMILIES.items() if not family.written.has_tags]
+WITH_TRIGGER = [name for name in WITH_GRAMMAR if TOOL_FAMILIES[name].written.trigger]
+
+
+def written(family, calls):
+    """Write calls as a family does, by its own table."""
+    form = ReplySyntax(tool_parser=family).forced_family.written
+    parts = []
+    for name, arguments in calls:
+        text = json.dumps(arguments)
+        if form.has_keywords:
+            text = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
+        parts.append(form.begin.replace("NAME", name) + text + form.end)
+    return form.trigger + form.before + form.between.join(parts) + form.after
+
+
+def fits(structure, text):
+    matcher = LLMatcher(LLTokenizer("byte"), grammar_text(structure), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    data = list(text.encode())
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
+def structure_of(family, choice="required", *, parallel=True, instead=None):
+    use = read_tool_use(TOOLS, choice, parallel)
+    return calls_structure(use, ReplySyntax(tool_parser=family), {}, instead)
+
+
+@pytest.mark.parametrize("family", [None, *TOOL_FAMILIES])
+def test_required_calls_fit_and_nothing_else_does(family):
+    structure = structure_of(family)
+    one, both = [("weather", {"city": "Rom", "days": 3})], [("weather", {"city": "Rom"}), ("now", {})]
+    assert fits(structure, written(family, one))
+    assert fits(structure, written(family, both))
+    assert not fits(structure, "It rains.")
+    assert not fits(structure, written(family, [("wether", {"city": "Rom"})]))
+    assert not fits(structure, written(family, [("weather", {"days": 3})]))
+    assert not fits(structure, written(family, [("weather", {"city": "Roma Termini"})]))
+
+
+@pytest.mark.parametrize("family", [None, *WITH_GRAMMAR])
+def test_what_is_written_is_what_is_read(family):
+    calls = [("weather", {"city": "Rom"}), ("now", {})]
+    reader = ReplySyntax(tool_parser=family).reader("", read_tool_use(TOOLS, "required", None))
+    said = reader.read(written(family, calls), is_last=True)
+    assert [(call.name, json.loads(call.arguments)) for call in said.calls] == calls
+
+
+def test_a_named_function_is_the_only_one():
+    structure = structure_of("hermes", {"type": "function", "function": {"name": "now"}})
+    assert fits(structure, written("hermes", [("now", {})]))
+    assert not fits(structure, written("hermes", [("weather", {"city": "Rom"})]))
+
+
+def test_one_call_at_a_time_is_one_call():
+    assert not fits(structure_of("hermes", parallel=False), written("hermes", [("now", {}), ("now", {})]))
+    assert fits(structure_of("hermes", parallel=False), written("hermes", [("now", {})]))
+    assert fits(structure_of("hermes"), written("hermes", [("now", {})] * MAX_CALLS))
+    assert not fits(structure_of("hermes"), written("hermes", [("now", {})] * (MAX_CALLS + 1)))
+
+
+@pytest.mark.parametrize("family", WITH_TRIGGER)
+def test_of_its_own_accord_a_model_says_what_it_likes_until_it_calls(family):
+    structure = structure_of(family, "auto")
+    for text in ("", "It rains.\n", "a < b [TOOL] <tool"):
+        assert fits(structure, text)
+        assert fits(structure, text + written(family, [("weather", {"city": "Rom"}), ("now", {})]))
+        assert not fits(structure, text + written(family, [("weather", {"city": 3})]))
+        assert not fits(structure, text + written(family, [("wether", {})]))
+
+
+@pytest.mark.parametrize("family", [None, "llama3_json", "pythonic", "qwen3_coder"])
+def test_calls_without_a_mark_of_their_own_are_not_held_to_a_form(family):
+    assert structure_of(family, "auto") is None
+
+
+def test_a_response_format_holds_for_an_answer_that_calls_nothing():
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+    instead = StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=json.dumps(schema))
+    structure = structure_of("hermes", "auto", instead=instead)
+    assert fits(structure, '{"sum": 3}')
+    assert fits(structure, written("hermes", [("now", {})]))
+    assert not fits(structure, "It rains.")
+    assert structure_of(None, "auto", instead=instead) is instead
+    regex = StructuredOutput(kind=StructuredKind.REGEX, text="a+")
+    assert structure_of("hermes", "auto", instead=regex) is regex
+
+
+def test_special_tokens_are_written_by_their_ids():
+    use = read_tool_use(TOOLS, "required", None)
+    text = calls_structure(use, ReplySyntax(tool_parser="mistral"), {"[TOOL_CALLS]": 9, "[ARGS]": 5}).text
+    assert text.splitlines()[1].startswith('start: <[9]> "[" call')
+    use = read_tool_use(TOOLS, "auto", None)
+    text = calls_structure(use, ReplySyntax(tool_parser="mistral"), {"[TOOL_CALLS]": 9}).text
+    assert "opened: TEXT <[9]>" in text
+
+
+def test_keywords_may_all_be_optional():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    use = read_tool_use([{"type": "function", "function": {"name": "f", "parameters": schema}}], "required", None)
+    structure = calls_structure(use, ReplySyntax(tool_parser="pythonic"), {})
+    for text in ("[f()]", "[f(a=1)]", "[f(b=2)]", "[f(a=1, b=2), f()]"):
+        assert fits(structure, text)
+    for text in ("[f(b=2, a=1)]", "[f(, b=2)]", "[f(c=1)]", "f()"):
+        assert not fits(structure, text)
