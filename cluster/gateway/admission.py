@@ -27,6 +27,7 @@ FULL_KV_SHARE = 0.25
 LOW_PRIORITY_SHARE = 0.5
 HIGH_PRIORITY_SHARE = 1.25
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 30.0
+START_RETRY_S = 2.0  # where no request has begun yet that would tell how fast the queue moves
 RATE_MEMORY_S = 10.0  # over which the rate of begun requests is smoothed
 
 
@@ -35,7 +36,8 @@ class OwnQueue:
     """What a gateway knows of its own requests, whatever the age of its snapshot."""
 
     num_waiting: int = 0  # sent, without a first token
-    begun_per_s: float = 0.0  # how fast they get one
+    begun_per_s: float = 0.0  # how fast they get one, while any waits
+    watched_s: float = 0.0  # how long any has waited, of late: what the rate was seen in
 
 
 def refusal(
@@ -87,11 +89,14 @@ def _priority_share(priority: int) -> float:
 
 
 def _retry_after_s(own: OwnQueue) -> float:
-    """Return how long a request waits now, by Little's law: those that wait ÷ those that begin per second."""
+    """Return how long a request waits now, by Little's law: those that wait ÷ those that begin per second.
+
+    Before any has begun, the wait is at least as long as it has been already.
+    """
     if own.num_waiting == 0:
         return MIN_RETRY_S
     if own.begun_per_s == 0.0:
-        return MAX_RETRY_S
+        return min(MAX_RETRY_S, max(START_RETRY_S, own.watched_s))
     return min(MAX_RETRY_S, max(MIN_RETRY_S, own.num_waiting / own.begun_per_s))
 
 
@@ -102,31 +107,40 @@ class Turnover:
         self._clock = clock
         self._waiting: set[int] = set()
         self._tickets = itertools.count()
-        self._num_begun = 0.0  # fading
+        self._num_begun = 0.0  # fading, and
+        self._watched_s = 0.0  # fading, too: time without a queue says nothing of how fast one moves
         self._faded_s = clock()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[int]:
         """Count a request as waiting, at most until it ends; gives the ticket that `begin` takes."""
         ticket = next(self._tickets)
+        self._fade()
         self._waiting.add(ticket)
         try:
             yield ticket
         finally:
+            self._fade()
             self._waiting.discard(ticket)
 
     def begin(self, ticket: int) -> None:
         """Count a request's first token; later ones change nothing."""
         if ticket in self._waiting:
-            self._waiting.remove(ticket)
             self._fade()
+            self._waiting.remove(ticket)
             self._num_begun += 1.0
 
     def queue(self) -> OwnQueue:
         self._fade()
-        return OwnQueue(num_waiting=len(self._waiting), begun_per_s=self._num_begun / RATE_MEMORY_S)
+        rate = self._num_begun / self._watched_s if self._watched_s > 0.0 else 0.0
+        return OwnQueue(num_waiting=len(self._waiting), begun_per_s=rate, watched_s=self._watched_s)
 
     def _fade(self) -> None:
+        """Bring the rate up to now; called before the queue changes."""
         now_s = self._clock()
-        self._num_begun *= math.exp((self._faded_s - now_s) / RATE_MEMORY_S)
+        passed_s = now_s - self._faded_s
         self._faded_s = now_s
+        if self._waiting:
+            kept = math.exp(-passed_s / RATE_MEMORY_S)
+            self._num_begun *= kept
+            self._watched_s = self._watched_s * kept + RATE_MEMORY_S * (1.0 - kept)

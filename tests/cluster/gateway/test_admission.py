@@ -9,7 +9,15 @@ import pytest
 
 from fakes.played_fleet import snapshot_of
 from outrider.cluster.common.errors import Overloaded
-from outrider.cluster.gateway.admission import MAX_RETRY_S, MIN_RETRY_S, RATE_MEMORY_S, OwnQueue, Turnover, refusal
+from outrider.cluster.gateway.admission import (
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    RATE_MEMORY_S,
+    START_RETRY_S,
+    OwnQueue,
+    Turnover,
+    refusal,
+)
 from outrider.cluster.router.fleet import FleetSnapshot, RouterPolicy
 
 POLICY = RouterPolicy()
@@ -95,7 +103,8 @@ def test_loads_of_a_stale_snapshot_mean_nothing_but_the_own_queue_does():
         ({"num_waiting": 5, "begun_per_s": 50.0}, MIN_RETRY_S),
         ({"num_waiting": 60, "begun_per_s": 10.0}, 6.0),
         ({"num_waiting": 900, "begun_per_s": 10.0}, MAX_RETRY_S),
-        ({"num_waiting": 5}, MAX_RETRY_S),
+        ({"num_waiting": 5}, START_RETRY_S),
+        ({"num_waiting": 5, "watched_s": 8.0}, 8.0),
     ],
 )
 def test_come_back_after_the_time_that_the_queue_takes_now(own: dict[str, Any], retry_after_s: float):
@@ -112,22 +121,48 @@ class Clock:
 
 
 def test_a_request_waits_until_its_first_token_or_its_end():
-    turnover = Turnover(Clock())
+    clock = Clock()
+    turnover = Turnover(clock)
     with turnover.entered() as first, turnover.entered():
         assert turnover.queue().num_waiting == 2
+        clock.now_s += 0.5
         turnover.begin(first)
         turnover.begin(first)
-        assert turnover.queue() == OwnQueue(num_waiting=1, begun_per_s=1 / RATE_MEMORY_S)
+        assert turnover.queue().num_waiting == 1
+        assert turnover.queue().begun_per_s == pytest.approx(2.0, rel=0.05)
     assert turnover.queue().num_waiting == 0
 
 
-def test_the_rate_settles_at_the_true_one_and_fades():
+def test_the_rate_is_the_true_one_from_the_first_seconds_on():
     clock = Clock()
     turnover = Turnover(clock)
-    for _ in range(2000):
+    for number in range(2000):
         with turnover.entered() as ticket:
+            clock.now_s += 0.05
             turnover.begin(ticket)
-        clock.now_s += 0.05
-    assert turnover.queue().begun_per_s == pytest.approx(20.0, rel=0.01)
-    clock.now_s += 10 * RATE_MEMORY_S
-    assert turnover.queue().begun_per_s < 0.01
+        if number > 20:
+            assert turnover.queue().begun_per_s == pytest.approx(20.0, rel=0.1)
+
+
+def test_time_without_a_queue_says_nothing_and_a_queue_that_stands_does():
+    clock = Clock()
+    turnover = Turnover(clock)
+    for _ in range(100):
+        with turnover.entered() as ticket:
+            clock.now_s += 0.1
+            turnover.begin(ticket)
+    clock.now_s += 100 * RATE_MEMORY_S
+    assert turnover.queue().begun_per_s == pytest.approx(10.0, rel=0.1)
+    with turnover.entered():
+        clock.now_s += 10 * RATE_MEMORY_S
+        assert turnover.queue().begun_per_s < 0.01
+
+
+def test_before_any_request_has_begun_the_wait_is_known_to_be_as_long_as_it_was():
+    clock = Clock()
+    turnover = Turnover(clock)
+    with turnover.entered():
+        clock.now_s += 4.0
+        queue = turnover.queue()
+    assert queue.begun_per_s == 0.0
+    assert queue.watched_s == pytest.approx(4.0, rel=0.25)
