@@ -3,6 +3,7 @@
 OutriderError                      500  INTERNAL
 ├── InvalidRequest(field)          400  INVALID_ARGUMENT    the client must change something
 │   ├── ModelNotFound              404  NOT_FOUND
+│   ├── ResponseNotFound           404  NOT_FOUND
 │   ├── BodyTooLarge               413  INVALID_ARGUMENT
 │   └── BodyTooSlow                408  INVALID_ARGUMENT
 ├── Unauthenticated                401  UNAUTHENTICATED     no API key, or not a known one
@@ -38,6 +39,13 @@ class ModelNotFound(InvalidRequest):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the model {name!r} does not exist", field="model")
+
+
+class ResponseNotFound(InvalidRequest):
+    """The request names a response that was not stored here, or is not any more."""
+
+    def __init__(self, response_id: str, field: str | None = None) -> None:
+        super().__init__(f"the response {response_id!r} is not stored here", field)
 
 
 class BodyTooLarge(InvalidRequest):
@@ -88,6 +96,12 @@ ERROR_MAPPINGS: dict[type[OutriderError], ErrorMapping] = {
         grpc_status=grpc.StatusCode.NOT_FOUND,
         openai_type="invalid_request_error",
         openai_code="model_not_found",
+    ),
+    ResponseNotFound: ErrorMapping(
+        http_status=404,
+        grpc_status=grpc.StatusCode.NOT_FOUND,
+        openai_type="invalid_request_error",
+        openai_code="response_not_found",
     ),
     BodyTooLarge: ErrorMapping(
         http_status=413,

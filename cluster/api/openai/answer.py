@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -45,13 +45,13 @@ class Answer:
     async def unary(self) -> dict[str, Any]:
         """Run to the end and return the one response object."""
         parts: dict[int, list[GatewayChunk]] = {}
-        async with aclosing(self._chunks()) as chunks:  # type: ignore[type-var]
+        async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
             async for index, chunk in chunks:
                 parts.setdefault(index, []).append(chunk)
         whole = {index: joined(parts[index]) for index in sorted(parts)}
         answer: dict[str, Any] = {}
         choices = []
-        shown = {index: self._shown(index) for index in whole}
+        shown = {index: self.shown(index) for index in whole}
         for index, chunk in whole.items():
             shown[index].take(chunk)
             choice, extra = self.format.object(shown[index], chunk, streamed=False)
@@ -68,11 +68,11 @@ class Answer:
         """Yield the SSE events of a stream, `[DONE]` last."""
         usages: dict[int, Usage] = {}
         shown: dict[int, ShownChoice] = {}
-        async with aclosing(self._chunks()) as chunks:  # type: ignore[type-var]
+        async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
             async for index, chunk in chunks:
                 if chunk.usage is not None:
                     usages[index] = chunk.usage
-                choice = shown[index] = shown.get(index) or self._shown(index)
+                choice = shown[index] = shown.get(index) or self.shown(index)
                 choice.take(chunk)
                 if choice.shows(chunk):
                     yield event_of(self._chunk_object(choice, chunk))
@@ -81,13 +81,14 @@ class Answer:
             yield event_of({**self._envelope(self.format.chunk_object_name, []), "usage": usage})
         yield b"data: [DONE]\n\n"
 
-    async def _chunks(self) -> AsyncIterator[tuple[int, GatewayChunk]]:
+    async def chunks(self) -> AsyncIterator[tuple[int, GatewayChunk]]:
         """Yield chunks with their choice's index in the answer: choice i of prompt p is p * n + i."""
         async with _merged([self.gateway.generate(request) for request in self.requests]) as chunks:
             async for prompt_index, chunk in chunks:
                 yield prompt_index * self.requests[0].n + chunk.index, chunk
 
-    def _shown(self, index: int) -> ShownChoice:
+    def shown(self, index: int) -> ShownChoice:
+        """Return a choice of which nothing was shown yet."""
         request = self.requests[index // self.requests[0].n]
         codec = self.gateway.text
         return ShownChoice(
@@ -136,13 +137,24 @@ def error_response(error: OutriderError) -> JSONResponse:
     return JSONResponse(error_object(error), status_code=mapping_of(error).http_status, headers=headers)
 
 
+class Sent(Protocol):
+    """What is sent as one object or as a stream of events."""
+
+    @property
+    def id(self) -> str: ...
+
+    async def unary(self) -> dict[str, Any]: ...
+
+    def events(self) -> AsyncIterator[bytes]: ...
+
+
 class GenerationResponse(Response):
     """An answer that is generated while it is sent, and cancelled when the client goes away.
 
     The status line waits for the first event, so that a refusal has its right status in a stream too.
     """
 
-    def __init__(self, answer: Answer, *, stream: bool) -> None:
+    def __init__(self, answer: Sent, *, stream: bool) -> None:
         super().__init__()
         self._answer = answer
         self._stream = stream

@@ -29,6 +29,9 @@ from outrider.cluster.api.openai.protocol import (
     parse_json,
     template_input,
 )
+from outrider.cluster.api.openai.response_store import ResponseStore
+from outrider.cluster.api.openai.responses import ResponsesAnswer, ResponsesFormat
+from outrider.cluster.api.openai.responses_protocol import ResponsesBody, told_in_own_names
 from outrider.cluster.common.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, OutriderError, RequestFailed
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.replies.reader import ReplySyntax
@@ -59,6 +62,7 @@ def build_api(
     app.state.body_timeout_s = body_timeout_s
     syntax = reply_syntax or ReplySyntax(response_template=gateway.text.response_template)
     _add_generation_routes(app, gateway, wall_clock, Chats(syntax=syntax))
+    _add_responses_routes(app, gateway, wall_clock, Chats(syntax=syntax))
     _add_token_routes(app, gateway)
     _add_model_routes(app, gateway)
     _add_status_routes(app, gateway, is_healthy, gateway.metrics.registry if metrics is None else metrics)
@@ -86,6 +90,33 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[
         answer = Answer(gateway, ChatFormat(), int(wall_clock()), body.include_usage, bool(body.return_token_ids))
         await chats.open(answer, body)
         return GenerationResponse(answer, stream=bool(body.stream))
+
+
+def _add_responses_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[], float], chats: Chats) -> None:
+    store = ResponseStore()
+
+    @app.post("/v1/responses", openapi_extra=_body_schema("/v1/responses", ResponsesBody))
+    async def responses(request: Request) -> Response:
+        body = parse_body(await read_json(request), ResponsesBody)
+        gateway.check_model_name(body.model)
+        messages = body.messages()
+        if body.previous_response_id is not None:
+            before = store.get(body.previous_response_id, "previous_response_id").messages
+            messages = [*before, *messages]
+        answer = Answer(gateway, ResponsesFormat(), int(wall_clock()), include_usage=True, return_token_ids=False)
+        with told_in_own_names():
+            await chats.open(answer, body.chat(messages))
+        sent = ResponsesAnswer(answer=answer, body=body, messages=messages, store=store)
+        return GenerationResponse(sent, stream=bool(body.stream))
+
+    @app.get("/v1/responses/{response_id}")
+    async def stored(response_id: str) -> dict[str, Any]:
+        return store.get(response_id).response
+
+    @app.delete("/v1/responses/{response_id}")
+    async def remove(response_id: str) -> dict[str, Any]:
+        store.remove(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
 
 
 def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:

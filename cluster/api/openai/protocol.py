@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
@@ -45,6 +45,7 @@ IGNORED_FIELDS = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
+        "prediction",
         "verbosity",
     )
 )
@@ -63,7 +64,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
 }
 
-BodyT = TypeVar("BodyT", bound=BaseModel)
+BodyT = TypeVar("BodyT", bound="ModelBody")
 TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one complaint is enough, whatever the length of the list
 
 
@@ -80,15 +81,16 @@ class StreamOptions(BaseModel):
             raise InvalidRequest(f"stream_options: unknown field {name!r}{hint}", "stream_options")
 
 
-class _ModelBody(BaseModel):
+class ModelBody(BaseModel):
     """What all bodies share. Unknown fields are kept, to be refused by name."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    passed_fields: ClassVar[frozenset[str]] = frozenset()  # further ones, which another body checks
 
     model: str | None = None
 
 
-class _Body(_ModelBody):
+class _Body(ModelBody):
     """What completions and chat completions share."""
 
     n: int | None = None
@@ -234,7 +236,7 @@ def _call_of_template(call: dict[str, Any]) -> dict[str, Any]:
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class _TemplateFields(_ModelBody):
+class _TemplateFields(ModelBody):
     """What a chat template is given beside the messages."""
 
     add_generation_prompt: bool = True
@@ -307,7 +309,7 @@ class TokenizeBody(_TemplateFields):
             raise InvalidRequest("prompt or messages must be given, and not both", "prompt")
 
 
-class DetokenizeBody(_ModelBody):
+class DetokenizeBody(ModelBody):
     tokens: TokenIds = Field(max_length=MAX_DETOKENIZED_TOKENS)
 
 
@@ -346,11 +348,11 @@ def parse_body(body: object, kind: type[BodyT]) -> BodyT:
     return parsed
 
 
-def _check_extra(name: str, value: object, kind: type[BaseModel]) -> None:
-    if value is None or name in IGNORED_FIELDS:
+def _check_extra(name: str, value: object, kind: type[ModelBody]) -> None:
+    if value is None or name in IGNORED_FIELDS | kind.passed_fields:
         return
     if name not in NEUTRAL_VALUES:
-        hint = did_you_mean(name, [*kind.model_fields, *NEUTRAL_VALUES])
+        hint = did_you_mean(name, [*kind.model_fields, *kind.passed_fields, *NEUTRAL_VALUES])
         raise InvalidRequest(f"unknown field {name!r}{hint}", name)
     # `0 == False`, but best_of=True asks for nothing that is known
     if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in NEUTRAL_VALUES[name]):

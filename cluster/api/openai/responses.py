@@ -1,0 +1,235 @@
+"""/v1/responses, answer side: what a chat says becomes output items, whole or event by event.
+
+A stream names each step: an item or a part of one is added, grows by deltas, is done; then the whole response is.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.cluster.api.openai.answer import Answer
+from outrider.cluster.api.openai.format import (
+    ChatFormat,
+    ShownChoice,
+    call_object,
+    error_object,
+    metrics_object,
+    usage_object,
+)
+from outrider.cluster.api.openai.response_store import ResponseStore
+from outrider.cluster.api.openai.responses_protocol import Message, ResponsesBody
+from outrider.cluster.common.errors import OutriderError
+from outrider.cluster.gateway.choice import GatewayChunk
+from outrider.cluster.replies.reader import Said
+from outrider.cluster.replies.tools import ToolCall
+from outrider.verifier_service.messages.request import FinishReason
+
+Event = dict[str, Any]
+_TEXT, _THOUGHT = "output_text", "reasoning_text"
+
+
+class ResponsesFormat(ChatFormat):
+    """A chat under another name: responses are made of what it says, here."""
+
+    id_prefix = "resp_"
+
+
+class OutputItems:
+    """The output of a response as it grows: reasoning, text and calls, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None  # the part that text is being added to
+
+    def add(self, said: Said) -> Iterator[Event]:
+        """Take in what a part of the answer says; yield what that changes."""
+        if said.reasoning:
+            yield from self._text(_THOUGHT, said.reasoning)
+        if said.content:
+            yield from self._text(_TEXT, said.content)
+        for call in said.calls:
+            yield from self.close()
+            yield from self._call(call)
+
+    def close(self) -> Iterator[Event]:
+        """End the part that is open."""
+        if self._open is None:
+            return
+        part, self._open = self._open, None
+        item, place = self.items[-1], self._place()
+        item["status"] = "completed"
+        yield {"type": f"response.{part['type']}.done", **place, "text": part["text"]}
+        yield {"type": "response.content_part.done", **place, "part": dict(part)}
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": dict(item)}
+
+    def _text(self, kind: str, text: str) -> Iterator[Event]:
+        if self._open is None or self._open["type"] != kind:
+            yield from self.close()
+            yield from self._begin(kind)
+        assert self._open is not None
+        self._open["text"] += text
+        extra = {"logprobs": []} if kind == _TEXT else {}
+        yield {"type": f"response.{kind}.delta", **self._place(), "delta": text, **extra}
+
+    def _begin(self, kind: str) -> Iterator[Event]:
+        item: dict[str, Any]
+        if kind == _TEXT:
+            self._open = {"type": _TEXT, "text": "", "annotations": [], "logprobs": []}
+            item = {"type": "message", "id": _new_id("msg"), "role": "assistant"}
+        else:
+            self._open = {"type": _THOUGHT, "text": ""}
+            item = {"type": "reasoning", "id": _new_id("rs"), "summary": []}
+        item |= {"status": "in_progress", "content": []}
+        self.items.append(item)
+        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
+        item["content"] = [self._open]
+        yield {"type": "response.content_part.added", **self._place(), "part": dict(self._open)}
+
+    def _call(self, call: ToolCall) -> Iterator[Event]:
+        item = {
+            "type": "function_call",
+            "id": _new_id("fc"),
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        place = {"output_index": len(self.items), "item_id": item["id"]}
+        self.items.append(item)
+        yield {"type": "response.output_item.added", "output_index": place["output_index"], "item": dict(item)}
+        item |= {"arguments": call.arguments, "status": "completed"}
+        yield {"type": "response.function_call_arguments.delta", **place, "delta": call.arguments}
+        yield {"type": "response.function_call_arguments.done", **place, "name": call.name, "arguments": call.arguments}
+        yield {"type": "response.output_item.done", "output_index": place["output_index"], "item": dict(item)}
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
+
+
+@dataclass(slots=True, kw_only=True)
+class ResponsesAnswer:
+    """What one call of /v1/responses is answered with."""
+
+    answer: Answer  # of the chat
+    body: ResponsesBody
+    messages: Sequence[Message]  # of the chat so far, without instructions
+    store: ResponseStore
+    output: OutputItems = field(default_factory=OutputItems)
+    _said: list[Said] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """Return the id of the response and of its generation."""
+        return self.answer.id
+
+    async def unary(self) -> dict[str, Any]:
+        """Run to the end and return the response."""
+        last: dict[str, Any] = {}
+        async with aclosing(self._steps()) as steps:  # type: ignore[type-var]
+            async for step in steps:
+                last = step
+        response: dict[str, Any] = last["response"]
+        return response
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the named events of a stream; an error after the first is one of them."""
+        number = 0
+        try:
+            async with aclosing(self._steps()) as steps:  # type: ignore[type-var]
+                async for step in steps:
+                    yield _event(step, number)
+                    number += 1
+        except OutriderError as error:
+            if number == 0:
+                raise
+            failed = self._response("failed") | {"error": error_object(error)["error"]}
+            yield _event({"type": "response.failed", "response": failed}, number)
+
+    async def _steps(self) -> AsyncIterator[Event]:
+        """Yield the events; the last one carries the whole response, which is stored if it may be."""
+        shown = self.answer.shown(0)
+        last: GatewayChunk | None = None
+        async with aclosing(self.answer.chunks()) as chunks:  # type: ignore[type-var]
+            async for _, chunk in chunks:
+                if last is None:  # not before: a refusal has its own status
+                    for kind in ("response.created", "response.in_progress"):
+                        yield {"type": kind, "response": self._response("in_progress")}
+                last = chunk
+                shown.take(chunk)
+                self._said.append(shown.said)
+                for event in self.output.add(shown.said):
+                    yield event
+        for event in self.output.close():
+            yield event
+        assert last is not None
+        is_whole = last.finish_reason is FinishReason.STOP
+        response = self._response("completed" if is_whole else "incomplete") | _ending(last, shown)
+        if self.body.store is not False:
+            self.store.put(response, [*self.messages, self._message()])
+        yield {"type": f"response.{response['status']}", "response": response}
+
+    def _message(self) -> Message:
+        """Return the answer as the chat goes on with it."""
+        message: Message = {"role": "assistant", "content": "".join(said.content for said in self._said)}
+        if calls := [call_object(call) for said in self._said for call in said.calls]:
+            message["tool_calls"] = calls
+        return message
+
+    def _response(self, status: str) -> dict[str, Any]:
+        body, sampling = self.body, self.answer.requests[0].sampling
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.answer.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self.answer.gateway.model.name,
+            "output": [dict(item) for item in self.output.items],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+            "store": body.store is not False,
+            "temperature": sampling.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+def _ending(last: GatewayChunk, shown: ShownChoice) -> dict[str, Any]:
+    """Return what only the end of an answer tells."""
+    assert last.usage is not None
+    usage = usage_object([last.usage], [last.usage])
+    reasons = {FinishReason.STOP: None, FinishReason.LENGTH: {"reason": "max_output_tokens"}}
+    return {
+        "incomplete_details": reasons.get(last.finish_reason, {"reason": "cancelled"}) if last.finish_reason else None,
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": shown.num_reasoning_tokens},
+            "total_tokens": usage["total_tokens"],
+        },
+        "metrics": metrics_object([last.speculation]),
+    }
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def _event(step: Event, number: int) -> bytes:
+    message = {"type": step["type"], "sequence_number": number, **step}
+    return f"event: {step['type']}\ndata: {json.dumps(message, ensure_ascii=False)}\n\n".encode()
