@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from outrider.cluster.common.errors import Overloaded
+from outrider.cluster.common.errors import Overloaded, Unavailable
 from outrider.cluster.router.fleet import FleetSnapshot, RouterPolicy, VerifierState
 from outrider.cluster.router.routing import is_fresh
 
@@ -48,11 +48,13 @@ def refusal(
     max_queued_requests: int,
     now_s: float,
     policy: RouterPolicy,
-) -> Overloaded | None:
+) -> Overloaded | Unavailable | None:
     """Return why a new request is not taken, or None when it is; without any verifier that is for `route` to say.
 
     `now_s` is of the snapshot's clock.
     """
+    if snapshot.is_stopping:
+        return Unavailable("the service is stopping")
     live = [
         state
         for state in snapshot.verifiers

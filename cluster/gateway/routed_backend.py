@@ -65,7 +65,7 @@ class RouterClient:
         self.snapshot = with_assignment(self.snapshot, assignment)
         return assignment
 
-    def refusal(self, own: OwnQueue, *, priority: int, max_queued_requests: int) -> Overloaded | None:
+    def refusal(self, own: OwnQueue, *, priority: int, max_queued_requests: int) -> Overloaded | Unavailable | None:
         """Return why a new request is not taken, by the last snapshot; None when it is."""
         if self.snapshot is None:
             return None

@@ -112,7 +112,9 @@ class GatewayReplica:
 
     async def _has_verifier(self) -> bool:
         snapshot = self._router.snapshot
-        return snapshot is not None and any(not state.report.draining for state in snapshot.verifiers)
+        if snapshot is None or snapshot.is_stopping:
+            return False
+        return any(not state.report.draining for state in snapshot.verifiers)
 
     async def pid(self) -> int:
         return os.getpid()

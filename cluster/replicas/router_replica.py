@@ -49,6 +49,10 @@ class RouterReplica:
         """Take in what a gateway published; return what the others did."""
         return self._metrics.exchange(gateway_id, families, time.time())
 
+    async def stop_taking(self) -> None:
+        """Have every gateway refuse new requests from now on: the service stops once its streams have ended."""
+        self._core.is_stopping = True
+
     async def pid(self) -> int:
         return os.getpid()
 

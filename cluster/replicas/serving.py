@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,13 @@ from ray.serve.schema import DeploymentStatus, ServeStatus
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
 from outrider.cluster.config.threads import share_cores, usable_cores
 from outrider.cluster.replicas.app import build
+from outrider.cluster.replicas.stopping import (
+    RoutedStreams,
+    drain,
+    ignore_signals,
+    interrupt_at_signals,
+    sigterm_blocked,
+)
 from outrider.verifier_service.model.architectures import load_model_description, require_supported, resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
 
@@ -82,16 +88,17 @@ def _start_own_ray(config: ServiceConfig) -> ServiceConfig:
     for name, level in _CHATTY_LOGS.items():
         logging.getLogger(name).setLevel(level)
     config = share_cores(config, num_ranks=config.num_ranks, num_cores=usable_cores())
-    start_ray(
-        address="local",  # not one that happens to run here
-        # Ray counts CPUs to place ranks; on a small machine ranks share cores
-        num_cpus=max(os.cpu_count() or 1, config.num_ranks + config.num_shells + 1),
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        _node_ip_address=config.host if config.host != "0.0.0.0" else None,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-    )
+    with sigterm_blocked():
+        start_ray(
+            address="local",  # not one that happens to run here
+            # Ray counts CPUs to place ranks; on a small machine ranks share cores
+            num_cpus=max(os.cpu_count() or 1, config.num_ranks + config.num_shells + 1),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address=config.host if config.host != "0.0.0.0" else None,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
     return config
 
 
@@ -200,12 +207,18 @@ def tell_phases(say: Callable[[str], None], clock: Callable[[], float] = time.mo
 
 
 def serve_until_interrupted(config: ServiceConfig) -> None:
-    """Serve until SIGINT or SIGTERM; leave no process behind. What it waits for is told on stderr."""
-    on_phase = tell_phases(lambda line: click.echo(line, err=True))
+    """Serve until SIGINT or SIGTERM, then until the streams have run out; leave no process behind.
+
+    What it waits for is told on stderr. A second signal cuts the streams off.
+    """
+
+    def tell(line: str) -> None:
+        click.echo(line, err=True)
+
+    on_phase = tell_phases(tell)
     with running_service(config, on_phase):
         on_phase("ready")
-        for number in (signal.SIGINT, signal.SIGTERM):  # not before: Ray has set a handler of its own by now
-            signal.signal(number, _interrupt_once)
+        interrupt_at_signals()  # not before: Ray has set a handler of its own by now
         scheme = "http" if config.tls is None else "https"
         address = f"{scheme}://{config.host}:{config.port} and grpc {config.host}:{config.grpc_port}"
         with contextlib.suppress(KeyboardInterrupt):
@@ -213,13 +226,6 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
             while True:
                 time.sleep(1.0)  # `signal.pause` sleeps through a signal that came just before it
         click.echo("stopping")
-
-
-def _interrupt_once(*_: object) -> None:
-    """End what this process does, and let nothing cut the stopping short.
-
-    A handler that set an event would wait for the event's lock for ever where it interrupts the wait for that event.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
+        interrupt_at_signals()
+        drain(RoutedStreams(), config.drain_timeout_s, tell)
+        ignore_signals()

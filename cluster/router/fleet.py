@@ -174,6 +174,14 @@ class FleetSnapshot:
     decided_at_s: float
     decisions: tuple[DecisionCount, ...] = ()
     placements: tuple[PlacementCount, ...] = ()
+    is_stopping: bool = False  # the service takes no new requests
+
+    @property
+    def num_streams(self) -> int:
+        """Return how many requests are being served, or wait."""
+        loads = [state.report.load for state in self.verifiers]
+        assigned = sum(state.num_assigned for state in self.verifiers)
+        return assigned + sum(load.num_running + load.num_waiting for load in loads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,7 @@ class RouterCore:
 
     def __init__(self, policy: RouterPolicy | None = None) -> None:
         self.policy = policy or RouterPolicy()
+        self.is_stopping = False  # told to every gateway
         self._verifiers: dict[str, _Verifier] = {}
         self._drafters: dict[str, DrafterState] = {}
         self._decisions: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -121,6 +122,7 @@ class RouterCore:
             placements=tuple(
                 PlacementCount(reason=reason, count=count) for reason, count in sorted(self._placements.items())
             ),
+            is_stopping=self.is_stopping,
         )
 
     def _live(self, now_s: float) -> FleetSnapshot:
