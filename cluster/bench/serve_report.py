@@ -27,7 +27,8 @@ def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
     return NOTHING if value is None else f"{value * scale:.{digits}f}"
 
 
-COLUMNS: tuple[tuple[str, Callable[[LoadFigures], str]], ...] = (
+POINTS_PER_TABLE = 5  # a figure a line and a load a column: that fits 80 columns
+FIGURES: tuple[tuple[str, Callable[[LoadFigures], str]], ...] = (
     ("completed", lambda row: f"{row.num_completed}/{row.num_requests}"),
     ("errors", lambda row: str(sum(row.errors.values()))),
     ("requests/s", lambda row: _number(row.requests_per_s, 2)),
@@ -35,9 +36,9 @@ COLUMNS: tuple[tuple[str, Callable[[LoadFigures], str]], ...] = (
     ("goodput", lambda row: _number(row.goodput_tokens_per_s, 1)),
     ("in SLO", lambda row: f"{row.num_within_slo / row.num_requests:.0%}"),
     ("TTFT p50 ms", lambda row: _ms(row.ttft, "p50_s")),
-    ("p99", lambda row: _ms(row.ttft, "p99_s")),
+    ("TTFT p99 ms", lambda row: _ms(row.ttft, "p99_s")),
     ("ITL p50 ms", lambda row: _ms(row.itl, "p50_s")),
-    ("p99", lambda row: _ms(row.itl, "p99_s")),
+    ("ITL p99 ms", lambda row: _ms(row.itl, "p99_s")),
     ("TPOT p50 ms", lambda row: _ms(row.tpot, "p50_s")),
     ("E2EL p50 ms", lambda row: _ms(row.e2el, "p50_s")),
     ("accepted %", lambda row: _number(row.acceptance_rate, 0, 100)),
@@ -56,13 +57,17 @@ def to_table(result: ServeBenchResult) -> RenderableType:
     title = (
         f"{result.model} at {result.url}: {len(options.prompts)} requests a point, at most {options.max_tokens} tokens"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column(axis_name(result), justify="right")
-    for heading, _ in COLUMNS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in result.figures:
-        table.add_row(row.point.value, *(cell(row) for _, cell in COLUMNS))
-    return Group(table, *(Text(note) for note in notes(result)))
+    tables = []
+    for first in range(0, len(result.figures), POINTS_PER_TABLE):
+        rows = result.figures[first : first + POINTS_PER_TABLE]
+        table = Table(title=title if first == 0 else None, title_justify="left")
+        table.add_column(axis_name(result), no_wrap=True)
+        for row in rows:
+            table.add_column(row.point.value, justify="right", no_wrap=True)
+        for name, cell in FIGURES:
+            table.add_row(name, *(cell(row) for row in rows))
+        tables.append(table)
+    return Group(*tables, *(Text(note) for note in notes(result)))
 
 
 def notes(result: ServeBenchResult) -> list[str]:

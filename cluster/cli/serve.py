@@ -91,6 +91,13 @@ from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
     help="Where replicas listen for each other; auto: each node's own address.",
 )
 @click.option("--gpu-share", type=float, default=1.0, show_default=True, help="GPU per rank; 0.5: two ranks share one.")
+@click.option(
+    "--allowed-origins",
+    metavar="JSON",
+    default='["*"]',
+    show_default=True,
+    help="Origins whose pages a browser lets call the API; []: none but its own.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=int, default=8000, show_default=True, help="HTTP port.")
 @click.option("--grpc-port", type=int, default=50051, show_default=True)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import click
@@ -19,7 +19,12 @@ import httpx
 
 from outrider.cluster.client.openai_client import Server, ServerError, first_model, open_client, stream_events
 
-RESET = "/reset"
+RESET, SYSTEM, HELP = "/reset", "/system", "/help"
+HELP_TEXT = f"""{RESET}         begin anew
+{SYSTEM} TEXT   begin anew, with a first message that tells the model how to behave
+{HELP}          this
+Ctrl-C         stop an answer
+Ctrl-D         leave"""
 PROMPT = "> "
 # as Outrider and vLLM say it
 NO_CHAT_TEMPLATE = re.compile(r"no chat template|provide a chat template")
@@ -95,6 +100,9 @@ class Conversation(Protocol):
     def text_of(self, choice: dict[str, Any]) -> str:
         """Return the text of a streamed choice."""
 
+    def thought_of(self, choice: dict[str, Any]) -> str:
+        """Return what a streamed choice thinks."""
+
     def commit(self, line: str, answer: str) -> None:
         """Remember a line and its answer."""
 
@@ -112,6 +120,9 @@ class Messages:
 
     def text_of(self, choice: dict[str, Any]) -> str:
         return choice.get("delta", {}).get("content") or ""
+
+    def thought_of(self, choice: dict[str, Any]) -> str:
+        return choice.get("delta", {}).get("reasoning_content") or ""
 
     def commit(self, line: str, answer: str) -> None:
         self._messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
@@ -131,6 +142,9 @@ class Text:
     def text_of(self, choice: dict[str, Any]) -> str:
         return choice.get("text") or ""
 
+    def thought_of(self, choice: dict[str, Any]) -> str:
+        return ""
+
     def commit(self, line: str, answer: str) -> None:
         self._text += f"{line}\n{answer}\n"
 
@@ -141,7 +155,7 @@ def run(server: Server, options: ChatOptions, clock: Clock) -> None:
         client = open_client(server)
         try:
             model = options.model or runner.run(first_model(client))
-            click.secho(f"{model} at {server.base_url}; {RESET} begins anew, Ctrl-D leaves", dim=True)
+            click.secho(f"{model} at {server.base_url}; {HELP} says what else there is, Ctrl-D leaves", dim=True)
             chat = _Chat(client, model, options, clock)
             for line in _lines():
                 chat.hear(runner, line)
@@ -173,8 +187,8 @@ class _Chat:
 
     def hear(self, runner: asyncio.Runner, line: str) -> None:
         """Answer one line; a failure is shown and the line forgotten."""
-        if line.strip() == RESET:
-            self._conversation = self._kind(self._options.system)
+        if line.startswith("/"):
+            self._obey(*line.strip().partition(" ")[::2])
             return
         answer = Answer()
         try:
@@ -186,6 +200,16 @@ class _Chat:
             return
         self._conversation.commit(line, answer.text)
         click.secho(f"\n[{answer.summary}]", dim=True)
+
+    def _obey(self, command: str, rest: str) -> None:
+        """Do what a line that begins with a slash asks for."""
+        if command == SYSTEM and rest.strip():
+            self._options = replace(self._options, system=rest.strip())
+        if command == RESET or (command == SYSTEM and rest.strip()):
+            self._conversation = self._kind(self._options.system)
+            click.secho("a new conversation", dim=True)
+        else:
+            click.secho(HELP_TEXT, dim=True)
 
     async def _answer(self, line: str, answer: Answer) -> None:
         try:
@@ -201,9 +225,16 @@ class _Chat:
         conversation = self._conversation
         body = {**self._options.body(self._model), **conversation.ask(line)}
         answer.begin_s = answer.end_s = self._clock()
+        is_thinking = False
         async with contextlib.aclosing(stream_events(self._client, conversation.path, body)) as events:
             async for event in events:
-                text = "".join(conversation.text_of(choice) for choice in event.get("choices", ()))
+                choices = event.get("choices", ())
+                thought = "".join(conversation.thought_of(choice) for choice in choices)
+                text = "".join(conversation.text_of(choice) for choice in choices)
                 answer.end_s = self._clock()
                 answer.take(event, text, answer.end_s)
+                click.secho(thought.translate(UNSAFE), nl=False, dim=True)
+                if text and is_thinking:
+                    click.echo("\n")
+                is_thinking = bool(thought) or (is_thinking and not text)
                 click.echo(text.translate(UNSAFE), nl=False)

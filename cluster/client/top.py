@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
+import os
+import sys
+import termios
+import tty
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TextIO
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from outrider.cluster.client.openai_client import Server, open_client
 from outrider.cluster.client.top_view import Latency, TopState, render
@@ -43,13 +50,45 @@ async def _watch(
             state = await observe(client, state)
             console.print(render(state))
             return state
-        with Live(render(state), console=console, screen=True, auto_refresh=False) as live:
-            while True:
+        with (
+            quit_key(sys.stdin) as quitting,
+            Live(_frame(state), console=console, screen=True, auto_refresh=False) as live,
+        ):
+            while not quitting.is_set():
                 state = await observe(client, state)
                 answered_s = clock() if state.error is None else answered_s
                 state = replace(state, age_s=clock() - answered_s)
-                live.update(render(state), refresh=True)
-                await asyncio.sleep(interval_s)
+                live.update(_frame(state), refresh=True)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(quitting.wait(), interval_s)
+    return state
+
+
+def _frame(state: TopState) -> RenderableType:
+    return Group(render(state), Text("\nq quits", style="dim"))
+
+
+@contextlib.contextmanager
+def quit_key(keyboard: TextIO) -> Iterator[asyncio.Event]:
+    """Yield an event that is set when q is typed; where no terminal is read from, it never is."""
+    quitting = asyncio.Event()
+    if not keyboard.isatty():
+        yield quitting
+        return
+    number = keyboard.fileno()
+    before = termios.tcgetattr(number)
+
+    def on_key() -> None:
+        if os.read(number, 64).lower().startswith(b"q"):
+            quitting.set()
+
+    tty.setcbreak(number)  # keys come one by one, and Ctrl-C still interrupts
+    asyncio.get_running_loop().add_reader(number, on_key)
+    try:
+        yield quitting
+    finally:
+        asyncio.get_running_loop().remove_reader(number)
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
 
 
 async def observe(client: httpx.AsyncClient, before: TopState) -> TopState:

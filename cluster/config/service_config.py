@@ -17,7 +17,7 @@ from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.common.logs import LOG_FORMATS
 from outrider.cluster.common.security import TlsConfig, link_tls, public_tls
-from outrider.cluster.config.known_models import drafter_paths, is_embedded, path_of, usual_method
+from outrider.cluster.config.known_models import drafter_paths, is_embedded, path_of, usual_drafting
 from outrider.cluster.config.placement import PoolPlacement
 from outrider.cluster.config.speculative_options import PoolOptions, parse_pool, parse_speculative_config, split_options
 from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
@@ -37,6 +37,7 @@ from outrider.verifier_service.model.config import ModelConfig, Quantization
 
 APP_NAME = "outrider"
 DrafterPools = tuple[dict[str, Any], ...]
+_JSON_KINDS = (BatchSizeTable, DrafterPools, tuple[str, ...])  # beside objects: what is written as JSON in text
 _POSITIVE = (
     "tensor_parallel_size",
     "draft_tensor_parallel_size",
@@ -104,6 +105,7 @@ class ServiceConfig:
     link_ssl_keyfile: str | None = None
     link_ssl_ca_certs: str | None = None
     link_ssl_server_name: str | None = None  # expected in peers' certificates; None: the address they listen at
+    allowed_origins: tuple[str, ...] = ("*",)  # whose pages a browser lets call us; (): nobody's but our own
     api_key_hashes: tuple[str, ...] = ()  # SHA-256 in hex; none: no key is asked for
     log_format: str = "text"  # text | json: one object a line
     otlp_traces_endpoint: str | None = None  # "http://host:4317", OTLP over gRPC; None: no traces
@@ -270,7 +272,9 @@ class ServiceConfig:
     @property
     def speculative(self) -> SpeculativeConfig:
         """How drafts are made; raises `ValueError` naming the key of `speculative_config` that is wrong."""
-        usual = {} if self.draft_model else {"method": usual_method(self.model).value}
+        usual = {} if self.draft_model or "method" in self.speculative_config else usual_drafting(self.model)
+        if self.drafter_pools and not drafter_paths(self.model):
+            usual = {}  # those draft
         return dataclasses.replace(
             parse_speculative_config(usual | self.speculative_config),
             model=self.draft_model,
@@ -371,6 +375,17 @@ class ServiceConfig:
         return ColocatedSpec(verifier=self.verifier_spec, drafter=drafter)
 
     @property
+    def drafting(self) -> str:
+        """Return who drafts, in words: "eagle3 by 1 drafter", "suffix in the verifier", "nobody"."""
+        parts = [
+            f"{pool.speculative.method.value} by {pool.num_drafters} drafter{'' if pool.num_drafters == 1 else 's'}"
+            for pool in self.pools.values()
+        ]
+        if self.drafter_spec is not None and not self.has_drafters:
+            parts.append(f"{self.speculative.method.value} in the verifier")
+        return " and ".join(parts) or "nobody"
+
+    @property
     def drafter_specs(self) -> list[DrafterSpec]:
         """What drafts in all pools and in the verifiers; one may be named twice."""
         found = (config.drafter_spec for config in (self, *self.pools.values()))
@@ -381,7 +396,8 @@ class ServiceConfig:
         """What drafts, in a pool or in the verifier; None: nothing does."""
         speculative, path = self.speculative, self.draft_path
         is_in_pool = speculative.location is Location.POOL
-        if (is_in_pool and self.drafter_range.most == 0) or self.num_speculative_tokens == 0:
+        is_named = self.draft_model is not None or "method" in self.speculative_config
+        if self.num_speculative_tokens == 0 or (self.drafter_range.most == 0 and (is_in_pool or not is_named)):
             return None
         if speculative.needs_checkpoint and path is None:
             if "method" in self.speculative_config:
@@ -417,7 +433,7 @@ def _parsed(name: str, value: Any, kind: Any) -> Any:
     """Return a value as its field's type, also from the text that `serve run module:build_app key=value` passes."""
     adapter = TypeAdapter(kind, config=ConfigDict(hide_input_in_errors=True))
     try:
-        is_json = isinstance(value, str) and (get_origin(kind) is dict or kind in (BatchSizeTable, DrafterPools))
+        is_json = isinstance(value, str) and (get_origin(kind) is dict or kind in _JSON_KINDS)
         return adapter.validate_json(value) if is_json else adapter.validate_python(value)
     except ValidationError as error:
         raise ValueError(f"{name}: {error.errors(include_input=False, include_url=False)[0]['msg']}") from error

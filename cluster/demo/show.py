@@ -91,7 +91,7 @@ def _quiet_ray() -> Iterator[None]:
 
 def with_drafter(config: ServiceConfig) -> ServiceConfig:
     """Return a service that has a drafter pool; raises `ValueError` where one of another kind was asked for."""
-    if config.drafter_spec is None and not config.speculative_config:
+    if not config.has_drafters and not config.speculative_config:
         config = dataclasses.replace(config, speculative_config=STAND_IN)
     if not config.has_drafters:
         raise ValueError("the demo kills a drafter of a pool: there must be one")

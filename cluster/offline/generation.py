@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.cluster.offline.llm import LLM
+from outrider.cluster.gateway.text_codec import TextCodec
+from outrider.cluster.offline.llm import LLM, offline_config
 from outrider.cluster.offline.outputs import CompletionOutput, RequestOutput
 from outrider.cluster.offline.prompts import PromptError, parse_line, read_prompt_lines
 from outrider.cluster.offline.sampling_params import SamplingParams
 from outrider.verifier_service.messages.request import SpeculationMetrics
+from outrider.verifier_service.model.tokenizer import load_tokenizer
 
 
 def read_lines(
@@ -50,6 +52,16 @@ def run(
         for found in llm.as_completed(prompts, samplings):
             for output in found.outputs:
                 yield to_record(found, output)
+
+
+def hint(records: Sequence[Mapping[str, Any]], model: str | None, *, is_chat: bool) -> str | None:
+    """Return what to try where a model that chats has said nothing to plain text; None: there is nothing to say."""
+    if is_chat or not records or any(record["text"] or record["finish_reason"] != "stop" for record in records):
+        return None
+    config = offline_config({"model": model})
+    if not TextCodec(load_tokenizer(config.verifier_spec.model)).has_chat_template:
+        return None
+    return "the model ended at once: it has a chat template, so --chat asks it as a user would"
 
 
 def to_record(found: RequestOutput, output: CompletionOutput) -> dict[str, Any]:

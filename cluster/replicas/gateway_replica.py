@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from ray import serve
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from outrider.cluster.api.authentication import ApiKeyInterceptor, ApiKeyMiddleware
@@ -100,6 +101,9 @@ class GatewayReplica:
             self._api = self._tracing.middleware(self._api)
         if keys:
             self._api = ApiKeyMiddleware(self._api, keys)
+        if config.allowed_origins:  # outside the keys: a browser asks before it may show one
+            origins = list(config.allowed_origins)
+            self._api = CORSMiddleware(self._api, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         self._api = RequestIdMiddleware(self._api, is_echoed_by_proxy=config.tls is None)
         self._https_server: HttpsServer | None = None
         if config.tls is not None:

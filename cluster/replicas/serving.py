@@ -222,7 +222,9 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
         scheme = "http" if config.tls is None else "https"
         address = f"{scheme}://{config.host}:{config.port} and grpc {config.host}:{config.grpc_port}"
         with contextlib.suppress(KeyboardInterrupt):
-            click.echo(f"serving {config.model_name} on {address}")
+            click.echo(f"serving {config.model_name} on {address}; drafts: {config.drafting}")
+            if config.drafting == "nobody" and config.num_speculative_tokens > 0 and config.speculation != "off":
+                tell("nothing drafts, so speculation is off: --draft-model, or -sc with a method, would change that")
             while True:
                 time.sleep(1.0)  # `signal.pause` sleeps through a signal that came just before it
         click.echo("stopping")

@@ -90,12 +90,22 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def resolve_folder(config: ModelConfig) -> Path:
-    """Return the checkpoint's folder: converting it where `path` is a GGUF file, downloading it where it is an id."""
-    folder = Path(local_path(config.path))
+    """Return the checkpoint's folder: converting it where `path` is a GGUF file, downloading it where it is an id.
+
+    Raises `FileNotFoundError` for a path that is none of these.
+    """
+    folder = Path(local_path(config.path)).expanduser()
     if folder.is_dir():
         return folder
-    from huggingface_hub import snapshot_download  # only those who download pay for the import
+    # only those who download pay for the import
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
+    try:
+        validate_repo_id(config.path)
+    except HFValidationError as error:
+        raise FileNotFoundError(f"model: there is no folder {config.path}, nor can a model hub have it") from error
     return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=CHECKPOINT_PATTERNS))
 
 

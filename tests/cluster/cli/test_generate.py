@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from click.testing import Result
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fakes.command_line import assert_usage_error, invoke
+from outrider.cluster.offline import generation
 from tiny.models import make_checkpoint
 
 PROMPT = "the quick brown"
@@ -165,3 +167,30 @@ def test_a_record_has_the_fields_that_scripts_read(pair: list[str]):
     assert record["request_id"] == "prompt-0"
     counters = {"enabled", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length"}
     assert counters <= record["metrics"]["speculative_decoding"].keys()
+
+
+ENDED = {"text": "", "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize(
+    ("records", "is_chat", "has_template", "is_hinted"),
+    [
+        ([ENDED], False, True, True),
+        ([ENDED], True, True, False),
+        ([ENDED], False, False, False),
+        ([ENDED, {"text": "a", "finish_reason": "stop"}], False, True, False),
+        ([{"text": "", "finish_reason": "length"}], False, True, False),
+        ([], False, True, False),
+    ],
+)
+def test_a_model_that_chats_and_ends_at_once_is_told_how_to_be_asked(
+    pair: list[str], tmp_path: Path, records: list, is_chat: bool, has_template: bool, is_hinted: bool
+):
+    folder = tmp_path / "target"
+    shutil.copytree(pair[0], folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ messages[0].content }}" if has_template else None
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+    hint = generation.hint(records, str(folder), is_chat=is_chat)
+    assert (hint is not None) == is_hinted

@@ -90,6 +90,20 @@ def test_reset_forgets_what_was_said(chat_url: str, backend: FakeBackend, tokeni
     assert prompts(backend, tokenizer)[1] == "<|start|>user\nmore<|end|><|start|>assistant\n"
 
 
+def test_system_begins_anew_with_a_first_message(
+    chat_url: str, backend: FakeBackend, tokenizer: PreTrainedTokenizerFast
+):
+    chat(chat_url, "hi", "/system be short", "more")
+    assert prompts(backend, tokenizer)[1].startswith("<|start|>system\nbe short<|end|><|start|>user\nmore")
+
+
+@pytest.mark.parametrize("line", ["/help", "/?", "/system"])
+def test_help_says_what_there_is_and_asks_nothing(chat_url: str, backend: FakeBackend, line: str):
+    result = chat(chat_url, line)
+    assert "/reset" in result.output.splitlines()[-6]
+    assert backend.requests == []
+
+
 def test_a_refusal_is_shown_and_the_line_forgotten(
     chat_url: str, backend: FakeBackend, tokenizer: PreTrainedTokenizerFast
 ):

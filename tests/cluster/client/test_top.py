@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import itertools
 import json
+import os
+import termios
 from collections.abc import Callable
 
 import httpx
@@ -136,3 +139,25 @@ def test_watching_outlives_a_server_that_goes_away():
         top.run(Server(url=url), console, interval_s=0.01, once=False, clock=clock)
     final = seen[-1]
     assert final.index("120.0 tokens/s") < final.index("/load: HTTP 503") < final.rindex("120.0 tokens/s")
+
+
+async def test_q_quits_and_other_keys_do_not():
+    keyboard, terminal = os.openpty()
+    before = termios.tcgetattr(terminal)
+    with open(terminal) as typed:
+        with top.quit_key(typed) as quitting:
+            os.write(keyboard, b"x")
+            await asyncio.sleep(0.05)
+            assert not quitting.is_set()
+            os.write(keyboard, b"q")
+            async with asyncio.timeout(5):
+                await quitting.wait()
+        assert termios.tcgetattr(terminal) == before
+    os.close(keyboard)
+
+
+async def test_where_no_terminal_is_read_from_no_key_quits(tmp_path):
+    (tmp_path / "file").write_text("q")
+    with (tmp_path / "file").open() as typed, top.quit_key(typed) as quitting:
+        await asyncio.sleep(0.05)
+        assert not quitting.is_set()

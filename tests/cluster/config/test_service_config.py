@@ -4,6 +4,7 @@ import torch
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.router.fleet import PolicyMode
 from outrider.drafter_service import embedded
+from outrider.drafter_service.service.speculative_config import Location, Method
 
 
 def test_nothing_given_serves_the_embedded_pair():
@@ -13,14 +14,33 @@ def test_nothing_given_serves_the_embedded_pair():
     assert config.model_name == "outrider-embedded"
 
 
-def test_another_target_is_not_drafted_for_by_the_embedded_drafter():
+def test_a_target_without_a_drafter_looks_its_drafts_up():
     config = ServiceConfig(model="some/model")
     assert config.draft_path is None
-    assert config.drafter_spec is None
+    assert (config.speculative.method, config.speculative.location) == (Method.SUFFIX, Location.VERIFIER)
+    assert config.drafter_spec is not None
+    assert config.pools == {}
 
 
-def test_no_drafters_means_no_draft_model():
-    assert ServiceConfig(num_drafters=0).drafter_spec is None
+@pytest.mark.parametrize("model", [None, "some/model"])
+def test_no_drafters_means_that_nothing_drafts(model):
+    assert ServiceConfig(model=model, num_drafters=0).drafter_spec is None
+
+
+@pytest.mark.parametrize(
+    ("options", "drafting"),
+    [
+        ({}, "draft_model by 1 drafter"),
+        ({"model": "m"}, "suffix in the verifier"),
+        ({"model": "m", "num_drafters": 0}, "nobody"),
+        ({"model": "m", "num_speculative_tokens": 0}, "nobody"),
+        ({"model": "m", "draft_model": "d", "num_drafters": "1:3"}, "draft_model by 1:3 drafters"),
+        ({"model": "m", "drafter_pools": [{"name": "look", "method": "ngram"}]}, "ngram by 1 drafter"),
+        ({"drafter_pools": [{"name": "look", "method": "ngram"}]}, "draft_model by 1 drafter and ngram by 1 drafter"),
+    ],
+)
+def test_who_drafts_is_told(options, drafting):
+    assert ServiceConfig.from_mapping(options).drafting == drafting
 
 
 def test_each_side_gets_its_own_degree_of_tensor_parallelism():
@@ -58,7 +78,7 @@ def test_each_side_gets_its_own_degree_of_tensor_parallelism():
         ({"drain_timeout_s": "nan"}, "drain_timeout_s must be positive and finite"),
         ({"dtype": "int4"}, "dtype must be one of auto"),
         ({"max_model_len": 0}, "max_model_len must be a positive integer"),
-        ({"api_key_hashes": "not-a-hash"}, "api_key_hashes: Input should be a valid tuple"),
+        ({"api_key_hashes": "not-a-hash"}, "api_key_hashes: Invalid JSON"),
         ({"drain_timeout_s": 0}, "drain_timeout_s must be positive"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens must be at least 0"),
         ({"speculation": "sometimes"}, "speculation must be"),

@@ -127,3 +127,9 @@ def test_code_that_comes_with_a_checkpoint_is_not_run_unless_asked_for(tmp_path)
         with refusal or contextlib.nullcontext():
             load_model_description(tmp_path, ModelConfig(path=str(tmp_path)))
         assert not trace.exists()
+
+
+@pytest.mark.parametrize("path", ["/nowhere/model", "./model", "../model", "~/model", "a/b/c", "my model"])
+def test_a_folder_that_is_missing_is_said_to_be(path: str):
+    with pytest.raises(FileNotFoundError, match="model: there is no folder"):
+        resolve_folder(ModelConfig(path=path))
