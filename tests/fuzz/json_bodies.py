@@ -10,28 +10,57 @@ from pydantic import BaseModel
 
 from outrider.cluster.api.openai.protocol import (
     NEUTRAL_VALUES,
-    TOOL_VALUES,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
 )
+from outrider.cluster.api.openai.responses_protocol import ResponsesBody
 
 BASE_BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the fox"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "fox"}]},
+    "/v1/responses": {"input": "fox"},
     "/tokenize": {"prompt": "the fox"},
     "/detokenize": {"tokens": [5, 6]},
 }
 BODY_KINDS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponsesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+# with all that tools bring, for values to be spoilt in: by path
+TOOL_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "user", "content": "fox"},
+            {"role": "assistant", "content": None, "tool_calls": CALLS, "reasoning_content": "hm"},
+            {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "fox"}]},
+        ],
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "chat_template_kwargs": {"a": 1},
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "fox"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "fox"},
+            {"type": "reasoning", "summary": []},
+        ],
+        "tools": [{"type": "function", "name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": "low"},
+    },
+}
 PATHS = tuple(BASE_BODIES)
 KNOWN_NAMES = tuple(sorted({name for kind in BODY_KINDS.values() for name in kind.model_fields}))
-UNSERVED_NAMES = tuple(sorted(NEUTRAL_VALUES | TOOL_VALUES))
+UNSERVED_NAMES = tuple(sorted(NEUTRAL_VALUES))
 
 _BIG = st.sampled_from((1 << 31, 1 << 63, -(1 << 63) - 1, 1 << 64, 10**30, -1, 0))
 _TEXTS = st.text(max_size=20) | st.sampled_from(("a" * 5000, "\x00", "\u2028", "\U0001f98a", "<|end|>", "{{7*7}}"))
@@ -57,6 +86,23 @@ def text_of(value: Any) -> str:
 def plausible_bodies(draw: st.DrawFn, path: str) -> bytes:
     """Draw a good body with some fields of any name and value put in."""
     body = BASE_BODIES[path] | draw(st.dictionaries(NAMES, VALUES, max_size=4))
+    return text_of(body).encode()
+
+
+@st.composite
+def bodies_with_one_wrong_place(draw: st.DrawFn, path: str) -> bytes:
+    """Draw a body of tools with one of its values, however deep, put in another's place or taken out."""
+    body = json.loads(json.dumps(TOOL_BODIES[path]))
+    value: Any = body
+    while True:
+        key = draw(st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value))))
+        if not isinstance(value[key], dict | list) or not value[key] or draw(st.integers(0, 3)) == 0:
+            break
+        value = value[key]
+    if draw(st.integers(0, 3)) == 0:
+        del value[key]
+    else:
+        value[key] = draw(VALUES)
     return text_of(body).encode()
 
 

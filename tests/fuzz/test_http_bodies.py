@@ -22,7 +22,9 @@ from fuzz.json_bodies import (
     BODY_KINDS,
     KNOWN_NAMES,
     PATHS,
+    TOOL_BODIES,
     VALUES,
+    bodies_with_one_wrong_place,
     plausible_bodies,
     spoilt_bodies,
     text_of,
@@ -30,6 +32,7 @@ from fuzz.json_bodies import (
 from fuzz.tally import TALLY
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.request_ids import RequestIdMiddleware
+from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import GenerationRequest
 
 STATUSES = frozenset({200, 400, 404, 405, 413})
@@ -45,7 +48,8 @@ def few_tokens(request: GenerationRequest) -> list[list[int]]:
 
 
 def build_app() -> FastAPI:
-    return build_api(build_gateway(FakeBackend(few_tokens), build_tokenizer()), healthy)
+    syntax = ReplySyntax(tool_parser="hermes", reasoning_parser="qwen3")
+    return build_api(build_gateway(FakeBackend(few_tokens), build_tokenizer()), healthy, reply_syntax=syntax)
 
 
 APP = build_app()
@@ -124,6 +128,13 @@ SPOILT_BODIES = st.sampled_from(PATHS).flatmap(
 def test_plausible_bodies(request: tuple[str, bytes]) -> None:
     path, content = request
     asyncio.run(send("POST", path, content=content, target="HTTP: plausible bodies"))
+
+
+@examples(300)
+@given(st.sampled_from(sorted(TOOL_BODIES)).flatmap(lambda p: st.tuples(st.just(p), bodies_with_one_wrong_place(p))))
+def test_tools_with_one_wrong_place(request: tuple[str, bytes]) -> None:
+    path, content = request
+    asyncio.run(send("POST", path, content=content, target="HTTP: tools, one wrong place"))
 
 
 @examples(200)
