@@ -92,6 +92,11 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[
         return GenerationResponse(answer, stream=bool(body.stream))
 
 
+    @app.post("/v1/embeddings")
+    async def embeddings() -> Response:
+        raise InvalidRequest("/v1/embeddings is not served: the model generates text", "model")
+
+
 def _add_responses_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[], float], chats: Chats) -> None:
     store = ResponseStore()
 

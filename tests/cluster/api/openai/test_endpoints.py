@@ -490,6 +490,12 @@ async def test_a_generation_that_is_cancelled_from_within_is_answered(tokenizer)
     assert (answer.status_code, answer.json()["error"]["message"]) == (500, "internal error")
 
 
+async def test_embeddings_are_refused_by_name(tokenizer, backend):
+    async with serving(backend, tokenizer) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        with pytest.raises(openai.BadRequestError, match="embeddings is not served"):
+            await client.embeddings.create(model="tiny", input="a")
+
+
 async def test_who_speaks_reaches_the_template(tokenizer, backend):
     messages = [{"role": "user", "content": "a", "name": "Ann", "refusal": None, "annotations": []}]
     asked = []
