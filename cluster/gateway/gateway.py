@@ -104,6 +104,7 @@ class RequestInput:
     target_inter_token_ms: float | None = None
     session_id: str | None = None
     cache_salt: str | None = None
+    prediction: str | None = None  # what the output will be like, so that it can be a draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +126,7 @@ class ValidRequest:
     target_inter_token_ms: float | None
     session_id: str | None
     cache_salt: str
+    prediction_token_ids: tuple[int, ...] = ()
     trace_parent: str | None = None  # of the span that the choices are children of; None: not traced
 
     def choices(self) -> list[GenerationRequest]:
@@ -136,6 +138,7 @@ class ValidRequest:
                 sampling=dataclasses.replace(self.sampling, choice_index=index),
                 group_id=self.group_id,
                 cache_salt=self.cache_salt,
+                prediction_token_ids=self.prediction_token_ids,
                 priority=self.priority,
                 target_inter_token_ms=self.target_inter_token_ms,
                 session_id=self.session_id,
@@ -215,7 +218,16 @@ class Gateway:
             target_inter_token_ms=target_ms,
             session_id=_label(request.session_id, "session_id"),
             cache_salt=_label(request.cache_salt, "cache_salt") or "",
+            prediction_token_ids=await self._prediction(request),
         )
+
+    async def _prediction(self, request: RequestInput) -> tuple[int, ...]:
+        text, limit = request.prediction, self.model.max_model_len
+        if not text:
+            return ()
+        if self.text.is_longer_than(text, limit):
+            raise InvalidRequest(f"prediction has {len(text)} characters; {limit} tokens have fewer", "prediction")
+        return (await self.text.encode(text, add_special_tokens=False))[:limit]
 
     async def _prompt_token_ids(self, request: RequestInput) -> tuple[int, ...]:
         field, limit = request.prompt_field, self.model.max_model_len

@@ -94,21 +94,25 @@ class GatewayReplica:
                 *([self._tracing.interceptor()] if self._tracing is not None else []),
             ],
         )
-        self._api: ASGIApp = build_api(
-            self._gateway, self._has_verifier, metrics=metrics, reply_syntax=reply_syntax_of(config)
-        )
-        if self._tracing is not None:
-            self._api = self._tracing.middleware(self._api)
-        if keys:
-            self._api = ApiKeyMiddleware(self._api, keys)
-        if config.allowed_origins:  # outside the keys: a browser asks before it may show one
-            origins = list(config.allowed_origins)
-            self._api = CORSMiddleware(self._api, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-        self._api = RequestIdMiddleware(self._api, is_echoed_by_proxy=config.tls is None)
+        self._api = self._application(config, keys, metrics)
         self._https_server: HttpsServer | None = None
         if config.tls is not None:
             self._https_server = HttpsServer(self._api, config.host, config.port, config.tls)
             self._tasks.start(self._https_server.run(), "serve HTTPS")
+
+    def _application(self, config: ServiceConfig, keys: ApiKeys, metrics: SharedMetrics) -> ASGIApp:
+        """Return the HTTP application with all that stands in front of it."""
+        api: ASGIApp = build_api(
+            self._gateway, self._has_verifier, metrics=metrics, reply_syntax=reply_syntax_of(config)
+        )
+        if self._tracing is not None:
+            api = self._tracing.middleware(api)
+        if keys:
+            api = ApiKeyMiddleware(api, keys)
+        if config.allowed_origins:  # outside the keys: a browser asks before it may show one
+            origins = list(config.allowed_origins)
+            api = CORSMiddleware(api, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        return RequestIdMiddleware(api, is_echoed_by_proxy=config.tls is None)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         # with TLS nothing may be reached through Serve's proxies, which verify no client

@@ -155,3 +155,26 @@ def test_choices_of_one_prompt_differ(models, expected):
 def test_seeds_differ(models, expected):
     other = run(models, DRAFTERS["good"](models), requests_of(seed=500)).token_ids
     assert all(other[request_id] != token_ids for request_id, token_ids in expected.items())
+
+
+PREDICTIONS: dict[str, Callable[[list[int]], list[int]]] = {
+    "right": lambda tokens: tokens,
+    "edited": lambda tokens: [*tokens[:5], 1, 2, *tokens[7:15], *tokens[18:]],
+    "wrong": lambda tokens: [1 + token % 2 for token in tokens],
+    "short": lambda tokens: tokens[:2],
+}
+
+
+@pytest.mark.parametrize("drafter", ["none", "random"])
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_tokens_do_not_depend_on_what_the_client_predicts(models, expected, prediction, drafter):
+    predicted = [
+        dataclasses.replace(request, prediction_token_ids=tuple(PREDICTIONS[prediction](expected[request.request_id])))
+        for request in requests_of()
+    ]
+    generated = run(models, DRAFTERS[drafter](models), predicted, LIMITS["preempted"])
+    assert generated.token_ids == expected
+    if prediction == "right":
+        assert generated.num_accepted_tokens == generated.num_draft_tokens > 0.6 * len(PROMPTS) * NUM_NEW_TOKENS
+    if prediction == "edited":
+        assert 0 < generated.num_accepted_tokens < generated.num_draft_tokens

@@ -19,6 +19,7 @@ from outrider.verifier_service.drafting.drafter_record import (
     OutstandingRound,
 )
 from outrider.verifier_service.drafting.joining import DueDraft
+from outrider.verifier_service.drafting.predicted_text import PREDICTION, Predictions
 from outrider.verifier_service.drafting.round_timer import RoundTimer
 from outrider.verifier_service.links.circuit_breaker import CircuitBreaker
 from outrider.verifier_service.messages.draft import (
@@ -87,6 +88,7 @@ class DraftCoordinator:
         self._drafters: dict[str, DrafterRecord] = {}
         self._sessions: dict[str, DraftSession] = {}
         self._answered: dict[str, AnsweredRound] = {}  # by request; outlives the drafter
+        self._predictions = Predictions()
         self._num_rounds = 0
         self._num_steps = 0  # in which somebody could draft
         self.fallbacks: collections.Counter[str] = collections.Counter()  # rounds that ended without a draft, by reason
@@ -106,7 +108,7 @@ class DraftCoordinator:
     def request_ids(self) -> set[str]:
         """The requests of which anything is kept here."""
         told = {request_id for drafter in self._drafters.values() for request_id in drafter.session_ids}
-        return {*self._sessions, *self._answered} | told
+        return {*self._sessions, *self._answered} | told | self._predictions.request_ids
 
     def needs_of(self, request: Request) -> DraftNeeds:
         """Return what a request's drafter wants to know."""
@@ -271,9 +273,12 @@ class DraftCoordinator:
         # while nobody's drafts can pay, rounds without any say nothing of a drafter; nor do those that none could make
         is_closed = self._pricing is not None and self._pricing.price == NEVER
         for request in requests:
+            self.num_asks += 1
+            if guess := self._predictions.guess(request):
+                self._take(request, guess)
+                continue
             drafter_id = None if request.plan.is_off else self._choose_drafter(request, now_s)
             length = self._draft_length(request, drafter_id)
-            self.num_asks += 1
             if drafter_id is not None and (length or not is_closed):
                 num_rounds[drafter_id] += 1
             if request.plan.is_off:
@@ -288,6 +293,18 @@ class DraftCoordinator:
             self._drafters[drafter_id].draft_yield.observe_rounds(num_rounds[drafter_id], self._num_steps)
         for drafter_id, messages in outbox.items():
             self._client.send(drafter_id, messages)
+
+    def _take(self, request: Request, guess: tuple[int, ...]) -> None:
+        """Let a request's prediction draft, as far as it pays: point masses that follow from what was committed."""
+        self._end_round(request)
+        self._answered.pop(request.request_id, None)  # what is accepted now is no drafter's
+        length = self._draft_length(request, PREDICTION)
+        if length > 0:
+            position = request.num_tokens
+            request.draft = Draft(
+                request_id=request.request_id, round_id=0, position=position, token_ids=guess[:length]
+            )
+            request.metrics.enabled = True
 
     def _ask_one(
         self, request: Request, drafter_id: str, length: int, now_s: float, outbox: dict[str, list[VerifierMessage]]
@@ -309,6 +326,7 @@ class DraftCoordinator:
         """Forget a finished request and let its drafter free the session."""
         outbox: dict[str, list[VerifierMessage]] = {}
         self._answered.pop(request.request_id, None)
+        self._predictions.forget(request.request_id)
         self._end_session(request.request_id, outbox)
         for drafter_id, messages in outbox.items():
             self._client.send(drafter_id, messages)
@@ -331,7 +349,7 @@ class DraftCoordinator:
             bound, request.metrics.disabled_reason = 0, reason
         if self._pricing is None:
             return bound
-        has_predictions = drafter_id is not None and self._drafters[drafter_id].needs.predictions
+        has_predictions = drafter_id in self._drafters and self._drafters[drafter_id].needs.predictions
         return self._pricing.length(request, drafter_id or "", bound, has_predictions=has_predictions)
 
     def _longest_draft(self, request: Request) -> int:

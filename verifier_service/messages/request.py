@@ -192,6 +192,7 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     plan: SpeculationPlan = SpeculationPlan()
+    prediction_token_ids: tuple[int, ...] = ()  # what the client expects the output to be like: a draft of its own
     output_token_ids: tuple[int, ...] = ()  # published by a verifier that was lost: generation goes on after them
     group_id: str | None = None  # shared by the n choices of one prompt: they share its KV
     cache_salt: str = ""  # prefixes are only shared between requests of one salt
@@ -322,6 +323,7 @@ class Request:
     arrival_s: float
     group_id: str | None = None
     cache_salt: str = ""
+    prediction_token_ids: tuple[int, ...] = ()
     priority: int = 0
     inter_token_time: InterTokenTime | None = None  # None: it has no target
     trace_parent: str | None = None
@@ -349,6 +351,7 @@ class Request:
             arrival_s=now_s,
             group_id=message.group_id,
             cache_salt=message.cache_salt,
+            prediction_token_ids=message.prediction_token_ids,
             priority=message.priority,
             inter_token_time=None if target_ms is None else InterTokenTime(target_ms),
             trace_parent=message.trace_parent,

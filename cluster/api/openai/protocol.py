@@ -45,7 +45,6 @@ IGNORED_FIELDS = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "prediction",
         "verbosity",
     )
 )
@@ -272,6 +271,20 @@ class ChatBody(_Body, _TemplateFields):
     max_completion_tokens: int | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    prediction: dict[str, Any] | None = None
+
+    def predicted_text(self) -> str | None:
+        """Return what the client expects the answer to be like; raises `InvalidRequest`."""
+        if self.prediction is None:
+            return None
+        if self.prediction.get("type") != "content" or self.prediction.keys() - {"type", "content"}:
+            raise InvalidRequest('prediction must be {"type": "content", "content": …}', "prediction")
+        content = self.prediction.get("content")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+        if not all(isinstance(text, str) for text in texts):
+            raise InvalidRequest("prediction: its content must be text, or parts of type text", "prediction")
+        return "".join(text for text in texts if isinstance(text, str))
 
     def tool_use(self) -> ToolUse:
         """Return the tools and what is asked of the model; raises `InvalidRequest`."""
@@ -292,6 +305,7 @@ class ChatBody(_Body, _TemplateFields):
             default_max_tokens=None,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             logprobs_field="top_logprobs",
+            prediction=self.predicted_text(),
             **fields,
         )
 

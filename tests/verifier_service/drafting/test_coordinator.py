@@ -678,3 +678,73 @@ def test_needs_are_those_of_the_requests_own_drafter():
     bench.ask()
     assert bench.coordinator.needs_of(first) == DraftNeeds()
     assert bench.coordinator.needs_of(second) == needs
+
+
+# --- predictions ---
+
+
+def predicting(bench: Bench, token_ids: tuple[int, ...], **options) -> Request:
+    request = bench.request(**options)
+    request.prediction_token_ids = token_ids
+    return request
+
+
+def test_a_prediction_drafts_in_the_place_of_a_drafter():
+    bench = Bench()
+    bench.receive(DrafterEvent(drafter_id="d"))
+    request = predicting(bench, (7, 8, 9, 10, 11))
+    assert bench.ask() == []
+    assert request.draft is not None
+    assert (request.draft.position, request.draft.token_ids, request.draft.draft_probs) == (3, (7, 8, 9), None)
+    assert request.hold_until_s is None
+    assert request.metrics.enabled
+
+
+def test_where_the_answer_has_left_its_prediction_a_drafter_is_asked():
+    bench = Bench()
+    bench.receive(DrafterEvent(drafter_id="d"))
+    request = predicting(bench, (7, 8, 9, 10, 11))
+    bench.ask()
+    request.draft = None
+    request.token_ids += [50, 51]
+    kinds = [type(message) for _, message in bench.ask()]
+    assert kinds == [Open, Commit]
+    assert request.hold_until_s is not None
+
+
+def test_a_prediction_needs_no_drafter_and_keeps_to_the_requests_places():
+    bench = Bench()
+    request = predicting(bench, (7, 8, 9, 10, 11), max_tokens=3)
+    bench.ask()
+    assert request.draft is not None
+    assert request.draft.token_ids == (7, 8)
+
+
+@pytest.mark.parametrize("options", [{"draft_length": 0}, {"num_speculative_tokens": 0}])
+def test_where_drafts_are_off_so_is_the_prediction(options: dict):
+    bench = Bench()
+    bench.receive(DrafterEvent(drafter_id="d"))
+    request = predicting(bench, (7, 8, 9), **options)
+    bench.ask()
+    assert request.draft is None
+
+
+def test_a_round_that_was_under_way_is_not_waited_for():
+    bench = Bench()
+    bench.receive(DrafterEvent(drafter_id="d"))
+    request = predicting(bench, (7, 8, 9, 10, 11))
+    request.token_ids += [50]
+    bench.ask()
+    request.hold_until_s = None
+    request.token_ids += [7, 8, 9]
+    assert bench.ask() == []
+    assert request.draft is not None
+    assert request.draft.token_ids == (10, 11)
+
+
+def test_nothing_is_kept_of_a_prediction_whose_request_is_gone():
+    bench = Bench()
+    request = predicting(bench, (7, 8, 9))
+    bench.ask()
+    bench.coordinator.close(request)
+    assert bench.coordinator.request_ids == set()

@@ -27,10 +27,9 @@ def documented(section: str) -> dict[str, str]:
 def test_every_field_is_in_its_table(section, kinds):
     told = documented(section)
     served = {name for kind in kinds for name in (*kind.model_fields, *kind.passed_fields)}
-    passed_on_and_ignored = {"prediction"}
     refused = {"truncation", "background", "include"}
     assert {name for name, kind in told.items() if kind == "honoured"} - {"disable_speculative_decoding"} == (
-        served - refused - passed_on_and_ignored
+        served - refused
     )
     assert {name for name, kind in told.items() if kind == "ignored"} <= IGNORED_FIELDS
     if section == "Responses":

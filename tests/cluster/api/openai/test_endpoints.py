@@ -490,6 +490,30 @@ async def test_a_generation_that_is_cancelled_from_within_is_answered(tokenizer)
     assert (answer.status_code, answer.json()["error"]["message"]) == (500, "internal error")
 
 
+@pytest.mark.parametrize("content", ["the fox", [{"type": "text", "text": "the "}, {"type": "text", "text": "fox"}]])
+async def test_a_prediction_reaches_the_engine(tokenizer, backend, content):
+    async with serving(backend, tokenizer) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        prediction = {"type": "content", "content": content}
+        await client.chat.completions.create(model="tiny", messages=MESSAGES, prediction=prediction)
+    assert backend.requests[0].prediction_token_ids == tuple(tokenizer.encode("the fox"))
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        {"type": "text", "content": "a"},
+        {"type": "content"},
+        {"type": "content", "content": [{"type": "image"}]},
+        {"type": "content", "content": "a", "more": 1},
+        {"type": "content", "content": "fox" * 100_000},
+    ],
+)
+async def test_a_prediction_that_cannot_be_read_is_refused(tokenizer, backend, prediction):
+    async with client_of(backend, tokenizer) as client:
+        answer = await client.post("/v1/chat/completions", json={"messages": MESSAGES, "prediction": prediction})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prediction")
+
+
 async def test_embeddings_are_refused_by_name(tokenizer, backend):
     async with serving(backend, tokenizer) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
         with pytest.raises(openai.BadRequestError, match="embeddings is not served"):
