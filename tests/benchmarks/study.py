@@ -11,6 +11,7 @@ import click
 from benchmarks.acceptance import acceptance
 from benchmarks.adaptive import adaptive
 from benchmarks.ahead import ahead
+from benchmarks.clients import clients
 from benchmarks.exact import exact
 from benchmarks.policy import policy
 from benchmarks.pricing import pricing
@@ -18,7 +19,7 @@ from benchmarks.router import router
 from benchmarks.step import step
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 
-STUDIES = (acceptance, adaptive, ahead, exact, policy, pricing, router, step)
+STUDIES = (acceptance, adaptive, ahead, clients, exact, policy, pricing, router, step)
 
 
 @click.group(context_settings=CONTEXT_SETTINGS)
@@ -26,9 +27,10 @@ def study() -> None:
     """Measure what only developers ask.
 
     acceptance: what a model's drafters bring per verification, by kind of prompt; adaptive: the price of a step beside
-    every fixed draft length; ahead: drafting while the verifier verifies; exact: a real model's tokens with drafts and
-    without; policy: how much to draft, over recorded acceptance; pricing: what deciding that costs a step; router: what
-    its decisions cost; step: a running server's load from 1 to many streams and back.
+    every fixed draft length; ahead: drafting while the verifier verifies; clients: required tool calls and predicted
+    edits of a running server; exact: a real model's tokens with drafts and without; policy: how much to draft, over
+    recorded acceptance; pricing: what deciding that costs a step; router: what its decisions cost; step: a running
+    server's load from 1 to many streams and back.
     """
 
 

@@ -54,6 +54,13 @@ def test_openai_chat_and_model_list(service: LiveService):
     assert 0 < answer.usage.completion_tokens <= 8
 
 
+def test_a_page_of_another_origin_may_ask(service: LiveService):
+    asked = {"origin": "http://elsewhere", "access-control-request-method": "POST"}
+    answer = httpx.options(f"{service.base_url}/v1/chat/completions", headers=asked)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "*"
+
+
 def test_opt_out_says_why(service: LiveService):
     speculation = service.stream(PROMPT, max_tokens=16, num_speculative_tokens=0).speculation
     assert speculation["enabled"] is False

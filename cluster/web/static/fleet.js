@@ -6,6 +6,7 @@ import { NOTHING, element, field, number, percent, showFigures, showStatus } fro
 const INTERVAL_MS = 1000;
 const TIMEOUT_MS = 5000;
 const HISTORY_S = 120;
+const GAP_S = 4; // between two answers: nobody was looking meanwhile
 const CHART_HEIGHT = 32; // of the drawing's own units; one unit of width is a second
 const FULL_KV = 0.9; // from here on requests are about to be preempted
 const OLD_SNAPSHOT_S = 3; // the router has been silent for several intervals
@@ -85,17 +86,28 @@ function showHistory(rate) {
   history.push({ seconds: now, rate });
   while (now - history[0].seconds > HISTORY_S) history.shift();
   const peak = Math.max(...history.map((item) => item.rate));
-  const points = history.map((item) => {
-    const x = HISTORY_S - (now - item.seconds);
-    const y = CHART_HEIGHT - 1 - (peak ? item.rate / peak : 0) * (CHART_HEIGHT - 3);
-    return `${x.toFixed(2)},${y.toFixed(2)}`;
+  const place = (item) => ({
+    x: (HISTORY_S - (now - item.seconds)).toFixed(2),
+    y: (CHART_HEIGHT - 1 - (peak ? item.rate / peak : 0) * (CHART_HEIGHT - 3)).toFixed(2),
   });
-  const oldest = HISTORY_S - (now - history[0].seconds);
-  const chart = field("history");
-  chart.querySelector("polyline").setAttribute("points", points.join(" "));
-  const ground = [`${oldest},${CHART_HEIGHT}`, ...points, `${HISTORY_S},${CHART_HEIGHT}`];
-  chart.querySelector("polygon").setAttribute("points", ground.join(" "));
+  const stretches = unbroken(history).map((items) => items.map(place));
+  const lines = stretches.map((points) => `M${points.map(({ x, y }) => `${x},${y}`).join("L")}`);
+  const grounds = stretches.map(
+    (points, index) => `${lines[index]}L${points.at(-1).x},${CHART_HEIGHT}L${points[0].x},${CHART_HEIGHT}Z`,
+  );
+  field("history-line").setAttribute("d", lines.join(""));
+  field("history-ground").setAttribute("d", grounds.join(""));
   field("history-peak").textContent = `peak ${number(peak, 1)}`;
+}
+
+/** Part what was heard at the times in which nobody asked. */
+function unbroken(items) {
+  const stretches = [];
+  items.forEach((item, index) => {
+    if (index === 0 || item.seconds - items[index - 1].seconds > GAP_S) stretches.push([]);
+    stretches.at(-1).push(item);
+  });
+  return stretches;
 }
 
 function verifierRow(row) {
@@ -136,7 +148,13 @@ function decisionRow(row, total) {
 
 function fill(tableId, rows) {
   const table = field(tableId);
-  table.tBodies[0].replaceChildren(...(rows.length ? rows.map(tableRow) : [tableRow(["none"])]));
+  table.tBodies[0].replaceChildren(...(rows.length ? rows.map(tableRow) : [emptyRow(table)]));
+}
+
+function emptyRow(table) {
+  const row = tableRow(["none"]);
+  row.cells[0].colSpan = table.tHead.rows[0].cells.length;
+  return row;
 }
 
 function tableRow(cells) {

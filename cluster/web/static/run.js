@@ -56,6 +56,7 @@ export class Run {
 
   get ending() {
     const reason = this.speculation?.disabled_reason;
+    if (!this.text) return `the model ended at once, without a word: ${this.finishReason}`;
     return `finished: ${this.finishReason}${reason ? `; speculation off: ${reason}` : ""}`;
   }
 

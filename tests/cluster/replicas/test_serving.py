@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from ray.serve import Application
 from ray.serve._private.common import DeploymentStatusTrigger
@@ -73,6 +77,56 @@ def test_interrupted_server_leaves_no_process_behind(number: signal.Signals, tmp
     replicas = "starting 1 gateway, 1 verifier, 1 drafter: loading, checking against the library, measuring steps"
     first = ["fetching outrider-embedded", "reading outrider-embedded, starting Ray", "starting Ray Serve"]
     assert said == [*first, replicas, "ready"], told
+
+
+@pytest.mark.parametrize("to_group", [False, True], ids=["process", "group"])
+def test_streams_run_out_before_the_service_stops(to_group: bool, tmp_path: Path):
+    """Eight streams are under way when SIGTERM comes: all of them complete, and a new request is refused."""
+    port, grpc_port = free_ports(2)
+    arguments = ["serve", "embedded", "--port", str(port), "--grpc-port", str(grpc_port)]
+    command = [str(Path(sys.executable).with_name("outrider")), *arguments]
+    with (tmp_path / "stderr").open("w") as errors:
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+    assert server.stdout is not None
+    assert "drafts: draft_model by 1 drafter" in server.stdout.readline()
+    url, begun = f"http://127.0.0.1:{port}/v1/completions", threading.Semaphore(0)
+
+    def stream(index: int) -> tuple[str | None, int]:
+        body = {
+            "prompt": f"def f{index}(",
+            "max_tokens": 900,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        reason, num_tokens = None, 0
+        with httpx.stream("POST", url, json=body, timeout=120) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                    if num_tokens == 0:
+                        begun.release()
+                    num_tokens += len(choice["token_ids"])
+                    reason = choice["finish_reason"] or reason
+        return reason, num_tokens
+
+    with ThreadPoolExecutor(8) as threads:
+        streams = [threads.submit(stream, index) for index in range(8)]
+        for _ in streams:
+            assert begun.acquire(timeout=60)
+        (os.killpg if to_group else os.kill)(server.pid, signal.SIGTERM)
+        begin_s = time.monotonic()
+        assert "stopping" in server.stdout.readline()
+        time.sleep(1.5)  # until the gateways have heard
+        refused = httpx.post(url, json={"prompt": "a"}, timeout=10)
+        ended = [stream.result(timeout=60) for stream in streams]
+    assert ended == [("length", 900)] * 8
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert server.wait(timeout=60) == 0
+    told = (tmp_path / "stderr").read_text()
+    assert time.monotonic() - begin_s < 40.0
+    assert "stopping: 8 streams left" in told
+    assert "retries remaining" not in told
 
 
 def marked_processes(mark: bytes) -> list[int]:
