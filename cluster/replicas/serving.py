@@ -6,9 +6,11 @@ import contextlib
 import logging
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import click
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 200_000_000  # nothing large goes through Ray's object store
 NUM_START_ATTEMPTS = 3
+# not Ray's own folder, where other programs look for a cluster of this machine to join
+RAY_FOLDER = Path(tempfile.gettempdir()) / f"outrider-ray-{os.getuid()}"
 # that a Ray of our own has token authentication on, and that Serve has started, is no news for who asked for a service
 _CHATTY_LOGS = {
     "ray._private.authentication.authentication_token_setup": logging.ERROR,
@@ -95,6 +99,7 @@ def _start_own_ray(config: ServiceConfig) -> ServiceConfig:
             num_cpus=max(os.cpu_count() or 1, config.num_ranks + config.num_shells + 1),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(RAY_FOLDER),
             _node_ip_address=config.host if config.host != "0.0.0.0" else None,
             log_to_driver=False,
             logging_level=logging.WARNING,
