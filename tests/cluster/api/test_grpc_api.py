@@ -171,8 +171,10 @@ async def test_every_parameter_reaches_the_engine(tokenizer):
     message = {"priority": -3, "target_inter_token_ms": 20.5, "session_id": "s", "cache_salt": "salt"}
     sampling = pb.SamplingParams(logit_bias={7: 2.0}, stop_token_ids=[9], **same)
     async with serving(backend, tokenizer) as (_, _, stub):
-        await stub.GenerateUnary(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=sampling, **message))
+        prompt = pb.TokenIds(ids=[5])
+        await stub.GenerateUnary(pb.GenerateRequest(token_ids=prompt, sampling=sampling, prediction="fox", **message))
     request = backend.requests[0]
+    assert request.prediction_token_ids == tuple(tokenizer.encode("fox"))
     bias = (LogitBias(token_id=7, bias=2.0),)
     assert request.sampling == SamplingParams(logit_bias=bias, stop_token_ids=(9,), **same)
     assert {name: getattr(request, name) for name in message} == message
