@@ -48,8 +48,8 @@ class ToolFamily:
 class ReasoningFamily:
     """How a family marks what it thinks."""
 
-    field: dict[str, Any]  # of a response template
     opening: str
+    closing: str
     is_begun: bool = False  # the answer begins within a thought, whether or not the template opened it
 
 
@@ -206,11 +206,8 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
     ),
 }
 REASONING_FAMILIES: dict[str, ReasoningFamily] = {
-    "deepseek_r1": ReasoningFamily(field={"open": "<think>", "close": "</think>"}, opening="<think>", is_begun=True),
-    "qwen3": ReasoningFamily(field={"open": "<think>", "close": "</think>"}, opening="<think>"),
-    "mistral": ReasoningFamily(field={"open": "[THINK]", "close": "[/THINK]"}, opening="[THINK]"),
-    "granite": ReasoningFamily(
-        field={"open": "Here is my thought process:", "close": "Here is my response:"},
-        opening="Here is my thought process:",
-    ),
+    "deepseek_r1": ReasoningFamily(opening="<think>", closing="</think>", is_begun=True),
+    "qwen3": ReasoningFamily(opening="<think>", closing="</think>"),
+    "mistral": ReasoningFamily(opening="[THINK]", closing="[/THINK]"),
+    "granite": ReasoningFamily(opening="Here is my thought process:", closing="Here is my response:"),
 }

@@ -41,11 +41,14 @@ def calls_structure(
         return _grammar([f"start: {trigger} calls | schema", f"schema: %json {schema}", *calls])
     if instead is not None:
         return instead
-    if family.written.trigger in special_ids:
-        opened = f"opened: TEXT {writer.literal(family.written.trigger)}"
-    else:
-        opened = f"opened[lazy]: TEXT {writer.literal(family.written.trigger)}"
-    return _grammar(["start: TEXT | opened calls", opened, r"TEXT: /(.|\n)*/", *calls])
+    is_lazy = "" if family.written.trigger in special_ids else "[lazy]"
+    opened = f"opened{is_lazy}: TEXT {writer.literal(family.written.trigger)}"
+    # text holds no special token, so the marks of a thought stand between texts where they are such
+    marks = " | ".join(writer.literal(mark) for mark in syntax.thought_marks if mark in special_ids)
+    thoughts = [f"thoughts: (TEXT ({marks}))*"] if marks else []
+    begin = "thoughts " if marks else ""
+    start = f"start: {begin}TEXT | {begin}opened calls"
+    return _grammar([start, opened, r"TEXT: /(.|\n)*/", *thoughts, *calls])
 
 
 def _grammar(rules: Sequence[str]) -> StructuredOutput:

@@ -61,6 +61,14 @@ class ReplySyntax:
         family = self.tool_family
         return PLAIN if family is None or family.written.has_tags else family
 
+    @property
+    def thought_marks(self) -> tuple[str, ...]:
+        """Return what stands before and behind a thought."""
+        if self.reasoning_parser is None:
+            return ()
+        family = REASONING_FAMILIES[self.reasoning_parser]
+        return (family.opening, family.closing)
+
     def reader(self, prompt: str, use: ToolUse) -> ReplyReader | None:
         """Return what reads an answer to this prompt; None where all of it is content."""
         if use.need == "required":  # by a grammar that leaves no room for thoughts
@@ -71,7 +79,8 @@ class ReplySyntax:
         prefix = ""
         if self.reasoning_parser is not None:
             family = REASONING_FAMILIES[self.reasoning_parser]
-            fields[REASONING[0]] = {**family.field, "content_args": {"strip": False}}
+            marks = {"open": family.opening, "close": family.closing}
+            fields[REASONING[0]] = {**marks, "content_args": {"strip": False}}
             if family.is_begun or prompt.rstrip().endswith(family.opening):
                 prefix = family.opening
         if self.tool_family is not None and use.callable_tools:

@@ -121,6 +121,22 @@ def test_special_tokens_are_written_by_their_ids():
     assert "opened: TEXT <[9]>" in text
 
 
+def test_a_model_may_think_before_it_calls_also_where_special_tokens_mark_its_thoughts():
+    syntax = ReplySyntax(tool_parser="hermes", reasoning_parser="qwen3")
+    use = read_tool_use(TOOLS, "auto", None)
+    call = written("hermes", [("now", {})])
+    plain = calls_structure(use, syntax, {})
+    assert fits(plain, f"<think>hm</think>{call}")
+    special = calls_structure(use, syntax, {"<think>": 7, "</think>": 8})
+    assert "thoughts: (TEXT (<[7]> | <[8]>))*" in special.text
+    assert fits(special, f"hm {call}")
+    assert not fits(special, f"hm {written('hermes', [('weather', {})])}")
+    ids = [7, *b"hm", 8, *call.encode()]
+    matcher = LLMatcher(LLTokenizer("byte"), grammar_text(special), log_level=0)
+    assert matcher.try_consume_tokens(ids) == len(ids)
+    assert matcher.is_accepting()
+
+
 def test_keywords_may_all_be_optional():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
     use = read_tool_use([{"type": "function", "function": {"name": "f", "parameters": schema}}], "required", None)
