@@ -17,6 +17,7 @@ from fakes.fleet_snapshots import BUSY_VERIFIER, DECIDED_AT_S, busy_fleet
 from fakes.reports import changed
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.monitoring.fleet_load import fleet_load
+from outrider.cluster.replies.reader import ReplySyntax
 from outrider.cluster.router.fleet import FleetSnapshot
 from outrider.verifier_service.messages.request import (
     DisabledReason,
@@ -28,6 +29,7 @@ from outrider.verifier_service.messages.request import (
 ATTACK = "<img src=x onerror=\"document.title='owned'\">"
 NUM_DRAFT_TOKENS = 3
 MAX_MODEL_LEN = 2048
+SYNTAX = ReplySyntax(tool_parser="hermes", reasoning_parser="qwen3")
 SPECULATION = SpeculationMetrics(enabled=True, num_drafts=3, num_draft_tokens=9, num_accepted_tokens=4)
 NO_SPECULATION = SpeculationMetrics(enabled=False, disabled_reason=DisabledReason.REQUEST_OPT_OUT)
 
@@ -95,7 +97,7 @@ class Service:
 
     def api(self) -> ASGIApp:
         gateway = build_gateway(self.drafting, self.tokenizer, max_model_len=MAX_MODEL_LEN, fleet_load=self._load)
-        return build_api(gateway, is_healthy)
+        return build_api(gateway, is_healthy, reply_syntax=SYNTAX)
 
     def _load(self) -> dict[str, Any]:
         return fleet_load(self.snapshot, DECIDED_AT_S + 0.5)

@@ -3,7 +3,7 @@
 import { Activity } from "./activity.js";
 import { element, field, showFigures } from "./dom.js";
 import { markdown } from "./markdown.js";
-import { areValid, sampling } from "./options.js";
+import { areValid, sampling, tools } from "./options.js";
 import { Run, showLegend, showTokens, stream } from "./run.js";
 
 const NEAR_END = 48; // pixels: whoever is this close to the end follows it
@@ -38,6 +38,7 @@ async function begin() {
   field("chat-figures").replaceChildren();
   showOrigins();
   activity.say("", "good");
+  showWhatIsAsked();
   field("message").focus();
 }
 
@@ -55,7 +56,16 @@ class Turn {
 class Question extends Turn {
   constructor(content) {
     super("user");
-    this.content = content;
+    this.message = { role: "user", content };
+    this.place.textContent = content;
+  }
+}
+
+/** What a call's function returned, as whoever chats says. */
+class Result extends Turn {
+  constructor(content, call) {
+    super("tool");
+    this.message = { role: "tool", content, tool_call_id: call.id };
     this.place.textContent = content;
   }
 }
@@ -68,8 +78,9 @@ class Answer extends Turn {
     this.redraw();
   }
 
-  get content() {
-    return this.run.text;
+  get message() {
+    const { said, calls } = this.run;
+    return { role: "assistant", content: said, ...(calls.length && { tool_calls: calls }) };
   }
 
   set isBusy(isBusy) {
@@ -78,7 +89,7 @@ class Answer extends Turn {
 
   draw() {
     if (field("show-origins").checked) showTokens(this.place, this.run);
-    else this.place.replaceChildren(...markdown(this.content));
+    else this.place.replaceChildren(...shownThought(this.run), ...markdown(this.run.said), ...this.run.calls.map(shownCall));
   }
 
   redraw() {
@@ -88,27 +99,62 @@ class Answer extends Turn {
   }
 }
 
+function shownThought(run) {
+  if (!run.thought) return [];
+  const shown = element("details", element("summary", "thought"));
+  shown.open = !run.said && !run.calls.length; // while there is nothing else
+  shown.append(element("p", run.thought));
+  return [shown];
+}
+
+function shownCall(call) {
+  const shown = element("pre", `${call.function.name}(${call.function.arguments})`);
+  shown.className = "call";
+  return shown;
+}
+
+/** Return the calls that nobody has said the results of. */
+function openCalls() {
+  const last = turns.findLastIndex((turn) => turn instanceof Answer);
+  return last < 0 ? [] : turns[last].run.calls.slice(turns.length - last - 1);
+}
+
+function showWhatIsAsked() {
+  const [call] = openCalls();
+  field("message").placeholder = call ? `What ${call.function.name} returns` : "Say something";
+}
+
 async function ask(signal) {
-  const question = new Question(field("message").value);
+  const typed = field("message").value;
+  const [call, another] = openCalls();
+  const question = call ? new Result(typed, call) : new Question(typed);
+  if (another) {
+    field("chat-form").reset();
+    add(question);
+    showWhatIsAsked();
+    return [`and what ${another.function.name} returns?`, "good"];
+  }
   const answer = new Answer();
   const body = { messages: messages(question), ...sampling() };
+  if (tools().length) body.tools = tools();
   field("chat-form").reset();
   add(question, answer);
   answer.isBusy = true;
   try {
     await stream(answer.run, "v1/chat/completions", body, signal, () => follow(() => show(answer)));
   } catch (error) {
-    if (!answer.content) takeBack(question, answer); // what was stopped within its answer stays
+    if (!answer.run.tokens.length) takeBack(question, answer); // what was stopped within its answer stays
     throw error;
   } finally {
     answer.isBusy = false;
+    showWhatIsAsked();
   }
   return [answer.run.ending, "good"];
 }
 
 function messages(question) {
   const system = field("system").value.trim();
-  const said = [...turns, question].map(({ role, content }) => ({ role, content }));
+  const said = [...turns, question].map((turn) => turn.message);
   return system ? [{ role: "system", content: system }, ...said] : said;
 }
 
@@ -122,7 +168,7 @@ function add(...added) {
 function takeBack(...taken) {
   turns = turns.filter((turn) => !taken.includes(turn));
   for (const turn of taken) turn.shown.remove();
-  field("message").value ||= taken[0].content;
+  field("message").value ||= taken[0].message.content;
 }
 
 function show(answer) {

@@ -30,7 +30,20 @@ function showDraftLength() {
 
 /** Say what is wrong with the options, if anything is. */
 export function areValid() {
+  field("tools").setCustomValidity(field("tools").disabled || tools() ? "" : "This must be a JSON list of tools.");
   return form.reportValidity();
+}
+
+/** Return the tools that a chat offers, [] for none; null where what was typed is no list. */
+export function tools() {
+  const typed = field("tools").value.trim();
+  if (!typed) return [];
+  try {
+    const parsed = JSON.parse(typed);
+    return Array.isArray(parsed) ? parsed : null;
+  } catch {
+    return null;
+  }
 }
 
 /** Return the options as fields of a request's body. */

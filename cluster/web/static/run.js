@@ -17,6 +17,9 @@ export class Run {
   firstMs = null;
   lastMs = null;
   tokens = []; // {id, text, origin}
+  said = ""; // of a chat: the text without thoughts and calls
+  thought = "";
+  calls = []; // {id, function: {name, arguments}}
   counts = Object.fromEntries(Object.keys(ORIGINS).map((origin) => [origin, 0]));
   speculation = null; // the service's own account, which comes last
   finishReason = null;
@@ -26,6 +29,9 @@ export class Run {
     for (const choice of event.choices) {
       this.finishReason = choice.finish_reason ?? this.finishReason;
       if (choice.tokens.length) this.#add(choice.tokens);
+      this.said += choice.delta?.content ?? "";
+      this.thought += choice.delta?.reasoning_content ?? "";
+      this.calls.push(...(choice.delta?.tool_calls ?? []));
     }
   }
 

@@ -115,6 +115,48 @@ def test_an_answer_is_shown_as_markdown_or_as_its_tokens(page: Page, service: Se
     assert page.markup(ANSWER) == "<p>a <strong>fox</strong></p>"
 
 
+TOOLS = '[{"type": "function", "function": {"name": "weather"}}]'
+CALLS = "".join(
+    f'<tool_call>{{"name": "weather", "arguments": {{"city": "{city}"}}}}</tool_call>' for city in ("Rom", "Oslo")
+)
+
+
+def test_calls_are_blocks_and_their_results_are_asked_for_one_by_one(page: Page, service: Service):
+    service.say(f"<think>hm</think>See.{CALLS}")
+    page.open("playground")
+    page.set("#tools", TOOLS)
+    say(page, "who?")
+    assert page.texts(f"{ANSWER} .call") == ['weather({"city": "Rom"})', 'weather({"city": "Oslo"})']
+    assert page.texts(f"{ANSWER} details > summary") == ["thought"]
+    assert page.texts(f"{ANSWER} > p") == ["See."]
+    assert page.find("#message").get_attribute("placeholder") == "What weather returns"
+    say(page, "sunny", ending="and what weather returns?")
+    assert len(service.backend.requests) == 1
+    service.say("Take a hat.")
+    say(page, "rainy")
+    assert page.texts("#messages li > span") == ["user", "assistant", "tool", "tool", "assistant"]
+    assert service.prompts()[1] == (
+        "<|start|>user\nwho?<|end|><|start|>assistant\nSee.<|end|><|start|>tool\nsunny<|end|>"
+        "<|start|>tool\nrainy<|end|><|start|>assistant\n"
+    )
+    assert page.find("#message").get_attribute("placeholder") == "Say something"
+
+
+def test_tools_that_are_no_list_are_not_sent(page: Page, service: Service):
+    page.open("playground")
+    page.set("#tools", "{")
+    page.set("#message", "who?" + Keys.ENTER)
+    time.sleep(0.3)
+    assert service.backend.requests == []
+    assert page.driver.execute_script("return document.querySelector('#tools').validity.customError")
+
+
+def test_an_answer_that_ends_at_once_says_so(page: Page, service: Service):
+    service.steps = [[]]
+    page.open("playground")
+    say(page, "who?", ending="the model ended at once")
+
+
 def test_an_attack_stays_text(page: Page, service: Service):
     attack = service.tokenizer.convert_tokens_to_ids(ATTACK)
     script = "<script>document.title='owned'</script>"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import time
 
 import httpx
 from selenium.webdriver.common.keys import Keys
@@ -76,6 +78,24 @@ def test_the_fleet_is_shown_and_follows_what_happens(page: Page, service: Servic
     assert page.rows("verifiers")[0][:6] == [ATTACK, "ready", "7", "2", "95 %", "240.0"]
     assert page.figures("#totals")["tokens/s"] == "240.0"
     assert page.driver.title == "Outrider"
+
+
+def test_the_chart_breaks_where_nobody_looked_and_an_empty_table_is_as_wide_as_its_head(page: Page, service: Service):
+    service.snapshot = dataclasses.replace(service.snapshot, drafters=())
+    page.open("fleet")
+    page.wait(lambda: page.rows("drafters") == [["none"]])
+    assert page.driver.execute_script("return document.querySelector('#drafters tbody th').colSpan") == 8
+
+    def stretches() -> int:
+        return page.find("#history-line").get_attribute("d").count("M")
+
+    page.wait(lambda: page.find("#history-line").get_attribute("d").count("L") >= 1)
+    assert stretches() == 1
+    page.driver.execute_script("location.hash = 'playground'")
+    time.sleep(5.0)
+    page.driver.execute_script("location.hash = 'fleet'")
+    page.wait(lambda: stretches() == 2)
+    assert page.find("#history-ground").get_attribute("d").count("Z") == 2
 
 
 def test_the_modes_of_the_playground_are_chosen_by_keyboard_too(page: Page):
