@@ -110,6 +110,11 @@ _OPTIONS = (
         help="draft-model, parallel-draft, eagle3: go on with this one. Default: a new one.",
     ),
     click.option(
+        "--rate-scale",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Learning rates beside the usual ones. Default: 1; with --init-from 0.1.",
+    ),
+    click.option(
         "--draft-vocab-size",
         type=click.IntRange(min=1),
         help="medusa, eagle3: draft the most frequent tokens alone. Default: all for medusa, 32,000 for eagle3.",
@@ -161,6 +166,7 @@ def _parse(
     judge_minutes: float,
     num_layers: int | None,
     hidden_size: int | None,
+    rate_scale: float | None,
     draft_vocab_size: int | None,
     taps: tuple[int, ...] | None,
     init_from: Path | None,
@@ -195,6 +201,7 @@ def _parse(
         budget=Budget(num_steps=num_steps, minutes=minutes),
         judge_every_s=judge_minutes * 60,
         init_from=init_from,
+        rate_scale=rate_scale,
         draft=DraftShape(hidden_size=hidden_size or 0, num_layers=num_layers or 0),
         medusa=MedusaShape(num_layers=num_layers or 1, draft_vocab_size=draft_vocab_size or 0),
         eagle3=Eagle3Shape(draft_vocab_size=draft_vocab_size or Eagle3Shape().draft_vocab_size, taps=taps or ()),

@@ -73,7 +73,7 @@ class OutputItems:
             yield from self._begin(kind)
         assert self._open is not None
         self._open["text"] += text
-        extra = {"logprobs": []} if kind == _TEXT else {}
+        extra: dict[str, Any] = {"logprobs": []} if kind == _TEXT else {}
         yield {"type": f"response.{kind}.delta", **self._place(), "delta": text, **extra}
 
     def _begin(self, kind: str) -> Iterator[Event]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,93 +41,96 @@ from outrider.cluster.replicas.serving import (
 from outrider.verifier_service.model.ranks import free_ports
 
 pytestmark = pytest.mark.service
+NUM_STREAMED = 900  # tokens of a stream that a service is stopped under
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_server_leaves_no_process_behind(number: signal.Signals, tmp_path: Path):
-    """`outrider serve` in a process group of its own: after Ctrl-C, or what an operating system sends, nothing is left.
+class Server:
+    """`outrider serve` of the embedded pair, in a process group of its own."""
 
-    The signal comes twice: an impatient user does not cut the stopping short. Until it serves it says what it does.
-    """
-    port, grpc_port = free_ports(2)
-    arguments = ["serve", "embedded", "--port", str(port), "--grpc-port", str(grpc_port)]
-    command = [str(Path(sys.executable).with_name("outrider")), *arguments]
-    environment = {**os.environ, "OUTRIDER_TEST_MARK": str(time.time_ns()), "PYTHONFAULTHANDLER": "1"}
-    mark = f"OUTRIDER_TEST_MARK={environment['OUTRIDER_TEST_MARK']}".encode()
-    with (tmp_path / "stderr").open("w") as errors:
-        server = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, start_new_session=True
-        )
-    assert server.stdout is not None
-    assert "serving" in server.stdout.readline()
-    told = (tmp_path / "stderr").read_text()
-    assert len(marked_processes(mark)) > 5, "Ray, replicas and ranks carry the mark of the process that started them"
-    server.send_signal(number)
-    assert "stopping" in server.stdout.readline()
-    server.send_signal(number)
-    try:
-        assert server.wait(timeout=60) == 0
-    except subprocess.TimeoutExpired:
-        server.send_signal(signal.SIGABRT)  # its threads' stacks are in the test's output then
-        raise
-    deadline_s = time.monotonic() + 20
-    while left := marked_processes(mark):
-        assert time.monotonic() < deadline_s, f"still running: {left}"
-        time.sleep(0.2)
+    def __init__(self, errors: Path) -> None:
+        self.errors = errors
+        self.port, grpc_port = free_ports(2)
+        arguments = ["serve", "embedded", "--port", str(self.port), "--grpc-port", str(grpc_port)]
+        command = [str(Path(sys.executable).with_name("outrider")), *arguments]
+        environment = {**os.environ, "OUTRIDER_TEST_MARK": str(time.time_ns()), "PYTHONFAULTHANDLER": "1"}
+        self._mark = f"OUTRIDER_TEST_MARK={environment['OUTRIDER_TEST_MARK']}".encode()
+        with errors.open("w") as file:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment, start_new_session=True
+            )
+        self.serving = self.line()
+        assert len(marked_processes(self._mark)) > 5, "Ray, replicas and ranks carry the mark of who started them"
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    @property
+    def told(self) -> str:
+        return self.errors.read_text()
+
+    def wait(self) -> None:
+        """Wait until it has ended well and nothing is left of it."""
+        try:
+            assert self.process.wait(timeout=60) == 0
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)  # its threads' stacks are in the test's output then
+            raise
+        deadline_s = time.monotonic() + 20
+        while left := marked_processes(self._mark):
+            assert time.monotonic() < deadline_s, f"still running: {left}"
+            time.sleep(0.2)
+
+
+def test_a_server_that_is_interrupted_twice_leaves_no_process_behind(tmp_path: Path):
+    """An impatient user does not cut the stopping short. Until it serves it says what it does."""
+    server = Server(tmp_path / "stderr")
+    assert "serving" in server.serving
+    told = server.told
+    server.process.send_signal(signal.SIGINT)
+    assert "stopping" in server.line()
+    server.process.send_signal(signal.SIGINT)
+    server.wait()
     said = [line.partition(" s  ")[2] for line in told.splitlines()]
     replicas = "starting 1 gateway, 1 verifier, 1 drafter: loading, checking against the library, measuring steps"
     first = ["fetching outrider-embedded", "reading outrider-embedded, starting Ray", "starting Ray Serve"]
     assert said == [*first, replicas, "ready"], told
 
 
-@pytest.mark.parametrize("to_group", [False, True], ids=["process", "group"])
-def test_streams_run_out_before_the_service_stops(to_group: bool, tmp_path: Path):
-    """Eight streams are under way when SIGTERM comes: all of them complete, and a new request is refused."""
-    port, grpc_port = free_ports(2)
-    arguments = ["serve", "embedded", "--port", str(port), "--grpc-port", str(grpc_port)]
-    command = [str(Path(sys.executable).with_name("outrider")), *arguments]
-    with (tmp_path / "stderr").open("w") as errors:
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
-    assert server.stdout is not None
-    assert "drafts: draft_model by 1 drafter" in server.stdout.readline()
-    url, begun = f"http://127.0.0.1:{port}/v1/completions", threading.Semaphore(0)
-
-    def stream(index: int) -> tuple[str | None, int]:
-        body = {
-            "prompt": f"def f{index}(",
-            "max_tokens": 900,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
-        reason, num_tokens = None, 0
-        with httpx.stream("POST", url, json=body, timeout=120) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    choice = json.loads(line.removeprefix("data: "))["choices"][0]
-                    if num_tokens == 0:
-                        begun.release()
-                    num_tokens += len(choice["token_ids"])
-                    reason = choice["finish_reason"] or reason
-        return reason, num_tokens
-
+def test_streams_run_out_before_the_service_stops(tmp_path: Path):
+    """Eight streams are under way when SIGTERM comes to the whole group: all complete, and a new one is refused."""
+    server = Server(tmp_path / "stderr")
+    assert "drafts: draft_model by 1 drafter" in server.serving
+    url, begun = f"http://127.0.0.1:{server.port}/v1/completions", threading.Semaphore(0)
     with ThreadPoolExecutor(8) as threads:
-        streams = [threads.submit(stream, index) for index in range(8)]
+        streams = [threads.submit(stream, url, f"def f{index}(", begun.release) for index in range(8)]
         for _ in streams:
             assert begun.acquire(timeout=60)
-        (os.killpg if to_group else os.kill)(server.pid, signal.SIGTERM)
-        begin_s = time.monotonic()
-        assert "stopping" in server.stdout.readline()
+        os.killpg(server.process.pid, signal.SIGTERM)
+        assert "stopping" in server.line()
         time.sleep(1.5)  # until the gateways have heard
         refused = httpx.post(url, json={"prompt": "a"}, timeout=10)
         ended = [stream.result(timeout=60) for stream in streams]
-    assert ended == [("length", 900)] * 8
+    assert ended == [("length", NUM_STREAMED)] * 8
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-    assert server.wait(timeout=60) == 0
-    told = (tmp_path / "stderr").read_text()
-    assert time.monotonic() - begin_s < 40.0
-    assert "stopping: 8 streams left" in told
-    assert "retries remaining" not in told
+    server.wait()
+    assert "stopping: 8 streams left" in server.told
+    assert "retries remaining" not in server.told
+
+
+def stream(url: str, prompt: str, on_begin: Callable[[], None]) -> tuple[str | None, int]:
+    """Stream a completion; return its finish reason and how many tokens came."""
+    body = {"prompt": prompt, "max_tokens": NUM_STREAMED, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    reason, num_tokens = None, 0
+    with httpx.stream("POST", url, json=body, timeout=120) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                if num_tokens == 0:
+                    on_begin()
+                num_tokens += len(choice["token_ids"])
+                reason = choice["finish_reason"] or reason
+    return reason, num_tokens
 
 
 def marked_processes(mark: bytes) -> list[int]:

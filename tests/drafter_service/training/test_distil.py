@@ -250,3 +250,14 @@ def test_a_model_that_is_gone_on_with_is_trained_more_gently(tmp_path):
     new, old = (recipe_for(each, make_teacher()) for each in (options, replace(options, init_from=tmp_path)))
     assert old.matrix_lr == pytest.approx(new.matrix_lr / 10)
     assert old.vector_lr == pytest.approx(new.vector_lr / 10)
+    half = recipe_for(replace(options, init_from=tmp_path, rate_scale=0.5), make_teacher())
+    assert half.matrix_lr == pytest.approx(new.matrix_lr / 2)
+    with pytest.raises(ValueError, match="rate_scale must be positive"):
+        replace(options, rate_scale=0.0)
+
+
+def test_rates_fall_from_the_first_step_on(tmp_path):
+    recipe = recipe_for(options_for("eagle3", tmp_path), make_teacher())
+    after_warm_up = recipe.warm_up_steps
+    assert recipe.lr_scale(after_warm_up, 0.25) == pytest.approx(0.75)
+    assert recipe.lr_scale(after_warm_up, 0.75) == pytest.approx(0.25)
