@@ -377,10 +377,10 @@ class ServiceConfig:
     @property
     def drafting(self) -> str:
         """Return who drafts, in words: "eagle3 by 1 drafter", "suffix in the verifier", "nobody"."""
-        parts = [
-            f"{pool.speculative.method.value} by {pool.num_drafters} drafter{'' if pool.num_drafters == 1 else 's'}"
-            for pool in self.pools.values()
-        ]
+        parts = []
+        for pool in self.pools.values():
+            drafters = "1 drafter" if str(pool.num_drafters) == "1" else f"{pool.num_drafters} drafters"
+            parts.append(f"{pool.speculative.method.value} by {drafters}")
         if self.drafter_spec is not None and not self.has_drafters:
             parts.append(f"{self.speculative.method.value} in the verifier")
         return " and ".join(parts) or "nobody"

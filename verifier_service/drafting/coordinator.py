@@ -298,7 +298,10 @@ class DraftCoordinator:
         """Let a request's prediction draft, as far as it pays: point masses that follow from what was committed."""
         self._end_round(request)
         self._answered.pop(request.request_id, None)  # what is accepted now is no drafter's
-        length = self._draft_length(request, PREDICTION)
+        length = min(len(guess), self._longest_draft(request))
+        if length > 0 and self._pricing is not None and not request.plan.is_pinned:
+            survivals = self._predictions.survivals(request, length)
+            length = self._pricing.predicted_length(request, PREDICTION, survivals)
         if length > 0:
             position = request.num_tokens
             request.draft = Draft(
@@ -349,7 +352,7 @@ class DraftCoordinator:
             bound, request.metrics.disabled_reason = 0, reason
         if self._pricing is None:
             return bound
-        has_predictions = drafter_id in self._drafters and self._drafters[drafter_id].needs.predictions
+        has_predictions = drafter_id is not None and self._drafters[drafter_id].needs.predictions
         return self._pricing.length(request, drafter_id or "", bound, has_predictions=has_predictions)
 
     def _longest_draft(self, request: Request) -> int:

@@ -21,6 +21,7 @@ class PredictedText:
         self._token_ids = tuple(token_ids)
         self._next = 0  # what the answer is expected to say next
         self._is_lost = False  # the answer has left it
+        self._num_right = 0  # tokens in a row that it has said before they came
         self._num_seen = 0  # tokens of the answer
         self._ends: dict[tuple[int, ...], list[int]] = {}  # where runs of MATCH_TOKENS end, in their order
         for end in range(MATCH_TOKENS, len(self._token_ids) + 1):
@@ -33,9 +34,16 @@ class PredictedText:
             is_right = self._next < len(self._token_ids) and self._token_ids[self._next] == token_id
             if is_right and not self._is_lost:
                 self._next += 1
+                self._num_right += 1
             else:
+                self._num_right = 0
                 self._find(tuple(output_token_ids[max(0, self._num_seen - MATCH_TOKENS) : self._num_seen]))
         return () if self._is_lost else self._token_ids[self._next : self._next + length]
+
+    @property
+    def chance(self) -> float:
+        """Return how likely the next token is as predicted, by how long it has been so (Laplace's rule)."""
+        return (self._num_right + 1) / (self._num_right + 2)
 
     def _find(self, last_ids: tuple[int, ...]) -> None:
         """Go on after the next place that reads like the answer's end, or else the last such place before."""
@@ -59,11 +67,16 @@ class Predictions:
     def guess(self, request: Request) -> tuple[int, ...]:
         """Return what a request's prediction says next, as long as its plan allows; (): nothing, or it has none."""
         if not request.prediction_token_ids or request.plan.is_off:
-            return ()
+            return ()  # it is not followed meanwhile: what comes back begins with all that was said since
         text = self._texts.get(request.request_id)
         if text is None:
             text = self._texts[request.request_id] = PredictedText(request.prediction_token_ids)
         return text.guess(request.token_ids[request.num_prompt_tokens :], request.plan.draft_length)
+
+    def survivals(self, request: Request, length: int) -> list[float]:
+        """Return how likely so many tokens of a guess are right, each with all before it."""
+        chance = self._texts[request.request_id].chance
+        return [chance**depth for depth in range(1, length + 1)]
 
     def forget(self, request_id: str) -> None:
         self._texts.pop(request_id, None)

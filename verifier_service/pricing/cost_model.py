@@ -191,6 +191,12 @@ class CostModel:
         times = self._token_times(shape.num_tokens, count + 1, self._scale(shape.is_drafting))
         return [fixed_s + seconds for seconds in times]
 
+    def best_length(self, shape: StepShape, survivals: Sequence[float]) -> int:
+        """Return how many more tokens of these chances make a step of one token a sequence bring most per second."""
+        seconds = self.seconds_with(shape, len(survivals))
+        tokens = list(itertools.accumulate(survivals, initial=float(shape.num_tokens)))
+        return max(range(len(seconds)), key=lambda count: tokens[count] / seconds[count])
+
     def is_extrapolating(self, shape: StepShape) -> bool:
         """Return whether a step is a quarter larger than all that was profiled or has run, or larger still."""
         return (

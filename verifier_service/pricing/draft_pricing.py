@@ -37,6 +37,7 @@ from outrider.verifier_service.pricing.offer import (
     confidences_of,
     hoped_worths,
     judged_nodes,
+    num_alike_plain,
 )
 from outrider.verifier_service.pricing.recent_confidences import RecentConfidences
 from outrider.verifier_service.pricing.step_price import NEVER
@@ -48,8 +49,6 @@ from outrider.verifier_service.scheduling.schedule import ScheduledRequest, firs
 PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rounds, at most
 PROBE_LENGTH = 2
 PROBE_SHARE = 0.01  # of the time of steps of one request; of n, over the root of n: there are more to probe
-FIRST_PLAIN_STEPS = 2  # in a row that are all taken in: the first is the one after a draft
-PLAIN_STRIDE = 8  # plain steps after those, of which one is taken in for all of them
 STALL = 4.0  # times what a step should have taken: beyond that the machine stood still
 SLOW = 1.5  # times what a step with drafts usually takes: beyond that they are not what slows it down
 MAX_SAVED_STEPS = 50.0  # of that share: what is left over does not pile up
@@ -158,6 +157,17 @@ class DraftPricing:
                 request.metrics.disabled_reason = DisabledReason.LOW_ACCEPTANCE if is_low else DisabledReason.LOAD
         kept.num_rounds_off = 0 if asked.length else kept.num_rounds_off + 1
         return asked.length
+
+    def predicted_length(self, request: Request, drafter_id: str, survivals: Sequence[float]) -> int:
+        """Return how much of a draft that took nobody any time is worth verifying; the price learns nothing from it."""
+        if self._level is None:
+            return len(survivals)
+        length = self._level.cost.best_length(self._base, survivals)
+        if not length:
+            request.metrics.disabled_reason = DisabledReason.LOAD
+        asked = PricedRound(drafter_id, len(survivals), length, is_pinned=True, is_opening=False)
+        self._kept(request, drafter_id).round = asked
+        return length
 
     def _worths(self, request_id: str, kept: _Pricing, asked: PricedRound) -> Sequence[float]:
         return self.worth.worths(request_id, self._survivals(request_id, kept, asked))
@@ -301,7 +311,7 @@ class DraftPricing:
         if is_asking:
             self._num_plain_steps = 0
         self._num_plain_steps += is_plain
-        num_alike = _num_alike(self._num_plain_steps) if is_plain else 1
+        num_alike = num_alike_plain(self._num_plain_steps) if is_plain else 1
         if not num_alike:  # nothing is seen in it that the one before it has not shown
             self._base = StepShape(schedule.batch.num_tokens, num_context_tokens)
             if len(priced) == len(schedule.items):
@@ -438,13 +448,3 @@ class DraftPricing:
         self._requests.pop(request_id, None)
         self.survival.forget(request_id)
         self.worth.forget(request_id)
-
-
-def _num_alike(num_plain_steps: int) -> int:
-    """Return how many steps the last of so many plain ones in a row stands for; 0: it is left out.
-
-    Nothing is drafted in them, so a few tell of the others, and pricing may not cost what it cannot bring.
-    """
-    if num_plain_steps <= FIRST_PLAIN_STEPS:
-        return 1
-    return PLAIN_STRIDE if (num_plain_steps - FIRST_PLAIN_STEPS) % PLAIN_STRIDE == 0 else 0

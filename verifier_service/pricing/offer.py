@@ -14,6 +14,9 @@ from outrider.verifier_service.pricing.survival import LastRound
 from outrider.verifier_service.scheduling.outcome import Outcome
 from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest
 
+FIRST_PLAIN_STEPS = 2  # in a row that are all taken in: the first is the one after a draft
+PLAIN_STRIDE = 8  # plain steps after those, of which one is taken in for all of them
+
 
 class Offer(NamedTuple):
     """What a request had on offer in a step: positions of a chain or nodes of a tree.
@@ -113,3 +116,13 @@ def judged_nodes(draft: Draft, outcome: Outcome) -> list[tuple[float, bool]]:
         for node, (parent, confidence) in enumerate(zip(draft.parents, draft.confidences, strict=True))
         if parent in parents
     ]
+
+
+def num_alike_plain(num_plain_steps: int) -> int:
+    """Return how many steps the last of so many plain ones in a row stands for; 0: it is left out.
+
+    Nothing is drafted in them, so a few tell of the others, and pricing may not cost what it cannot bring.
+    """
+    if num_plain_steps <= FIRST_PLAIN_STEPS:
+        return 1
+    return PLAIN_STRIDE if (num_plain_steps - FIRST_PLAIN_STEPS) % PLAIN_STRIDE == 0 else 0

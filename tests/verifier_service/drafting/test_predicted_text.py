@@ -47,6 +47,16 @@ def test_several_tokens_at_once_are_the_same_as_one_by_one():
             assert fast.guess(answer[:at], 3) == guesses[-1]
 
 
+def test_the_longer_it_was_right_the_likelier_it_is():
+    predicted = PredictedText(TEXT)
+    predicted.guess((), 1)
+    assert predicted.chance == 1 / 2
+    predicted.guess(TEXT[:8], 1)
+    assert predicted.chance == 9 / 10
+    predicted.guess((*TEXT[:8], 99), 1)
+    assert predicted.chance == 1 / 2
+
+
 def test_an_empty_prediction_says_nothing():
     assert PredictedText(()).guess((1, 2), 3) == ()
     assert PredictedText((1,)).guess((), 3) == (1,)

@@ -13,7 +13,7 @@ from outrider.verifier_service.engine.loop import engine_load
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Commit, Draft, DrafterEvent, SparseRow
 from outrider.verifier_service.messages.engine import StepTime
-from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, Request, SpeculationPlan
 from outrider.verifier_service.pricing.draft_pricing import PROBE_ROUNDS, DraftPricing
 from outrider.verifier_service.pricing.survival import SurvivalEstimator
 from outrider.verifier_service.pricing.token_worth import TokenWorth
@@ -392,3 +392,25 @@ def test_what_a_load_did_to_waits_is_not_held_against_one_request():
     bench.drafts.draft_s = 0.002
     bench.run(max_tokens=6)
     assert bench.pricing.price == pytest.approx(alone, abs=0.2), "within a few steps"
+
+
+# --- drafts that are there already ---
+
+
+def profile(each_s: float) -> list[StepTime]:
+    """A step takes 10 ms, and `each_s` more for every token beyond the first."""
+    return [StepTime(num_tokens=count, seconds=0.010 + each_s * (count - 1)) for count in (1, 2, 4, 8, 16, 32)]
+
+
+@pytest.mark.parametrize(("each_s", "length"), [(0.0, 4), (0.0001, 4), (0.004, 2), (0.020, 0)])
+def test_a_draft_that_is_there_already_is_as_long_as_its_chances_pay(each_s: float, length: int):
+    pricing = DraftPricing()
+    pricing.use_profile(profile(each_s))
+    request = Request.of(make_request("0"), 0.0)
+    assert pricing.predicted_length(request, "prediction", [0.8, 0.64, 0.5, 0.4]) == length
+    assert (request.metrics.disabled_reason is DisabledReason.LOAD) == (length == 0)
+    assert pricing.request_ids == {request.request_id}
+
+
+def test_without_a_profile_all_of_it_is_verified():
+    assert DraftPricing().predicted_length(Request.of(make_request("0"), 0.0), "prediction", [0.1] * 4) == 4
