@@ -233,6 +233,7 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
             while True:
                 time.sleep(1.0)  # `signal.pause` sleeps through a signal that came just before it
         click.echo("stopping")
-        interrupt_at_signals()
-        drain(RoutedStreams(), config.drain_timeout_s, tell)
+        with contextlib.suppress(KeyboardInterrupt):  # also one that comes before the draining has begun
+            interrupt_at_signals()
+            drain(RoutedStreams(), config.drain_timeout_s, tell)
         ignore_signals()

@@ -7,11 +7,12 @@ end them under the streams. So they are started with SIGTERM blocked, as Ray its
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from ray import serve
 from ray.exceptions import RayError
@@ -41,8 +42,9 @@ class Streams(Protocol):
 class RoutedStreams:
     """The streams that the router of our application knows of."""
 
-    def __init__(self) -> None:
-        self._router = serve.get_deployment_handle("Router", APP_NAME)
+    @functools.cached_property
+    def _router(self) -> Any:
+        return serve.get_deployment_handle("Router", APP_NAME)
 
     def stop_taking(self) -> None:
         """Refuse new requests from now on; raises what Ray and Serve raise where there is no router."""

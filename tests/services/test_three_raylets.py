@@ -61,6 +61,7 @@ class Load:
             self.streamed.append(streamed)
 
 
+@pytest.mark.soak  # more than a minute; a pool that goes and comes back is tested below
 def test_both_pools_follow_a_load_that_rises_and_falls_without_a_lost_or_changed_request(deployed: Deployed):
     load = Load(deployed, held_out_prompts()[:NUM_STREAMS])
     assert deployed.sizes == {"Verifier": 1, "Drafter": 1, "Gateway": 1, "Router": 1}
