@@ -67,7 +67,7 @@ ROOMS = {
         "verifier_service/engine drafter_service/service drafter_service/embedded drafter_service/shipped"
     ),
     "cluster/replicas": (
-        "common router monitoring gateway replies api api/openai config proto verifier_service/messages "
+        "common router monitoring gateway api api/openai config proto verifier_service/messages "
         "verifier_service/model verifier_service/links verifier_service/engine drafter_service/engine "
         "drafter_service/service"
     ),

@@ -64,9 +64,9 @@ def generate(
             seed=options["seed"],
         )
         lines = generation.read_lines(prompt_texts, prompts_file, is_chat=is_chat, system=system)
-        records = []
+        is_silent = bool(lines)
         for record in generation.run(options, lines, sampling, drafter_process=drafter_process):
             click.echo(json.dumps(record) if as_json else record.get("error") or record["text"])
-            records.append(record)
-        if (hint := generation.hint(records, options["model"], is_chat=is_chat)) is not None:
+            is_silent = is_silent and generation.ended_at_once(record)
+        if is_silent and (hint := generation.hint(options["model"], is_chat=is_chat)) is not None:
             click.echo(hint, err=True)

@@ -233,7 +233,8 @@ class _Chat:
                 text = "".join(conversation.text_of(choice) for choice in choices)
                 answer.end_s = self._clock()
                 answer.take(event, text, answer.end_s)
-                click.secho(thought.translate(UNSAFE), nl=False, dim=True)
+                if thought:
+                    click.secho(thought.translate(UNSAFE), nl=False, dim=True)
                 if text and is_thinking:
                     click.echo("\n")
                 is_thinking = bool(thought) or (is_thinking and not text)

@@ -20,7 +20,7 @@ from outrider.cluster.common.security import TlsConfig, link_tls, public_tls
 from outrider.cluster.config.known_models import drafter_paths, is_embedded, path_of, usual_drafting
 from outrider.cluster.config.placement import PoolPlacement
 from outrider.cluster.config.speculative_options import PoolOptions, parse_pool, parse_speculative_config, split_options
-from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
+from outrider.cluster.replies.reader import ReplySyntax
 from outrider.cluster.router.autoscaling import FIRST_POOL, ReplicaRange
 from outrider.cluster.router.fleet import BatchSizeTable, PolicyMode, RouterPolicy
 from outrider.drafter_service.service.drafter_spec import (
@@ -136,15 +136,13 @@ class ServiceConfig:
                 raise ValueError(f"{name} must be at least {fewest}")
         if self.speculation not in ("auto", "always", "off"):
             raise ValueError("speculation must be auto, always or off")
-        for name, families in (("tool_call_parser", TOOL_FAMILIES), ("reasoning_parser", REASONING_FAMILIES)):
-            if getattr(self, name) not in (None, *families):
-                raise ValueError(f"{name} must be one of {', '.join(families)}")
         if self.log_format not in LOG_FORMATS:
             raise ValueError("log_format must be text or json")
         if not 0.0 <= self.trace_sample_ratio <= 1.0:
             raise ValueError("trace_sample_ratio must be in [0, 1]")
         if self.otlp_traces_endpoint is not None:
             require_extra("otlp", "otlp_traces_endpoint")
+        self.reply_syntax  # noqa: B018  # refuses what no parser is
         self.speculative  # noqa: B018  # refuses what no drafter takes
         self.pools  # noqa: B018
         longest = self.router_policy.max_draft_length  # refuses a table that is none
@@ -178,6 +176,13 @@ class ServiceConfig:
     @property
     def target_path(self) -> str:
         return path_of(self.model)
+
+    @property
+    def reply_syntax(self) -> ReplySyntax | None:
+        """How the model writes calls and thoughts, where that is said; None: its tokenizer may know."""
+        if self.tool_call_parser is None and self.reasoning_parser is None:
+            return None
+        return ReplySyntax(tool_call_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser)
 
     @property
     def tls(self) -> TlsConfig | None:
@@ -272,15 +277,18 @@ class ServiceConfig:
     @property
     def speculative(self) -> SpeculativeConfig:
         """How drafts are made; raises `ValueError` naming the key of `speculative_config` that is wrong."""
-        usual = {} if self.draft_model or "method" in self.speculative_config else usual_drafting(self.model)
-        if self.drafter_pools and not drafter_paths(self.model):
-            usual = {}  # those draft
+        is_told = self._is_drafter_named or (self.drafter_pools and not drafter_paths(self.model))
+        usual = {} if is_told else usual_drafting(self.model)
         return dataclasses.replace(
             parse_speculative_config(usual | self.speculative_config),
             model=self.draft_model,
             num_speculative_tokens=max(1, self.num_speculative_tokens),
             draft_tensor_parallel_size=self.draft_tensor_parallel_size,
         )
+
+    @property
+    def _is_drafter_named(self) -> bool:
+        return bool(self.draft_model) or "method" in self.speculative_config
 
     @property
     def draft_path(self) -> str | None:
@@ -396,8 +404,8 @@ class ServiceConfig:
         """What drafts, in a pool or in the verifier; None: nothing does."""
         speculative, path = self.speculative, self.draft_path
         is_in_pool = speculative.location is Location.POOL
-        is_named = self.draft_model is not None or "method" in self.speculative_config
-        if self.num_speculative_tokens == 0 or (self.drafter_range.most == 0 and (is_in_pool or not is_named)):
+        is_wanted = self.drafter_range.most > 0 or (self._is_drafter_named and not is_in_pool)
+        if self.num_speculative_tokens == 0 or not is_wanted:
             return None
         if speculative.needs_checkpoint and path is None:
             if "method" in self.speculative_config:

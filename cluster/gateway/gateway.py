@@ -222,18 +222,21 @@ class Gateway:
         )
 
     async def _prediction(self, request: RequestInput) -> tuple[int, ...]:
-        text, limit = request.prediction, self.model.max_model_len
-        if not text:
+        if not request.prediction:
             return ()
+        self._require_short(request.prediction, "prediction")
+        return (await self.text.encode(request.prediction, add_special_tokens=False))[: self.model.max_model_len]
+
+    def _require_short(self, text: str, field: str) -> None:
+        """Raise `InvalidRequest` naming the field for a text that has more tokens than the context for sure."""
+        limit = self.model.max_model_len
         if self.text.is_longer_than(text, limit):
-            raise InvalidRequest(f"prediction has {len(text)} characters; {limit} tokens have fewer", "prediction")
-        return (await self.text.encode(text, add_special_tokens=False))[:limit]
+            raise InvalidRequest(f"{field} has {len(text)} characters; {limit} tokens have fewer", field)
 
     async def _prompt_token_ids(self, request: RequestInput) -> tuple[int, ...]:
         field, limit = request.prompt_field, self.model.max_model_len
         if isinstance(request.prompt, str):
-            if self.text.is_longer_than(request.prompt, limit):
-                raise InvalidRequest(f"{field} has {len(request.prompt)} characters; {limit} tokens have fewer", field)
+            self._require_short(request.prompt, field)
             ids = await self.text.encode(request.prompt, add_special_tokens=request.add_special_tokens)
         else:
             ids = tuple(request.prompt)

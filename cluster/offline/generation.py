@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.offline.llm import LLM, offline_config
 from outrider.cluster.offline.outputs import CompletionOutput, RequestOutput
 from outrider.cluster.offline.prompts import PromptError, parse_line, read_prompt_lines
@@ -54,12 +53,14 @@ def run(
                 yield to_record(found, output)
 
 
-def hint(records: Sequence[Mapping[str, Any]], model: str | None, *, is_chat: bool) -> str | None:
-    """Return what to try where a model that chats has said nothing to plain text; None: there is nothing to say."""
-    if is_chat or not records or any(record["text"] or record["finish_reason"] != "stop" for record in records):
-        return None
-    config = offline_config({"model": model})
-    if not TextCodec(load_tokenizer(config.verifier_spec.model)).has_chat_template:
+def ended_at_once(record: Mapping[str, Any]) -> bool:
+    """Tell whether an output is the model's end and nothing else."""
+    return not record["text"] and record["finish_reason"] == "stop"
+
+
+def hint(model: str | None, *, is_chat: bool) -> str | None:
+    """Return what to try where all outputs of a model ended at once; None: there is nothing to say."""
+    if is_chat or load_tokenizer(offline_config({"model": model}).verifier_spec.model).chat_template is None:
         return None
     return "the model ended at once: it has a chat template, so --chat asks it as a user would"
 

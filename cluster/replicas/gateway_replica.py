@@ -29,7 +29,6 @@ from outrider.cluster.monitoring.fleet_load import fleet_load
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.monitoring.shared_metrics import SharedMetrics
-from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import AcceptanceRule
 from outrider.verifier_service.model.architectures import load_model_description, read_eos_token_ids, resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
@@ -102,9 +101,8 @@ class GatewayReplica:
 
     def _application(self, config: ServiceConfig, keys: ApiKeys, metrics: SharedMetrics) -> ASGIApp:
         """Return the HTTP application with all that stands in front of it."""
-        api: ASGIApp = build_api(
-            self._gateway, self._has_verifier, metrics=metrics, reply_syntax=reply_syntax_of(config)
-        )
+        syntax = config.reply_syntax
+        api: ASGIApp = build_api(self._gateway, self._has_verifier, metrics=metrics, reply_syntax=syntax)
         if self._tracing is not None:
             api = self._tracing.middleware(api)
         if keys:
@@ -145,13 +143,6 @@ class GatewayReplica:
         await self._backend.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
-
-
-def reply_syntax_of(config: ServiceConfig) -> ReplySyntax | None:
-    """Return how the model writes calls and thoughts where the operator says so; None: its tokenizer may know."""
-    if config.tool_call_parser is None and config.reasoning_parser is None:
-        return None
-    return ReplySyntax(tool_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser)
 
 
 def tracing_of(config: ServiceConfig, replica: str) -> Tracing | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _CALL = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
+_PARAMETERS_CALL = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}}
 _EACH_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
 _NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 IGNORED = "ignored"  # a field whose text is neither said nor called
@@ -19,6 +20,7 @@ _CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_SEP, _CALL_END = (
     f"<\uff5ctool\u2581{name}\uff5c>"
     for name in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "sep", "call\u2581end")
 )
+_BEGIN_OBJECT = '{"name": "NAME", "arguments": '
 NAME = "NAME"  # stands for the function's name in `begin`
 
 
@@ -53,41 +55,33 @@ class ReasoningFamily:
     is_begun: bool = False  # the answer begins within a thought, whether or not the template opened it
 
 
-def _json_calls(*openings: str, close: str | None = None, is_list: bool = False) -> dict[str, Any]:
-    read: dict[str, Any] = {"open": list(openings), "content": "json", "repeats": True}
-    if close is not None:
-        read["close"] = close
-    return read | ({"transform": _EACH_CALL, "transform_each": True} if is_list else {"transform": _CALL})
+def _json_calls(transform: dict[str, Any], **anchors: str | list[str]) -> dict[str, Any]:
+    """Return a field that reads JSON between anchors; of `_EACH_CALL`, a list of calls."""
+    each = {"transform_each": True} if transform is _EACH_CALL else {}
+    return {**anchors, "content": "json", "repeats": True, "transform": transform, **each}
 
 
 def _mark(text: str) -> dict[str, dict[str, Any]]:
     return {IGNORED: {"open": text, "close_pattern": r"(?=[\s\S])", "repeats": True}}
 
 
+def _written_list(trigger: str) -> WrittenCalls:
+    return WrittenCalls(trigger=trigger, before="[", begin=_BEGIN_OBJECT, end="}", between=", ", after="]")
+
+
 _HERMES = ToolFamily(
-    fields={"tool_calls": _json_calls("<tool_call>", close="</tool_call>")},
+    fields={"tool_calls": _json_calls(_CALL, open="<tool_call>", close="</tool_call>")},
     written=WrittenCalls(
         trigger="<tool_call>",
         before="\n",
-        begin='{"name": "NAME", "arguments": ',
+        begin=_BEGIN_OBJECT,
         end="}\n</tool_call>",
         between="\n<tool_call>\n",
     ),
 )
 # what a model is made to write that has no form of its own
 PLAIN = ToolFamily(
-    fields={
-        "tool_calls": {
-            "open_pattern": r"\A\s*(?=\[)",
-            "content": "json",
-            "repeats": True,
-            "transform": _EACH_CALL,
-            "transform_each": True,
-        }
-    },
-    written=WrittenCalls(
-        trigger="", before="[", begin='{"name": "NAME", "arguments": ', end="}", between=", ", after="]"
-    ),
+    fields={"tool_calls": _json_calls(_EACH_CALL, open_pattern=r"\A\s*(?=\[)")}, written=_written_list(trigger="")
 )
 TOOL_FAMILIES: dict[str, ToolFamily] = {
     "hermes": _HERMES,
@@ -114,55 +108,28 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
     ),
     "llama3_json": ToolFamily(
         fields={
-            "tool_calls": {
-                "open_pattern": r'(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type)"\s*:)',
-                "close_pattern": r";\s*(?=\{)",
-                "content": "json",
-                "repeats": True,
-                "transform": {
-                    "type": "function",
-                    "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
-                },
-            }
+            "tool_calls": _json_calls(
+                _PARAMETERS_CALL,
+                open_pattern=r'(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type)"\s*:)',
+                close_pattern=r";\s*(?=\{)",
+            )
         },
         written=WrittenCalls(trigger="", begin='{"name": "NAME", "parameters": ', end="}", between="; "),
     ),
     "mistral": ToolFamily(
         fields={
-            "tool_calls": {
-                "open_pattern": r"\[TOOL_CALLS\]\s*(?=\[)",
-                "content": "json",
-                "repeats": True,
-                "transform": _EACH_CALL,
-                "transform_each": True,
-            },
-            "named_tool_calls": {
-                "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[A-Za-z0-9_.-]+)\s*(?:\[ARGS\])?\s*(?=\{)",
-                "close_pattern": r"(?=\[TOOL_CALLS\])",
-                "content": "json",
-                "repeats": True,
-                "transform": _NAMED_CALL,
-            },
+            "tool_calls": _json_calls(_EACH_CALL, open_pattern=r"\[TOOL_CALLS\]\s*(?=\[)"),
+            "named_tool_calls": _json_calls(
+                _NAMED_CALL,
+                open_pattern=r"\[TOOL_CALLS\]\s*(?P<name>[A-Za-z0-9_.-]+)\s*(?:\[ARGS\])?\s*(?=\{)",
+                close_pattern=r"(?=\[TOOL_CALLS\])",
+            ),
         },
-        written=WrittenCalls(
-            trigger="[TOOL_CALLS]",
-            before="[",
-            begin='{"name": "NAME", "arguments": ',
-            end="}",
-            between=", ",
-            after="]",
-        ),
+        written=_written_list(trigger="[TOOL_CALLS]"),
     ),
     "granite": ToolFamily(
-        fields={"tool_calls": _json_calls("<|tool_call|>", "<tool_call>", is_list=True)},
-        written=WrittenCalls(
-            trigger="<|tool_call|>",
-            before="[",
-            begin='{"name": "NAME", "arguments": ',
-            end="}",
-            between=", ",
-            after="]",
-        ),
+        fields={"tool_calls": _json_calls(_EACH_CALL, open=["<|tool_call|>", "<tool_call>"])},
+        written=_written_list(trigger="<|tool_call|>"),
     ),
     "pythonic": ToolFamily(
         fields={"pythonic_tool_calls": {"open_pattern": r"\A\s*(?=\[\s*[A-Za-z_][\w.]*\()", "content": "text"}},
@@ -172,13 +139,11 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
     ),
     "deepseek_v3": ToolFamily(
         fields={
-            "tool_calls": {
-                "open_pattern": f"(?:{_CALLS_BEGIN})?{_CALL_BEGIN}function{_CALL_SEP}(?P<name>[^\\n]+)\\n```json\\n",
-                "close": f"\n```{_CALL_END}",
-                "content": "json",
-                "repeats": True,
-                "transform": _NAMED_CALL,
-            },
+            "tool_calls": _json_calls(
+                _NAMED_CALL,
+                open_pattern=f"(?:{_CALLS_BEGIN})?{_CALL_BEGIN}function{_CALL_SEP}(?P<name>[^\\n]+)\\n```json\\n",
+                close=f"\n```{_CALL_END}",
+            ),
             **_mark(_CALLS_END),
         },
         written=WrittenCalls(
@@ -191,13 +156,11 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
     ),
     "deepseek_v31": ToolFamily(
         fields={
-            "tool_calls": {
-                "open_pattern": f"(?:{_CALLS_BEGIN})?{_CALL_BEGIN}(?P<name>[^<\\n]+){_CALL_SEP}",
-                "close": _CALL_END,
-                "content": "json",
-                "repeats": True,
-                "transform": _NAMED_CALL,
-            },
+            "tool_calls": _json_calls(
+                _NAMED_CALL,
+                open_pattern=f"(?:{_CALLS_BEGIN})?{_CALL_BEGIN}(?P<name>[^<\\n]+){_CALL_SEP}",
+                close=_CALL_END,
+            ),
             **_mark(_CALLS_END),
         },
         written=WrittenCalls(

@@ -40,12 +40,12 @@ class Said:
 class ReplySyntax:
     """How the served model writes calls and thoughts; None: it does neither, and all is content."""
 
-    tool_parser: str | None = None  # of TOOL_FAMILIES
+    tool_call_parser: str | None = None  # of TOOL_FAMILIES
     reasoning_parser: str | None = None  # of REASONING_FAMILIES
     response_template: Mapping[str, Any] | None = None  # the tokenizer's own: goes before both
 
     def __post_init__(self) -> None:
-        for name, families in (("tool_parser", TOOL_FAMILIES), ("reasoning_parser", REASONING_FAMILIES)):
+        for name, families in (("tool_call_parser", TOOL_FAMILIES), ("reasoning_parser", REASONING_FAMILIES)):
             value = getattr(self, name)
             if value is not None and value not in families:
                 raise ValueError(f"{name} must be one of {', '.join(families)}, not {value}")
@@ -53,7 +53,7 @@ class ReplySyntax:
     @property
     def tool_family(self) -> ToolFamily | None:
         """Return how the model calls tools; None: in a way that only its response template knows, or not at all."""
-        return None if self.tool_parser is None else TOOL_FAMILIES[self.tool_parser]
+        return None if self.tool_call_parser is None else TOOL_FAMILIES[self.tool_call_parser]
 
     @property
     def forced_family(self) -> ToolFamily:

@@ -29,7 +29,7 @@ from outrider.verifier_service.messages.request import (
 ATTACK = "<img src=x onerror=\"document.title='owned'\">"
 NUM_DRAFT_TOKENS = 3
 MAX_MODEL_LEN = 2048
-SYNTAX = ReplySyntax(tool_parser="hermes", reasoning_parser="qwen3")
+SYNTAX = ReplySyntax(tool_call_parser="hermes", reasoning_parser="qwen3")
 SPECULATION = SpeculationMetrics(enabled=True, num_drafts=3, num_draft_tokens=9, num_accepted_tokens=4)
 NO_SPECULATION = SpeculationMetrics(enabled=False, disabled_reason=DisabledReason.REQUEST_OPT_OUT)
 

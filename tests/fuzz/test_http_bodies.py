@@ -48,7 +48,7 @@ def few_tokens(request: GenerationRequest) -> list[list[int]]:
 
 
 def build_app() -> FastAPI:
-    syntax = ReplySyntax(tool_parser="hermes", reasoning_parser="qwen3")
+    syntax = ReplySyntax(tool_call_parser="hermes", reasoning_parser="qwen3")
     return build_api(build_gateway(FakeBackend(few_tokens), build_tokenizer()), healthy, reply_syntax=syntax)
 
 

@@ -60,9 +60,9 @@ def build_api(
     """
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
     app.state.body_timeout_s = body_timeout_s
-    syntax = reply_syntax or ReplySyntax(response_template=gateway.text.response_template)
-    _add_generation_routes(app, gateway, wall_clock, Chats(syntax=syntax))
-    _add_responses_routes(app, gateway, wall_clock, Chats(syntax=syntax))
+    chats = Chats(syntax=reply_syntax or ReplySyntax(response_template=gateway.text.response_template))
+    _add_generation_routes(app, gateway, wall_clock, chats)
+    _add_responses_routes(app, gateway, wall_clock, chats)
     _add_token_routes(app, gateway)
     _add_model_routes(app, gateway)
     _add_status_routes(app, gateway, is_healthy, gateway.metrics.registry if metrics is None else metrics)
@@ -90,7 +90,6 @@ def _add_generation_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[
         answer = Answer(gateway, ChatFormat(), int(wall_clock()), body.include_usage, bool(body.return_token_ids))
         await chats.open(answer, body)
         return GenerationResponse(answer, stream=bool(body.stream))
-
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:

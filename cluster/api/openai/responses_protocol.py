@@ -76,7 +76,7 @@ class ResponsesBody(ModelBody):
         return parse_body(fields, ChatBody)
 
 
-_NAMES_IN_CHATS = {"max_output_tokens": "max_completion_tokens", "input": "messages", "text": "response_format"}
+_OWN_NAMES = {"max_completion_tokens": "max_output_tokens", "messages": "input", "response_format": "text"}
 
 
 @contextlib.contextmanager
@@ -85,10 +85,9 @@ def told_in_own_names() -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        own = {chat_name: name for name, chat_name in _NAMES_IN_CHATS.items()}
-        if error.field not in own:
+        if error.field not in _OWN_NAMES:
             raise
-        name = own[error.field]
+        name = _OWN_NAMES[error.field]
         raise InvalidRequest(str(error).replace(error.field, name, 1), name) from error
 
 

@@ -120,6 +120,13 @@ class Clock:
         return self.now_s
 
 
+def begin_one(turnover: Turnover, clock: Clock, *, after_s: float) -> None:
+    """Let a request wait so long, and then begin."""
+    with turnover.entered() as ticket:
+        clock.now_s += after_s
+        turnover.begin(ticket)
+
+
 def test_a_request_waits_until_its_first_token_or_its_end():
     clock = Clock()
     turnover = Turnover(clock)
@@ -137,9 +144,7 @@ def test_the_rate_is_the_true_one_from_the_first_seconds_on():
     clock = Clock()
     turnover = Turnover(clock)
     for number in range(2000):
-        with turnover.entered() as ticket:
-            clock.now_s += 0.05
-            turnover.begin(ticket)
+        begin_one(turnover, clock, after_s=0.05)
         if number > 20:
             assert turnover.queue().begun_per_s == pytest.approx(20.0, rel=0.1)
 
@@ -148,9 +153,7 @@ def test_time_without_a_queue_says_nothing_and_a_queue_that_stands_does():
     clock = Clock()
     turnover = Turnover(clock)
     for _ in range(100):
-        with turnover.entered() as ticket:
-            clock.now_s += 0.1
-            turnover.begin(ticket)
+        begin_one(turnover, clock, after_s=0.1)
     clock.now_s += 100 * RATE_MEMORY_S
     assert turnover.queue().begun_per_s == pytest.approx(10.0, rel=0.1)
     with turnover.entered():

@@ -30,7 +30,7 @@ WITH_TRIGGER = [name for name in WITH_GRAMMAR if TOOL_FAMILIES[name].written.tri
 
 def written(family, calls):
     """Write calls as a family does, by its own table."""
-    form = ReplySyntax(tool_parser=family).forced_family.written
+    form = ReplySyntax(tool_call_parser=family).forced_family.written
     parts = []
     for name, arguments in calls:
         text = json.dumps(arguments)
@@ -49,7 +49,7 @@ def fits(structure, text):
 
 def structure_of(family, choice="required", *, parallel=True, instead=None):
     use = read_tool_use(TOOLS, choice, parallel)
-    return calls_structure(use, ReplySyntax(tool_parser=family), {}, instead)
+    return calls_structure(use, ReplySyntax(tool_call_parser=family), {}, instead)
 
 
 @pytest.mark.parametrize("family", [None, *TOOL_FAMILIES])
@@ -67,7 +67,7 @@ def test_required_calls_fit_and_nothing_else_does(family):
 @pytest.mark.parametrize("family", [None, *WITH_GRAMMAR])
 def test_what_is_written_is_what_is_read(family):
     calls = [("weather", {"city": "Rom"}), ("now", {})]
-    reader = ReplySyntax(tool_parser=family).reader("", read_tool_use(TOOLS, "required", None))
+    reader = ReplySyntax(tool_call_parser=family).reader("", read_tool_use(TOOLS, "required", None))
     said = reader.read(written(family, calls), is_last=True)
     assert [(call.name, json.loads(call.arguments)) for call in said.calls] == calls
 
@@ -114,15 +114,15 @@ def test_a_response_format_holds_for_an_answer_that_calls_nothing():
 
 def test_special_tokens_are_written_by_their_ids():
     use = read_tool_use(TOOLS, "required", None)
-    text = calls_structure(use, ReplySyntax(tool_parser="mistral"), {"[TOOL_CALLS]": 9, "[ARGS]": 5}).text
+    text = calls_structure(use, ReplySyntax(tool_call_parser="mistral"), {"[TOOL_CALLS]": 9, "[ARGS]": 5}).text
     assert text.splitlines()[1].startswith('start: <[9]> "[" call')
     use = read_tool_use(TOOLS, "auto", None)
-    text = calls_structure(use, ReplySyntax(tool_parser="mistral"), {"[TOOL_CALLS]": 9}).text
+    text = calls_structure(use, ReplySyntax(tool_call_parser="mistral"), {"[TOOL_CALLS]": 9}).text
     assert "opened: TEXT <[9]>" in text
 
 
 def test_a_model_may_think_before_it_calls_also_where_special_tokens_mark_its_thoughts():
-    syntax = ReplySyntax(tool_parser="hermes", reasoning_parser="qwen3")
+    syntax = ReplySyntax(tool_call_parser="hermes", reasoning_parser="qwen3")
     use = read_tool_use(TOOLS, "auto", None)
     call = written("hermes", [("now", {})])
     plain = calls_structure(use, syntax, {})
@@ -140,7 +140,7 @@ def test_a_model_may_think_before_it_calls_also_where_special_tokens_mark_its_th
 def test_keywords_may_all_be_optional():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
     use = read_tool_use([{"type": "function", "function": {"name": "f", "parameters": schema}}], "required", None)
-    structure = calls_structure(use, ReplySyntax(tool_parser="pythonic"), {})
+    structure = calls_structure(use, ReplySyntax(tool_call_parser="pythonic"), {})
     for text in ("[f()]", "[f(a=1)]", "[f(b=2)]", "[f(a=1, b=2), f()]"):
         assert fits(structure, text)
     for text in ("[f(b=2, a=1)]", "[f(, b=2)]", "[f(c=1)]", "f()"):

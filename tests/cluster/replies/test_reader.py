@@ -68,26 +68,26 @@ def read(syntax, text, *, use=AUTO, prompt="", size=3):
 @pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize("family", ANSWERS)
 def test_every_familys_calls_are_read(family, size):
-    content, _, calls, _ = read(ReplySyntax(tool_parser=family), ANSWERS[family], size=size)
+    content, _, calls, _ = read(ReplySyntax(tool_call_parser=family), ANSWERS[family], size=size)
     assert calls == BOTH
     assert content == ""
 
 
 def test_mistrals_newer_form_is_read_too():
     text = '[TOOL_CALLS]weather[ARGS]{"city": "Rom", "days": 3}[TOOL_CALLS]now{}'
-    assert read(ReplySyntax(tool_parser="mistral"), text)[2] == BOTH
+    assert read(ReplySyntax(tool_call_parser="mistral"), text)[2] == BOTH
 
 
 def test_text_before_a_call_is_content():
     for family in ("hermes", "mistral", "granite", "qwen3_coder", "deepseek_v3", "deepseek_v31"):
-        content, _, calls, _ = read(ReplySyntax(tool_parser=family), f"Let me see.\n{ANSWERS[family]}")
+        content, _, calls, _ = read(ReplySyntax(tool_call_parser=family), f"Let me see.\n{ANSWERS[family]}")
         assert (content, calls) == ("Let me see.", BOTH), family
 
 
 @pytest.mark.parametrize("text", ["", " \n", "hello  world \n", "  a < b, a <tool b", 'say {"name": 1}'])
 def test_an_answer_without_calls_is_content_as_it_stands(text):
     for size in (1, 5):
-        assert read(ReplySyntax(tool_parser="hermes", reasoning_parser="qwen3"), text, size=size)[0] == text
+        assert read(ReplySyntax(tool_call_parser="hermes", reasoning_parser="qwen3"), text, size=size)[0] == text
 
 
 @pytest.mark.parametrize(
@@ -101,17 +101,17 @@ def test_an_answer_without_calls_is_content_as_it_stands(text):
 )
 def test_a_call_that_cannot_be_read_is_content_and_loses_nothing(text):
     for size in (1, 4, 1000):
-        assert read(ReplySyntax(tool_parser="hermes"), text, size=size) == (text, "", [], 0)
+        assert read(ReplySyntax(tool_call_parser="hermes"), text, size=size) == (text, "", [], 0)
 
 
 @pytest.mark.parametrize("text", ["[f(1)]", "[f(**x)]", "[f(a=g())]", "[f(a=b)]", "[f(a="])
 def test_what_only_looks_pythonic_is_content(text):
-    assert read(ReplySyntax(tool_parser="pythonic"), text)[0] == text
+    assert read(ReplySyntax(tool_call_parser="pythonic"), text)[0] == text
 
 
 def test_pythonic_values_may_be_jsons():
     text = '[f(a=true, b=[null, {"c": -1.5}], c=False)]'
-    assert read(ReplySyntax(tool_parser="pythonic"), text)[2] == [
+    assert read(ReplySyntax(tool_call_parser="pythonic"), text)[2] == [
         ("f", {"a": True, "b": [None, {"c": -1.5}], "c": False})
     ]
 
@@ -119,7 +119,7 @@ def test_pythonic_values_may_be_jsons():
 @pytest.mark.parametrize("size", [1, 6, 1000])
 def test_thoughts_are_split_off(size):
     text = f"<think>\nhm, hm\n</think>\n\nLet me see.\n{ANSWERS['hermes']}"
-    syntax = ReplySyntax(tool_parser="hermes", reasoning_parser="qwen3")
+    syntax = ReplySyntax(tool_call_parser="hermes", reasoning_parser="qwen3")
     content, reasoning, calls, num_thought = read(syntax, text, size=size)
     assert (content, reasoning, calls) == ("Let me see.", "hm, hm", BOTH)
     assert num_thought >= len("hm, hm") // size
@@ -139,14 +139,14 @@ def test_an_unfinished_thought_is_no_content():
 def test_what_must_be_called_is_read_without_a_family():
     text = '[{"name": "weather", "arguments": {"city": "Rom", "days": 3}}, {"name": "now", "arguments": {}}]'
     assert read(ReplySyntax(), text, use=REQUIRED)[2] == BOTH
-    assert read(ReplySyntax(tool_parser="qwen3_coder"), text, use=REQUIRED)[2] == BOTH
+    assert read(ReplySyntax(tool_call_parser="qwen3_coder"), text, use=REQUIRED)[2] == BOTH
 
 
 def test_where_there_is_nothing_to_split_nothing_is_read():
     assert ReplySyntax().reader("", AUTO) is None
-    assert ReplySyntax(tool_parser="hermes").reader("", ToolUse()) is None
+    assert ReplySyntax(tool_call_parser="hermes").reader("", ToolUse()) is None
     none = read_tool_use(TOOLS, "none", None)
-    assert ReplySyntax(tool_parser="hermes").reader("", none) is None
+    assert ReplySyntax(tool_call_parser="hermes").reader("", none) is None
 
 
 def test_the_tokenizers_own_template_reads_its_answers():
@@ -171,7 +171,7 @@ def test_the_tokenizers_own_template_reads_its_answers():
 
 
 def test_an_unknown_parser_is_refused_by_name():
-    with pytest.raises(ValueError, match="tool_parser must be one of hermes, "):
-        ReplySyntax(tool_parser="nobody")
+    with pytest.raises(ValueError, match="tool_call_parser must be one of hermes, "):
+        ReplySyntax(tool_call_parser="nobody")
     with pytest.raises(ValueError, match="reasoning_parser must be one of deepseek_r1, "):
         ReplySyntax(reasoning_parser="nobody")

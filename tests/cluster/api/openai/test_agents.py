@@ -60,7 +60,7 @@ def test_an_agent_finishes_a_task_of_three_tools(api, is_streamed):
         return says(tokenizer, answer)
 
     backend = FakeBackend(script, finish_reason=FinishReason.STOP)
-    syntax = ReplySyntax(tool_parser="hermes", reasoning_parser="qwen3")
+    syntax = ReplySyntax(tool_call_parser="hermes", reasoning_parser="qwen3")
     app = build_api(build_gateway(backend, tokenizer, max_model_len=2048), healthy, reply_syntax=syntax)
     with served(app) as url:
         model = ChatOpenAI(

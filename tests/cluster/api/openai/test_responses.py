@@ -32,7 +32,7 @@ def tokenizer():
 def client_to(tokenizer, text, *, finish_reason=FinishReason.STOP, script=None):
     backend = FakeBackend(script or (lambda _: says(tokenizer, text)), finish_reason=finish_reason)
     gateway = build_gateway(backend, tokenizer, max_model_len=512)
-    syntax = ReplySyntax(tool_parser="hermes", reasoning_parser="qwen3")
+    syntax = ReplySyntax(tool_call_parser="hermes", reasoning_parser="qwen3")
     app = build_api(gateway, healthy, wall_clock=lambda: 1_700_000_000.0, reply_syntax=syntax)
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway/v1")
     client = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="x", http_client=http, max_retries=0)

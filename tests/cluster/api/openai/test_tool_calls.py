@@ -28,7 +28,7 @@ TEMPLATE = (
     "{% for call in m.tool_calls or [] %}!{{ call.function.name }}:{{ call.function.arguments.city }}{% endfor %}"
     "{% endfor %}{{ effort_mark }}{{ reasoning_effort }}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-HERMES = ReplySyntax(tool_parser="hermes", reasoning_parser="qwen3")
+HERMES = ReplySyntax(tool_call_parser="hermes", reasoning_parser="qwen3")
 
 
 async def healthy():
@@ -149,7 +149,7 @@ async def test_a_call_that_is_cut_off_is_content(tokenizer):
 async def test_special_tokens_are_read_and_never_shown(tokenizer):
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
     backend = backend_that_says(tokenizer, '[TOOL_CALLS][{"name": "weather", "arguments": {}}]')
-    async with client_to(backend, tokenizer, ReplySyntax(tool_parser="mistral")) as client:
+    async with client_to(backend, tokenizer, ReplySyntax(tool_call_parser="mistral")) as client:
         answer = await client.chat.completions.create(model="tiny", messages=ASKED, tools=[TOOL])
     assert answer.choices[0].message.tool_calls[0].function.name == "weather"
     assert answer.choices[0].message.content is None
