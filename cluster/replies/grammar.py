@@ -15,7 +15,7 @@ from outrider.cluster.replies.families import NAME, WrittenCalls
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.cluster.replies.tools import Tool, ToolUse
 from outrider.verifier_service.messages.request import StructuredKind, StructuredOutput
-from outrider.verifier_service.messages.structured_output import LARK_MARK, embedded_schema
+from outrider.verifier_service.messages.structured_output import LARK_MARK, check_structured, embedded_schema
 
 MAX_CALLS = 16  # of one answer that must call: small models never stop calling
 
@@ -25,7 +25,8 @@ def calls_structure(
 ) -> StructuredOutput | None:
     """Return the form that an answer must have for its calls to be right; None: it is not held to one.
 
-    `special_ids` are the tokenizer's special tokens; `instead` is the form of an answer that calls nothing.
+    `special_ids` are the tokenizer's special tokens; `instead` is the form of an answer that calls nothing. Raises
+    `ValueError` for parameters that are no schema, where they are not left to the whole form's own check.
     """
     if use.need == "required":
         written = syntax.forced_family.written
@@ -89,13 +90,15 @@ class _Writer:
         begin = self.literal(self._written.begin.replace(NAME, tool.name))
         end = self.literal(self._written.end)
         if self._written.has_keywords:
+            check_structured(StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=json.dumps(tool.parameters)))
             return [f"{name}: {begin} {name}_arguments {end}", *_keywords(f"{name}_arguments", tool)]
         return [f"{name}: {begin} %json {embedded_schema(tool.parameters)} {end}"]
 
 
 def _keywords(name: str, tool: Tool) -> list[str]:
     """Return the rules of `key=value, ...`: what is required, in the schema's order, then what may be left out."""
-    properties: Mapping[str, Any] = tool.parameters.get("properties") or {}
+    given: Mapping[str, Any] = tool.parameters.get("properties") or {}
+    properties = {key: {} if schema is True else schema for key, schema in given.items() if schema is not False}
     required = [key for key in properties if key in tool.parameters.get("required", ())]
     optional = [key for key in properties if key not in required]
     rules = []

@@ -44,11 +44,11 @@ class Chats:
             return request.structured
         if use.need == "required" and request.structured is not None:
             raise InvalidRequest("tool_choice: an answer that must call a tool has that form alone", "tool_choice")
-        structured = calls_structure(use, self.syntax, answer.gateway.text.special_ids, request.structured)
-        if structured is not None:
-            try:
+        try:
+            structured = calls_structure(use, self.syntax, answer.gateway.text.special_ids, request.structured)
+            if structured is not None:
                 check_structured(structured)
-            except ValueError as error:
-                reason = str(error).removeprefix("structured must be a grammar that can be followed: ")
-                raise InvalidRequest(f"tools: parameters that no answer can follow: {reason}", "tools") from error
+        except ValueError as error:
+            reason = str(error).partition("can be followed: ")[2]
+            raise InvalidRequest(f"tools: parameters that no answer can follow: {reason}", "tools") from error
         return structured

@@ -137,6 +137,14 @@ def test_a_model_may_think_before_it_calls_also_where_special_tokens_mark_its_th
     assert matcher.is_accepting()
 
 
+def test_a_keywords_schema_may_be_a_boolean():
+    schema = {"type": "object", "properties": {"a": True, "b": False}, "required": ["a"]}
+    use = read_tool_use([{"type": "function", "function": {"name": "f", "parameters": schema}}], "required", None)
+    structure = calls_structure(use, ReplySyntax(tool_call_parser="pythonic"), {})
+    assert fits(structure, '[f(a=[1, "x"])]')
+    assert not fits(structure, "[f(a=1, b=2)]")
+
+
 def test_keywords_may_all_be_optional():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
     use = read_tool_use([{"type": "function", "function": {"name": "f", "parameters": schema}}], "required", None)

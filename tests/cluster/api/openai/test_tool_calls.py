@@ -180,11 +180,21 @@ async def test_what_is_wrong_is_named(tokenizer, fields, param):
     assert refused.value.param == param
 
 
-async def test_parameters_that_no_grammar_can_follow_are_refused(tokenizer):
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "strnig"}}}}}
-    async with client_to(backend_that_says(tokenizer, "ok"), tokenizer) as client:
-        with pytest.raises(openai.BadRequestError) as refused:
-            await client.chat.completions.create(model="tiny", messages=ASKED, tools=[tool])
+@pytest.mark.parametrize("family", ["hermes", "pythonic"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"type": "strnig"}}},
+        {"properties": {"a": 3}},
+        {"properties": ["a"]},
+        {"properties": {"a": {}}, "required": 3},
+    ],
+)
+async def test_parameters_that_no_grammar_can_follow_are_refused(tokenizer, family, parameters):
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    async with client_to(backend_that_says(tokenizer, "ok"), tokenizer, ReplySyntax(tool_call_parser=family)) as client:
+        with pytest.raises(openai.BadRequestError, match=r"parameters that no answer can follow: .") as refused:
+            await client.chat.completions.create(model="tiny", messages=ASKED, tools=[tool], tool_choice="required")
     assert refused.value.param == "tools"
 
 
