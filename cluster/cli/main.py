@@ -9,6 +9,7 @@ import click
 
 from outrider.cluster.cli.bench import bench
 from outrider.cluster.cli.chat import chat
+from outrider.cluster.cli.check import check
 from outrider.cluster.cli.demo import demo
 from outrider.cluster.cli.generate import generate
 from outrider.cluster.cli.generate_corpus import generate_corpus
@@ -31,5 +32,5 @@ def main(log_level: str) -> None:
     )
 
 
-for verb in (serve, demo, generate, chat, top, bench, simulate, generate_corpus, train_drafter):
+for verb in (serve, check, demo, generate, chat, top, bench, simulate, generate_corpus, train_drafter):
     main.add_command(verb)

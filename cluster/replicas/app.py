@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import click
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.exceptions import RayServeException
 
 from outrider.cluster.common.api_keys import with_api_key_hashes
 from outrider.cluster.config.placement import SHELL_CPUS
@@ -34,9 +36,20 @@ DOWNSCALE_DELAY_S = 60.0
 TO_ZERO_DELAY_S = 600.0  # a pool that is gone takes long to come back
 
 
+class OptionsError(click.ClickException, RayServeException):
+    """Options that no service takes. Each parent makes one line of it where the other cannot.
+
+    `serve run module:build_app key=value` is a click command in this process: it says the line and ends. A YAML is
+    built in a task of Serve's, which tries anything but its own exceptions four times and reports tracebacks.
+    """
+
+
 def build_app(options: dict[str, Any]) -> Application:
-    """Build the application from plain options, as Serve's command line and YAML pass them."""
-    return build(ServiceConfig.from_mapping(with_api_key_hashes(options, os.environ)))
+    """Build the application from plain options, as Serve's command line and YAML pass them; raises `OptionsError`."""
+    try:
+        return build(ServiceConfig.from_mapping(with_api_key_hashes(options, os.environ)))
+    except (ValueError, OSError) as error:
+        raise OptionsError(str(error)) from error
 
 
 def build(config: ServiceConfig) -> Application:

@@ -1,0 +1,73 @@
+"""What is wrong in a YAML of Ray Serve is said in one line, before anything is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ray.serve.exceptions import RayServeException
+
+from fakes.command_line import invoke
+from outrider.cluster.replicas.app import OptionsError, build_app
+from outrider.cluster.replicas.manifest import check_manifest
+
+ROOT = Path(__file__).resolve().parents[3]
+SERVE_YAML = (ROOT / "deploy" / "serve.yaml").read_text()
+
+
+def test_what_is_shipped_is_as_it_should_be():
+    assert check_manifest(SERVE_YAML) == ["outrider"]
+    assert check_manifest((ROOT / "examples" / "two_pools.yaml").read_text()) == ["outrider"]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("num_verifiers:", "num_verifierz:", "unknown option 'num_verifierz'; did you mean 'num_verifiers'?"),
+        ("num_gateways: 1", "num_gateways: none", "num_gateways "),
+        ("grpc_port: 50051", "grpc_port: many", "grpc_port: Input should be a valid integer"),
+        ("min_price: 0.1", "min_prize: 0.1", "unknown policy setting 'min_prize'; did you mean 'min_price'?"),
+        ("low_price: 0.5", "low_prize: 0.5", "low_prize"),
+        ("proxy_location: HeadOnly", "proxy_location: Head", "proxy_location: Input should be"),
+        ("applications:", "aplications:", "applications: Field required"),
+        ("app:build_app", "app:build_ap", "applications: none has the import_path"),
+        ("port: 8000", "port: [8000", "while parsing"),
+        ("proxy_location: HeadOnly", "kind: RayService\nspec: {}", "spec.serveConfigV2: there is no"),
+    ],
+)
+def test_what_is_wrong_is_one_line_that_names_it(tmp_path: Path, right: str, wrong: str, said: str):
+    file = tmp_path / "typo.yaml"
+    file.write_text(SERVE_YAML.replace(right, wrong, 1))
+    result = invoke("check", str(file))
+    assert result.exit_code == 1
+    (line,) = result.output.splitlines()
+    assert line.startswith(f"Error: {file}: ")
+    assert said in line
+
+
+def test_a_manifest_of_kuberay_is_read_inside(tmp_path: Path):
+    manifest = (ROOT / "deploy" / "kuberay" / "rayservice.yaml").read_text()
+    assert check_manifest(manifest.replace("device: cuda", "device: cpu")) == ["outrider"]
+    with pytest.raises(ValueError, match="num_verifierz"):
+        check_manifest(manifest.replace("num_verifiers:", "num_verifierz:"))
+
+
+def test_serve_run_says_it_in_one_line_and_ends():
+    """With its options on the command line, where the application is built in Serve's own process."""
+    serve = str(Path(sys.executable).with_name("serve"))
+    command = [serve, "run", "outrider.cluster.app:build_app", "num_verifierz=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "RAY_ADDRESS": ""})
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "Error: unknown option 'num_verifierz'; did you mean 'num_verifiers'?"
+    assert "Traceback" not in done.stderr
+
+
+def test_serves_controller_takes_the_line_for_its_status():
+    """It reports the text of its own exceptions, once, and the traceback of any other after four attempts."""
+    with pytest.raises(OptionsError) as caught:
+        build_app({"num_verifierz": 1})
+    assert isinstance(caught.value, RayServeException)
+    assert str(caught.value) == "unknown option 'num_verifierz'; did you mean 'num_verifiers'?"
