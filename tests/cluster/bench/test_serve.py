@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from fakes.backend import FakeBackend, Step, build_gateway, says
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.bench.serve import read_prompts
+from outrider.cluster.bench.serve_report import FIGURES
 from outrider.cluster.cli.main import main
 from outrider.cluster.common.errors import RequestFailed, Unavailable
 from outrider.drafter_service.embedded import held_out_prompts
@@ -71,6 +72,16 @@ def test_a_sweep_prints_a_table_and_writes_json_and_plots(
     assert pixels.shape[0] > 300
     assert pixels.shape[1] > 1000
     assert pixels[..., :3].min() < 0.5  # something is drawn
+
+
+def test_the_table_fits_eighty_columns_with_every_load_and_figure(url: str):
+    loads = ("1", "2", "4", "16", "64", "128")
+    result = bench(url, "--concurrency", ",".join(loads))
+    lines = [line for line in result.output.splitlines() if line[:1] in ("┏", "┃", "┡", "│", "└")]
+    assert max(map(len, lines)) <= 80
+    heads = [line.replace("┃", " ").split() for line in lines if "concurrency" in line]
+    assert [word for head in heads for word in head[1:]] == list(loads)
+    assert {name for name, _ in FIGURES} == {line.split("│")[1].strip() for line in lines if line.startswith("│")}
 
 
 def test_arrivals_may_have_a_rate(url: str, backend: FakeBackend, tmp_path: Path):
