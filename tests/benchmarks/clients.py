@@ -1,8 +1,10 @@
 """`make study NAME=clients ARGS="--url http://127.0.0.1:8000"`: what clients of a running service get.
 
-Calls: so many chats whose `tool_choice` is `required`, greedy, each with drafts and without. Every call must be JSON of
-its tool's schema, and both answers the same. Edits: a text to be given back with a change, with the text as
-`prediction` and without, greedy: tokens per verification, and tokens per second of one request at a time.
+Burst: so many short chats at once, first of all, for a service that has only just started and may queue few
+(`--max-num-seqs 2 --max-queued-requests 4`): what is refused, and how the client's own repeats end. Calls: so many
+chats whose `tool_choice` is `required`, greedy, each with drafts and without. Every call must be JSON of its tool's
+schema, and both answers the same. Edits: a text to be given back with a change, with the text as `prediction` and
+without, greedy: tokens per verification, and tokens per second of one request at a time.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import httpx
 import jsonschema
 import openai
 
@@ -103,6 +107,36 @@ async def ask(client: openai.AsyncOpenAI, model: str, **body: Any) -> Answer:
     )
 
 
+class Refusals:
+    """The answers that told a client to come back later, by the seconds they named."""
+
+    def __init__(self) -> None:
+        self.retry_after_s: Counter[str] = Counter()
+
+    async def note(self, response: httpx.Response) -> None:
+        """Look at an answer, as a hook of the client's."""
+        if response.status_code in (429, 503):
+            self.retry_after_s[response.headers.get("retry-after", "none")] += 1
+
+
+async def measure_burst(client: openai.AsyncOpenAI, model: str, refusals: Refusals, num_chats: int) -> list[list[str]]:
+    """Return the row of the burst's table."""
+    begin_s = time.perf_counter()
+    chats = (
+        ask(client, model, messages=[{"role": "user", "content": f"Name a city, number {index}."}], max_tokens=10)
+        for index in range(num_chats)
+    )
+    answers = await asyncio.gather(*chats, return_exceptions=True)
+    seconds = time.perf_counter() - begin_s
+    for failure in (answer for answer in answers if isinstance(answer, BaseException)):
+        if not isinstance(failure, openai.APIStatusError):
+            raise failure
+    num_failed = sum(isinstance(answer, openai.APIStatusError) for answer in answers)
+    named = sorted(refusals.retry_after_s.items(), key=lambda item: (len(item[0]), item[0]))
+    told = ", ".join(f"{value} s ({count})" for value, count in named)
+    return [[str(num_chats), f"{seconds:.1f}", str(num_failed), str(refusals.retry_after_s.total()), told]]
+
+
 async def measure_calls(client: openai.AsyncOpenAI, model: str, num_calls: int, concurrency: int) -> list[list[str]]:
     """Return the rows of the calls' table."""
     gate = asyncio.Semaphore(concurrency)
@@ -166,15 +200,20 @@ async def measure_edits(client: openai.AsyncOpenAI, model: str) -> list[list[str
     ]
 
 
-async def measure(url: str, num_calls: int, concurrency: int) -> str:
+async def measure(url: str, num_calls: int, concurrency: int, num_chats: int) -> str:
     """Return the page."""
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=600) as client:
+    refusals = Refusals()
+    http_client = openai.DefaultAsyncHttpxClient(event_hooks={"response": [refusals.note]})
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=600, http_client=http_client) as client:
         model = (await client.models.list()).data[0].id
+        burst = await measure_burst(client, model, refusals, num_chats)
         calls = await measure_calls(client, model, num_calls, concurrency)
         edits = await measure_edits(client, model)
     return "\n".join(
         [
             f"{describe_machine()}; {model}",
+            "",
+            *markdown_table(["chats at once", "seconds", "failed", "refusals", "Retry-After"], burst, num_left=0),
             "",
             *markdown_table(
                 ["required calls", "valid", "the same without drafts", "tokens / verification"], calls, num_left=1
@@ -191,10 +230,11 @@ async def measure(url: str, num_calls: int, concurrency: int) -> str:
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True)
 @click.option("--num-calls", type=click.IntRange(1, 400), default=200, show_default=True)
 @click.option("--concurrency", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--num-chats", type=click.IntRange(1, 1024), default=16, show_default=True, help="Of the burst.")
 @click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
-def clients(url: str, num_calls: int, concurrency: int, markdown_file: Path | None) -> None:
-    """Have a running service call tools and edit texts, with drafts and without."""
-    page = asyncio.run(measure(url, num_calls, concurrency))
+def clients(url: str, num_calls: int, concurrency: int, num_chats: int, markdown_file: Path | None) -> None:
+    """Flood a running service, and have it call tools and edit texts, with drafts and without."""
+    page = asyncio.run(measure(url, num_calls, concurrency, num_chats))
     console_of(PLAIN_WIDTH).print(page, highlight=False)
     if markdown_file is not None:
         markdown_file.write_text(f"{page}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from benchmarks.clients import TEXTS, Answer, is_valid, measure, tokens_per_verification
 from fakes.backend import FakeBackend, build_gateway, build_tokenizer, says
 from outrider.cluster.api.openai.endpoints import build_api
+from outrider.cluster.common.errors import Overloaded
 from outrider.verifier_service.messages.request import FinishReason, SpeculationMetrics
 from services.served_app import served
 
@@ -43,19 +45,23 @@ def test_verifications_without_a_draft_count():
 
 
 async def test_the_page_says_what_was_valid_and_the_same():
-    tokenizer = build_tokenizer()
+    tokenizer, turns = build_tokenizer(), itertools.count()
 
     def script(request):
+        if next(turns) < 2:
+            return [Overloaded("full")]
         return says(tokenizer, json.dumps([RIGHT]) if request.sampling.structured else "hm")
 
     speculation = SpeculationMetrics(enabled=True, num_drafts=1, num_draft_tokens=1, num_accepted_tokens=1)
     backend = FakeBackend(script, finish_reason=FinishReason.STOP, speculation=speculation)
     app = build_api(build_gateway(backend, tokenizer, max_model_len=4096), healthy)
     with served(app) as url:
-        page = await measure(url, num_calls=3, concurrency=2)
+        page = await measure(url, num_calls=3, concurrency=2, num_chats=4)
+    (burst,) = (line for line in page.splitlines() if line.startswith("| 4 |"))
+    assert burst.endswith("| 0 | 2 | 1 s (2) |")
     assert "| drafts | 3 / 3 | 3 / 3 |" in page
     assert "| none | 3 / 3 |  |" in page
-    edits = [request for request in backend.requests if request.sampling.structured is None]
+    edits = [request for request in backend.requests if request.sampling.structured is None][4 + 2 :]  # after the burst
     assert len(edits) == 3 * 2 * len(TEXTS)
     assert sum(bool(request.prediction_token_ids) for request in edits) == len(edits) / 3
     assert sum(request.sampling.num_speculative_tokens == 0 for request in edits) == len(edits) / 3
