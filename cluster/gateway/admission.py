@@ -8,6 +8,9 @@ below 0 a quarter more.
 
 What waits is what the verifiers report plus what the router has sent them since, or what this gateway itself has sent
 and not heard of yet if that is more: reports are up to a second old, and a burst is faster.
+
+Who is refused is told when to come back: once those that wait have begun, and those that were told so before. A burst
+that all came back at once would be refused again but for a queue's length, and clients give up after a few times.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -38,6 +42,7 @@ class OwnQueue:
     num_waiting: int = 0  # sent, without a first token
     begun_per_s: float = 0.0  # how fast they get one, while any waits
     watched_s: float = 0.0  # how long any has waited, of late: what the rate was seen in
+    promised: tuple[tuple[float, int], ...] = ()  # refused: in how many seconds how many come back, soonest first
 
 
 def refusal(
@@ -71,7 +76,7 @@ def refusal(
         return None
     return Overloaded(
         f"{num_waiting} requests wait for {len(live)} verifiers, {limit:.0f} may",
-        retry_after_s=_retry_after_s(own),
+        retry_after_s=_retry_after_s(own, limit),
     )
 
 
@@ -90,16 +95,25 @@ def _priority_share(priority: int) -> float:
     return LOW_PRIORITY_SHARE if priority > 0 else HIGH_PRIORITY_SHARE
 
 
-def _retry_after_s(own: OwnQueue) -> float:
-    """Return how long a request waits now, by Little's law: those that wait ÷ those that begin per second.
+def _retry_after_s(own: OwnQueue, limit: float) -> float:
+    """Return how long a request waits now, by Little's law: those that go first ÷ those that begin per second.
 
-    Before any has begun, the wait is at least as long as it has been already.
+    Those that were told to come back sooner go first, too. Before any has begun, a whole queue is taken to need as long
+    as it has needed already.
     """
     if own.num_waiting == 0:
         return MIN_RETRY_S
     if own.begun_per_s == 0.0:
-        return min(MAX_RETRY_S, max(START_RETRY_S, own.watched_s))
-    return min(MAX_RETRY_S, max(MIN_RETRY_S, own.num_waiting / own.begun_per_s))
+        retry_s = max(START_RETRY_S, own.watched_s)
+        each_s = retry_s / max(1.0, limit)
+    else:
+        each_s = 1.0 / own.begun_per_s
+        retry_s = own.num_waiting * each_s
+    for back_s, count in own.promised:
+        if math.floor(back_s) > math.ceil(retry_s):  # clients are told whole seconds, and kept by them
+            break
+        retry_s += count * each_s
+    return min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s))
 
 
 class Turnover:
@@ -109,6 +123,7 @@ class Turnover:
         self._clock = clock
         self._waiting: set[int] = set()
         self._tickets = itertools.count()
+        self._promised: Counter[int] = Counter()  # by the second in which they come back
         self._num_begun = 0.0  # fading, and
         self._watched_s = 0.0  # fading, too: time without a queue says nothing of how fast one moves
         self._faded_s = clock()
@@ -132,10 +147,17 @@ class Turnover:
             self._waiting.remove(ticket)
             self._num_begun += 1.0
 
+    def promise(self, retry_after_s: float) -> None:
+        """Count a request as one that comes back after so long."""
+        self._promised[math.ceil(self._clock() + retry_after_s)] += 1
+
     def queue(self) -> OwnQueue:
         self._fade()
+        for second in [second for second in self._promised if second <= self._faded_s]:
+            del self._promised[second]
         rate = self._num_begun / self._watched_s if self._watched_s > 0.0 else 0.0
-        return OwnQueue(num_waiting=len(self._waiting), begun_per_s=rate, watched_s=self._watched_s)
+        promised = tuple((second - self._faded_s, count) for second, count in sorted(self._promised.items()))
+        return OwnQueue(num_waiting=len(self._waiting), begun_per_s=rate, watched_s=self._watched_s, promised=promised)
 
     def _fade(self) -> None:
         """Bring the rate up to now; called before the queue changes."""

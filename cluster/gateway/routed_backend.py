@@ -198,6 +198,8 @@ class RoutedBackend:
         refusal = self._router.refusal(
             self._turnover.queue(), priority=request.priority, max_queued_requests=self._max_queued_requests
         )
+        if isinstance(refusal, Overloaded):
+            self._turnover.promise(refusal.retry_after_s)
         if refusal is not None:
             raise refusal
 

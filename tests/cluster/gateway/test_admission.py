@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -105,12 +107,15 @@ def test_loads_of_a_stale_snapshot_mean_nothing_but_the_own_queue_does():
         ({"num_waiting": 900, "begun_per_s": 10.0}, MAX_RETRY_S),
         ({"num_waiting": 5}, START_RETRY_S),
         ({"num_waiting": 5, "watched_s": 8.0}, 8.0),
+        ({"num_waiting": 60, "begun_per_s": 10.0, "promised": ((5.0, 30), (9.0, 1), (10.2, 1))}, 9.1),
+        ({"num_waiting": 5, "promised": ((START_RETRY_S, LIMIT),)}, 2 * START_RETRY_S),
+        ({"promised": ((1.0, 5),)}, MIN_RETRY_S),
     ],
 )
 def test_come_back_after_the_time_that_the_queue_takes_now(own: dict[str, Any], retry_after_s: float):
     refused = ask(snapshot_of("v", num_waiting=100), **own)
     assert refused is not None
-    assert refused.retry_after_s == retry_after_s
+    assert refused.retry_after_s == pytest.approx(retry_after_s)
 
 
 class Clock:
@@ -159,6 +164,60 @@ def test_time_without_a_queue_says_nothing_and_a_queue_that_stands_does():
     with turnover.entered():
         clock.now_s += 10 * RATE_MEMORY_S
         assert turnover.queue().begun_per_s < 0.01
+
+
+def test_whoever_is_told_to_come_back_is_counted_until_then():
+    clock = Clock()
+    turnover = Turnover(clock)
+    turnover.promise(2.0)
+    turnover.promise(4.5)
+    turnover.promise(4.6)
+    assert turnover.queue().promised == ((2.0, 1), (5.0, 2))
+    clock.now_s = 2.0
+    assert turnover.queue().promised == ((3.0, 2),)
+    clock.now_s = 5.0
+    assert turnover.queue().promised == ()
+
+
+@pytest.mark.parametrize("begin_s", [0.0, 0.4, 0.9])
+@pytest.mark.parametrize("step_s", [0.2, 0.5, 1.0, 2.0])
+def test_a_burst_whose_clients_keep_their_word_is_served_within_two_repeats(step_s: float, begin_s: float):
+    """The openai client repeats a request twice. One request begins every `step_s`; 4 may wait."""
+    clock, num_begun = Clock(), 0
+    clock.now_s = begin_s
+    turnover = Turnover(clock)
+    arrivals = [(begin_s, number, 3) for number in range(16)]  # when, who, attempts left
+    waiting: list[int] = []
+    next_s = begin_s + step_s
+    with contextlib.ExitStack() as stack:
+        while arrivals or waiting:
+            if waiting and (not arrivals or next_s <= min(arrivals)[0]):
+                clock.now_s, next_s = next_s, next_s + step_s
+                turnover.begin(waiting.pop(0))
+                num_begun += 1
+                continue
+            arrivals.sort()
+            clock.now_s, number, num_left = arrivals.pop(0)
+            refused = refuse(turnover.queue(), max_queued_requests=4)
+            if refused is None:
+                next_s = next_s if waiting else clock.now_s + step_s
+                waiting.append(stack.enter_context(turnover.entered()))
+            elif num_left > 1:
+                turnover.promise(refused.retry_after_s)
+                arrivals.append((clock.now_s + math.ceil(refused.retry_after_s), number, num_left - 1))
+    assert num_begun == 16
+
+
+def refuse(own: OwnQueue, *, max_queued_requests: int) -> Overloaded | None:
+    snapshot = snapshot_of("v")
+    return refusal(
+        snapshot,
+        own,
+        priority=0,
+        max_queued_requests=max_queued_requests,
+        now_s=snapshot.decided_at_s,
+        policy=POLICY,
+    )
 
 
 def test_before_any_request_has_begun_the_wait_is_known_to_be_as_long_as_it_was():
