@@ -107,7 +107,7 @@ def test_loads_of_a_stale_snapshot_mean_nothing_but_the_own_queue_does():
         ({"num_waiting": 900, "begun_per_s": 10.0}, MAX_RETRY_S),
         ({"num_waiting": 5}, START_RETRY_S),
         ({"num_waiting": 5, "watched_s": 8.0}, 8.0),
-        ({"num_waiting": 60, "begun_per_s": 10.0, "promised": ((5.0, 30), (9.0, 1), (10.2, 1))}, 9.1),
+        ({"num_waiting": 60, "begun_per_s": 10.0, "promised": ((5.0, 30), (9.0, 1), (11.0, 1))}, 9.1),
         ({"num_waiting": 5, "promised": ((START_RETRY_S, LIMIT),)}, 2 * START_RETRY_S),
         ({"promised": ((1.0, 5),)}, MIN_RETRY_S),
     ],
