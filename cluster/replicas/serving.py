@@ -93,18 +93,23 @@ def _start_own_ray(config: ServiceConfig) -> ServiceConfig:
         logging.getLogger(name).setLevel(level)
     config = share_cores(config, num_ranks=config.num_ranks, num_cores=usable_cores())
     with sigterm_blocked():
-        start_ray(
-            address="local",  # not one that happens to run here
-            # Ray counts CPUs to place ranks; on a small machine ranks share cores
-            num_cpus=max(os.cpu_count() or 1, config.num_ranks + config.num_shells + 1),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=str(RAY_FOLDER),
-            _node_ip_address=config.host if config.host != "0.0.0.0" else None,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+        start_ray(**own_ray_options(config))
     return config
+
+
+def own_ray_options(config: ServiceConfig) -> dict[str, Any]:
+    """Return how a Ray is started that joins nobody and that nobody joins by chance."""
+    return {
+        "address": "local",  # not one that happens to run here
+        # Ray counts CPUs to place ranks; on a small machine ranks share cores
+        "num_cpus": max(os.cpu_count() or 1, config.num_ranks + config.num_shells + 1),
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "_temp_dir": str(RAY_FOLDER),
+        "_node_ip_address": config.host if config.host != "0.0.0.0" else None,
+        "log_to_driver": False,
+        "logging_level": logging.WARNING,
+    }
 
 
 def _replicas_of(config: ServiceConfig) -> str:

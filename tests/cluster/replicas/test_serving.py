@@ -34,6 +34,7 @@ from outrider.cluster.replicas.serving import (
     DeployError,
     check_ports,
     deploy,
+    own_ray_options,
     start_ray,
     stop_serve,
     tell_phases,
@@ -197,6 +198,12 @@ def test_a_ray_that_never_starts_is_an_error():
     with pytest.raises(Exception, match="timed out during startup"):
         start_ray(is_up=ray.is_up, init=ray.init, stop=ray.stop, num_cpus=2)
     assert ray.calls == ["init", "stop"] * NUM_START_ATTEMPTS
+
+
+def test_our_own_ray_joins_nobody_and_lies_where_nobody_looks_for_one():
+    options = own_ray_options(ServiceConfig())
+    assert options["address"] == "local"
+    assert Path(options["_temp_dir"]) != Path("/tmp/ray")  # where programs look for a cluster of this machine
 
 
 def test_a_ray_that_runs_in_this_process_is_neither_used_nor_stopped():
