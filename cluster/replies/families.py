@@ -37,6 +37,11 @@ class WrittenCalls:
     has_keywords: bool = False  # arguments are written as name=value, not as one object
     has_tags: bool = False  # arguments are written as tags of their own: no grammar follows them
 
+    @property
+    def is_json(self) -> bool:
+        """Return whether a call's arguments are one JSON object."""
+        return not (self.has_keywords or self.has_tags)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFamily:

@@ -23,7 +23,7 @@ MAX_CALLS = 16  # of one answer that must call: small models never stop calling
 def calls_structure(
     use: ToolUse, syntax: ReplySyntax, special_ids: Mapping[str, int], instead: StructuredOutput | None = None
 ) -> StructuredOutput | None:
-    """Return the form that an answer must have for its calls to be right; None: it is not held to one.
+    """Return the form that an answer must have for its calls to be right; None: its calls are not held to one.
 
     `special_ids` are the tokenizer's special tokens; `instead` is the form of an answer that calls nothing. Raises
     `ValueError` for parameters that are no schema, where they are not left to the whole form's own check.
@@ -33,7 +33,7 @@ def calls_structure(
         return _grammar(_Writer(written, use, special_ids).rules("start", begin=written.trigger))
     family = syntax.tool_family
     if use.need != "auto" or family is None or not family.written.trigger or family.written.has_tags:
-        return instead
+        return None
     writer = _Writer(family.written, use, special_ids)
     calls = writer.rules("calls", begin="")
     if instead is not None and instead.kind is StructuredKind.JSON_SCHEMA:
@@ -41,7 +41,7 @@ def calls_structure(
         schema = embedded_schema(json.loads(instead.text))
         return _grammar([f"start: {trigger} calls | schema", f"schema: %json {schema}", *calls])
     if instead is not None:
-        return instead
+        return None
     is_lazy = "" if family.written.trigger in special_ids else "[lazy]"
     opened = f"opened{is_lazy}: TEXT {writer.literal(family.written.trigger)}"
     # text holds no special token, so the marks of a thought stand between texts where they are such

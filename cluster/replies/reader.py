@@ -8,17 +8,26 @@ from __future__ import annotations
 import ast
 import json
 import logging
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.cluster.replies.families import IGNORED, PLAIN, REASONING_FAMILIES, TOOL_FAMILIES, ToolFamily
-from outrider.cluster.replies.tools import Tool, ToolCall, ToolUse
+from outrider.cluster.replies.families import (
+    IGNORED,
+    PLAIN,
+    REASONING_FAMILIES,
+    TOOL_FAMILIES,
+    ToolFamily,
+    WrittenCalls,
+)
+from outrider.cluster.replies.held_calls import HeldCalls
+from outrider.cluster.replies.tools import Tool, ToolCall, ToolUse, joined_calls, new_call
 
 logger = logging.getLogger(__name__)
 
 CONTENT = "content"
+HELD = "held_calls"  # a field of calls that are read as they come
 REASONING = ("reasoning_content", "reasoning", "thinking")  # what response templates call it
 _JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
 
@@ -69,10 +78,13 @@ class ReplySyntax:
         family = REASONING_FAMILIES[self.reasoning_parser]
         return (family.opening, family.closing)
 
-    def reader(self, prompt: str, use: ToolUse) -> ReplyReader | None:
-        """Return what reads an answer to this prompt; None where all of it is content."""
+    def reader(self, prompt: str, use: ToolUse, *, is_held: bool) -> ReplyReader | None:
+        """Return what reads an answer to this prompt; None where all of it is content.
+
+        `is_held`: a grammar holds calls to their form, so that they can be read as they come.
+        """
         if use.need == "required":  # by a grammar that leaves no room for thoughts
-            return ReplyReader(_template(self.forced_family.fields), "", use.callable_tools)
+            return self._reader({}, "", self.forced_family, use, is_held=is_held)
         if self.response_template is not None:
             return ReplyReader(dict(self.response_template), prompt, use.callable_tools)
         fields: dict[str, Any] = {}
@@ -83,9 +95,26 @@ class ReplySyntax:
             fields[REASONING[0]] = {**marks, "content_args": {"strip": False}}
             if family.is_begun or prompt.rstrip().endswith(family.opening):
                 prefix = family.opening
-        if self.tool_family is not None and use.callable_tools:
-            fields |= self.tool_family.fields
-        return ReplyReader(_template(fields), prefix, use.callable_tools) if fields else None
+        return self._reader(fields, prefix, self.tool_family if use.callable_tools else None, use, is_held=is_held)
+
+    @staticmethod
+    def _reader(
+        fields: Mapping[str, Any], prefix: str, family: ToolFamily | None, use: ToolUse, *, is_held: bool
+    ) -> ReplyReader | None:
+        tools = use.callable_tools
+        if family is not None and is_held and family.written.is_json:
+            template = _template({**fields, HELD: _held_field(family.written)})
+            return ReplyReader(template, prefix, tools, HeldCalls(family.written, tools))
+        if family is not None:
+            fields = {**fields, **family.fields}
+        return ReplyReader(_template(fields), prefix, tools) if fields else None
+
+
+def _held_field(written: WrittenCalls) -> dict[str, Any]:
+    """Return a field of all that follows the trigger of calls or, where they have none, that looks like their first."""
+    if written.trigger:
+        return {"open": written.trigger, "content": "text"}
+    return {"open_pattern": rf"\A(?={re.escape((written.before + written.begin)[0])})", "content": "text"}
 
 
 def _template(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,11 +125,14 @@ def _template(fields: Mapping[str, Any]) -> dict[str, Any]:
 class ReplyReader:
     """One answer under way. White space between its parts belongs to none of them."""
 
-    def __init__(self, template: dict[str, Any], prefix: str, tools: Sequence[Tool]) -> None:
-        """`prefix` is what the prompt has written of the answer already."""
+    def __init__(
+        self, template: dict[str, Any], prefix: str, tools: Sequence[Tool], held: HeldCalls | None = None
+    ) -> None:
+        """`prefix` is what the prompt has written of the answer already; `held` reads the field `HELD`."""
         from transformers.utils.chat_parsing import ResponseParser  # takes seconds, and most answers need none
 
         self._parser = ResponseParser(template, prefix=prefix, tools=[tool.as_template_input() for tool in tools])
+        self._held = held
         self._region: str | None = None
         for event in self._parser.initial_events:
             self._region = event["field"] if event["type"] != "region_close" else None
@@ -118,55 +150,62 @@ class ReplyReader:
             was_thinking = self._is_thinking
             said.append(self._fed(text))
             said.append(Said(num_reasoning_tokens=int(was_thinking or self._is_thinking)))
-        return _joined([*said, self._finished()] if is_last else said)
+        return joined([*said, self._finished()] if is_last else said)
 
     @property
     def _is_thinking(self) -> bool:
         return self._region in REASONING
 
+    @property
+    def is_within_call(self) -> bool:
+        """Return whether a call was begun that has not ended, so that its arguments are no JSON yet."""
+        return self._held is not None and self._held.is_within
+
     def _fed(self, text: str) -> Said:
         if self._is_broken:
             return Said(content=text)
         self._ungiven += text
-        try:
-            return self._settled(self._parser.feed(text))
-        except (ValueError, KeyError) as error:  # what the parser raises for what is not in its form
-            return self._given_up(error)
+        return self._read(lambda: self._parser.feed(text))
 
     def _finished(self) -> Said:
         if self._is_broken:
             return Said()
-        try:
-            said = self._settled(self._parser.finalize()[1])
-        except (ValueError, KeyError) as error:
-            return self._given_up(error)
-        has_blank = self.num_calls == 0 and not self._is_thinking
-        return _joined([said, Said(content=self._blank)]) if has_blank else said
+        said = self._read(lambda: self._parser.finalize()[1])
+        has_blank = not (self._is_broken or self.num_calls or self._is_thinking)
+        return joined([said, Said(content=self._blank)]) if has_blank else said
 
-    def _given_up(self, error: Exception) -> Said:
-        """Return everything that was not given out yet as content; so is what follows."""
-        logger.info("an answer is read no further: %s", error)
-        self._is_broken = True
-        self._region = CONTENT
-        return Said(content=self._blank + self._ungiven)
-
-    def _settled(self, events: Sequence[Mapping[str, Any]]) -> Said:
+    def _read(self, parse: Callable[[], Sequence[Mapping[str, Any]]]) -> Said:
+        """Return what events of the parser say; where it cannot go on, all that is left as content, as what follows."""
         said: list[Said] = []
-        for event in events:
-            region = event["field"]
-            is_text = region == CONTENT or region in REASONING
-            match event["type"]:
-                case "region_open":
-                    self._region = region
-                    self._ungiven = self._blank + self._ungiven
-                    self._is_empty, self._blank = True, ""
-                case "region_chunk" if is_text:
-                    said.append(self._text(event["text"]))
-                case "region_close":
-                    self._is_first = False
-                    if not is_text and region != IGNORED:
-                        said.append(Said(calls=self._calls(event["value"])))
-        return _joined(said)
+        try:
+            for event in parse():
+                for part in self._settled(event):
+                    said.append(part)
+        except (ValueError, KeyError) as error:  # what the parser raises for what is not in its form
+            logger.info("an answer is read no further: %s", error)
+            self._is_broken = True
+            self._region = CONTENT
+            said.append(Said(content=self._blank + self._ungiven))
+        return joined(said)
+
+    def _settled(self, event: Mapping[str, Any]) -> Iterator[Said]:
+        region = event["field"]
+        is_text = region == CONTENT or region in REASONING
+        match event["type"]:
+            case "region_open":
+                self._region = region
+                self._ungiven = self._blank + self._ungiven
+                self._is_empty, self._blank = True, ""
+            case "region_chunk" if is_text:
+                yield self._text(event["text"])
+            case "region_chunk" if region == HELD:
+                yield from self._held_calls(event["text"])
+            case "region_close":
+                self._is_first = False
+                if region == HELD:
+                    yield self._held_end()
+                elif not is_text and region != IGNORED:
+                    yield Said(calls=self._calls(event["value"]))
 
     def _text(self, text: str) -> Said:
         self._ungiven = self._ungiven.partition(text)[2]
@@ -185,6 +224,20 @@ class ReplyReader:
         self._ungiven = ""
         return calls
 
+    def _held_calls(self, text: str) -> Iterator[Said]:
+        assert self._held is not None
+        try:
+            for call in self._held.feed(text):
+                self.num_calls += bool(call.name)
+                yield Said(calls=(call,))
+        finally:
+            if self.num_calls:
+                self._ungiven = self._held.pending
+
+    def _held_end(self) -> Said:
+        assert self._held is not None
+        return Said(content=self._held.leftover if self.num_calls else self._ungiven)
+
 
 def _call(item: object) -> ToolCall:
     function = item["function"] if isinstance(item, dict) and "function" in item else item
@@ -192,7 +245,7 @@ def _call(item: object) -> ToolCall:
         raise ValueError(f"a call without a name: {item!r}")
     arguments = function.get("arguments", {})
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(name=function["name"], arguments=text, id=f"call_{uuid.uuid4().hex[:24]}")
+    return new_call(function["name"], text)
 
 
 def _pythonic_calls(text: str) -> list[dict[str, Any]]:
@@ -219,10 +272,11 @@ def _literal(node: ast.expr) -> Any:
     return ast.literal_eval(ast.unparse(node))
 
 
-def _joined(parts: Sequence[Said]) -> Said:
+def joined(parts: Sequence[Said]) -> Said:
+    """Return what parts of an answer say together."""
     return Said(
         content="".join(part.content for part in parts),
         reasoning="".join(part.reasoning for part in parts),
-        calls=tuple(call for part in parts for call in part.calls),
+        calls=joined_calls(call for part in parts for call in part.calls),
         num_reasoning_tokens=sum(part.num_reasoning_tokens for part in parts),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,11 +51,28 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call in an answer; `arguments` is JSON."""
+    """One call in an answer, or more of the arguments of the call before it; they are JSON where they are whole."""
 
-    name: str
+    name: str = ""  # "": this goes on with the call before
     arguments: str
     id: str = field(compare=False, default="")
+
+
+def new_call(name: str, arguments: str) -> ToolCall:
+    """Return a call with an id of its own."""
+    return ToolCall(name=name, arguments=arguments, id=f"call_{uuid.uuid4().hex[:24]}")
+
+
+def joined_calls(pieces: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
+    """Return the calls that pieces make up; the first one may go on with a call that is not among them."""
+    groups: list[list[ToolCall]] = []
+    for piece in pieces:
+        if piece.name or not groups:
+            groups.append([])
+        groups[-1].append(piece)
+    return tuple(
+        dataclasses.replace(group[0], arguments="".join(piece.arguments for piece in group)) for group in groups
+    )
 
 
 def read_tool_use(tools: Sequence[object], choice: object, is_parallel: bool | None) -> ToolUse:

@@ -28,20 +28,20 @@ class Chats:
         text, use = answer.gateway.text, body.tool_use()
         prompt = await text.render_chat(template_input(body.messages), **body.template_fields(use.tools))
         request = body.input(answer.id, prompt)
-        structured = self._structure(request, use, answer)
-        answer.reader = functools.partial(self.syntax.reader, prompt, use)
+        calls = self._calls_structure(request, use, answer)
+        answer.reader = functools.partial(self.syntax.reader, prompt, use, is_held=calls is not None)
         is_read = answer.reader() is not None
         shows_special = is_read and request.skip_special_tokens is None  # the parts' marks may be special tokens
         request = dataclasses.replace(
             request,
-            structured=structured,
+            structured=calls or request.structured,
             skip_special_tokens=False if shows_special else request.skip_special_tokens,
         )
         answer.requests = [await answer.gateway.parse(request)]
 
-    def _structure(self, request: RequestInput, use: ToolUse, answer: Answer) -> StructuredOutput | None:
+    def _calls_structure(self, request: RequestInput, use: ToolUse, answer: Answer) -> StructuredOutput | None:
         if not use.callable_tools:
-            return request.structured
+            return None
         if use.need == "required" and request.structured is not None:
             raise InvalidRequest("tool_choice: an answer that must call a tool has that form alone", "tool_choice")
         try:

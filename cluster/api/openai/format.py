@@ -8,7 +8,7 @@ With `return_token_ids` every choice also carries `token_ids` (as vLLM) and `tok
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -97,7 +97,12 @@ class ShownChoice:
     def advance(self, text: str) -> None:
         self.is_begun = True
         self.num_chars += len(text)
-        self.num_calls += len(self.said.calls)
+        self.num_calls += sum(bool(call.name) for call in self.said.calls)
+
+    @property
+    def is_within_call(self) -> bool:
+        """Return whether the chunk that was taken ends within a call's arguments."""
+        return self.reader is not None and self.reader.is_within_call
 
     def shows(self, chunk: GatewayChunk) -> bool:
         """Return whether the chunk that was taken is worth an event of a stream."""
@@ -174,12 +179,13 @@ class ChatFormat:
         self, shown: ShownChoice, chunk: GatewayChunk, *, streamed: bool
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         body = {"delta": _delta(shown)} if streamed else {"message": _message(shown)}
-        has_calls = bool(shown.num_calls or shown.said.calls)
+        is_whole = chunk.finish_reason is FinishReason.STOP and not shown.is_within_call
+        is_calling = is_whole and bool(shown.num_calls or shown.said.calls)
         choice = {
             "index": shown.index,
             **body,
             "logprobs": _chat_logprobs(shown, chunk),
-            "finish_reason": "tool_calls" if has_calls and chunk.finish_reason is FinishReason.STOP else _reason(chunk),
+            "finish_reason": "tool_calls" if is_calling else _reason(chunk),
             **shown.token_fields(chunk, streamed=streamed),
         }
         prompt_fields = shown.prompt_fields(chunk)
@@ -195,9 +201,15 @@ def _delta(shown: ShownChoice) -> dict[str, Any]:
     if said.content or not (shown.is_begun or said):
         delta["content"] = said.content
     if said.calls:
-        calls = enumerate(said.calls, start=shown.num_calls)
-        delta["tool_calls"] = [{"index": index, **call_object(call)} for index, call in calls]
+        delta["tool_calls"] = list(_call_deltas(said.calls, shown.num_calls))
     return delta
+
+
+def _call_deltas(calls: Iterable[ToolCall], num_before: int) -> Iterator[dict[str, Any]]:
+    index = num_before - 1
+    for call in calls:
+        index += bool(call.name)
+        yield {"index": index, **(call_object(call) if call.name else {"function": {"arguments": call.arguments}})}
 
 
 def _message(shown: ShownChoice) -> dict[str, Any]:

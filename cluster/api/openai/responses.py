@@ -44,28 +44,47 @@ class OutputItems:
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None  # the part that text is being added to
+        self._open: dict[str, Any] | None = None  # what is being added to: a part of the last item, or that, a call
 
     def add(self, said: Said) -> Iterator[Event]:
         """Take in what a part of the answer says; yield what that changes."""
+        more = [call for call in said.calls[:1] if not call.name]  # of the call that is open
+        for call in more:
+            yield self._grown(call.arguments)
         if said.reasoning:
             yield from self._text(_THOUGHT, said.reasoning)
         if said.content:
             yield from self._text(_TEXT, said.content)
-        for call in said.calls:
+        for call in said.calls[len(more) :]:
             yield from self.close()
             yield from self._call(call)
 
-    def close(self) -> Iterator[Event]:
-        """End the part that is open."""
+    def close(self, status: str = "completed") -> Iterator[Event]:
+        """End what is open."""
         if self._open is None:
             return
         part, self._open = self._open, None
-        item, place = self.items[-1], self._place()
-        item["status"] = "completed"
-        yield {"type": f"response.{part['type']}.done", **place, "text": part["text"]}
-        yield {"type": "response.content_part.done", **place, "part": dict(part)}
+        item = self.items[-1]
+        item["status"] = status
+        if part is item:
+            whole = {"name": item["name"], "arguments": item["arguments"]}
+            yield {"type": "response.function_call_arguments.done", **self._item_place(), **whole}
+        else:
+            yield {"type": f"response.{part['type']}.done", **self._place(), "text": part["text"]}
+            yield {"type": "response.content_part.done", **self._place(), "part": dict(part)}
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": dict(item)}
+
+    def message(self) -> Message:
+        """Return the output as the chat goes on with it: without its thoughts, and without a call that was cut off."""
+        texts = [part["text"] for item in self.items if item["type"] == "message" for part in item["content"]]
+        message: Message = {"role": "assistant", "content": "".join(texts)}
+        calls = [item for item in self.items if item["type"] == "function_call" and item["status"] == "completed"]
+        if calls:
+            message["tool_calls"] = [
+                call_object(ToolCall(name=item["name"], arguments=item["arguments"], id=item["call_id"]))
+                for item in calls
+            ]
+        return message
 
     def _text(self, kind: str, text: str) -> Iterator[Event]:
         if self._open is None or self._open["type"] != kind:
@@ -99,16 +118,22 @@ class OutputItems:
             "arguments": "",
             "status": "in_progress",
         }
-        place = {"output_index": len(self.items), "item_id": item["id"]}
         self.items.append(item)
-        yield {"type": "response.output_item.added", "output_index": place["output_index"], "item": dict(item)}
-        item |= {"arguments": call.arguments, "status": "completed"}
-        yield {"type": "response.function_call_arguments.delta", **place, "delta": call.arguments}
-        yield {"type": "response.function_call_arguments.done", **place, "name": call.name, "arguments": call.arguments}
-        yield {"type": "response.output_item.done", "output_index": place["output_index"], "item": dict(item)}
+        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": dict(item)}
+        self._open = item
+        yield self._grown(call.arguments)
+
+    def _grown(self, arguments: str) -> Event:
+        """Add to the arguments of the call that is open."""
+        assert self._open is not None
+        self._open["arguments"] += arguments
+        return {"type": "response.function_call_arguments.delta", **self._item_place(), "delta": arguments}
+
+    def _item_place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
     def _place(self) -> dict[str, Any]:
-        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
+        return {**self._item_place(), "content_index": 0}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,7 +145,6 @@ class ResponsesAnswer:
     messages: Sequence[Message]  # of the chat so far, without instructions
     store: ResponseStore
     output: OutputItems = field(default_factory=OutputItems)
-    _said: list[Said] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -161,24 +185,16 @@ class ResponsesAnswer:
                         yield {"type": kind, "response": self._response("in_progress")}
                 last = chunk
                 shown.take(chunk)
-                self._said.append(shown.said)
                 for event in self.output.add(shown.said):
                     yield event
-        for event in self.output.close():
-            yield event
         assert last is not None
         is_whole = last.finish_reason is FinishReason.STOP
+        for event in self.output.close("completed" if is_whole and not shown.is_within_call else "incomplete"):
+            yield event
         response = self._response("completed" if is_whole else "incomplete") | _ending(last, shown)
         if self.body.store is not False:
-            self.store.put(response, [*self.messages, self._message()])
+            self.store.put(response, [*self.messages, self.output.message()])
         yield {"type": f"response.{response['status']}", "response": response}
-
-    def _message(self) -> Message:
-        """Return the answer as the chat goes on with it."""
-        message: Message = {"role": "assistant", "content": "".join(said.content for said in self._said)}
-        if calls := [call_object(call) for said in self._said for call in said.calls]:
-            message["tool_calls"] = calls
-        return message
 
     def _response(self, status: str) -> dict[str, Any]:
         body, sampling = self.body, self.answer.requests[0].sampling

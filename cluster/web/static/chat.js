@@ -79,8 +79,8 @@ class Answer extends Turn {
   }
 
   get message() {
-    const { said, calls } = this.run;
-    return { role: "assistant", content: said, ...(calls.length && { tool_calls: calls }) };
+    const { said, wholeCalls } = this.run;
+    return { role: "assistant", content: said, ...(wholeCalls.length && { tool_calls: wholeCalls }) };
   }
 
   set isBusy(isBusy) {
@@ -116,7 +116,7 @@ function shownCall(call) {
 /** Return the calls that nobody has said the results of. */
 function openCalls() {
   const last = turns.findLastIndex((turn) => turn instanceof Answer);
-  return last < 0 ? [] : turns[last].run.calls.slice(turns.length - last - 1);
+  return last < 0 ? [] : turns[last].run.wholeCalls.slice(turns.length - last - 1);
 }
 
 function showWhatIsAsked() {

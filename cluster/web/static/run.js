@@ -19,7 +19,7 @@ export class Run {
   tokens = []; // {id, text, origin}
   said = ""; // of a chat: the text without thoughts and calls
   thought = "";
-  calls = []; // {id, function: {name, arguments}}
+  calls = []; // {id, type, function: {name, arguments}}
   counts = Object.fromEntries(Object.keys(ORIGINS).map((origin) => [origin, 0]));
   speculation = null; // the service's own account, which comes last
   finishReason = null;
@@ -31,8 +31,18 @@ export class Run {
       if (choice.tokens.length) this.#add(choice.tokens);
       this.said += choice.delta?.content ?? "";
       this.thought += choice.delta?.reasoning_content ?? "";
-      this.calls.push(...(choice.delta?.tool_calls ?? []));
+      for (const call of choice.delta?.tool_calls ?? []) this.#grow(call);
     }
+  }
+
+  #grow({ index, ...call }) {
+    if (index in this.calls) this.calls[index].function.arguments += call.function.arguments;
+    else this.calls[index] = call;
+  }
+
+  /** Calls that were not cut off within their arguments. */
+  get wholeCalls() {
+    return this.calls.filter((call) => isJson(call.function.arguments));
   }
 
   #add(tokens) {
@@ -75,6 +85,15 @@ export class Run {
       ["of the text from drafts", percent(this.acceptedShare)],
       ["tokens/verification", number(this.tokensPerVerification, 2)],
     ];
+  }
+}
+
+function isJson(text) {
+  try {
+    JSON.parse(text);
+    return true;
+  } catch {
+    return false;
   }
 }
 

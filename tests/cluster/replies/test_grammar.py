@@ -7,6 +7,7 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from fakes.written_calls import written
 from outrider.cluster.replies.families import TOOL_FAMILIES
 from outrider.cluster.replies.grammar import MAX_CALLS, calls_structure
 from outrider.cluster.replies.reader import ReplySyntax
@@ -26,18 +27,6 @@ TOOLS = [
 ]
 WITH_GRAMMAR = [name for name, family in TOOL_FAMILIES.items() if not family.written.has_tags]
 WITH_TRIGGER = [name for name in WITH_GRAMMAR if TOOL_FAMILIES[name].written.trigger]
-
-
-def written(family, calls):
-    """Write calls as a family does, by its own table."""
-    form = ReplySyntax(tool_call_parser=family).forced_family.written
-    parts = []
-    for name, arguments in calls:
-        text = json.dumps(arguments)
-        if form.has_keywords:
-            text = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
-        parts.append(form.begin.replace("NAME", name) + text + form.end)
-    return form.trigger + form.before + form.between.join(parts) + form.after
 
 
 def fits(structure, text):
@@ -67,7 +56,7 @@ def test_required_calls_fit_and_nothing_else_does(family):
 @pytest.mark.parametrize("family", [None, *WITH_GRAMMAR])
 def test_what_is_written_is_what_is_read(family):
     calls = [("weather", {"city": "Rom"}), ("now", {})]
-    reader = ReplySyntax(tool_call_parser=family).reader("", read_tool_use(TOOLS, "required", None))
+    reader = ReplySyntax(tool_call_parser=family).reader("", read_tool_use(TOOLS, "required", None), is_held=True)
     said = reader.read(written(family, calls), is_last=True)
     assert [(call.name, json.loads(call.arguments)) for call in said.calls] == calls
 
@@ -107,9 +96,9 @@ def test_a_response_format_holds_for_an_answer_that_calls_nothing():
     assert fits(structure, '{"sum": 3}')
     assert fits(structure, written("hermes", [("now", {})]))
     assert not fits(structure, "It rains.")
-    assert structure_of(None, "auto", instead=instead) is instead
+    assert structure_of(None, "auto", instead=instead) is None
     regex = StructuredOutput(kind=StructuredKind.REGEX, text="a+")
-    assert structure_of("hermes", "auto", instead=regex) is regex
+    assert structure_of("hermes", "auto", instead=regex) is None
 
 
 def test_special_tokens_are_written_by_their_ids():

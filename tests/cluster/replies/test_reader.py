@@ -57,7 +57,7 @@ ANSWERS = {
 
 def read(syntax, text, *, use=AUTO, prompt="", size=3):
     """Read a text in pieces: its content, its reasoning, its calls, and how many pieces were thought."""
-    reader = syntax.reader(prompt, use)
+    reader = syntax.reader(prompt, use, is_held=False)
     said = [reader.read([text[at : at + size]], is_last=False) for at in range(0, len(text), size)]
     said.append(reader.read([], is_last=True))
     calls = [(call.name, json.loads(call.arguments)) for part in said for call in part.calls]
@@ -97,6 +97,7 @@ def test_an_answer_without_calls_is_content_as_it_stands(text):
         "So: <tool_call>{broken}</tool_call> and more",
         'So: <tool_call>{"no": "name"}</tool_call> and more',
         "So: <tool_call>3</tool_call>",
+        'So: <tool_call>{"name": 3, "arguments": {}}</tool_call> and more',
     ],
 )
 def test_a_call_that_cannot_be_read_is_content_and_loses_nothing(text):
@@ -143,10 +144,10 @@ def test_what_must_be_called_is_read_without_a_family():
 
 
 def test_where_there_is_nothing_to_split_nothing_is_read():
-    assert ReplySyntax().reader("", AUTO) is None
-    assert ReplySyntax(tool_call_parser="hermes").reader("", ToolUse()) is None
+    assert ReplySyntax().reader("", AUTO, is_held=False) is None
+    assert ReplySyntax(tool_call_parser="hermes").reader("", ToolUse(), is_held=False) is None
     none = read_tool_use(TOOLS, "none", None)
-    assert ReplySyntax(tool_call_parser="hermes").reader("", none) is None
+    assert ReplySyntax(tool_call_parser="hermes").reader("", none, is_held=False) is None
 
 
 def test_the_tokenizers_own_template_reads_its_answers():

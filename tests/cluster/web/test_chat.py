@@ -116,8 +116,8 @@ def test_an_answer_is_shown_as_markdown_or_as_its_tokens(page: Page, service: Se
 
 
 TOOLS = '[{"type": "function", "function": {"name": "weather"}}]'
-CALLS = "".join(
-    f'<tool_call>{{"name": "weather", "arguments": {{"city": "{city}"}}}}</tool_call>' for city in ("Rom", "Oslo")
+CALLS = "\n".join(
+    f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>' for city in ("Rom", "Oslo")
 )
 
 
@@ -140,6 +140,20 @@ def test_calls_are_blocks_and_their_results_are_asked_for_one_by_one(page: Page,
         "<|start|>tool\nrainy<|end|><|start|>assistant\n"
     )
     assert page.find("#message").get_attribute("placeholder") == "Say something"
+
+
+def test_a_call_that_was_cut_off_is_shown_and_goes_no_further(page: Page, service: Service):
+    service.say(f"See.{CALLS[:58]}")
+    page.open("playground")
+    page.set("#tools", TOOLS)
+    say(page, "who?")
+    assert page.texts(f"{ANSWER} .call") == ['weather({"city": "Rom)']
+    assert page.find("#message").get_attribute("placeholder") == "Say something"
+    service.say("Ah.")
+    say(page, "go on")
+    assert service.prompts()[1] == (
+        "<|start|>user\nwho?<|end|><|start|>assistant\nSee.<|end|><|start|>user\ngo on<|end|><|start|>assistant\n"
+    )
 
 
 def test_tools_that_are_no_list_are_not_sent(page: Page, service: Service):

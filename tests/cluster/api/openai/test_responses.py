@@ -122,7 +122,11 @@ async def test_every_step_of_a_stream_is_named(tokenizer):
     ]
     texts = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(texts) == "See."
+    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(pieces) > 5
+    (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
     response = events[-1].response
+    assert "".join(pieces) == done.arguments == response.output[-1].arguments == '{"city": "Rom"}'
     assert response.output_text == "See."
     assert response.output[-1].name == "weather"
     assert events[0].response.output == []
@@ -161,6 +165,25 @@ async def test_an_answer_that_is_cut_off_says_so(tokenizer):
     client, _ = client_to(tokenizer, "ok", finish_reason=FinishReason.LENGTH)
     answer = await client.responses.create(model="tiny", input="fox")
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+async def test_a_call_that_is_cut_off_is_incomplete_and_no_part_of_the_chat(tokenizer):
+    client, backend = client_to(tokenizer, f"See.{CALL[:60]}", finish_reason=FinishReason.LENGTH)
+    answer = await client.responses.create(model="tiny", input="fox", tools=[TOOL])
+    assert answer.status == "incomplete"
+    message, call = answer.output
+    assert (message.status, call.status, call.arguments) == ("completed", "incomplete", CALL[45:60])
+    await client.responses.create(model="tiny", input="go on", previous_response_id=answer.id)
+    assert prompt_of(tokenizer, backend.requests[1]) == "[user]fox[assistant]See.[user]go on[assistant]"
+
+
+async def test_several_calls_are_items_of_their_own(tokenizer):
+    client, _ = client_to(tokenizer, f"{CALL}\n{CALL}")
+    async with client.responses.stream(model="tiny", input="fox", tools=[TOOL]) as stream:
+        done = [event async for event in stream if event.type == "response.function_call_arguments.done"]
+        final = await stream.get_final_response()
+    assert [(event.output_index, event.arguments) for event in done] == [(0, '{"city": "Rom"}'), (1, '{"city": "Rom"}')]
+    assert [(item.status, item.arguments) for item in final.output] == [("completed", '{"city": "Rom"}')] * 2
 
 
 async def test_errors_have_their_status_before_the_first_event_and_an_event_after(tokenizer):

@@ -78,12 +78,20 @@ async def test_a_stream_brings_the_same(tokenizer):
     assert "".join(delta.content or "" for delta in deltas) == "See."
     assert "".join((delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas) == "hm"
     calls = [call for delta in deltas for call in delta.tool_calls or []]
-    assert [(call.index, call.function.name) for call in calls] == [(0, "weather"), (1, "weather")]
-    assert len({call.id for call in calls}) == 2
+    named = [call for call in calls if call.function.name is not None]
+    assert [(call.index, call.type, call.function.name) for call in named] == [
+        (index, "function", "weather") for index in (0, 1)
+    ]
+    assert len({call.id for call in named}) == 2
+    for index, first in enumerate(named):
+        pieces = [call for call in calls if call.index == index]
+        assert pieces[0] is first
+        assert len(pieces) > 5
+        assert "".join(call.function.arguments for call in pieces) == '{"city": "größer"}'
     assert events[-2].choices[0].finish_reason == "tool_calls"
     assert events[-1].usage.completion_tokens_details.reasoning_tokens > 0
-    # nothing is sent for what is held back: text in its pieces, both calls, and the end
-    assert len(events) < len(tokenizer.encode(CALL))
+    # nothing is sent for what is held back: marks and what stands around arguments
+    assert len(events) < len(tokenizer.encode(f"<think>\nhm\n</think>\nSee.\n{CALL}"))
 
 
 async def test_tools_reach_the_template_and_answers_go_back_into_it(tokenizer):
@@ -138,12 +146,46 @@ async def test_without_a_parser_text_stays_text(tokenizer, tool_choice):
     assert backend.requests[0].sampling.structured is None
 
 
-async def test_a_call_that_is_cut_off_is_content(tokenizer):
-    backend = backend_that_says(tokenizer, CALL[:30], FinishReason.LENGTH)
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("finish_reason", [FinishReason.LENGTH, FinishReason.STOP])
+@pytest.mark.parametrize("cut", [30, 47, 55, 68, 72])
+async def test_a_call_that_is_cut_off_keeps_its_arguments_so_far(tokenizer, cut, finish_reason, is_streamed):
+    backend = backend_that_says(tokenizer, CALL[:cut], finish_reason)
+    begin = CALL.index('{"city"')
     async with client_to(backend, tokenizer) as client:
-        answer = await client.chat.completions.create(model="tiny", messages=ASKED, tools=[TOOL])
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALL[:30], "length")
-    assert answer.choices[0].message.tool_calls is None
+        if is_streamed:
+            async with client.chat.completions.stream(model="tiny", messages=ASKED, tools=[TOOL]) as stream:
+                events = [event.chunk.choices[0] async for event in stream if event.type == "chunk"]
+            content = "".join(event.delta.content or "" for event in events)
+            calls = [call for event in events for call in event.delta.tool_calls or []]
+            reason = events[-1].finish_reason
+        else:
+            answer = await client.chat.completions.create(model="tiny", messages=ASKED, tools=[TOOL])
+            (choice,) = answer.choices
+            content, calls = choice.message.content or "", choice.message.tool_calls or []
+            reason = choice.finish_reason
+    if cut <= begin:  # it is not certain yet that this is a call
+        assert (content, calls, reason) == (CALL[:cut], [], finish_reason.value)
+        return
+    arguments = CALL[begin : min(cut, CALL.index("}\n<"))]
+    assert ("".join(call.function.arguments for call in calls), content) == (arguments, "")
+    is_whole = arguments.endswith("}")
+    assert reason == ("tool_calls" if is_whole and finish_reason is FinishReason.STOP else finish_reason.value)
+
+
+async def test_the_clients_own_stream_gathers_the_arguments(tokenizer):
+    backend = backend_that_says(tokenizer, f"{CALL}\n{CALL}")
+    async with (
+        client_to(backend, tokenizer) as client,
+        client.chat.completions.stream(model="tiny", messages=ASKED, tools=[TOOL]) as stream,
+    ):
+        done = [event async for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = await stream.get_final_completion()
+    assert [(event.name, event.index, event.arguments) for event in done] == [
+        ("weather", index, '{"city": "größer"}') for index in (0, 1)
+    ]
+    calls = final.choices[0].message.tool_calls
+    assert [call.function.arguments for call in calls] == ['{"city": "größer"}'] * 2
 
 
 async def test_special_tokens_are_read_and_never_shown(tokenizer):
