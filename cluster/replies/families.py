@@ -35,7 +35,7 @@ class WrittenCalls:
     between: str
     after: str = ""
     has_keywords: bool = False  # arguments are written as name=value, not as one object
-    has_tags: bool = False  # arguments are written as tags of their own: no grammar follows them
+    has_tags: bool = False  # arguments are written as tags of their own
 
     @property
     def is_json(self) -> bool:
@@ -95,9 +95,12 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
         fields={
             "tool_calls": {
                 "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-                "close_pattern": r"</function>\s*</tool_call>",
+                # a string may say how a call ends
+                "close_pattern": r"(?<=(?:</parameter>|<function=[^>\n]+>)\s*)</function>\s*</tool_call>",
                 "content": "xml-inline",
-                "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+                "content_args": {
+                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>(?P<line>\n)?(?P<value>.*?)(?(line)\n)</parameter>"
+                },
                 "repeats": True,
                 "transform": _NAMED_CALL,
             }

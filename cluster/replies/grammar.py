@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from outrider.cluster.replies.families import NAME, WrittenCalls
+from outrider.cluster.replies.parameters import Schema, branches, parameter_schemas, plain_strings
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.cluster.replies.tools import Tool, ToolUse
 from outrider.verifier_service.messages.request import StructuredKind, StructuredOutput
-from outrider.verifier_service.messages.structured_output import LARK_MARK, check_structured, embedded_schema
+from outrider.verifier_service.messages.structured_output import LARK_MARK, check_structured, embedded_schema, invalid
 
+_TAG_END = json.dumps("\n</parameter>\n")
 MAX_CALLS = 16  # of one answer that must call: small models never stop calling
 
 
@@ -32,7 +33,7 @@ def calls_structure(
         written = syntax.forced_family.written
         return _grammar(_Writer(written, use, special_ids).rules("start", begin=written.trigger))
     family = syntax.tool_family
-    if use.need != "auto" or family is None or not family.written.trigger or family.written.has_tags:
+    if use.need != "auto" or family is None or not family.written.trigger:
         return None
     writer = _Writer(family.written, use, special_ids)
     calls = writer.rules("calls", begin="")
@@ -89,23 +90,23 @@ class _Writer:
     def _call(self, name: str, tool: Tool) -> list[str]:
         begin = self.literal(self._written.begin.replace(NAME, tool.name))
         end = self.literal(self._written.end)
-        if self._written.has_keywords:
-            check_structured(StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=json.dumps(tool.parameters)))
-            return [f"{name}: {begin} {name}_arguments {end}", *_keywords(f"{name}_arguments", tool)]
-        return [f"{name}: {begin} %json {embedded_schema(tool.parameters)} {end}"]
+        if self._written.is_json:
+            return [f"{name}: {begin} %json {embedded_schema(tool.parameters)} {end}"]
+        check_structured(StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=json.dumps(tool.parameters)))
+        arguments = (_keywords if self._written.has_keywords else _tags)(f"{name}_arguments", tool)
+        return [f"{name}: {begin} {name}_arguments {end}", *arguments]
 
 
 def _keywords(name: str, tool: Tool) -> list[str]:
     """Return the rules of `key=value, ...`: what is required, in the schema's order, then what may be left out."""
-    given: Mapping[str, Any] = tool.parameters.get("properties") or {}
-    properties = {key: {} if schema is True else schema for key, schema in given.items() if schema is not False}
-    required = [key for key in properties if key in tool.parameters.get("required", ())]
-    optional = [key for key in properties if key not in required]
+    schemas = parameter_schemas(tool)
+    required = [key for key in schemas if key in tool.parameters.get("required", ())]
+    optional = [key for key in schemas if key not in required]
     rules = []
     values = {}
     for index, key in enumerate([*required, *optional]):
         values[key] = f"{name}_{index}"
-        rules.append(f"{values[key]}: {json.dumps(key + '=')} %json {embedded_schema(properties[key])}")
+        rules.append(f"{values[key]}: {json.dumps(key + '=')} %json {embedded_schema(schemas[key])}")
     always = ' ", " '.join(values[key] for key in required)
     if required:
         return [f"{name}: {always}" + "".join(f' (", " {values[key]})?' for key in optional), *rules]
@@ -113,6 +114,40 @@ def _keywords(name: str, tool: Tool) -> list[str]:
     for index, key in enumerate(optional):
         chains.append(values[key] + "".join(f' (", " {values[later]})?' for later in optional[index + 1 :]))
     return [f"{name}: {' | '.join(chains)}", *rules]
+
+
+def _tags(name: str, tool: Tool) -> list[str]:
+    """Return the rules of `<parameter=key>` and its value, line by line, in the schema's order."""
+    sequence = ['""']
+    rules = []
+    for index, (key, schema) in enumerate(parameter_schemas(tool).items()):
+        if not re.fullmatch(r"[^>\n]+", key):
+            raise invalid(StructuredKind.JSON_SCHEMA, f"a parameter's name cannot stand in a tag: {key!r}")
+        tag = f"{name}_{index}"
+        sequence.append(tag if key in tool.parameters.get("required", ()) else f"{tag}?")
+        opening = json.dumps(f"<parameter={key}>\n", ensure_ascii=False)
+        if plain_strings(schema):
+            rules += [f"{tag}: {opening} {tag.upper()}", f"{tag.upper()}: {_tagged_text(schema)}"]
+        else:
+            rules.append(f"{tag}: {opening} %json {embedded_schema(schema)} {_TAG_END}")
+    return [f"{name}: {' '.join(sequence)}", *rules]
+
+
+def _tagged_text(schema: Schema) -> str:
+    """Return the terminal of a string as it stands, and its tag's end: one lexeme, which ends nowhere else.
+
+    To count characters besides looking for the end would take too many states: a string of bounded length has no `<`.
+    """
+    alternatives = ['"null"'] if any(branch.get("type") == "null" for branch in branches(schema)) else []
+    for branch in plain_strings(schema):
+        if "enum" in branch or "const" in branch:
+            choices = branch["enum"] if "enum" in branch else [branch["const"]]
+            alternatives += [json.dumps(choice, ensure_ascii=False) for choice in choices]
+        elif "minLength" in branch or "maxLength" in branch:
+            alternatives.append(f"/[^<]{{{branch.get('minLength', 0)},{branch.get('maxLength', '')}}}/")
+        else:
+            alternatives.append(r"(/(?s:.*)/ & ~/(?s:.*)<\/parameter>(?s:.*)/)")
+    return f"({' | '.join(alternatives)}) {_TAG_END}"
 
 
 def _split(special: re.Pattern[str], text: str) -> list[tuple[str, str]]:

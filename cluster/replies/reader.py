@@ -22,6 +22,7 @@ from outrider.cluster.replies.families import (
     WrittenCalls,
 )
 from outrider.cluster.replies.held_calls import HeldCalls
+from outrider.cluster.replies.parameters import parameter_schemas, tagged_value
 from outrider.cluster.replies.tools import Tool, ToolCall, ToolUse, joined_calls, new_call
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class ReplySyntax:
     def forced_family(self) -> ToolFamily:
         """Return the form of calls that the model is made to write."""
         family = self.tool_family
-        return PLAIN if family is None or family.written.has_tags else family
+        return PLAIN if family is None else family
 
     @property
     def thought_marks(self) -> tuple[str, ...]:
@@ -107,7 +108,8 @@ class ReplySyntax:
             return ReplyReader(template, prefix, tools, HeldCalls(family.written, tools))
         if family is not None:
             fields = {**fields, **family.fields}
-        return ReplyReader(_template(fields), prefix, tools) if fields else None
+        has_tags = family is not None and family.written.has_tags
+        return ReplyReader(_template(fields), prefix, tools, has_tags=has_tags) if fields else None
 
 
 def _held_field(written: WrittenCalls) -> dict[str, Any]:
@@ -126,13 +128,23 @@ class ReplyReader:
     """One answer under way. White space between its parts belongs to none of them."""
 
     def __init__(
-        self, template: dict[str, Any], prefix: str, tools: Sequence[Tool], held: HeldCalls | None = None
+        self,
+        template: dict[str, Any],
+        prefix: str,
+        tools: Sequence[Tool],
+        held: HeldCalls | None = None,
+        *,
+        has_tags: bool = False,
     ) -> None:
-        """`prefix` is what the prompt has written of the answer already; `held` reads the field `HELD`."""
+        """`prefix` is what the prompt has written of the answer already; `held` reads the field `HELD`.
+
+        `has_tags`: arguments are texts of tags, which their schemas tell how to read.
+        """
         from transformers.utils.chat_parsing import ResponseParser  # takes seconds, and most answers need none
 
         self._parser = ResponseParser(template, prefix=prefix, tools=[tool.as_template_input() for tool in tools])
         self._held = held
+        self._schemas = {tool.name: parameter_schemas(tool) for tool in tools} if has_tags else {}
         self._region: str | None = None
         for event in self._parser.initial_events:
             self._region = event["field"] if event["type"] != "region_close" else None
@@ -219,10 +231,23 @@ class ReplyReader:
 
     def _calls(self, value: object) -> tuple[ToolCall, ...]:
         written = _pythonic_calls(value) if isinstance(value, str) else value
-        calls = tuple(_call(item) for item in (written if isinstance(written, list) else [written]))
+        calls = tuple(self._call(item) for item in (written if isinstance(written, list) else [written]))
         self.num_calls += len(calls)
         self._ungiven = ""
         return calls
+
+    def _call(self, item: object) -> ToolCall:
+        function = item["function"] if isinstance(item, dict) and "function" in item else item
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"a call without a name: {item!r}")
+        name, arguments = function["name"], function.get("arguments", {})
+        schemas = self._schemas.get(name)
+        if schemas and isinstance(arguments, dict):
+            arguments = {
+                key: tagged_value(value, schemas[key]) if isinstance(value, str) and key in schemas else value
+                for key, value in arguments.items()
+            }
+        return new_call(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
 
     def _held_calls(self, text: str) -> Iterator[Said]:
         assert self._held is not None
@@ -237,15 +262,6 @@ class ReplyReader:
     def _held_end(self) -> Said:
         assert self._held is not None
         return Said(content=self._held.leftover if self.num_calls else self._ungiven)
-
-
-def _call(item: object) -> ToolCall:
-    function = item["function"] if isinstance(item, dict) and "function" in item else item
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"a call without a name: {item!r}")
-    arguments = function.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return new_call(function["name"], text)
 
 
 def _pythonic_calls(text: str) -> list[dict[str, Any]]:

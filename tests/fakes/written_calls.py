@@ -18,4 +18,10 @@ def written(family, calls):
 def _arguments(form, arguments):
     if form.has_keywords:
         return ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
+    if form.has_tags:
+        return "".join(f"<parameter={key}>\n{_as_text(value)}\n</parameter>\n" for key, value in arguments.items())
     return json.dumps(arguments, ensure_ascii=False)
+
+
+def _as_text(value):
+    return value if isinstance(value, str) else json.dumps(value)

@@ -140,7 +140,6 @@ def test_an_unfinished_thought_is_no_content():
 def test_what_must_be_called_is_read_without_a_family():
     text = '[{"name": "weather", "arguments": {"city": "Rom", "days": 3}}, {"name": "now", "arguments": {}}]'
     assert read(ReplySyntax(), text, use=REQUIRED)[2] == BOTH
-    assert read(ReplySyntax(tool_call_parser="qwen3_coder"), text, use=REQUIRED)[2] == BOTH
 
 
 def test_where_there_is_nothing_to_split_nothing_is_read():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import httpx
@@ -222,7 +223,7 @@ async def test_what_is_wrong_is_named(tokenizer, fields, param):
     assert refused.value.param == param
 
 
-@pytest.mark.parametrize("family", ["hermes", "pythonic"])
+@pytest.mark.parametrize("family", ["hermes", "pythonic", "qwen3_coder"])
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -230,6 +231,11 @@ async def test_what_is_wrong_is_named(tokenizer, fields, param):
         {"properties": {"a": 3}},
         {"properties": ["a"]},
         {"properties": {"a": {}}, "required": 3},
+        {"properties": {"a": {"anyOf": 3}}, "required": ["a"]},
+        {"properties": {"a": {"enum": 3}}, "required": ["a"]},
+        {"properties": {"a": {"type": ["string", 3]}}, "required": ["a"]},
+        {"properties": {"a": {"type": "string", "minLength": "x"}}, "required": ["a"]},
+        {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": 3}, "required": ["a"]},
     ],
 )
 async def test_parameters_that_no_grammar_can_follow_are_refused(tokenizer, family, parameters):
@@ -238,6 +244,24 @@ async def test_parameters_that_no_grammar_can_follow_are_refused(tokenizer, fami
         with pytest.raises(openai.BadRequestError, match=r"parameters that no answer can follow: .") as refused:
             await client.chat.completions.create(model="tiny", messages=ASKED, tools=[tool], tool_choice="required")
     assert refused.value.param == "tools"
+
+
+async def test_parameters_of_any_sense_cost_no_answer(tokenizer):
+    syntax = ReplySyntax(tool_call_parser="qwen3_coder")
+    schemas = [
+        {"enum": []},
+        {"type": []},
+        {"anyOf": []},
+        {"$ref": "#"},
+        {"type": "string", "maxLength": -1},
+        {"const": None},
+    ]
+    async with client_to(backend_that_says(tokenizer, "ok"), tokenizer, syntax) as client:
+        for schema in schemas:
+            tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
+            with contextlib.suppress(openai.BadRequestError):
+                answer = await client.chat.completions.create(model="tiny", messages=ASKED, tools=[tool])
+                assert answer.choices[0].message.content == "ok"
 
 
 async def test_a_message_may_be_continued():
