@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.common.terminal import console_of
+from outrider.cluster.common.terminal import OnWork, console_of, show_work
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 PLAIN_WIDTH = 170
 SELDOM = 100  # times as many new objects until the garbage collector looks
+NAME = "simulate"  # of the work, as it is shown
 PLAN, FLEET, LOAD, DAY = "plan", "fleet", "load", "day"
 
 _OPTIONS = (
@@ -129,7 +131,7 @@ def _plan(plot_file: Path | None, *, qps: float, seed: int, duration_s: float, *
 
     if plot_file is not None:
         raise ValueError("--plot: a plan has none")
-    with _progress("simulations", None) as advance:
+    with show_work(NAME, None) as on_work:
         plan = make_plan(
             _system(**options),
             _load(**options),
@@ -137,7 +139,7 @@ def _plan(plot_file: Path | None, *, qps: float, seed: int, duration_s: float, *
             _bounds(**options),
             duration_s=duration_s,
             seed=seed,
-            on_run=advance,
+            on_run=_counting(on_work),
         )
     return plan_table(plan), plan
 
@@ -169,8 +171,8 @@ def _fleet(
     arm = replace(arm, options=replace(arm.options, report_interval_s=report_interval_s))
     fleet = system.disaggregated(num_verifiers, num_drafters, num_cells)
     workload = _load(**options).steady(qps, num_requests, np.random.default_rng(seed))
-    with _progress("requests", num_requests) as advance:
-        found = study_fleet(fleet, workload, arm, _bounds(**options), seed=seed, on_progress=_differences(advance))
+    with show_work(NAME, num_requests) as on_work:
+        found = study_fleet(fleet, workload, arm, _bounds(**options), seed=seed, on_progress=_requests(on_work))
     return fleet_table(found), found
 
 
@@ -189,7 +191,7 @@ def _loads(
 
     system = _system(**options)
     fleet = system.disaggregated(num_verifiers, num_drafters)
-    with _progress("simulations", None) as advance:
+    with show_work(NAME, None) as on_work:
         rows = study_loads(
             system,
             fleet,
@@ -198,7 +200,7 @@ def _loads(
             _bounds(**options),
             duration_s=duration_s,
             seed=seed,
-            on_run=advance,
+            on_run=_counting(on_work),
         )
     if plot_file is not None:
         from outrider.cluster.simulate.plots import plot_loads
@@ -226,7 +228,7 @@ def _day(
 
     system = _system(**options)
     policy = PoolsPolicy(verifiers=ReplicaRange(1, num_verifiers), drafters=ReplicaRange(0, num_drafters))
-    with _progress("requests", round(qps * day_s)) as advance:
+    with show_work(NAME, qps * day_s) as on_work:
         found = study_day(
             system.disaggregated(1, min(1, num_drafters)),
             _load(**options),
@@ -235,7 +237,7 @@ def _day(
             ScalingOptions(policy=policy),
             _bounds(**options),
             seed=seed,
-            on_progress=_differences(advance),
+            on_progress=_requests(on_work),
         )
     if plot_file is not None:
         from outrider.cluster.simulate.plots import plot_day
@@ -334,16 +336,18 @@ def _numbers(option: str, text: str) -> list[float]:
         raise ValueError(f"{option}: expected numbers with commas between them") from error
 
 
-def _differences(advance: Callable[[int], None]) -> Callable[[int], None]:
-    """Turn a running total into steps of a progress bar."""
-    seen = 0
+def _requests(on_work: OnWork) -> Callable[[int], None]:
+    return lambda done: on_work(done, f"{done} requests")
 
-    def take(total: int) -> None:
-        nonlocal seen
-        advance(total - seen)
-        seen = total
 
-    return take
+def _counting(on_work: OnWork) -> Callable[[], None]:
+    numbers = itertools.count(1)
+
+    def on_run() -> None:
+        number = next(numbers)
+        on_work(number, f"{number} simulations")
+
+    return on_run
 
 
 @contextlib.contextmanager
@@ -355,22 +359,3 @@ def _seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-
-
-@contextlib.contextmanager
-def _progress(what: str, total: int | None) -> Iterator[Callable[..., None]]:
-    """Show on stderr how far it has come."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda count=1: progress.advance(task, count)

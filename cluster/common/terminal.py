@@ -5,6 +5,7 @@ Nothing heavy is imported before a verb runs.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,9 +77,11 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, nu
 
 @contextmanager
 def show_work(
-    name: str, total: float, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    name: str, total: float | None, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[OnWork]:
     """Show on stderr how much of long work is done; yields a listener for the amount and a word on where it stands.
+
+    `total` None: nobody knows how much there is.
 
     A terminal gets a bar. A log gets a line every `PLAIN_INTERVAL_S`.
     """
@@ -90,7 +93,7 @@ def show_work(
 
 
 @contextmanager
-def _bar(console: Console, name: str, total: float) -> Iterator[OnWork]:
+def _bar(console: Console, name: str, total: float | None) -> Iterator[OnWork]:
     from rich.progress import (
         BarColumn,
         Progress,
@@ -101,16 +104,23 @@ def _bar(console: Console, name: str, total: float) -> Iterator[OnWork]:
     )
 
     columns = (
-        *(TextColumn(name), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()),
+        *(
+            TextColumn(name),
+            BarColumn(),
+            TaskProgressColumn(show_speed=True),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        ),
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("loading", total=total)
-        yield lambda done, word: progress.update(task, completed=min(done, total), description=word)
+        most = math.inf if total is None else total
+        yield lambda done, word: progress.update(task, completed=min(done, most), description=word)
 
 
 @contextmanager
-def _lines(console: Console, name: str, total: float, clock: Callable[[], float]) -> Iterator[OnWork]:
+def _lines(console: Console, name: str, total: float | None, clock: Callable[[], float]) -> Iterator[OnWork]:
     begin_s = clock()
     last_s = begin_s - PLAIN_INTERVAL_S  # so that the first word is said
 
@@ -122,7 +132,8 @@ def _lines(console: Console, name: str, total: float, clock: Callable[[], float]
         now_s = clock()
         if now_s - last_s >= PLAIN_INTERVAL_S:
             last_s = now_s
-            say(f"{name}: {min(1.0, done / total):.0%} in {(now_s - begin_s) / 60:.1f} min, {word}")
+            share = "" if total is None else f"{min(1.0, done / total):.0%} in "
+            say(f"{name}: {share}{(now_s - begin_s) / 60:.1f} min, {word}")
 
     say(f"{name}: loading")
     yield on_work

@@ -15,29 +15,34 @@ MATCH_TOKENS = 3  # of the answer, found in the prediction, say that it goes on 
 
 
 class PredictedText:
-    """One request's prediction, and where in it the answer stands."""
+    """One request's prediction, and where in it the answer stands, which begins after `num_prompt_tokens`."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
+    def __init__(self, token_ids: Sequence[int], num_prompt_tokens: int = 0) -> None:
         self._token_ids = tuple(token_ids)
+        self._num_prompt_tokens = num_prompt_tokens
         self._next = 0  # what the answer is expected to say next
         self._is_lost = False  # the answer has left it
         self._num_right = 0  # tokens in a row that it has said before they came
-        self._num_seen = 0  # tokens of the answer
+        self._num_seen = num_prompt_tokens  # tokens of the request
         self._ends: dict[tuple[int, ...], list[int]] = {}  # where runs of MATCH_TOKENS end, in their order
         for end in range(MATCH_TOKENS, len(self._token_ids) + 1):
             self._ends.setdefault(self._token_ids[end - MATCH_TOKENS : end], []).append(end)
 
-    def guess(self, output_token_ids: Sequence[int], length: int) -> tuple[int, ...]:
-        """Return what should follow the answer so far, at most `length` tokens; (): the prediction does not say."""
-        for token_id in output_token_ids[self._num_seen :]:
+    def guess(self, token_ids: Sequence[int], length: int) -> tuple[int, ...]:
+        """Return what should follow a prompt and its answer so far, at most `length` tokens; (): it does not say.
+
+        Looks at what is new alone.
+        """
+        for position in range(self._num_seen, len(token_ids)):
             self._num_seen += 1
-            is_right = self._next < len(self._token_ids) and self._token_ids[self._next] == token_id
+            is_right = self._next < len(self._token_ids) and self._token_ids[self._next] == token_ids[position]
             if is_right and not self._is_lost:
                 self._next += 1
                 self._num_right += 1
             else:
                 self._num_right = 0
-                self._find(tuple(output_token_ids[max(0, self._num_seen - MATCH_TOKENS) : self._num_seen]))
+                first = max(self._num_prompt_tokens, position + 1 - MATCH_TOKENS)
+                self._find(tuple(token_ids[first : position + 1]))
         return () if self._is_lost else self._token_ids[self._next : self._next + length]
 
     @property
@@ -70,8 +75,9 @@ class Predictions:
             return ()  # it is not followed meanwhile: what comes back begins with all that was said since
         text = self._texts.get(request.request_id)
         if text is None:
-            text = self._texts[request.request_id] = PredictedText(request.prediction_token_ids)
-        return text.guess(request.token_ids[request.num_prompt_tokens :], request.plan.draft_length)
+            text = PredictedText(request.prediction_token_ids, request.num_prompt_tokens)
+            self._texts[request.request_id] = text
+        return text.guess(request.token_ids, request.plan.draft_length)
 
     def survivals(self, request: Request, length: int) -> list[float]:
         """Return how likely so many tokens of a guess are right, each with all before it."""

@@ -30,3 +30,17 @@ def test_a_terminal_gets_a_bar():
         on_work(50, "a quarter")
     assert "25%" in written.getvalue()
     assert "a quarter" in written.getvalue()
+
+
+def test_nobody_need_know_how_much_there_is():
+    times = iter([0.0, 1.0, 30.0])
+    written = io.StringIO()
+    with show_work("work", None, console=Console(file=written, width=80), clock=lambda: next(times)) as on_work:
+        for done in (1, 2):
+            on_work(done, f"{done} runs")
+    assert written.getvalue().splitlines() == ["work: loading", "work: 0.0 min, 1 runs", "work: 0.5 min, 2 runs"]
+    written = io.StringIO()
+    with show_work("work", None, console=Console(file=written, force_terminal=True, width=100)) as on_work:
+        on_work(2, "2 runs")
+    assert "2 runs" in written.getvalue()
+    assert "%" not in written.getvalue()

@@ -47,6 +47,20 @@ def test_several_tokens_at_once_are_the_same_as_one_by_one():
             assert fast.guess(answer[:at], 3) == guesses[-1]
 
 
+def test_a_prompt_is_no_part_of_the_answer_and_only_what_is_new_is_looked_at():
+    class Read(list):
+        def __getitem__(self, index):
+            positions.update(range(*index.indices(len(self))) if isinstance(index, slice) else [index])
+            return super().__getitem__(index)
+
+    prompt, answer = TEXT[:9], (*TEXT[:5], 99, *TEXT[6:])
+    alone, predicted, positions = PredictedText(TEXT), PredictedText(TEXT, len(prompt)), set()
+    for at in range(len(answer) + 1):
+        positions.clear()
+        assert predicted.guess(Read([*prompt, *answer[:at]]), 4) == alone.guess(answer[:at], 4)
+        assert positions <= set(range(max(len(prompt), len(prompt) + at - 3), len(prompt) + at))
+
+
 def test_the_longer_it_was_right_the_likelier_it_is():
     predicted = PredictedText(TEXT)
     predicted.guess((), 1)
