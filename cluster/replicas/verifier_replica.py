@@ -16,12 +16,12 @@ from outrider.cluster.common.reports import ask_router, news_or_interval
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.replicas.draining import HEARD_S, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
-from outrider.cluster.replicas.link_pool import LinkPool
 from outrider.cluster.replicas.rank_actors import RankActors
 from outrider.cluster.router.fleet import Directive, VerifierReport
 from outrider.cluster.router.scaling_figures import VerifierFigures
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
+from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
 from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineLoad, EngineReady, EngineUpdate, SetPlans
 from outrider.verifier_service.messages.link import Hello

@@ -22,6 +22,7 @@ from outrider.verifier_service.messages.engine import (
     RequestLoad,
     StepTime,
 )
+from outrider.verifier_service.messages.link import DrafterEndpoint
 from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 
 UNKNOWN_POOL = ""
@@ -112,13 +113,6 @@ class ReplicaState(enum.StrEnum):
     @classmethod
     def of(cls, report: VerifierReport | DrafterReport) -> ReplicaState:
         return cls.DRAINING if report.draining else cls.READY
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterEndpoint:
-    drafter_id: str
-    endpoint: str
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ from outrider.cluster.router.fleet import (
     Assignment,
     DecisionCount,
     Directive,
-    DrafterEndpoint,
     DrafterReport,
     DrafterState,
     FleetSnapshot,
@@ -31,6 +30,7 @@ from outrider.cluster.router.fleet import (
 from outrider.cluster.router.goodput import VerifierMemory
 from outrider.cluster.router.planning import plan_speculation
 from outrider.cluster.router.routing import is_fresh, route
+from outrider.verifier_service.messages.link import DrafterEndpoint
 from outrider.verifier_service.messages.request import SpeculationPlan
 from outrider.verifier_service.pricing.cost_model import StepTimeModel
 

@@ -25,7 +25,7 @@ from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
-from outrider.verifier_service.pricing.cost_model import StepTimeModel
+from outrider.verifier_service.pricing.cost_model import StepShape, StepTimeModel
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.scheduling.outcome import Outcome, is_leaf, num_draft_tokens
@@ -122,9 +122,11 @@ class PricedBatch:
         self.timings.cut_s += self._clock() - begin_s
         schedule = _schedule(self._requests, drafts)
         outcomes = [self._outcome(*pair) for pair in zip(schedule.items, self._rates, strict=True)]
-        step_s = self._step_times.t(schedule.batch.num_tokens)
+        num_tokens = schedule.batch.num_tokens
+        shape = StepShape(num_tokens, sum(schedule.batch.context_lengths))
+        step = PricedStep(outcomes, (), shape, step_s=self._step_times.t(num_tokens), exposed_s=0.0)
         begin_s = self._clock()
-        self._pricing.end_step(PricedStep(schedule, outcomes, (), step_s=step_s, exposed_s=0.0))
+        self._pricing.end_step(step)
         self.timings.learn_s += self._clock() - begin_s
         self.num_drafted += sum(map(num_draft_tokens, schedule.items))
 

@@ -29,7 +29,6 @@ from transformers import LlamaConfig
 
 from fakes.by_channel import ByChannel
 from outrider.cluster.replicas.link_pool import LinkPool
-from outrider.cluster.router.fleet import DrafterEndpoint
 from outrider.drafter_service.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.drafter_service.service.colocated import open_local_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
@@ -41,7 +40,7 @@ from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.links.tensor_channel import ChannelLimits, TensorSender
 from outrider.verifier_service.messages.draft import Draft, DraftClient, DrafterEvent, States, VerifierMessage
-from outrider.verifier_service.messages.link import Hello
+from outrider.verifier_service.messages.link import DrafterEndpoint, Hello
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.ranks import RankSpec

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from outrider.cluster.replicas.link_pool import LinkPool
-from outrider.cluster.router.fleet import DrafterEndpoint
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
@@ -33,6 +32,7 @@ from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import (
     CHANNEL_OPTIONS,
     VERIFIER_MESSAGES,
+    DrafterEndpoint,
     DrafterIdentity,
     Hello,
     peek_type,

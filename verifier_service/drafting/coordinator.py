@@ -29,7 +29,6 @@ from outrider.verifier_service.messages.draft import (
     DraftClient,
     DrafterEvent,
     DraftNeeds,
-    DraftSampling,
     Open,
     Resync,
     States,
@@ -64,6 +63,9 @@ class CoordinatorConfig:
     max_deadline_s: float = 1.0
     max_tree_nodes: int = 0  # of a draft; 0: chains alone
     min_deadline_s: float = 0.02  # a stall of the machine must not cost every draft in flight
+    # given: how long the first round of a session, in which the drafter reads its prompt, may take while the request
+    # goes on without drafts. For engines that cannot hold one request back, but only a step of all
+    background_opening_s: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.min_deadline_s <= self.max_deadline_s:
@@ -125,15 +127,8 @@ class DraftCoordinator:
 
     def due(self, request: Request) -> DueDraft | None:
         """Return when a held request's draft is expected; None where earlier rounds do not tell."""
-        if request.hold_until_s is None:
-            return None
-        session = self._sessions.get(request.request_id)
-        if session is None or session.round is None or not session.has_answered:
-            return None
-        timer, asked_s = self._drafters[session.drafter_id].timer, session.round.asked_s
-        if timer.smoothed_s is None:
-            return None
-        return DueDraft(asked_s + timer.smoothed_s, asked_s + timer.latest_s, num_tokens=1 + session.round.max_length)
+        session = None if request.hold_until_s is None else self._sessions.get(request.request_id)
+        return None if session is None else self._drafters[session.drafter_id].due(session)
 
     # --- before scheduling ---
 
@@ -158,12 +153,12 @@ class DraftCoordinator:
 
     def _new_drafter(self, event: DrafterEvent) -> DrafterRecord:
         config = self._config
-        limits = {"first_s": config.first_deadline_s, "max_s": config.max_deadline_s}
+        first_s, max_s = config.first_deadline_s, config.max_deadline_s
         return DrafterRecord(
             event.vocab_size or config.vocab_size,
             event.needs,
-            timer=RoundTimer(min_s=config.min_deadline_s, **limits),
-            opening_timer=RoundTimer(min_s=config.max_deadline_s / 4, **limits),
+            timer=RoundTimer(first_s=first_s, min_s=config.min_deadline_s, max_s=max_s),
+            opening_timer=RoundTimer(first_s=first_s, min_s=max_s / 4, max_s=max_s),
             breaker=CircuitBreaker(),
         )
 
@@ -175,8 +170,9 @@ class DraftCoordinator:
             self._observe_lateness(drafter_id, session, draft, now_s)
             return
         session.round = None
-        if outstanding.position != request.num_tokens:  # preempted meanwhile, it went on without this draft
-            self.num_stale_drafts += 1
+        if outstanding.position != request.num_tokens:  # it went on without this draft, maybe since it was preempted
+            self.num_stale_drafts += outstanding.background_until_s is None
+            session.has_answered |= outstanding.background_until_s is not None
             return
         was_held, request.hold_until_s = request.hold_until_s is not None, None  # or it was preempted meanwhile
         drafter = self._drafters[drafter_id]
@@ -203,10 +199,8 @@ class DraftCoordinator:
 
     def _observe_lateness(self, drafter_id: str, session: DraftSession | None, draft: Draft, now_s: float) -> None:
         """Learn from a draft that came too late how long its drafter takes: the next one gets as long."""
-        if session is None or session.drafter_id != drafter_id:
-            return
-        missed = session.missed
-        if missed is None or missed.round_id != draft.round_id:
+        missed = session.missed if session is not None and session.drafter_id == drafter_id else None
+        if session is None or missed is None or missed.round_id != draft.round_id:
             return
         self.lateness_s.observe(max(0.0, now_s - session.missed_deadline_s))
         self._drafters[drafter_id].timer_of(session).observe(now_s - missed.asked_s)
@@ -221,8 +215,8 @@ class DraftCoordinator:
         session.num_sent_tokens = session.num_sent_states = 0
         session.has_answered = False
         if (outstanding := session.round) is not None:
-            messages = self._messages(request, session, outstanding.max_length, now_s)
-            self._client.send(drafter_id, messages)
+            until_s = outstanding.background_until_s
+            self._client.send(drafter_id, self._messages(request, session, outstanding.max_length, now_s, until_s))
 
     def _lose_drafter(self, drafter_id: str, requests: Mapping[str, Request]) -> None:
         drafter = self._drafters.pop(drafter_id, None)
@@ -241,10 +235,11 @@ class DraftCoordinator:
         """
         late: dict[tuple[str, bool], DraftSession] = {}  # one of each timer
         for request_id, session in self._sessions.items():
-            request = requests[request_id]
-            if request.hold_until_s is None or request.hold_until_s > now_s:
+            request, deadline_s = requests[request_id], requests[request_id].hold_until_s
+            deadline_s = session.background_until_s if deadline_s is None else deadline_s
+            if deadline_s is None or deadline_s > now_s:
                 continue
-            session.missed, session.missed_deadline_s = session.round, request.hold_until_s
+            session.missed, session.missed_deadline_s = session.round, deadline_s
             session.round = request.hold_until_s = None
             self.fallbacks["timeout"] += 1
             late[session.drafter_id, session.has_answered] = session
@@ -276,6 +271,8 @@ class DraftCoordinator:
             self.num_asks += 1
             if guess := self._predictions.guess(request):
                 self._take(request, guess)
+                continue
+            if self._is_opening(request):
                 continue
             drafter_id = None if request.plan.is_off else self._choose_drafter(request, now_s)
             length = self._draft_length(request, drafter_id)
@@ -317,8 +314,16 @@ class DraftCoordinator:
         assert is_allowed, "a drafter was chosen that may not be asked"
         request.metrics.enabled = True
         session = self._session_at(request, drafter_id, outbox)
-        outbox.setdefault(drafter_id, []).extend(self._messages(request, session, length, now_s))
-        request.hold_until_s = now_s + self._drafters[drafter_id].timer_of(session).deadline_s
+        opening_s = None if session.has_answered else self._config.background_opening_s
+        until_s = None if opening_s is None else now_s + opening_s
+        outbox.setdefault(drafter_id, []).extend(self._messages(request, session, length, now_s, until_s))
+        if until_s is None:
+            request.hold_until_s = now_s + self._drafters[drafter_id].timer_of(session).deadline_s
+
+    def _is_opening(self, request: Request) -> bool:
+        """Return whether a request's drafter still reads its prompt while the request goes on without drafts."""
+        session = self._sessions.get(request.request_id)
+        return session is not None and session.background_until_s is not None and not request.plan.is_off
 
     def _end_round(self, request: Request) -> None:
         """Expect nothing any more: whatever still comes is stale."""
@@ -389,7 +394,12 @@ class DraftCoordinator:
             outbox.setdefault(session.drafter_id, []).append(Close(request_id=request_id))
 
     def _messages(
-        self, request: Request, session: DraftSession, max_length: int, now_s: float
+        self,
+        request: Request,
+        session: DraftSession,
+        max_length: int,
+        now_s: float,
+        background_until_s: float | None,
     ) -> list[VerifierMessage]:
         """Say what the drafter does not know yet and ask for `max_length` tokens after it, as a new round."""
         messages: list[VerifierMessage] = []
@@ -397,7 +407,7 @@ class DraftCoordinator:
             messages.append(
                 Open(
                     request_id=request.request_id,
-                    sampling=_draft_sampling(request),
+                    sampling=request.sampling.of_draft,
                     token_ids=tuple(request.token_ids),
                     cache_salt=request.cache_salt,
                 )
@@ -421,7 +431,9 @@ class DraftCoordinator:
             )
         )
         session.num_sent_tokens = request.num_tokens
-        session.round = OutstandingRound(self._num_rounds, request.num_tokens, max_length, max_nodes, now_s)
+        session.round = OutstandingRound(
+            self._num_rounds, request.num_tokens, max_length, max_nodes, now_s, background_until_s
+        )
         return messages
 
     def _state_messages(self, request: Request, session: DraftSession) -> Iterable[States]:
@@ -433,15 +445,3 @@ class DraftCoordinator:
         start = max(0, stop - 1) if needs.last_state_only else session.num_sent_states
         session.num_sent_states = stop
         return self._states.messages(request, start, stop)
-
-
-def _draft_sampling(request: Request) -> DraftSampling:
-    sampling = request.sampling
-    return DraftSampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        choice_index=sampling.choice_index,
-    )

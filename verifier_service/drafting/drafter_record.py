@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.verifier_service.drafting.draft_yield import DraftYield
+from outrider.verifier_service.drafting.joining import DueDraft
 from outrider.verifier_service.drafting.round_timer import LateShare, RoundTimer
 from outrider.verifier_service.links.circuit_breaker import CircuitBreaker
 from outrider.verifier_service.messages.draft import DraftNeeds
@@ -20,6 +21,7 @@ class OutstandingRound:
     max_length: int
     max_nodes: int
     asked_s: float
+    background_until_s: float | None = None  # given: until then it may be answered, and nothing waits for that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,11 @@ class DraftSession:
     missed: OutstandingRound | None = None  # the last one whose deadline passed
     missed_deadline_s: float = 0.0
 
+    @property
+    def background_until_s(self) -> float | None:
+        """Until when a round that nothing waits for may be answered; None: there is none such."""
+        return None if self.round is None else self.round.background_until_s
+
 
 @dataclass(slots=True)
 class DrafterRecord:
@@ -59,6 +66,13 @@ class DrafterRecord:
 
     def timer_of(self, session: DraftSession) -> RoundTimer:
         return self.timer if session.has_answered else self.opening_timer
+
+    def due(self, session: DraftSession) -> DueDraft | None:
+        """Return when the draft of a session's round is expected; None where earlier rounds do not tell."""
+        if session.round is None or not session.has_answered or self.timer.smoothed_s is None:
+            return None
+        asked_s, num_tokens = session.round.asked_s, 1 + session.round.max_length
+        return DueDraft(asked_s + self.timer.smoothed_s, asked_s + self.timer.latest_s, num_tokens)
 
     def performance(self, drafter_id: str, now_s: float, step: int) -> DrafterPerformance | None:
         """Return how it serves, by the step of `DraftYield`; None: it has not answered yet."""

@@ -209,7 +209,8 @@ class VerifierEngine:
         step_s = verified_s - (self._verified_s or waited_since_s) - exposed_s
         self._verified_s = verified_s
         held = [request for request in self.scheduler.running if request.hold_until_s is not None]
-        self.pricing.end_step(PricedStep(schedule, outcomes, held, step_s=step_s, exposed_s=exposed_s))
+        shape = StepShape(schedule.batch.num_tokens, sum(schedule.batch.context_lengths))
+        self.pricing.end_step(PricedStep(outcomes, held, shape, step_s=step_s, exposed_s=exposed_s))
         logprobs = _output_logprobs(outcomes, logits)
         timings = [self._timing(schedule, item, begin_s) for item in schedule.items]
         accepted = ((outcome.item.request, len(outcome.path)) for outcome in outcomes if outcome.path)

@@ -106,6 +106,15 @@ class DrafterIdentity:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterEndpoint:
+    """One incarnation of a drafter, and where verifiers open their links to it."""
+
+    drafter_id: str
+    endpoint: str  # "host:port"
+    epoch: int
+
+
 VERIFIER_MESSAGES = (Open, States, Commit, Close)  # verifier to drafter, for the drafting engine
 DRAFTER_MESSAGES = (Draft, Resync)  # drafter to verifier, for its engine; besides these, after the handshake: Pong
 

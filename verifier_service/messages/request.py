@@ -6,7 +6,7 @@ import enum
 import itertools
 from dataclasses import dataclass, field
 
-from outrider.verifier_service.messages.draft import Draft, check_sampling_shape, require
+from outrider.verifier_service.messages.draft import Draft, DraftSampling, check_sampling_shape, require
 from outrider.verifier_service.messages.inter_token_time import InterTokenTime
 
 GREEDY_TEMPERATURE = 1e-5  # at and below this a request is greedy, as in vLLM
@@ -140,6 +140,18 @@ class SamplingParams:
         if self.temperature <= GREEDY_TEMPERATURE:
             return VerificationMode.GREEDY
         return VerificationMode.REJECTION if self.seed is None else VerificationMode.COUPLED
+
+    @property
+    def of_draft(self) -> DraftSampling:
+        """The part that drafters are told."""
+        return DraftSampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            choice_index=self.choice_index,
+        )
 
 
 class DisabledReason(enum.StrEnum):

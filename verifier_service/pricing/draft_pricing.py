@@ -273,7 +273,7 @@ class DraftPricing:
             if (kept := self._requests.get(request.request_id)) is not None and kept.round is not None:
                 step.rounds[request.request_id] = kept.round
         self._unlearnt = step
-        self._go_to_level(len(step.schedule.items) + len(step.held))
+        self._go_to_level(len(step.outcomes) + len(step.held))
         if self._level is not None and self._level.price.is_new and not all(
             step.is_pinned(outcome.item) for outcome in step.outcomes
         ):
@@ -301,36 +301,35 @@ class DraftPricing:
     def _observe_step(self, step: PricedStep) -> None:
         if (level := self._level) is None:
             return
-        schedule, outcomes = step.schedule, step.outcomes
-        num_context_tokens = sum(schedule.batch.context_lengths)
+        outcomes, shape = step.outcomes, step.shape
         priced = [outcome.item for outcome in outcomes if outcome.item.samples and not step.is_pinned(outcome.item)]
         granted_s = PROBE_SHARE * step.step_s / math.sqrt(max(1, len(priced)))
         self._probe_s = min(self._probe_s + granted_s, MAX_SAVED_STEPS * granted_s)
         is_asking = any(one.length for one in step.rounds.values())
-        is_plain = not is_asking and schedule.batch.num_tokens == len(schedule.items)
+        is_plain = not is_asking and shape.num_tokens == len(outcomes)
         if is_asking:
             self._num_plain_steps = 0
         self._num_plain_steps += is_plain
         num_alike = num_alike_plain(self._num_plain_steps) if is_plain else 1
         if not num_alike:  # nothing is seen in it that the one before it has not shown
-            self._base = StepShape(schedule.batch.num_tokens, num_context_tokens)
-            if len(priced) == len(schedule.items):
+            self._base = shape
+            if len(priced) == len(outcomes):
                 level.observe_plain()
             return
-        taking_part = step.asking(item.request for item in schedule.items)
+        taking_part = step.asking(item.request for item in step.items)
         asking = [*taking_part, *step.asking(step.held)]
         num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
         # a step with drafts says nothing of how long plain ones take: drafters' work may have slowed it down
-        is_drafting = bool(step.held) or any(item.draft is not None for item in schedule.items)
-        shape = StepShape(schedule.batch.num_tokens, num_context_tokens, is_drafting=is_drafting)
+        is_drafting = bool(step.held) or any(item.draft is not None for item in step.items)
+        shape = replace(shape, is_drafting=is_drafting)
         self.num_extrapolated_steps += level.cost.is_extrapolating(shape)
         level.cost.observe(shape, step.step_s)
         # a drafter that had to read a prompt first says nothing of later rounds
         if taking_part and not any(one.is_opening for one in taking_part):
             level.exposure.observe(max(one.length for one in taking_part), step.exposed_s)
-        base = StepShape(schedule.batch.num_tokens - num_drafted, num_context_tokens - num_drafted)
+        base = StepShape(shape.num_tokens - num_drafted, shape.num_context_tokens - num_drafted)
         if level.price.is_new:  # before the first drafts: as if the prompts had been read already
-            base = StepShape(max(1, len(priced)), num_context_tokens)
+            base = StepShape(max(1, len(priced)), shape.num_context_tokens)
         self._base = base
         if priced:
             self._observe_loss(level, step, priced, asking, base, num_drafted)

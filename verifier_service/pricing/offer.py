@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft
 from outrider.verifier_service.messages.request import Request
+from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.step_price import Slot
 from outrider.verifier_service.pricing.survival import LastRound
 from outrider.verifier_service.scheduling.outcome import Outcome
-from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest
+from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
 FIRST_PLAIN_STEPS = 2  # in a row that are all taken in: the first is the one after a draft
 PLAIN_STRIDE = 8  # plain steps after those, of which one is taken in for all of them
@@ -65,9 +66,9 @@ class PricedRound:
 class PricedStep:
     """A step, and what its requests had asked for before it: they may have asked again since."""
 
-    schedule: Schedule
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[Outcome]  # one for each of its requests
     held: Sequence[Request]  # could have been in it, but still waited for their drafts
+    shape: StepShape  # drafts included
     _: KW_ONLY
     step_s: float
     exposed_s: float  # how long its drafts held it up before that
@@ -77,6 +78,11 @@ class PricedStep:
         """Return the rounds of those requests that had asked for a draft."""
         rounds = (self.rounds.get(request.request_id) for request in requests)
         return [one for one in rounds if one is not None and one.length]
+
+    @property
+    def items(self) -> Iterator[ScheduledRequest]:
+        """Each request's share of the step."""
+        return (outcome.item for outcome in self.outcomes)
 
     def is_pinned(self, item: ScheduledRequest) -> bool:
         """Return whether a request drafts whatever that costs."""

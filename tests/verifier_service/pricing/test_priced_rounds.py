@@ -11,7 +11,7 @@ from fakes.priced_bench import DEAR, FREE, KNEED
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import DisabledReason, Request, SamplingParams, SpeculationPlan
-from outrider.verifier_service.pricing.cost_model import StepTimeModel
+from outrider.verifier_service.pricing.cost_model import StepShape, StepTimeModel
 from outrider.verifier_service.pricing.draft_pricing import PROBE_LENGTH, DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.pricing.stretches import Stretches
@@ -68,10 +68,16 @@ class Pricing:
         return self.pricing.admit(request, make_draft(request))
 
     def end(self, *items: ScheduledRequest, num_accepted: int = 0, held: Sequence[Request] = ()) -> None:
-        schedule = schedule_of(items)
-        outcomes = [outcome_of(item, min(num_accepted, num_draft_tokens(item))) for item in items]
-        step_s = self._step_s(schedule.batch.num_tokens)
-        self.pricing.end_step(PricedStep(schedule, outcomes, held, step_s=step_s, exposed_s=0.0))
+        batch = schedule_of(items).batch
+        self.pricing.end_step(
+            PricedStep(
+                [outcome_of(item, min(num_accepted, num_draft_tokens(item))) for item in items],
+                held,
+                StepShape(batch.num_tokens, sum(batch.context_lengths)),
+                step_s=self._step_s(batch.num_tokens),
+                exposed_s=0.0,
+            )
+        )
 
     def decode(self, requests: Sequence[Request], num_accepted: int, *others: ScheduledRequest) -> None:
         """Run a step of requests whose drafts are accepted so far, if as much of them is verified."""

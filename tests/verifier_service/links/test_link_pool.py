@@ -13,15 +13,14 @@ import torch
 
 from fakes.in_process_port import InProcessPort
 from fakes.runner import FakeRunner, confidence, continuation
-from outrider.cluster.replicas.link_pool import LinkPool
-from outrider.cluster.router.fleet import DrafterEndpoint
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
+from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.messages.draft import Commit, Draft, DraftSampling, Open, Resync
 from outrider.verifier_service.messages.engine import PeerState, Relay
-from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterIdentity, Hello, frame_of
+from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterEndpoint, DrafterIdentity, Hello, frame_of
 from outrider.verifier_service.messages.wire import decode, encode
 
 HELLO = Hello(verifier_id="v", epoch=1, vocab_size=97)

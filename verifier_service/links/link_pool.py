@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
 
-from outrider.cluster.router.fleet import DrafterEndpoint
 from outrider.verifier_service.links.drafter_link import DrafterLink
 from outrider.verifier_service.links.grpc_channel import LinkCredentials
 from outrider.verifier_service.messages.engine import PeerState, Relay
-from outrider.verifier_service.messages.link import Hello
+from outrider.verifier_service.messages.link import DrafterEndpoint, Hello
 
 
 class LinkPool:
