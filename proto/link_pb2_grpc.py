@@ -173,3 +173,81 @@ class VerifierLink(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class DrafterDirectoryStub(object):
+    """Served by a pool of drafters for verifiers of other engines; one stream per verifier, opened by it.
+    Up: what the verifier reports. Down, for each report: which drafters there are, and the router's plans.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Follow = channel.stream_stream(
+                '/outrider.link.v1.DrafterDirectory/Follow',
+                request_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
+                response_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
+                _registered_method=True)
+
+
+class DrafterDirectoryServicer(object):
+    """Served by a pool of drafters for verifiers of other engines; one stream per verifier, opened by it.
+    Up: what the verifier reports. Down, for each report: which drafters there are, and the router's plans.
+    """
+
+    def Follow(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_DrafterDirectoryServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Follow': grpc.stream_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=outrider_dot_proto_dot_link__pb2.Frame.FromString,
+                    response_serializer=outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'outrider.link.v1.DrafterDirectory', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('outrider.link.v1.DrafterDirectory', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class DrafterDirectory(object):
+    """Served by a pool of drafters for verifiers of other engines; one stream per verifier, opened by it.
+    Up: what the verifier reports. Down, for each report: which drafters there are, and the router's plans.
+    """
+
+    @staticmethod
+    def Follow(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/outrider.link.v1.DrafterDirectory/Follow',
+            outrider_dot_proto_dot_link__pb2.Frame.SerializeToString,
+            outrider_dot_proto_dot_link__pb2.Frame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -11,6 +11,7 @@ from outrider.cluster.cli.bench import bench
 from outrider.cluster.cli.chat import chat
 from outrider.cluster.cli.check import check
 from outrider.cluster.cli.demo import demo
+from outrider.cluster.cli.drafters import drafters
 from outrider.cluster.cli.generate import generate
 from outrider.cluster.cli.generate_corpus import generate_corpus
 from outrider.cluster.cli.serve import serve
@@ -32,5 +33,5 @@ def main(log_level: str) -> None:
     )
 
 
-for verb in (serve, check, demo, generate, chat, top, bench, simulate, generate_corpus, train_drafter):
+for verb in (serve, drafters, check, demo, generate, chat, top, bench, simulate, generate_corpus, train_drafter):
     main.add_command(verb)

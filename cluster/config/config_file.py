@@ -41,9 +41,7 @@ def read_config_file(context: click.Context, parameter: click.Parameter, path: P
     context.default_map = {**defaults, **(context.default_map or {})}
 
 
-def read_speculative_config(
-    context: click.Context, parameter: click.Parameter, text: str | None
-) -> dict[str, Any]:
+def read_speculative_config(context: click.Context, parameter: click.Parameter, text: str | None) -> dict[str, Any]:
     """Return vLLM's `speculative_config` object; what of it are options of their own becomes their defaults."""
     if text is None:
         return {}

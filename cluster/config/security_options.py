@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import click
 
-_OPTIONS = (
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+_PUBLIC_OPTIONS = (
     click.option(
         "--api-key",
         multiple=True,
@@ -17,6 +18,8 @@ _OPTIONS = (
     click.option("--ssl-certfile", help="PEM: certificate of the HTTP and gRPC ports."),
     click.option("--ssl-keyfile", help="PEM: key of --ssl-certfile."),
     click.option("--ssl-ca-certs", help="PEM: clients must present a certificate signed by one of these."),
+)
+_LINK_OPTIONS = (
     click.option(
         "--link-ssl-certfile",
         help="PEM: certificate of our own services towards each other, for servers and clients. Always mutual TLS.",
@@ -33,6 +36,15 @@ _OPTIONS = (
 
 def security_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options for API keys and TLS."""
-    for option in reversed(_OPTIONS):
+    return _with(_PUBLIC_OPTIONS, link_security_options(command))
+
+
+def link_security_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options for TLS between our own services."""
+    return _with(_LINK_OPTIONS, command)
+
+
+def _with(options: Sequence[Decorator], command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(options):
         command = option(command)
     return command

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_origin, get_type_hints
+from typing import Any, Self, get_origin, get_type_hints
 
 import grpc
 import ray
@@ -161,7 +161,7 @@ class ServiceConfig:
             raise ValueError("link_ssl_server_name needs link_ssl_certfile, link_ssl_keyfile and link_ssl_ca_certs")
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> ServiceConfig:
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
         """Build from plain values; an unknown key is refused with the closest match, a value by its field's name."""
         known = get_type_hints(cls)
         given = values.get("speculative_config")
@@ -326,7 +326,7 @@ class ServiceConfig:
         has_gpus = self.settled().device == "cuda"
         return self.gpu_share if has_gpus else 0.0
 
-    def settled(self) -> ServiceConfig:
+    def settled(self) -> Self:
         """Return the configuration with an automatic `device` decided here, for replicas on other nodes to agree on."""
         if self.device != "auto":
             return self

@@ -62,7 +62,7 @@ def parse_pool(values: Mapping[str, Any], shared: Mapping[str, Any]) -> PoolOpti
         raise ValueError(f"drafter_pools: name must be a word other than {FIRST_POOL!r}, not {name!r}")
     rest = {key: value for key, value in values.items() if key != "name"}
     try:
-        if (taken := _SHARED_KEYS & rest.keys() or {_TABLE_KEY} & rest.keys()):
+        if taken := _SHARED_KEYS & rest.keys() or {_TABLE_KEY} & rest.keys():
             raise ValueError(f"{min(taken)!r} is of the whole service")
         placed = {key: rest.pop(key) for key in _POOL_KEYS & rest.keys()}
         options, rest = split_options(rest)

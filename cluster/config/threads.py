@@ -9,8 +9,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from typing import TypeVar
 
 from outrider.cluster.config.service_config import ServiceConfig
+
+Config = TypeVar("Config", bound=ServiceConfig)
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +24,7 @@ def usable_cores() -> int:
     return min(num_cores, int(limit)) if limit.isdigit() and int(limit) > 0 else num_cores
 
 
-def share_cores(config: ServiceConfig, *, num_ranks: int, num_cores: int) -> ServiceConfig:
+def share_cores(config: Config, *, num_ranks: int, num_cores: int) -> Config:
     """Return the configuration with the threads of each of `num_ranks` ranks on one machine."""
     fair = max(1, num_cores // num_ranks)
     asked = config.threads_per_rank

@@ -16,8 +16,10 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.exceptions import RayServeException
 
 from outrider.cluster.common.api_keys import with_api_key_hashes
+from outrider.cluster.config.drafters_config import DraftersConfig
 from outrider.cluster.config.placement import SHELL_CPUS
 from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.replicas.directory_replica import DirectoryReplica
 from outrider.cluster.replicas.drafter_replica import DrafterReplica
 from outrider.cluster.replicas.gateway_replica import GatewayReplica
 from outrider.cluster.replicas.router_replica import RouterReplica
@@ -70,17 +72,6 @@ def build(config: ServiceConfig) -> Application:
         **config.verifier_placement.serve_options,
         graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
     )
-    # Serve deploys what the ingress is bound to
-    pools = [verifier.bind(config, router)]
-    for name, pool in config.pools.items():
-        drafter = _deployment(
-            DrafterReplica,
-            drafter_deployment(name),
-            **_scaling(pool.drafter_range, DRAFTER_TARGETS),
-            **pool.drafter_placement.serve_options,
-            graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
-        )
-        pools.append(drafter.bind(pool, router, name))
     gateway = _deployment(
         GatewayReplica,
         "Gateway",
@@ -88,7 +79,30 @@ def build(config: ServiceConfig) -> Application:
         graceful_shutdown_timeout_s=2 * drain_s + STOP_MARGIN_S,  # Serve waits for HTTP's streams, then we for gRPC's
         max_surge_percent=100,  # a new gateway takes calls before the old one stops: they share their port
     )
-    return gateway.bind(config, router, *pools)
+    # Serve deploys what the ingress is bound to
+    return gateway.bind(config, router, verifier.bind(config, router), *_drafter_pools(config, router))
+
+
+def build_drafters(config: DraftersConfig) -> Application:
+    """Build the application of a pool alone: drafters, their router and the directory that other engines follow."""
+    config = config.settled()
+    router = _deployment(RouterReplica, "Router", num_replicas=1).bind(config.router_policy)
+    directory = _deployment(DirectoryReplica, "Directory", num_replicas=1)
+    return directory.bind(config, router, *_drafter_pools(config, router))
+
+
+def _drafter_pools(config: ServiceConfig, router: Application) -> list[Application]:
+    """Bind every pool of drafters."""
+    return [
+        _deployment(
+            DrafterReplica,
+            drafter_deployment(name),
+            **_scaling(pool.drafter_range, DRAFTER_TARGETS),
+            **pool.drafter_placement.serve_options,
+            graceful_shutdown_timeout_s=config.drain_timeout_s + STOP_MARGIN_S,
+        ).bind(pool, router, name)
+        for name, pool in config.pools.items()
+    ]
 
 
 def _deployment(replica: type, name: str, **options: Any) -> serve.Deployment:

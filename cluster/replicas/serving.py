@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import ray
@@ -19,9 +19,10 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import DeploymentStatus, ServeStatus
 
+from outrider.cluster.config.drafters_config import DraftersConfig
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
 from outrider.cluster.config.threads import share_cores, usable_cores
-from outrider.cluster.replicas.app import build
+from outrider.cluster.replicas.app import build, build_drafters
 from outrider.cluster.replicas.stopping import (
     RoutedStreams,
     drain,
@@ -34,6 +35,7 @@ from outrider.verifier_service.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
+DRAFTERS_APP = "outrider-drafters"
 OBJECT_STORE_BYTES = 200_000_000  # nothing large goes through Ray's object store
 NUM_START_ATTEMPTS = 3
 # not Ray's own folder, where other programs look for a cluster of this machine to join
@@ -51,13 +53,20 @@ class DeployError(RuntimeError):
 
 
 OnPhase = Callable[[str], None]
+_Config = TypeVar("_Config", bound=ServiceConfig)
 
 
 @contextlib.contextmanager
-def running_service(config: ServiceConfig, on_phase: OnPhase = lambda phase: None) -> Iterator[None]:
+def running_service(
+    config: _Config,
+    on_phase: OnPhase = lambda phase: None,
+    *,
+    build: Callable[[_Config], serve.Application] = build,
+    name: str = APP_NAME,
+) -> Iterator[None]:
     """Run the service: on the cluster that RAY_ADDRESS names, else on a Ray of its own on this machine.
 
-    `on_phase` is told what is being done until then, in words for whoever waits.
+    `on_phase` is told what is being done until then, in words for whoever waits. `build` makes the application.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for tls in (config.tls, config.link_tls):
@@ -78,16 +87,16 @@ def running_service(config: ServiceConfig, on_phase: OnPhase = lambda phase: Non
             config = _start_own_ray(config)
         undo.callback(ray.shutdown)
         checked.result()
-        undo.callback(stop_serve, is_shared=is_shared)
+        undo.callback(stop_serve, is_shared=is_shared, name=name)
         on_phase("starting Ray Serve")
         proxy_location = "HeadOnly" if config.tls is None else "Disabled"  # TLS: gateways listen themselves
         serve.start(proxy_location=proxy_location, http_options=HTTPOptions(host=config.host, port=config.port))
         on_phase(_replicas_of(config))
-        deploy(build(config))
+        deploy(build(config), name)
         yield
 
 
-def _start_own_ray(config: ServiceConfig) -> ServiceConfig:
+def _start_own_ray(config: _Config) -> _Config:
     """Start a Ray for this service alone; return the configuration with this machine's cores shared out."""
     for name, level in _CHATTY_LOGS.items():
         logging.getLogger(name).setLevel(level)
@@ -114,7 +123,9 @@ def own_ray_options(config: ServiceConfig) -> dict[str, Any]:
 
 def _replicas_of(config: ServiceConfig) -> str:
     """Say what is started for a service, and what takes the time."""
-    counts = [("gateway", config.gateway_range.fewest), ("verifier", config.verifier_range.fewest)]
+    counts = []
+    if not isinstance(config, DraftersConfig):
+        counts = [("gateway", config.gateway_range.fewest), ("verifier", config.verifier_range.fewest)]
     counts.append(("drafter", sum(pool.drafter_range.fewest for pool in config.pools.values())))
     named = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts if count]
     return f"starting {', '.join(named)}: loading, checking against the library, measuring steps"
@@ -146,15 +157,16 @@ def start_ray(
 
 def deploy(
     application: serve.Application,
+    name: str = APP_NAME,
     *,
     run: Callable[..., object] = serve.run,
     status: Callable[[], ServeStatus] = serve.status,
 ) -> None:
     """Deploy the service and wait until it runs; raises `DeployError` with what each failed deployment says."""
     try:
-        run(application, name=APP_NAME, route_prefix="/")
+        run(application, name=name, route_prefix="/")
     except RuntimeError as error:  # it names the deployments, not what ails them
-        deployments = status().applications[APP_NAME].deployments
+        deployments = status().applications[name].deployments
         reasons = [f"{name}: {info.message}" for name, info in deployments.items() if info.status in _FAILED]
         raise DeployError("\n".join([str(error), *reasons])) from error
 
@@ -162,6 +174,7 @@ def deploy(
 def stop_serve(
     *,
     is_shared: bool,
+    name: str = APP_NAME,
     is_up: Callable[[], bool] = ray.is_initialized,
     delete: Callable[[str], None] = serve.delete,
     shutdown: Callable[[], None] = serve.shutdown,
@@ -170,7 +183,7 @@ def stop_serve(
     if not is_up():
         return
     if is_shared:
-        delete(APP_NAME)  # others may have applications there
+        delete(name)  # others may have applications there
     else:
         shutdown()
 
@@ -241,4 +254,19 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
         with contextlib.suppress(KeyboardInterrupt):  # also one that comes before the draining has begun
             interrupt_at_signals()
             drain(RoutedStreams(), config.drain_timeout_s, tell)
+        ignore_signals()
+
+
+def serve_drafters_until_interrupted(config: DraftersConfig) -> None:
+    """Serve a pool alone until SIGINT or SIGTERM. Engines that draft from it go on without drafts."""
+    on_phase = tell_phases(lambda line: click.echo(line, err=True))
+    with running_service(config, on_phase, build=build_drafters, name=DRAFTERS_APP):
+        on_phase("ready")
+        interrupt_at_signals()
+        directory, http = f"{config.host}:{config.grpc_port}", f"http://{config.host}:{config.port}"
+        with contextlib.suppress(KeyboardInterrupt):
+            click.echo(f"drafting for {config.model_name} at {directory}, metrics at {http}/metrics: {config.drafting}")
+            while True:
+                time.sleep(1.0)
+        click.echo("stopping")
         ignore_signals()

@@ -27,7 +27,7 @@ from outrider.verifier_service.messages.engine import (
     SetPlans,
     ToEngine,
 )
-from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput
+from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
 from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES, decode, encode
 from outrider.verifier_service.model.ranks import arrived
 from outrider.verifier_service.sampling.grammar import GrammarQueue
@@ -177,8 +177,8 @@ def engine_load(
         verify_idle_share=rates.idle_share,
         counters=_counters(engine, drafts or RelayDraftClient()),
         requests=(
-            *(_request_load(request, is_running=True) for request in running),
-            *(_request_load(request, is_running=False) for request in waiting),
+            *(RequestLoad.of(request, is_running=True) for request in running),
+            *(RequestLoad.of(request, is_running=False) for request in waiting),
         ),
         drafters=drafting.drafters(now_s),
         circuits=tuple(
@@ -214,21 +214,4 @@ def _counters(engine: VerifierEngine, drafts: RelayDraftClient) -> EngineCounter
         queue_s=stats.queue_s.counts(),
         round_trip_s=drafting.round_trip_s.counts(),
         lateness_s=drafting.lateness_s.counts(),
-    )
-
-
-def _request_load(request: Request, *, is_running: bool) -> RequestLoad:
-    metrics, inter_token_time = request.metrics, request.inter_token_time
-    return RequestLoad(
-        request_id=request.request_id,
-        is_running=is_running,
-        drafter_id=request.plan.drafter_id,
-        draft_length=request.plan.draft_length,
-        num_drafts=metrics.num_drafts,
-        num_draft_tokens=metrics.num_draft_tokens,
-        num_accepted_tokens=metrics.num_accepted_tokens,
-        num_speculative_tokens=request.sampling.num_speculative_tokens,
-        priority=request.priority,
-        target_inter_token_ms=None if inter_token_time is None else inter_token_time.target_ms,
-        inter_token_ms=None if inter_token_time is None else inter_token_time.recent_ms,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.histogram import NO_VALUES, HistogramCounts
-from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SpeculationPlan
+from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput, SpeculationPlan
 from outrider.verifier_service.messages.tensor_route import TensorRoute
 
 
@@ -78,6 +78,23 @@ class RequestLoad:
     priority: int = 0
     target_inter_token_ms: float | None = None
     inter_token_ms: float | None = None  # of its last tokens; None: it has no target, or no second token yet
+
+    @classmethod
+    def of(cls, request: Request, *, is_running: bool) -> RequestLoad:
+        metrics, inter_token_time = request.metrics, request.inter_token_time
+        return cls(
+            request_id=request.request_id,
+            is_running=is_running,
+            drafter_id=request.plan.drafter_id,
+            draft_length=request.plan.draft_length,
+            num_drafts=metrics.num_drafts,
+            num_draft_tokens=metrics.num_draft_tokens,
+            num_accepted_tokens=metrics.num_accepted_tokens,
+            num_speculative_tokens=request.sampling.num_speculative_tokens,
+            priority=request.priority,
+            target_inter_token_ms=None if inter_token_time is None else inter_token_time.target_ms,
+            inter_token_ms=None if inter_token_time is None else inter_token_time.recent_ms,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

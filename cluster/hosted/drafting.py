@@ -1,0 +1,359 @@
+"""Draft for an engine that verifies by itself: told what each of its steps did, say what the next one should verify.
+
+The core of every plug-in, free of the engine's own types. An engine like vLLM asks once per step, for all its requests
+together, and runs nothing meanwhile. So a step waits here until the drafts that were asked for are there or their
+deadline, known from earlier rounds, has passed; a drafter that still reads a prompt is not waited for at all. What is
+asked for is what pays: the wait is the first thing that the price counts.
+
+Drafts are point masses here: a drafter is asked for its likeliest tokens, whatever the request's temperature, and the
+engine's own rejection sampling keeps the distribution.
+"""
+
+from __future__ import annotations
+
+import collections
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.cluster.hosted.seen_steps import SeenSteps
+from outrider.cluster.router.fleet import Directive
+from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.engine.step_stats import RecentRates, StepStats
+from outrider.verifier_service.links.relay_client import RelayDraftClient
+from outrider.verifier_service.messages.draft import Draft
+from outrider.verifier_service.messages.engine import (
+    DrafterCircuit,
+    EngineCounters,
+    EngineLoad,
+    PeerState,
+    Relay,
+    RequestLoad,
+    StepTime,
+)
+from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
+from outrider.verifier_service.pricing.cost_model import StepShape
+from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.scheduling.outcome import Outcome, count_draft
+from outrider.verifier_service.scheduling.schedule import ScheduledRequest, first_nodes
+
+
+MIN_WAIT_S = 0.02  # a stall of the machine must not cost every draft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostedConfig:
+    """What the engine is, and how patient its steps are."""
+
+    vocab_size: int
+    max_model_len: int
+    num_speculative_tokens: int  # the longest draft that the engine has room for
+    max_wait_s: float = 0.1  # the longest that a step waits for drafts, whatever earlier rounds took
+    opening_s: float = 10.0  # how long a drafter may read a prompt, which nothing waits for
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "max_model_len", "num_speculative_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        for name in ("max_wait_s", "opening_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRow:
+    """One request's share of a step that the engine has just done."""
+
+    request_id: str
+    num_tokens: int  # of the request now: its prompt and all that was committed
+    num_scheduled_tokens: int  # computed in the step, its draft included
+    num_draft_tokens: int  # verified in the step
+    num_new_tokens: int  # committed by the step; 0: it still reads its prompt
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return min(max(0, self.num_new_tokens - 1), self.num_draft_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRequest:
+    """What of a request matters to its drafts."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    num_speculative_tokens: int | None = None  # a cap on its drafts; 0: it wants none
+    stop_token_ids: frozenset[int] = frozenset()  # that end it
+
+
+class Host(Protocol):
+    """How to look up what a step's rows leave out; of the row with the same index."""
+
+    def describe(self, row: int) -> HostRequest:
+        """Describe the row's request; asked once."""
+
+    def token_ids(self, row: int, start: int, stop: int) -> Sequence[int]:
+        """Return the request's tokens from `start` to `stop`."""
+
+
+class Drafters(Protocol):
+    """The way to the pool. Neither call blocks for longer than it is told to."""
+
+    def send(self, relays: Sequence[Relay]) -> None:
+        """Hand frames over, in order."""
+
+    def wait(self, timeout_s: float) -> list[PeerState | Relay]:
+        """Return what has arrived, oldest first; where nothing has, wait for the first of it."""
+
+
+class HostedDrafting:
+    """Drafting for one engine: `propose` is called by its step loop, the rest from any thread, and never blocks it."""
+
+    def __init__(
+        self, drafters: Drafters, config: HostedConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.pricing = DraftPricing()
+        self.stats = StepStats()
+        self.num_undrafted: collections.Counter[str] = collections.Counter()  # requests in steps, by why not
+        self._lock = threading.Lock()  # held while anything below changes
+        self._directives: queue.SimpleQueue[Directive] = queue.SimpleQueue()  # to be followed
+        self._drafters = drafters
+        self._config = config
+        self._clock = clock
+        self._relays = RelayDraftClient(clock=clock)
+        limits = CoordinatorConfig(
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_model_len,
+            first_deadline_s=config.max_wait_s,
+            max_deadline_s=config.max_wait_s,
+            min_deadline_s=min(MIN_WAIT_S, config.max_wait_s),
+            background_opening_s=config.opening_s,
+        )
+        self.coordinator = DraftCoordinator(self._relays, limits, pricing=self.pricing)
+        self._seen = SeenSteps()
+        self._rates = RecentRates()
+        self._requests: dict[str, Request] = {}
+        self._stop_token_ids: dict[str, frozenset[int]] = {}
+        self._drafts: dict[str, Draft] = {}  # handed out, to be verified
+        self._default_plan = SpeculationPlan(draft_length=config.num_speculative_tokens)
+        self._last_ids: set[str] = set()  # requests of the last step
+        self._ended_s: float | None = None  # when the last call that drafted returned
+        self._waited_s = 0.0  # in it, for drafts
+
+    @property
+    def step_times(self) -> tuple[StepTime, ...]:
+        """The step times that steps are priced by; empty: too few were seen yet."""
+        return self._seen.profile
+
+    def propose(self, rows: Sequence[HostRow], finished_ids: Iterable[str], host: Host) -> list[list[int]]:
+        """Take in a step and return what to verify in the next one, for every row; an empty list: nothing."""
+        with self._lock:
+            return self._propose(rows, finished_ids, host)
+
+    def follow(self, directive: Directive) -> None:
+        """Follow the router from the next step on."""
+        self._directives.put(directive)
+
+    def load(self, known_ids: Iterable[str]) -> EngineLoad | None:
+        """Describe the engine's state, as far as it is seen here; None: it is drafting just now.
+
+        Requests that are not among `known_ids`, the engine's own, are forgotten: it says so only with its next step.
+        """
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            self._follow()
+            self._close(self._requests.keys() - set(known_ids))
+            return self._load()
+        finally:
+            self._lock.release()
+
+    def _propose(self, rows: Sequence[HostRow], finished_ids: Iterable[str], host: Host) -> list[list[int]]:
+        begin_s = self._clock()
+        self._follow()
+        self._close(finished_ids)
+        self._receive()
+        requests = [self._mirrored(index, row, host) for index, row in enumerate(rows)]
+        self._end_step(rows, requests, begin_s)
+        asking = []
+        for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
+            request.token_ids.extend(host.token_ids(index, request.num_tokens, row.num_tokens))
+            request.num_computed_tokens = row.num_tokens - (row.num_new_tokens > 0)
+            request.draft = None
+            if row.num_new_tokens > 0 and not self._has_ended(request):
+                asking.append(request)
+        asked_s = self._clock()
+        self.coordinator.ask(asking, asked_s)
+        self._send()
+        self.num_undrafted.update(one.metrics.disabled_reason for one in asking if one.metrics.disabled_reason)
+        self.pricing.learn()  # drafters work meanwhile
+        self._wait()
+        self._waited_s = self._clock() - asked_s
+        self._last_ids = {row.request_id for row in rows}
+        drafts = [self._handed_out(request) for request in requests]
+        self._ended_s = self._clock()
+        return drafts
+
+    # --- the parts of a call ---
+
+    def _close(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that have left the engine; unknown ones are fine."""
+        for request_id in request_ids:
+            if (request := self._requests.pop(request_id, None)) is None:
+                continue
+            self._stop_token_ids.pop(request_id)
+            self._drafts.pop(request_id, None)
+            self.coordinator.close(request)
+            self.pricing.forget(request_id)
+        self._send()
+
+    def _follow(self) -> None:
+        while not self._directives.empty():
+            directive = self._directives.get_nowait()
+            self._default_plan = directive.default_plan
+            for request_id in directive.plans.keys() & self._requests.keys():
+                self._requests[request_id].plan = directive.plans[request_id]
+
+    def _mirrored(self, index: int, row: HostRow, host: Host) -> Request:
+        """Return what is remembered of a row's request, as it was before the step."""
+        request = self._requests.get(row.request_id)
+        if request is not None and request.num_tokens <= row.num_tokens:
+            return request
+        self._close([row.request_id])  # an id that is used again
+        description = host.describe(index)
+        before = row.num_tokens - row.num_new_tokens
+        request = self._requests[row.request_id] = Request(
+            request_id=row.request_id,
+            sampling=SamplingParams(
+                temperature=0.0,
+                max_tokens=max(1, description.max_tokens),
+                num_speculative_tokens=description.num_speculative_tokens,
+            ),
+            token_ids=list(host.token_ids(index, 0, before)),
+            num_prompt_tokens=description.num_prompt_tokens,
+            plan=self._default_plan,
+            arrival_s=self._clock(),
+        )
+        self._stop_token_ids[row.request_id] = description.stop_token_ids
+        return request
+
+    def _end_step(self, rows: Sequence[HostRow], requests: Sequence[Request], begin_s: float) -> None:
+        """Let pricing and drafters' records take in what became of the drafts, and how long the step took."""
+        shape = StepShape(sum(row.num_scheduled_tokens for row in rows), sum(row.num_tokens for row in rows))
+        outcomes = [self._outcome(*pair) for pair in zip(rows, requests, strict=True)]
+        # an engine that had nothing to do in between was idle for a while, not slow
+        is_continuous = not self._last_ids.isdisjoint(row.request_id for row in rows)
+        step_s = None if self._ended_s is None or not is_continuous else begin_s - self._ended_s
+        if step_s is not None:
+            if self._seen.observe(shape.num_tokens, step_s):
+                self.pricing.use_profile(self._seen.profile)
+            self.stats.step_s.observe(step_s)
+        elif self.pricing.cost is not None:
+            step_s = self.pricing.cost.seconds(shape)
+        accepted = [(outcome.item.request, len(outcome.path)) for outcome in outcomes if outcome.path]
+        self.coordinator.observe_accepted(accepted)
+        self.pricing.end_step(PricedStep(outcomes, (), shape, step_s=step_s or 0.0, exposed_s=self._waited_s))
+        self.stats.num_steps += 1
+        self.stats.num_scheduled_tokens += shape.num_tokens
+        for outcome in outcomes:
+            if outcome.item.samples:
+                count_draft(outcome.item, num_accepted=len(outcome.path))
+            num_draft_tokens = 0 if outcome.item.draft is None else len(outcome.item.draft.token_ids)
+            self.stats.num_committed_tokens += len(outcome.committed)
+            self.stats.num_drafts += num_draft_tokens > 0
+            self.stats.num_draft_tokens += num_draft_tokens
+            self.stats.num_accepted_tokens += len(outcome.path)
+
+    def _outcome(self, row: HostRow, request: Request) -> Outcome:
+        """Say what became of a row's draft; the engine may have verified less of it than it was given."""
+        draft = self._drafts.pop(row.request_id, None)
+        if draft is not None:
+            draft = first_nodes(draft, max_nodes=row.num_draft_tokens, max_depth=row.num_draft_tokens)
+        if draft is not None and not draft.token_ids:
+            draft = None
+        num_accepted = 0 if draft is None else min(row.num_accepted_tokens, len(draft.token_ids))
+        return Outcome(
+            item=ScheduledRequest(
+                request=request,
+                num_new_tokens=row.num_scheduled_tokens,
+                draft=draft,
+                samples=row.num_new_tokens > 0,
+            ),
+            first_row=0,
+            committed=[0] * row.num_new_tokens,  # how many is all that counts
+            path=tuple(range(num_accepted)),
+            follows_leaf=draft is not None and num_accepted == len(draft.token_ids),
+            finish_reason=None,
+        )
+
+    def _has_ended(self, request: Request) -> bool:
+        """Return whether the engine is about to end a request, which it tells only later."""
+        return request.token_ids[-1] in self._stop_token_ids[request.request_id]
+
+    def _handed_out(self, request: Request) -> list[int]:
+        draft, request.draft = request.draft, None
+        if draft is None or not draft.token_ids:
+            return []
+        draft = self.pricing.admit(request, draft)
+        if not draft.token_ids:
+            return []
+        self._drafts[request.request_id] = draft
+        return list(draft.token_ids)
+
+    def _send(self) -> None:
+        if relays := self._relays.take_outbox():
+            self._drafters.send(relays)
+
+    def _receive(self, timeout_s: float = 0.0) -> None:
+        for message in self._drafters.wait(timeout_s):
+            self._relays.feed(message)
+        self.coordinator.receive(self._requests, self._clock())
+        self._send()  # a drafter may want a prefix again
+
+    def _wait(self) -> None:
+        """Wait until every draft that was asked for is there or its deadline has passed."""
+        while deadlines := [one.hold_until_s for one in self._requests.values() if one.hold_until_s is not None]:
+            self._receive(max(0.0, min(deadlines) - self._clock()))
+
+    def _load(self) -> EngineLoad:
+        now_s, coordinator, stats = self._clock(), self.coordinator, self.stats
+        self._rates.sample(stats, now_s, num_asks=coordinator.num_asks, num_asked_tokens=coordinator.num_asked_tokens)
+        running = list(self._requests.values())
+        return EngineLoad(
+            num_running=len(running),
+            num_waiting=0,  # the engine's own queue is not seen here
+            num_decoding=sum(request.is_decoding for request in running),
+            kv_usage=0.0,
+            tokens_per_s=self._rates.tokens_per_s,
+            mean_step_s=self._rates.mean_step_s,
+            price=self.pricing.price,
+            knee=self.pricing.knee,
+            draft_length_mean=self._rates.draft_length_mean,
+            counters=EngineCounters(
+                num_steps=stats.num_steps,
+                num_scheduled_tokens=stats.num_scheduled_tokens,
+                num_committed_tokens=stats.num_committed_tokens,
+                num_drafts=stats.num_drafts,
+                num_draft_tokens=stats.num_draft_tokens,
+                num_accepted_tokens=stats.num_accepted_tokens,
+                num_asks=coordinator.num_asks,
+                num_asked_tokens=coordinator.num_asked_tokens,
+                num_bad_frames=self._relays.num_bad_frames,
+                num_stale_drafts=coordinator.num_stale_drafts,
+                num_resyncs=coordinator.num_resyncs,
+                fallbacks=dict(coordinator.fallbacks),
+                num_extrapolated_steps=self.pricing.num_extrapolated_steps,
+                step_s=stats.step_s.counts(),
+                round_trip_s=coordinator.round_trip_s.counts(),
+                lateness_s=coordinator.lateness_s.counts(),
+            ),
+            requests=tuple(RequestLoad.of(request, is_running=True) for request in running),
+            drafters=coordinator.drafters(now_s),
+            circuits=tuple(
+                DrafterCircuit(drafter_id=drafter_id, state=state.value)
+                for drafter_id, state in coordinator.circuits(now_s).items()
+            ),
+        )

@@ -1,0 +1,57 @@
+"""What an operator of another engine says of the pool: an object of that engine's own configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from outrider.cluster.common.hints import did_you_mean
+from outrider.cluster.common.security import link_tls
+from outrider.verifier_service.links.grpc_channel import LinkCredentials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginOptions:
+    """Where the pool is, and what the plug-in may do. Raises `ValueError` naming the field."""
+
+    pool: str  # "host:port" of `outrider drafters`
+    max_wait_ms: float = 100.0  # the longest that a step waits for drafts
+    draft_seeded: bool = False  # draft for seeded requests, too: their noise then depends on how drafts end
+    link_ssl_certfile: str | None = None
+    link_ssl_keyfile: str | None = None
+    link_ssl_ca_certs: str | None = None
+    link_ssl_server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        host, _, port = self.pool.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+            raise ValueError(f'pool must be "host:port", not {self.pool!r}')
+        if not 0.0 < self.max_wait_ms <= 10_000.0:
+            raise ValueError("max_wait_ms must be in (0, 10000]")
+        link_tls(self.link_ssl_certfile, self.link_ssl_keyfile, self.link_ssl_ca_certs)  # refuses an incomplete set
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> PluginOptions:
+        """Build from plain values; an unknown key is refused with the closest match."""
+        kinds = get_type_hints(cls)
+        for key in values:
+            if key not in kinds:
+                raise ValueError(f"unknown option {key!r}{did_you_mean(str(key), kinds)}")
+        if "pool" not in values:
+            raise ValueError('pool is missing: "host:port" of the pool that `outrider drafters` serves')
+        return cls(**{key: _parsed(key, value, kinds[key]) for key, value in values.items()})
+
+    @property
+    def credentials(self) -> LinkCredentials | None:
+        tls = link_tls(self.link_ssl_certfile, self.link_ssl_keyfile, self.link_ssl_ca_certs)
+        return None if tls is None else tls.link_credentials(self.link_ssl_server_name)
+
+
+def _parsed(key: str, value: Any, kind: Any) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{key}: {error.errors(include_input=False, include_url=False)[0]['msg']}") from error

@@ -1,0 +1,93 @@
+"""A plug-in of one engine process: drafting, the connection to the pool, reports and metrics, put together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from outrider.cluster.hosted.drafting import Host, HostedConfig, HostedDrafting, HostRow
+from outrider.cluster.hosted.metrics import HostedMetrics
+from outrider.cluster.hosted.options import PluginOptions
+from outrider.cluster.hosted.pool_connection import PoolConnection
+from outrider.cluster.router.fleet import VerifierReport
+from outrider.verifier_service.messages.link import Hello
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3  # of our own code: then it leaves the engine alone
+
+
+class Plugin:
+    """Drafts from a pool for an engine's steps; whatever fails here costs drafts and nothing else."""
+
+    def __init__(
+        self,
+        options: PluginOptions,
+        config: HostedConfig,
+        *,
+        vocab_fingerprint: str,
+        engine: str,
+        known_ids: Callable[[], Iterable[str]],
+        metrics: HostedMetrics,
+    ) -> None:
+        """`engine` names it in the pool; `known_ids` are the requests that it holds now."""
+        self._config = config
+        self._known_ids = known_ids
+        self._metrics = metrics
+        self._num_failures = 0
+        self._hello = Hello(
+            verifier_id=f"{engine}-{socket.gethostname()}-{os.getpid()}",
+            epoch=time.time_ns(),
+            vocab_size=config.vocab_size,
+            vocab_fingerprint=vocab_fingerprint,
+        )
+        self._connection = PoolConnection(
+            options.pool,
+            self._hello,
+            report=self._report,
+            follow=lambda directive: self._drafting.follow(directive),
+            credentials=options.credentials,
+        )
+        self._drafting = HostedDrafting(self._connection, config)
+        self._connection.start()
+        logger.info("drafts come from the pool at %s, as verifier %s", options.pool, self._hello.verifier_id)
+
+    def propose(self, rows: Sequence[HostRow], finished_ids: Iterable[str], host: Host) -> list[list[int]]:
+        """Return what to verify next, for every row; nothing that fails here reaches the engine."""
+        if self._num_failures >= MAX_FAILURES:
+            return [[] for _ in rows]
+        try:
+            return self._drafting.propose(rows, finished_ids, host)
+        except Exception:
+            self._num_failures += 1
+            is_last = self._num_failures == MAX_FAILURES
+            logger.exception("drafting has failed; %s", "it stays off" if is_last else "it begins again")
+            self._begin_again()
+            return [[] for _ in rows]
+
+    def close(self) -> None:
+        self._connection.stop()
+
+    def _begin_again(self) -> None:
+        """Forget everything, and open every link anew: drafters then free what they hold for us."""
+        self._drafting = HostedDrafting(self._connection, self._config)
+        self._metrics.begin_again()
+        self._connection.begin_again()
+
+    def _report(self, drafters_up: tuple[str, ...]) -> VerifierReport | None:
+        drafting = self._drafting
+        if (load := drafting.load(self._known_ids())) is None:
+            return None
+        self._metrics.observe(load, drafting.num_undrafted, len(drafters_up))
+        return VerifierReport(
+            verifier_id=self._hello.verifier_id,
+            endpoint="",  # no gateway sends it requests
+            epoch=self._hello.epoch,
+            load=load,
+            max_model_len=self._config.max_model_len,
+            step_times=drafting.step_times,
+            linked_drafters=drafters_up,
+        )

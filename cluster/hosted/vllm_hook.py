@@ -1,0 +1,107 @@
+"""The one hook that vLLM's plug-in needs, and how its model runner is read; without vLLM itself.
+
+vLLM's `custom_class` proposer is told neither request ids nor parameters. So the proposer that vLLM makes inside its
+model runner puts itself in the way of the one method that calls proposers, `propose_draft_token_ids`, and passes
+everything on that is not for it. Before it touches anything it compares the version and that method's parameters with
+those that were tried.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from outrider.cluster.hosted.drafting import HostRequest, HostRow
+from outrider.cluster.hosted.options import PluginOptions
+
+OPTIONS_KEY = "outrider"  # of vLLM's --additional-config
+CAP_KEY = "num_speculative_tokens"  # of a request's vllm_xargs: a cap on its drafts; 0: none
+TRIED_VERSIONS = ("0.32.",)
+PARAMETERS = (
+    *("self", "scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states", "sample_hidden_states"),
+    *("aux_hidden_states", "spec_decode_metadata", "common_attn_metadata", "slot_mappings"),
+)
+
+
+class UntriedVersionError(RuntimeError):
+    """A vLLM that the plug-in was not tried with, or whose method is another one now."""
+
+
+class RunnerView:
+    """Look requests up in vLLM's model runner."""
+
+    def __init__(self, runner: Any, *, draft_seeded: bool) -> None:
+        self._batch, self._requests = runner.input_batch, runner.requests
+        self._draft_seeded = draft_seeded
+
+    def describe(self, row: int) -> HostRequest:
+        state = self._requests[self._batch.req_ids[row]]
+        sampling = state.sampling_params
+        cap = (sampling.extra_args or {}).get(CAP_KEY)
+        if sampling.seed is not None and not self._draft_seeded:
+            cap = 0  # its generator would go on from another state after every draft
+        return HostRequest(
+            num_prompt_tokens=state.num_prompt_tokens,
+            max_tokens=sampling.max_tokens or 1 << 30,
+            num_speculative_tokens=None if cap is None else max(0, int(cap)),
+            stop_token_ids=frozenset() if sampling.ignore_eos else frozenset(sampling.all_stop_token_ids),
+        )
+
+    def token_ids(self, row: int, start: int, stop: int) -> list[int]:
+        return self._batch.token_ids_cpu[row, start:stop].tolist()
+
+
+def rows_of(batch: Any, scheduler_output: Any, sampled_token_ids: Sequence[list[int]]) -> list[HostRow]:
+    """Return the step of vLLM's batch, as it is after the sampled tokens were written into it."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    return [
+        HostRow(
+            request_id=request_id,
+            num_tokens=int(batch.num_tokens_no_spec[row]),
+            num_scheduled_tokens=scheduler_output.num_scheduled_tokens[request_id],
+            num_draft_tokens=sum(token_id >= 0 for token_id in drafts.get(request_id, ())),  # -1: padding
+            num_new_tokens=len(sampled_token_ids[row]),
+        )
+        for row, request_id in enumerate(batch.req_ids)
+    ]
+
+
+def options_of(vllm_config: Any) -> PluginOptions:
+    """Return the plug-in's options; raises `ValueError` naming what is wrong in vLLM's configuration."""
+    values = vllm_config.additional_config
+    found = values.get(OPTIONS_KEY) if isinstance(values, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f'--additional-config must say where the pool is: {{"{OPTIONS_KEY}": {{"pool": "host:port"}}}}'
+        )
+    try:
+        return PluginOptions.of(found)
+    except ValueError as error:
+        raise ValueError(f"--additional-config: {OPTIONS_KEY}: {error}") from error
+
+
+def install_hook(runner: type, version: str, proposer: type) -> None:
+    """Let a runner's steps ask a proposer of ours, where it has one; once, and only where that was tried."""
+    original = runner.propose_draft_token_ids  # type: ignore[attr-defined]
+    if getattr(original, "is_outriders", False):
+        return
+    if not version.startswith(TRIED_VERSIONS):
+        raise UntriedVersionError(f"vLLM {version}: the plug-in was tried with {', '.join(TRIED_VERSIONS)}x alone")
+    if (found := tuple(inspect.signature(original).parameters)) != PARAMETERS:
+        raise UntriedVersionError(f"vLLM {version}: propose_draft_token_ids takes {found}, not {PARAMETERS}")
+    runner.propose_draft_token_ids = _hooked(original, proposer)  # type: ignore[attr-defined]
+
+
+def _hooked(original: Callable[..., Any], proposer: type) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, *rest: Any) -> Any:
+        drafter: Any = self.drafter
+        if not issubclass(type(drafter), proposer):
+            return original(self, scheduler_output, sampled_token_ids, *rest)
+        self._draft_probs = self._draft_prob_req_ids = None  # point masses
+        return drafter.propose_step(self, scheduler_output, sampled_token_ids)
+
+    propose_draft_token_ids.is_outriders = True  # type: ignore[attr-defined]
+    return propose_draft_token_ids

@@ -1,0 +1,98 @@
+"""The directory of a pool that stands alone: verifiers of other engines report here, and are told their drafters."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import grpc
+from fastapi import FastAPI, Response
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from ray import serve
+
+from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
+from outrider.cluster.common.background import BackgroundTasks
+from outrider.cluster.common.logs import configure_logging
+from outrider.cluster.common.reports import ask_router
+from outrider.cluster.common.security import bind
+from outrider.cluster.config.drafters_config import DraftersConfig
+from outrider.cluster.gateway.routed_backend import RouterClient
+from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
+from outrider.cluster.router.fleet import VerifierReport
+from outrider.proto.link_pb2_grpc import add_DrafterDirectoryServicer_to_server
+from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, frame_of
+from outrider.verifier_service.messages.wire import WireError, decode, encode
+
+SERVER_GRACE_S = 0.5
+
+
+class DirectoryServicer:
+    """Serves `outrider.link.v1.DrafterDirectory`: each report goes to the router, whose directive comes back."""
+
+    def __init__(self, router: Any) -> None:
+        """`router` is its deployment's handle."""
+        self._router = router
+
+    async def Follow(self, request_iterator: Any, context: Any) -> None:
+        """Serve one verifier until it goes away, which the router is told."""
+        verifier_ids: set[str] = set()
+        try:
+            while (frame := await context.read()) is not grpc.aio.EOF:
+                try:
+                    report = decode(frame.payload, (VerifierReport,))
+                except WireError as error:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                verifier_ids.add(report.verifier_id)
+                directive = await ask_router(self._router.report_verifier, report)
+                if directive is None:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the router does not answer")
+                await context.write(frame_of(frame.sender, frame.epoch, encode(directive)))
+        finally:
+            for verifier_id in verifier_ids:
+                await ask_router(self._router.remove, verifier_id)
+
+
+@serve.ingress()
+class DirectoryReplica:
+    """The directory as a Serve replica. `pools` only makes Serve deploy the pools with it."""
+
+    async def __init__(self, config: DraftersConfig, router: Any, *pools: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        configure_logging(config.log_format, replica="directory")
+        self._router = RouterClient(router, config.router_policy)
+        self._tasks = BackgroundTasks()
+        self._tasks.start(self._router.follow(), "follow the router")
+        registry = CollectorRegistry()
+        registry.register(
+            FleetMetrics(lambda: self._router.snapshot, model_name=config.model_name, wall_clock=time.time)
+        )
+        self._api = _api(registry)
+        self._server = grpc.aio.server(interceptors=(MalformedCallInterceptor(),), options=CHANNEL_OPTIONS)
+        add_DrafterDirectoryServicer_to_server(DirectoryServicer(router), self._server)
+        bind(self._server, f"{config.host}:{config.grpc_port}", config.link_server_credentials)
+        await self._server.start()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._api
+
+    async def check_health(self) -> None:
+        """Raise when this replica can no longer serve."""
+        self._tasks.check()
+
+    async def __del__(self) -> None:
+        await self._server.stop(SERVER_GRACE_S)
+        await self._tasks.stop()
+
+
+def _api(registry: CollectorRegistry) -> FastAPI:
+    app = FastAPI(openapi_url=None)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response()
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
