@@ -92,6 +92,8 @@ class HostRequest:
 class Host(Protocol):
     """How to look up what a step's rows leave out; of the row with the same index."""
 
+    began_s: float  # when the step began, by the monotonic clock
+
     def describe(self, row: int) -> HostRequest:
         """Describe the row's request; asked once."""
 
@@ -140,7 +142,7 @@ class HostedDrafting:
         self._drafts: dict[str, Draft] = {}  # handed out, to be verified
         self._default_plan = SpeculationPlan(draft_length=config.num_speculative_tokens)
         self._last_ids: set[str] = set()  # requests of the last step
-        self._ended_s: float | None = None  # when the last call that drafted returned
+        self._ended_s = 0.0  # when the last call that drafted returned
         self._waited_s = 0.0  # in it, for drafts
 
     @property
@@ -172,12 +174,11 @@ class HostedDrafting:
             self._lock.release()
 
     def _propose(self, rows: Sequence[HostRow], finished_ids: Iterable[str], host: Host) -> list[list[int]]:
-        begin_s = self._clock()
         self._follow()
         self._close(finished_ids)
         self._receive()
         requests = [self._mirrored(index, row, host) for index, row in enumerate(rows)]
-        self._end_step(rows, requests, begin_s)
+        self._end_step(rows, requests, host.began_s)
         asking = []
         for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
             request.token_ids.extend(host.token_ids(index, request.num_tokens, row.num_tokens))
@@ -240,22 +241,20 @@ class HostedDrafting:
         self._stop_token_ids[row.request_id] = description.stop_token_ids
         return request
 
-    def _end_step(self, rows: Sequence[HostRow], requests: Sequence[Request], begin_s: float) -> None:
+    def _end_step(self, rows: Sequence[HostRow], requests: Sequence[Request], began_s: float) -> None:
         """Let pricing and drafters' records take in what became of the drafts, and how long the step took."""
         shape = StepShape(sum(row.num_scheduled_tokens for row in rows), sum(row.num_tokens for row in rows))
         outcomes = [self._outcome(*pair) for pair in zip(rows, requests, strict=True)]
-        # an engine that had nothing to do in between was idle for a while, not slow
+        # what the engine does between steps counts; an engine that had nothing to do was idle for a while, not slow
         is_continuous = not self._last_ids.isdisjoint(row.request_id for row in rows)
-        step_s = None if self._ended_s is None or not is_continuous else begin_s - self._ended_s
-        if step_s is not None:
-            if self._seen.observe(shape.num_tokens, step_s):
-                self.pricing.use_profile(self._seen.profile)
-            self.stats.step_s.observe(step_s)
-        elif self.pricing.cost is not None:
-            step_s = self.pricing.cost.seconds(shape)
+        step_s = self._clock() - (self._ended_s if is_continuous else began_s)
+        exposed_s = self._waited_s if is_continuous else 0.0
+        if self._seen.observe(shape.num_tokens, step_s):
+            self.pricing.use_profile(self._seen.profile)
+        self.stats.step_s.observe(step_s)
         accepted = [(outcome.item.request, len(outcome.path)) for outcome in outcomes if outcome.path]
         self.coordinator.observe_accepted(accepted)
-        self.pricing.end_step(PricedStep(outcomes, (), shape, step_s=step_s or 0.0, exposed_s=self._waited_s))
+        self.pricing.end_step(PricedStep(outcomes, (), shape, step_s=step_s, exposed_s=exposed_s))
         self.stats.num_steps += 1
         self.stats.num_scheduled_tokens += shape.num_tokens
         for outcome in outcomes:

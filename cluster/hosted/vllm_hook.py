@@ -1,4 +1,4 @@
-"""The one hook that vLLM's plug-in needs, and how its model runner is read; without vLLM itself.
+"""The hook that vLLM's plug-in needs, and how its model runner is read; without vLLM itself.
 
 vLLM's `custom_class` proposer is told neither request ids nor parameters. So the proposer that vLLM makes inside its
 model runner puts itself in the way of the one method that calls proposers, `propose_draft_token_ids`, and passes
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class RunnerView:
     def __init__(self, runner: Any, *, draft_seeded: bool) -> None:
         self._batch, self._requests = runner.input_batch, runner.requests
         self._draft_seeded = draft_seeded
+        self.began_s: float = runner.outrider_step_began_s
 
     def describe(self, row: int) -> HostRequest:
         state = self._requests[self._batch.req_ids[row]]
@@ -92,6 +94,7 @@ def install_hook(runner: type, version: str, proposer: type) -> None:
     if (found := tuple(inspect.signature(original).parameters)) != PARAMETERS:
         raise UntriedVersionError(f"vLLM {version}: propose_draft_token_ids takes {found}, not {PARAMETERS}")
     runner.propose_draft_token_ids = _hooked(original, proposer)  # type: ignore[attr-defined]
+    runner.execute_model = _timed(runner.execute_model)  # type: ignore[attr-defined]
 
 
 def _hooked(original: Callable[..., Any], proposer: type) -> Callable[..., Any]:
@@ -105,3 +108,14 @@ def _hooked(original: Callable[..., Any], proposer: type) -> Callable[..., Any]:
 
     propose_draft_token_ids.is_outriders = True  # type: ignore[attr-defined]
     return propose_draft_token_ids
+
+
+def _timed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note when a step begins: after a pause nothing else tells."""
+
+    @functools.wraps(original)
+    def execute_model(self: Any, *arguments: Any, **named: Any) -> Any:
+        self.outrider_step_began_s = time.monotonic()
+        return original(self, *arguments, **named)
+
+    return execute_model
