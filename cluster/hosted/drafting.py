@@ -42,6 +42,7 @@ from outrider.verifier_service.scheduling.outcome import Outcome, count_draft
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest, first_nodes
 
 
+IDLE_S = 3.0  # without a step: what still runs then opens its session anew
 MIN_WAIT_S = 0.02  # a stall of the machine must not cost every draft
 
 
@@ -163,12 +164,14 @@ class HostedDrafting:
         """Describe the engine's state, as far as it is seen here; None: it is drafting just now.
 
         Requests that are not among `known_ids`, the engine's own, are forgotten: it says so only with its next step.
+        So are all of an engine that stands still.
         """
         if not self._lock.acquire(blocking=False):
             return None
         try:
             self._follow()
-            self._close(self._requests.keys() - set(known_ids))
+            is_idle = self._clock() - self._ended_s >= IDLE_S
+            self._close(self._requests.keys() - (set() if is_idle else set(known_ids)))
             return self._load()
         finally:
             self._lock.release()

@@ -22,6 +22,7 @@ def all_peers(
     dtype: str,
     max_num_seqs: int,
     max_model_len: int,
+    pool: str | None = None,  # of drafters for vLLM
 ) -> tuple[list[Peer], dict[str, str]]:
     """Return the peers that can run here, and why each of the others cannot."""
     common: dict[str, Any] = {
@@ -41,6 +42,8 @@ def all_peers(
             missing[name] = f"{interpreter} is not there: make peers"
         elif options.get("gguf", "") is None:
             missing[name] = "it reads MODEL as a GGUF file alone"
+        elif options.get("pool", "") is None:
+            missing[name] = "it needs --pool"
         elif options.get("draft_model", "") is None:
             missing[name] = "it needs --draft-model"
         else:
@@ -62,5 +65,6 @@ def all_peers(
     add("Outrider draft model", "outrider_worker.py", speculation="auto", method="draft_model", draft_model=draft)
     add("transformers assisted", "transformers_worker.py", lookup=False, draft_model=draft)
     add("vLLM draft model", "vllm_worker.py", "vllm", lookup=False, draft_model=draft)
+    add("vLLM from our pool", "vllm_worker.py", "vllm", lookup=False, pool=pool)
     add("llama.cpp", "llamacpp_worker.py", "llamacpp", gguf=half)
     return found, missing

@@ -1,4 +1,4 @@
-"""vLLM's CPU build in this process; with `lookup` its n-gram drafter, with `draft_model` that one."""
+"""vLLM's CPU build in this process; with `lookup` its n-gram drafter, with `draft_model` that one, with `pool` ours."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def load(options: dict[str, Any]) -> tuple[str, Generate]:
         drafting = {"method": "ngram", "prompt_lookup_max": options["max_ngram"]}
     elif options.get("draft_model"):
         drafting = {"method": "draft_model", "model": options["draft_model"]}
+    elif options.get("pool"):
+        drafting = {"method": "custom_class", "model": "outrider.cluster.vllm.Drafts"}
     if drafting is not None:
         drafting["num_speculative_tokens"] = options["num_speculative_tokens"]
     engine = vllm.LLM(
@@ -28,6 +30,9 @@ def load(options: dict[str, Any]) -> tuple[str, Generate]:
         max_num_seqs=options["max_num_seqs"],
         max_model_len=options["max_model_len"],
         speculative_config=drafting,
+        additional_config={"outrider": {"pool": options["pool"]}} if options.get("pool") else {},
+        enforce_eager=options.get("enforce_eager", False),
+        tensor_parallel_size=options.get("tensor_parallel_size", 1),
     )
 
     def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:

@@ -1,0 +1,129 @@
+"""vLLM itself, in an environment of its own, with drafts from a pool that is played here; fp32, eager, on the CPU."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fakes.played_pool import KnowingDrafter, Mood, PlayedPool
+from outrider.cluster.peers.process import Answer, Peer, PeerProcess
+from outrider.drafter_service import embedded
+
+ENVIRONMENT = Path(os.environ.get("OUTRIDER_VLLM_ENV", Path.home() / ".cache" / "outrider" / "vllm-0.32.0"))
+INTERPRETER = ENVIRONMENT / "bin" / "python"
+VOCAB_SIZE, PROMPT_LENGTH, MAX_TOKENS, NUM_PROMPTS = 2048, 24, 48, 8
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not INTERPRETER.is_file(), reason=f"vLLM is not in {ENVIRONMENT}: make vllm installs it"),
+]
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(1, VOCAB_SIZE) for _ in range(PROMPT_LENGTH)] for _ in range(NUM_PROMPTS)]
+
+
+def vllm(log: Path, pool: str | None = None, **options: object) -> PeerProcess:
+    common = {
+        "model": str(embedded.target_path()),
+        "dtype": "float32",
+        "max_num_seqs": 16,
+        "max_model_len": 256,
+        "enforce_eager": True,
+        "num_speculative_tokens": 6,
+        "lookup": False,
+        "pool": pool,
+    }
+    peer = Peer(name="vLLM", script="vllm_worker.py", interpreter=INTERPRETER, options={**common, **options})
+    return PeerProcess(peer, num_threads=1, log=log, clock=time.monotonic)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Answer:
+    """What vLLM makes of the prompts by itself."""
+    with vllm(tmp_path_factory.mktemp("plain") / "log") as engine:
+        return engine.run(prompts(), MAX_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[PlayedPool]:
+    played = PlayedPool(VOCAB_SIZE)
+    yield played
+    played.close()
+
+
+@pytest.fixture(scope="module")
+def drafting(pool, plain, tmp_path_factory) -> Iterator[PeerProcess]:
+    """A vLLM that drafts from the pool."""
+    texts = [prompt + answer for prompt, answer in zip(prompts(), plain.token_ids, strict=True)]
+    pool.add("first", texts)
+    pool.add("second", texts)
+    with vllm(tmp_path_factory.mktemp("drafting") / "log", pool=pool.address) as engine:
+        yield engine
+
+
+def counters(pool: PlayedPool):
+    (verifier,) = pool.snapshot().verifiers
+    return verifier.report.load.counters
+
+
+def drafters(pool: PlayedPool) -> list[KnowingDrafter]:
+    return list(pool.drafters.values())
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_drafts_from_the_pool_are_accepted_and_change_no_token(drafting, pool, plain):
+    drafting.run(prompts()[:1], MAX_TOKENS)  # what steps take is seen, and links come up
+    time.sleep(1.0)
+    answer = drafting.run(prompts(), MAX_TOKENS)
+    assert answer.token_ids == plain.token_ids
+    time.sleep(0.5)
+    found = counters(pool)
+    assert found.num_accepted_tokens > MAX_TOKENS, found
+    assert found.num_accepted_tokens == found.num_draft_tokens, "a drafter that knows it all is always right"
+    assert all(drafter.num_drafts > 0 for drafter in drafters(pool)), "sessions spread over the drafters"
+    wait_until(lambda: not any(drafter.sessions for drafter in drafters(pool)))  # they close with their requests
+
+
+@pytest.mark.parametrize("mood", [mood for mood in Mood if mood is not Mood.GOOD])
+def test_drafters_that_misbehave_change_no_token(drafting, pool, plain, mood):
+    for drafter in drafters(pool):
+        drafter.mood = mood
+    answer = drafting.run(prompts()[:4], MAX_TOKENS)
+    for drafter in drafters(pool):
+        drafter.mood = Mood.GOOD
+    assert answer.token_ids == plain.token_ids[:4]
+
+
+def test_drafters_that_end_in_mid_stream_change_no_token(drafting, pool, plain):
+    def end_one_after_another() -> None:
+        for name in list(pool.drafters):
+            time.sleep(0.1)
+            pool.kill(name)
+
+    ending = threading.Thread(target=end_one_after_another)
+    ending.start()
+    answer = drafting.run(prompts(), MAX_TOKENS)
+    ending.join()
+    assert answer.token_ids == plain.token_ids
+    before = counters(pool).num_accepted_tokens
+    texts = [prompt + text for prompt, text in zip(prompts(), plain.token_ids, strict=True)]
+    newcomer = pool.add("third", texts)
+    time.sleep(3.0)
+    assert drafting.run(prompts(), MAX_TOKENS).token_ids == plain.token_ids
+    time.sleep(0.5)
+    assert newcomer.num_drafts > 0, "a drafter that joins is used"
+    assert counters(pool).num_accepted_tokens > before
