@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from outrider.cluster.hosted.seen_steps import SeenSteps
@@ -53,6 +53,7 @@ class HostedConfig:
     vocab_size: int
     max_model_len: int
     num_speculative_tokens: int  # the longest draft that the engine has room for
+    is_pinned: bool = False  # the longest draft is always asked for
     max_wait_s: float = 0.1  # the longest that a step waits for drafts, whatever earlier rounds took
     opening_s: float = 10.0  # how long a drafter may read a prompt, which nothing waits for
 
@@ -141,7 +142,7 @@ class HostedDrafting:
         self._requests: dict[str, Request] = {}
         self._stop_token_ids: dict[str, frozenset[int]] = {}
         self._drafts: dict[str, Draft] = {}  # handed out, to be verified
-        self._default_plan = SpeculationPlan(draft_length=config.num_speculative_tokens)
+        self._default_plan = self._pinned(SpeculationPlan(draft_length=config.num_speculative_tokens))
         self._last_ids: set[str] = set()  # requests of the last step
         self._ended_s = 0.0  # when the last call that drafted returned
         self._waited_s = 0.0  # in it, for drafts
@@ -217,9 +218,14 @@ class HostedDrafting:
     def _follow(self) -> None:
         while not self._directives.empty():
             directive = self._directives.get_nowait()
-            self._default_plan = directive.default_plan
+            self._default_plan = self._pinned(directive.default_plan)
             for request_id in directive.plans.keys() & self._requests.keys():
-                self._requests[request_id].plan = directive.plans[request_id]
+                self._requests[request_id].plan = self._pinned(directive.plans[request_id])
+
+    def _pinned(self, plan: SpeculationPlan) -> SpeculationPlan:
+        if not self._config.is_pinned:
+            return plan
+        return replace(plan, draft_length=self._config.num_speculative_tokens, is_pinned=True, disabled_reason=None)
 
     def _mirrored(self, index: int, row: HostRow, host: Host) -> Request:
         """Return what is remembered of a row's request, as it was before the step."""

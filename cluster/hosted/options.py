@@ -18,6 +18,7 @@ class PluginOptions:
     """Where the pool is, and what the plug-in may do. Raises `ValueError` naming the field."""
 
     pool: str  # "host:port" of `outrider drafters`
+    speculation: str = "auto"  # who decides how much: prices and the router; always: the engine's longest draft, each
     max_wait_ms: float = 100.0  # the longest that a step waits for drafts
     draft_seeded: bool = False  # draft for seeded requests, too: their noise then depends on how drafts end
     link_ssl_certfile: str | None = None
@@ -29,6 +30,8 @@ class PluginOptions:
         host, _, port = self.pool.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
             raise ValueError(f'pool must be "host:port", not {self.pool!r}')
+        if self.speculation not in ("auto", "always"):
+            raise ValueError("speculation must be auto or always")
         if not 0.0 < self.max_wait_ms <= 10_000.0:
             raise ValueError("max_wait_ms must be in (0, 10000]")
         link_tls(self.link_ssl_certfile, self.link_ssl_keyfile, self.link_ssl_ca_certs)  # refuses an incomplete set

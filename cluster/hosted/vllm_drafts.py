@@ -41,6 +41,7 @@ class Drafts:
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
             num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
+            is_pinned=options.speculation == "always",
             max_wait_s=options.max_wait_ms / 1000.0,
         )
         tokenizer = ModelConfig(

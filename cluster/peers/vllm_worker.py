@@ -30,7 +30,9 @@ def load(options: dict[str, Any]) -> tuple[str, Generate]:
         max_num_seqs=options["max_num_seqs"],
         max_model_len=options["max_model_len"],
         speculative_config=drafting,
-        additional_config={"outrider": {"pool": options["pool"]}} if options.get("pool") else {},
+        additional_config={"outrider": {"pool": options["pool"], **options.get("plugin", {})}}
+        if options.get("pool")
+        else {},
         enforce_eager=options.get("enforce_eager", False),
         tensor_parallel_size=options.get("tensor_parallel_size", 1),
     )
