@@ -221,6 +221,24 @@ _STEPS = (
         "Output tokens committed; throughput is its rate",
         lambda state: state.report.load.counters.num_committed_tokens,
     ),
+    _of_verifiers(
+        "verify_drafts",
+        "counter",
+        "Drafts that a verifier verified",
+        lambda state: state.report.load.counters.num_drafts,
+    ),
+    _of_verifiers(
+        "verify_draft_tokens",
+        "counter",
+        "Draft tokens that a verifier verified",
+        lambda state: state.report.load.counters.num_draft_tokens,
+    ),
+    _of_verifiers(
+        "verify_accepted_tokens",
+        "counter",
+        "Draft tokens that a verifier accepted; accepted per position = this / verify_draft_tokens",
+        lambda state: state.report.load.counters.num_accepted_tokens,
+    ),
     _FleetMetric(
         Definition(
             name="tokens_per_second_per_accelerator",

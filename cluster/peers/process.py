@@ -77,6 +77,10 @@ class PeerProcess:
             raise PeerError(f"{self.name} did not make {max_tokens} tokens of every prompt")
         return answer
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def peak_memory_bytes(self) -> int | None:
         """Return the most memory that the process has held at a time; None where it has ended."""
         for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():

@@ -17,9 +17,10 @@ from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router
 from benchmarks.step import step
+from benchmarks.vllm_pool import vllm_pool
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 
-STUDIES = (acceptance, adaptive, ahead, clients, exact, policy, pricing, router, step)
+STUDIES = (acceptance, adaptive, ahead, clients, exact, policy, pricing, router, step, vllm_pool)
 
 
 @click.group(context_settings=CONTEXT_SETTINGS)
@@ -30,7 +31,7 @@ def study() -> None:
     every fixed draft length; ahead: drafting while the verifier verifies; clients: required tool calls and predicted
     edits of a running server; exact: a real model's tokens with drafts and without; policy: how much to draft, over
     recorded acceptance; pricing: what deciding that costs a step; router: what its decisions cost; step: a running
-    server's load from 1 to many streams and back.
+    server's load from 1 to many streams and back; vllm-pool: vLLM with drafts from a pool, and without.
     """
 
 
