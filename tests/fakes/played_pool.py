@@ -146,19 +146,31 @@ class PlayedPool:
         self._core = RouterCore(policy or RouterPolicy(max_draft_length=MAX_DRAFT_LENGTH))
         self._servers: dict[str, grpc.aio.Server] = {}
         self._reports: dict[str, DrafterReport] = {}
+        self._num_started = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="played pool", daemon=True)
         self._thread.start()
         self.address = self._run(self._start())
 
-    def add(self, name: str, continuations: Iterable[Sequence[int]] = ()) -> KnowingDrafter:
-        """Start a drafter, which the directory names from now on."""
+    def add(
+        self,
+        name: str,
+        continuations: Iterable[Sequence[int]] = (),
+        *,
+        via: Callable[[str], str] = lambda endpoint: endpoint,
+    ) -> KnowingDrafter:
+        """Start a drafter, which the directory names from now on; `via` says how it is reached."""
         drafter = self.drafters[name] = KnowingDrafter(list(continuations), self._vocab_size)
-        self._run(self._serve(name, drafter))
+        endpoint = via(f"127.0.0.1:{self._run(self._serve(name, drafter))}")
+        self._num_started += 1
+        self._reports[name] = DrafterReport(
+            drafter_id=name, endpoint=endpoint, epoch=self._num_started, max_draft_length=MAX_DRAFT_LENGTH
+        )
         return drafter
 
     def kill(self, name: str) -> None:
         """End a drafter at once; the directory finds out as it does."""
+        del self.drafters[name]
         self._run(self._end(name))
 
     def snapshot(self) -> FleetSnapshot:
@@ -187,7 +199,7 @@ class PlayedPool:
                 self._core.report_drafter(report, time.time())
             await asyncio.sleep(REPORT_INTERVAL_S)
 
-    async def _serve(self, name: str, drafter: KnowingDrafter) -> None:
+    async def _serve(self, name: str, drafter: KnowingDrafter) -> int:
         identity = DrafterIdentity(
             drafter_id=name,
             vocab_size=self._vocab_size,
@@ -199,9 +211,7 @@ class PlayedPool:
         add_DrafterLinkServicer_to_server(DrafterLinkServicer(drafter, identity), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        self._reports[name] = DrafterReport(
-            drafter_id=name, endpoint=f"127.0.0.1:{port}", epoch=1, max_draft_length=MAX_DRAFT_LENGTH
-        )
+        return port
 
     async def _end(self, name: str) -> None:
         del self._reports[name]
