@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import socket
@@ -85,9 +86,9 @@ def running_service(
             ray.init(log_to_driver=False)
         else:
             config = _start_own_ray(config)
-        undo.callback(ray.shutdown)
+        undo.callback(_quietly, ray.shutdown)
         checked.result()
-        undo.callback(stop_serve, is_shared=is_shared, name=name)
+        undo.callback(_quietly, lambda: stop_serve(is_shared=is_shared, name=name))
         on_phase("starting Ray Serve")
         proxy_location = "HeadOnly" if config.tls is None else "Disabled"  # TLS: gateways listen themselves
         serve.start(proxy_location=proxy_location, http_options=HTTPOptions(host=config.host, port=config.port))
@@ -186,6 +187,15 @@ def stop_serve(
         delete(name)  # others may have applications there
     else:
         shutdown()
+
+
+def _quietly(stop: Callable[[], None], whisper: str = "infinite retries remaining") -> None:
+    """Stop something without Ray's words about calls to a Serve that is gone, which no log level keeps off stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        stop()
+    for line in said.getvalue().splitlines():
+        if whisper not in line:
+            click.echo(line, err=True)
 
 
 def check_ports(config: ServiceConfig) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from scipy.stats import chisquare
 
 from fakes.played_pool import KnowingDrafter, Mood, PlayedPool
 from outrider.cluster.peers.process import Answer, Peer, PeerProcess
@@ -127,3 +130,19 @@ def test_drafters_that_end_in_mid_stream_change_no_token(drafting, pool, plain):
     time.sleep(0.5)
     assert newcomer.num_drafts > 0, "a drafter that joins is used"
     assert counters(pool).num_accepted_tokens > before
+
+
+def test_sampled_tokens_keep_the_targets_distribution_and_a_planted_defect_shows():
+    script, tests = Path(__file__).with_name("vllm_law.py"), Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run([INTERPRETER, script], env=environment, capture_output=True, text=True, timeout=500)
+    assert found.returncode == 0, found.stderr[-3000:]
+    law = json.loads(found.stdout)
+    assert law["num_drafts"] > 1000
+    assert min(chi_square(counts) for counts in law["honest"]) > 1e-4, law
+    assert max(chi_square(counts) for counts in law["planted"]) < 1e-6, law
+
+
+def chi_square(counts: tuple[list[int], list[float]]) -> float:
+    observed, expected = counts
+    return float(chisquare(observed, expected, sum_check=False).pvalue)

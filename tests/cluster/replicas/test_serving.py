@@ -92,6 +92,7 @@ def test_a_server_that_is_interrupted_twice_leaves_no_process_behind(tmp_path: P
     assert "stopping" in server.line()
     server.process.send_signal(signal.SIGINT)
     server.wait()
+    assert "retries remaining" not in server.told
     said = [line.partition(" s  ")[2] for line in told.splitlines()]
     replicas = "starting 1 gateway, 1 verifier, 1 drafter: loading, checking against the library, measuring steps"
     first = ["fetching outrider-embedded", "reading outrider-embedded, starting Ray", "starting Ray Serve"]

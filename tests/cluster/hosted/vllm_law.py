@@ -1,0 +1,115 @@
+"""The distribution of vLLM's sampled tokens with drafts from a pool, beside the target's own; prints JSON.
+
+Runs in vLLM's environment. The second token of many unseeded answers, after the first tokens that come most often, is
+counted beside what the model's probabilities say; then again with a planted defect: point masses that claim to have
+been drawn uniformly, which vLLM's rejection sampling then accepts too often.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-0",
+}
+
+import torch
+import vllm
+from transformers import AutoModelForCausalLM
+
+from fakes.played_pool import PlayedPool
+from outrider.cluster.hosted.vllm_drafts import Drafts
+from outrider.drafter_service import embedded
+
+PROMPT = [5, 80, 90, 12, 7, 300, 41, 9]
+NUM_FIRST, NUM_SAMPLES, MIN_EXPECTED, TEMPERATURE = 4, 6000, 5.0, 0.7
+
+
+class Target:
+    """The model's own probabilities."""
+
+    def __init__(self) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(embedded.target_path(), dtype=torch.float32)
+        self.vocab_size: int = self._model.config.vocab_size
+
+    @torch.no_grad()
+    def next(self, token_ids: list[int]) -> torch.Tensor:
+        return torch.softmax(self._model(torch.tensor([token_ids])).logits[0, -1] / TEMPERATURE, dim=0)
+
+
+def counts(engine: Any, target: Target, firsts: list[int]) -> list[tuple[list[int], list[float]]]:
+    """Return how often second tokens came after each of some first ones, and how often they should have."""
+    sampling = vllm.SamplingParams(temperature=TEMPERATURE, max_tokens=3, ignore_eos=True)
+    answers = engine.generate([{"prompt_token_ids": PROMPT}] * NUM_SAMPLES, sampling, use_tqdm=False)
+    found = []
+    for first in firsts:
+        seconds = Counter(one.outputs[0].token_ids[1] for one in answers if one.outputs[0].token_ids[0] == first)
+        count = sum(seconds.values())
+        law = target.next([*PROMPT, first]) * count
+        common = [token_id for token_id in range(target.vocab_size) if law[token_id] >= MIN_EXPECTED]
+        observed = [seconds[token_id] for token_id in common]
+        expected = [float(law[token_id]) for token_id in common]
+        observed.append(count - sum(observed))
+        expected.append(max(count - sum(expected), 1e-9))
+        found.append((observed, expected))
+    return found
+
+
+def plant(num_speculative_tokens: int, vocab_size: int) -> None:
+    """Let every draft claim to have been drawn uniformly."""
+    honest = Drafts.propose_step
+
+    def lying(self: Drafts, runner: Any, *arguments: Any) -> Any:
+        drafts = honest(self, runner, *arguments)
+        shape = (len(drafts), num_speculative_tokens, vocab_size)
+        runner._draft_probs = torch.full(shape, 1.0 / vocab_size)
+        runner._draft_prob_req_ids = list(runner.input_batch.req_ids)
+        return drafts
+
+    Drafts.propose_step = lying  # type: ignore[method-assign]
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    target = Target()
+    firsts = target.next(PROMPT).topk(NUM_FIRST).indices.tolist()
+    texts = []
+    for first in firsts:
+        text = [*PROMPT, first]
+        for _ in range(3):
+            text.append(int(target.next(text).argmax()))
+        texts.append(text)
+    pool = PlayedPool(target.vocab_size)
+    pool.add("knowing", texts)
+    engine = vllm.LLM(
+        str(embedded.target_path()),
+        dtype="float32",
+        max_num_seqs=64,
+        max_model_len=64,
+        enforce_eager=True,
+        speculative_config={
+            "method": "custom_class",
+            "model": "outrider.cluster.vllm.Drafts",
+            "num_speculative_tokens": 2,
+        },
+        additional_config={"outrider": {"pool": pool.address, "speculation": "always"}},
+    )
+    honest = counts(engine, target, firsts)
+    (verifier,) = pool.snapshot().verifiers
+    num_drafts = verifier.report.load.counters.num_drafts
+    plant(2, target.vocab_size)
+    planted = counts(engine, target, firsts)
+    answers.write(json.dumps({"honest": honest, "planted": planted, "num_drafts": num_drafts}))
+    answers.flush()
+    os._exit(0)  # vLLM leaves threads that do not end
+
+
+if __name__ == "__main__":
+    sys.exit(main())
