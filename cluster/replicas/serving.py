@@ -190,12 +190,12 @@ def stop_serve(
 
 
 def _quietly(stop: Callable[[], None], whisper: str = "infinite retries remaining") -> None:
-    """Stop something without Ray's words about calls to a Serve that is gone, which no log level keeps off stderr."""
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    """Stop something without Ray's words about calls to a Serve that is gone, which no log level keeps off stdout."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
         stop()
     for line in said.getvalue().splitlines():
         if whisper not in line:
-            click.echo(line, err=True)
+            click.echo(line)
 
 
 def check_ports(config: ServiceConfig) -> None:
