@@ -12,6 +12,7 @@ engine's own rejection sampling keeps the distribution.
 from __future__ import annotations
 
 import collections
+import itertools
 import queue
 import threading
 import time
@@ -160,18 +161,19 @@ class HostedDrafting:
         """Follow the router from the next step on."""
         self._directives.put(directive)
 
-    def load(self, known_ids: Iterable[str]) -> EngineLoad | None:
+    def load(self, known_ids: Callable[[], Iterable[str]]) -> EngineLoad | None:
         """Describe the engine's state, as far as it is seen here; None: it is drafting just now.
 
         Requests that are not among `known_ids`, the engine's own, are forgotten: it says so only with its next step.
-        So are all of an engine that stands still.
+        So are all of an engine that stands still. The engine is asked while no step can come in between, or a request
+        that has just come would be forgotten.
         """
         if not self._lock.acquire(blocking=False):
             return None
         try:
             self._follow()
             is_idle = self._clock() - self._ended_s >= IDLE_S
-            self._close(self._requests.keys() - (set() if is_idle else set(known_ids)))
+            self._close(self._requests.keys() - (set() if is_idle else set(known_ids())))
             return self._load()
         finally:
             self._lock.release()
@@ -187,7 +189,7 @@ class HostedDrafting:
             request.token_ids.extend(host.token_ids(index, request.num_tokens, row.num_tokens))
             request.num_computed_tokens = row.num_tokens - (row.num_new_tokens > 0)
             request.draft = None
-            if row.num_new_tokens > 0 and not self._has_ended(request):
+            if row.num_new_tokens > 0 and not self._has_ended(request, row.num_new_tokens):
                 asking.append(request)
         asked_s = self._clock()
         self.coordinator.ask(asking, asked_s)
@@ -234,12 +236,14 @@ class HostedDrafting:
         self._close([row.request_id])  # an id that is used again
         description = host.describe(index)
         before = row.num_tokens - row.num_new_tokens
+        caps = (description.num_speculative_tokens, self._config.num_speculative_tokens)
         request = self._requests[row.request_id] = Request(
             request_id=row.request_id,
             sampling=SamplingParams(
                 temperature=0.0,
                 max_tokens=max(1, description.max_tokens),
-                num_speculative_tokens=description.num_speculative_tokens,
+                # no plan's draft may be longer than the engine has room for: the router does not know that
+                num_speculative_tokens=min(cap for cap in caps if cap is not None),
             ),
             token_ids=list(host.token_ids(index, 0, before)),
             num_prompt_tokens=description.num_prompt_tokens,
@@ -254,7 +258,9 @@ class HostedDrafting:
         shape = StepShape(sum(row.num_scheduled_tokens for row in rows), sum(row.num_tokens for row in rows))
         outcomes = [self._outcome(*pair) for pair in zip(rows, requests, strict=True)]
         # what the engine does between steps counts; an engine that had nothing to do was idle for a while, not slow
-        is_continuous = not self._last_ids.isdisjoint(row.request_id for row in rows)
+        pairs = [pair for pair in zip(rows, requests, strict=True) if pair[0].request_id in self._last_ids]
+        # nor is there a step between two calls, unless the engine passed one over
+        is_continuous = any(row.num_tokens - row.num_new_tokens == request.num_tokens for row, request in pairs)
         step_s = self._clock() - (self._ended_s if is_continuous else began_s)
         exposed_s = self._waited_s if is_continuous else 0.0
         if self._seen.observe(shape.num_tokens, step_s):
@@ -277,6 +283,8 @@ class HostedDrafting:
     def _outcome(self, row: HostRow, request: Request) -> Outcome:
         """Say what became of a row's draft; the engine may have verified less of it than it was given."""
         draft = self._drafts.pop(row.request_id, None)
+        if draft is not None and draft.position != row.num_tokens - row.num_new_tokens:
+            draft = None  # it was verified in a step that asked for no drafts
         if draft is not None:
             draft = first_nodes(draft, max_nodes=row.num_draft_tokens, max_depth=row.num_draft_tokens)
         if draft is not None and not draft.token_ids:
@@ -296,13 +304,21 @@ class HostedDrafting:
             finish_reason=None,
         )
 
-    def _has_ended(self, request: Request) -> bool:
-        """Return whether the engine is about to end a request, which it tells only later."""
-        return request.token_ids[-1] in self._stop_token_ids[request.request_id]
+    def _has_ended(self, request: Request, num_new_tokens: int) -> bool:
+        """Return whether the engine is about to end a request at one of its new tokens, which it tells only later."""
+        return not self._stop_token_ids[request.request_id].isdisjoint(request.token_ids[-num_new_tokens:])
 
     def _handed_out(self, request: Request) -> list[int]:
         draft, request.draft = request.draft, None
-        if draft is None or not draft.token_ids:
+        if draft is None:
+            return []
+        # a drafter's vocabulary may be padded beyond the engine's, which has no embedding for such a token; point
+        # masses may be cut by what they are
+        num_known = sum(
+            1 for _ in itertools.takewhile(lambda token_id: token_id < self._config.vocab_size, draft.token_ids)
+        )
+        draft = first_nodes(draft, max_nodes=num_known, max_depth=num_known)
+        if not draft.token_ids:
             return []
         draft = self.pricing.admit(request, draft)
         if not draft.token_ids:

@@ -79,7 +79,7 @@ class Plugin:
 
     def _report(self, drafters_up: tuple[str, ...]) -> VerifierReport | None:
         drafting = self._drafting
-        if (load := drafting.load(self._known_ids())) is None:
+        if (load := drafting.load(self._known_ids)) is None:
             return None
         self._metrics.observe(load, drafting.num_undrafted, len(drafters_up))
         return VerifierReport(
