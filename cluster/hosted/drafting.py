@@ -35,7 +35,7 @@ from outrider.verifier_service.messages.engine import (
     RequestLoad,
     StepTime,
 )
-from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
+from outrider.verifier_service.messages.request import DisabledReason, Request, SamplingParams, SpeculationPlan
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
@@ -146,6 +146,7 @@ class HostedDrafting:
         self._last_ids: set[str] = set()  # requests of the last step
         self._ended_s = 0.0  # when the last call that drafted returned
         self._waited_s = 0.0  # in it, for drafts
+        self._has_verified = False  # drafts, in the last step
 
     @property
     def step_times(self) -> tuple[StepTime, ...]:
@@ -191,6 +192,9 @@ class HostedDrafting:
             request.draft = None
             if row.num_new_tokens > 0 and not self._has_ended(request, row.num_new_tokens):
                 asking.append(request)
+        if self._seen.are_alike and self._has_verified:  # with as many draft tokens each: one without any tells
+            self.num_undrafted[DisabledReason.WARMUP] += len(asking)
+            asking = []
         asked_s = self._clock()
         self.coordinator.ask(asking, asked_s)
         self._send()
@@ -265,6 +269,7 @@ class HostedDrafting:
         exposed_s = self._waited_s if is_continuous else 0.0
         if self._seen.observe(shape.num_tokens, step_s):
             self.pricing.use_profile(self._seen.profile)
+        self._has_verified = any(outcome.item.draft is not None for outcome in outcomes)
         self.stats.step_s.observe(step_s)
         accepted = [(outcome.item.request, len(outcome.path)) for outcome in outcomes if outcome.path]
         self.coordinator.observe_accepted(accepted)

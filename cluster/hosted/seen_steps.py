@@ -19,6 +19,11 @@ class SeenSteps:
         self._num_cold = NUM_COLD_STEPS
         self._points: collections.deque[StepTime] = collections.deque(maxlen=MAX_STEPS)
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether enough steps were seen, but none that tells what a token more costs."""
+        return not self.profile and len(self._points) >= MIN_STEPS
+
     def observe(self, num_tokens: int, seconds: float) -> bool:
         """Take in a step; return whether `profile` is there since just now."""
         if self.profile or num_tokens < 1 or seconds <= 0.0:
