@@ -28,7 +28,6 @@ import torch
 from transformers import LlamaConfig
 
 from fakes.by_channel import ByChannel
-from outrider.cluster.replicas.link_pool import LinkPool
 from outrider.drafter_service.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.drafter_service.service.colocated import open_local_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
@@ -37,6 +36,7 @@ from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, Dr
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import load_rank
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
+from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.links.tensor_channel import ChannelLimits, TensorSender
 from outrider.verifier_service.messages.draft import Draft, DraftClient, DrafterEvent, States, VerifierMessage

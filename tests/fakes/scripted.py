@@ -19,11 +19,11 @@ import grpc
 import numpy as np
 import torch
 
-from outrider.cluster.replicas.link_pool import LinkPool
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Close, Commit, Draft, Open, SparseRow
