@@ -43,10 +43,11 @@ class PoolConnection:
         report: Callable[[tuple[str, ...]], VerifierReport | None],
         follow: Callable[[Directive], None],
         credentials: LinkCredentials | None = None,
+        max_backoff_s: float = MAX_BACKOFF_S,
     ) -> None:
         """`report` is asked a few times a second, with the drafters that there are links to; None: not now.
 
-        Both callables run in the connection's thread.
+        Both callables run in the connection's thread. `max_backoff_s`: how long a failure is let be at most.
         """
         self.num_failures = 0  # of the directory's stream
         self.last_error: str | None = None  # why it is or was down
@@ -59,7 +60,8 @@ class PoolConnection:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._links: LinkPool | None = None
         self._end: asyncio.Event | None = None
-        self._is_stopping = False
+        self._stopping = threading.Event()
+        self._max_backoff_s = max_backoff_s
         self._thread = threading.Thread(target=self._run, name="outrider pool connection", daemon=True)
 
     @property
@@ -71,7 +73,7 @@ class PoolConnection:
 
     def stop(self) -> None:
         """Close the links and end the thread."""
-        self._is_stopping = True
+        self._stopping.set()
         self.begin_again()
         self._thread.join(timeout=5.0)
 
@@ -103,19 +105,21 @@ class PoolConnection:
     # --- the thread ---
 
     def _run(self) -> None:
-        while not self._is_stopping:
+        while not self._stopping.is_set():
             try:
                 asyncio.run(self._keep())
             except Exception:
                 logger.exception("the connection to the drafters at %s has failed; it begins again", self._address)
                 self._lose("it failed")
-                time.sleep(MAX_BACKOFF_S)
+                self._stopping.wait(self._max_backoff_s)
 
     async def _keep(self) -> None:
         """Hold links to the drafters that the directory names, until told to end; raises what broke."""
         end = self._end = asyncio.Event()
         links = self._links = LinkPool(self._hello, self._arrived.put, self._credentials)
         self._loop = asyncio.get_running_loop()
+        if self._stopping.is_set():  # said before there was a loop to say it to
+            end.set()
         following = asyncio.ensure_future(self._follow_forever(links))
         ended = asyncio.ensure_future(end.wait())
         try:
@@ -140,10 +144,10 @@ class PoolConnection:
                 self._lose(f"{error.code().name}: {error.details()}")
             except (TimeoutError, WireError, ConnectionError, asyncio.InvalidStateError) as error:
                 self._lose(f"{type(error).__name__}: {error}")
-            if time.monotonic() - begin_s > MAX_BACKOFF_S:
+            if time.monotonic() - begin_s > self._max_backoff_s:
                 backoff_s = MIN_BACKOFF_S
             await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            backoff_s = min(2 * backoff_s, self._max_backoff_s)
 
     def _lose(self, reason: str) -> None:
         self.num_failures += 1
