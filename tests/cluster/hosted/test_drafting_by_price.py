@@ -191,11 +191,11 @@ class Disorder:
         assert self.engine.drafting.load(lambda: ()) is not None
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_whatever_happens_no_draft_is_too_long_no_step_waits_too_long_and_nothing_is_kept_of_what_is_gone(seed: int):
     """What each step may do is asserted by the played engine itself, after every one."""
     disorder = Disorder(seed)
-    disorder.run(250)
+    disorder.run(150)
     disorder.end()
     drafting = disorder.engine.drafting
     assert drafting.coordinator.request_ids == set()
@@ -207,5 +207,5 @@ def test_whatever_happens_no_draft_is_too_long_no_step_waits_too_long_and_nothin
 def test_disorder_drafts_at_all():
     engines = [Disorder(seed) for seed in range(3)]
     for disorder in engines:
-        disorder.run(250)
-    assert sum(disorder.engine.drafting.stats.num_accepted_tokens for disorder in engines) > 100
+        disorder.run(150)
+    assert sum(disorder.engine.drafting.stats.num_accepted_tokens for disorder in engines) > 50
