@@ -236,15 +236,20 @@ async def test_a_drafter_of_a_new_epoch_gets_a_new_link():
         await until(lambda: side.states() == [True, False, True])
 
 
-@pytest.mark.parametrize("attempt", range(5))
-async def test_to_stop_at_once_ends_the_thread(attempt: int):
+async def test_to_stop_at_once_ends_the_thread():
     side = Side(1)
     side.connection.start()
-    await asyncio.sleep(attempt * 0.002)
     begin_s = time.monotonic()
     await asyncio.to_thread(side.connection.stop)
     assert time.monotonic() - begin_s < 3.0
     assert not side.connection._thread.is_alive()
+
+
+async def test_a_stop_before_there_is_a_loop_is_not_lost():
+    side = Side(1)
+    side.connection._stopping.set()  # between the thread's first look at it and its loop
+    async with asyncio.timeout(TIMEOUT_S):
+        await side.connection._keep()
 
 
 async def test_to_stop_tells_of_the_drafters_that_were_up():
