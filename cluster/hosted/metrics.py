@@ -48,16 +48,17 @@ class HostedMetrics:
         self._last_undrafted: dict[str, int] = {}
 
     def observe(self, load: EngineLoad, num_undrafted: Mapping[str, int], num_drafters: int) -> None:
-        """Take in a report."""
+        """Take in a report. `num_undrafted` may go on being counted meanwhile, in another thread."""
+        num_undrafted = dict(num_undrafted)
         now, before = load.counters, self._last.counters
         for name, counter in self._counters.items():
-            counter.inc(getattr(now, name) - getattr(before, name))
+            counter.inc(_grown(getattr(now, name), getattr(before, name)))
         _count(self._fallbacks, now.fallbacks, before.fallbacks)
         _count(self._undrafted, num_undrafted, self._last_undrafted)
         self._price.set(load.price or 0.0)
         self._drafters.set(num_drafters)
         self._wait_s.set(max((one.round_trip_s for one in load.drafters), default=0.0))
-        self._last, self._last_undrafted = load, dict(num_undrafted)
+        self._last, self._last_undrafted = load, num_undrafted
 
 
 def _gauge(name: str, text: str, registry: CollectorRegistry) -> Gauge:
@@ -66,4 +67,9 @@ def _gauge(name: str, text: str, registry: CollectorRegistry) -> Gauge:
 
 def _count(counter: Counter, now: Mapping[str, int], before: Mapping[str, int]) -> None:
     for reason, count in now.items():
-        counter.labels(reason=reason).inc(count - before.get(reason, 0))
+        counter.labels(reason=reason).inc(_grown(count, before.get(reason, 0)))
+
+
+def _grown(now: int, before: int) -> int:
+    """Return by how much a count has grown; one that is smaller has begun again, in the thread of the steps."""
+    return now - before if now >= before else now
