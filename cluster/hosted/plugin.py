@@ -18,6 +18,7 @@ from outrider.verifier_service.messages.link import Hello
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # of our own code: then it leaves the engine alone
+HostStep = tuple[Sequence[HostRow], Iterable[str], Host]  # what `HostedDrafting.propose` takes in
 
 
 class Plugin:
@@ -55,18 +56,18 @@ class Plugin:
         self._connection.start()
         logger.info("drafts come from the pool at %s, as verifier %s", options.pool, self._hello.verifier_id)
 
-    def propose(self, rows: Sequence[HostRow], finished_ids: Iterable[str], host: Host) -> list[list[int]]:
-        """Return what to verify next, for every row; nothing that fails here reaches the engine."""
+    def propose(self, num_rows: int, read: Callable[[], HostStep]) -> list[list[int]]:
+        """Return what to verify next, for every row of a step; nothing that fails here, or in `read`, is raised."""
         if self._num_failures >= MAX_FAILURES:
-            return [[] for _ in rows]
+            return [[] for _ in range(num_rows)]
         try:
-            return self._drafting.propose(rows, finished_ids, host)
+            return self._drafting.propose(*read())
         except Exception:
             self._num_failures += 1
             is_last = self._num_failures == MAX_FAILURES
             logger.exception("drafting has failed; %s", "it stays off" if is_last else "it begins again")
             self._begin_again()
-            return [[] for _ in rows]
+            return [[] for _ in range(num_rows)]
 
     def close(self) -> None:
         self._connection.stop()

@@ -69,9 +69,15 @@ class Drafts:
         tensor_parallel = get_tp_group()
         drafts: list[list[int]] | None = None
         if self._plugin is not None:
-            rows = rows_of(runner.input_batch, scheduler_output, sampled_token_ids)
-            host = RunnerView(runner, draft_seeded=self._draft_seeded)
-            drafts = self._plugin.propose(rows, scheduler_output.finished_req_ids, host)
+            batch = runner.input_batch
+            drafts = self._plugin.propose(
+                len(batch.req_ids),
+                lambda: (
+                    rows_of(batch, scheduler_output, sampled_token_ids),
+                    scheduler_output.finished_req_ids,
+                    RunnerView(runner, draft_seeded=self._draft_seeded),
+                ),
+            )
         if tensor_parallel.world_size > 1:
             drafts = tensor_parallel.broadcast_object(drafts, src=0)
         assert drafts is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from outrider.cluster.hosted.drafting import HostRequest, HostRow
@@ -41,18 +41,31 @@ class RunnerView:
     def describe(self, row: int) -> HostRequest:
         state = self._requests[self._batch.req_ids[row]]
         sampling = state.sampling_params
-        cap = (sampling.extra_args or {}).get(CAP_KEY)
+        cap = _cap_of(sampling.extra_args)
         if sampling.seed is not None and not self._draft_seeded:
             cap = 0  # its generator would go on from another state after every draft
+        # vLLM's own set has the model's end in it whether that ends the request or not
+        stop_token_ids = sampling.stop_token_ids if sampling.ignore_eos else sampling.all_stop_token_ids
         return HostRequest(
             num_prompt_tokens=state.num_prompt_tokens,
             max_tokens=sampling.max_tokens or 1 << 30,
-            num_speculative_tokens=None if cap is None else max(0, int(cap)),
-            stop_token_ids=frozenset() if sampling.ignore_eos else frozenset(sampling.all_stop_token_ids),
+            num_speculative_tokens=cap,
+            stop_token_ids=frozenset(stop_token_ids or ()),
         )
 
     def token_ids(self, row: int, start: int, stop: int) -> list[int]:
         return self._batch.token_ids_cpu[row, start:stop].tolist()
+
+
+def _cap_of(extra_args: Mapping[str, Any] | None) -> int | None:
+    """Return a client's cap on its drafts; one that is no number is 0: vLLM has let the request in unseen."""
+    cap = (extra_args or {}).get(CAP_KEY)
+    if cap is None:
+        return None
+    try:
+        return max(0, int(cap))
+    except (TypeError, ValueError, OverflowError):
+        return 0
 
 
 def rows_of(batch: Any, scheduler_output: Any, sampled_token_ids: Sequence[list[int]]) -> list[HostRow]:
@@ -94,6 +107,7 @@ def install_hook(runner: type, version: str, proposer: type) -> None:
     if (found := tuple(inspect.signature(original).parameters)) != PARAMETERS:
         raise UntriedVersionError(f"vLLM {version}: propose_draft_token_ids takes {found}, not {PARAMETERS}")
     runner.propose_draft_token_ids = _hooked(original, proposer)  # type: ignore[attr-defined]
+    runner._input_fits_in_drafter = _fitting(runner._input_fits_in_drafter, proposer)  # type: ignore[attr-defined]
     runner.execute_model = _timed(runner.execute_model)  # type: ignore[attr-defined]
 
 
@@ -108,6 +122,22 @@ def _hooked(original: Callable[..., Any], proposer: type) -> Callable[..., Any]:
 
     propose_draft_token_ids.is_outriders = True  # type: ignore[attr-defined]
     return propose_draft_token_ids
+
+
+def _fitting(original: Callable[..., bool], proposer: type) -> Callable[..., bool]:
+    """Ask ours about every batch: it ends each draft where its request's context does.
+
+    vLLM passes proposers over, for all requests, while one is nearly as long as a draft model may read. It then has
+    tokens of its own making verified, and its CPU build, which wants a CUDA stream for these, ends.
+    """
+
+    @functools.wraps(original)
+    def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
+        if not issubclass(type(self.drafter), proposer):
+            return original(self, common_attn_metadata)
+        return common_attn_metadata is not None
+
+    return _input_fits_in_drafter
 
 
 def _timed(original: Callable[..., Any]) -> Callable[..., Any]:
