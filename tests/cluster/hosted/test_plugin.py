@@ -17,7 +17,7 @@ from fakes.hosted import HostedEngine
 from outrider.cluster.hosted.drafting import HostedConfig, HostRequest, HostRow
 from outrider.cluster.hosted.metrics import HostedMetrics
 from outrider.cluster.hosted.options import PluginOptions
-from outrider.cluster.hosted.plugin import MAX_FAILURES, Plugin
+from outrider.cluster.hosted.plugin import MAX_FAILURES, HostStep, Plugin
 
 ROW = HostRow(request_id="a", num_tokens=4, num_scheduled_tokens=3, num_draft_tokens=0, num_new_tokens=1)
 CONFIG = HostedConfig(vocab_size=9, max_model_len=64, num_speculative_tokens=3)
@@ -53,7 +53,8 @@ class Bench:
         )
 
     def propose(self, *rows: HostRow, finished_ids: Sequence[str] = ()) -> list[list[int]]:
-        return self.plugin.propose(rows or (ROW,), finished_ids, self.host)
+        rows = rows or (ROW,)
+        return self.plugin.propose(len(rows), lambda: (rows, finished_ids, self.host))
 
 
 @asynccontextmanager
@@ -98,9 +99,13 @@ async def test_after_three_exceptions_it_stays_off(caplog: pytest.LogCaptureFixt
         assert caplog.text.count("drafting has failed") == MAX_FAILURES
 
 
-async def test_a_step_that_cannot_even_be_read_is_one_such_exception():
+async def test_a_step_that_cannot_even_be_read_is_one_such_exception(caplog: pytest.LogCaptureFixture):
+    def read() -> HostStep:
+        raise AttributeError("the engine is another one than was tried")
+
     async with bench() as one:
-        assert one.plugin.propose((ROW,), None, one.host) == [[]]  # type: ignore[arg-type]
+        assert one.plugin.propose(2, read) == [[], []]
+        assert "the engine is another one" in caplog.text
 
 
 async def test_reports_say_who_it_is_and_what_it_may_hold():

@@ -1,0 +1,264 @@
+"""vLLM's hook on a played runner: what it reads, what it passes on, and what it refuses."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.cluster.hosted.drafting import HostRow
+from outrider.cluster.hosted.vllm_hook import (
+    CAP_KEY,
+    PARAMETERS,
+    RunnerView,
+    UntriedVersionError,
+    install_hook,
+    options_of,
+    rows_of,
+)
+
+VERSION = "0.32.0"
+
+
+class OurDrafts:
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, Any, Any]] = []
+
+    def propose_step(self, runner: Any, scheduler_output: Any, sampled_token_ids: Any) -> list[list[int]]:
+        self.steps.append((runner, scheduler_output, sampled_token_ids))
+        return [[1, 2], []]
+
+
+def runner_class() -> type:
+    """Return a class like vLLM's model runner, to be hooked."""
+
+    class Runner:
+        def __init__(self, drafter: object) -> None:
+            self.drafter = drafter
+            self._draft_probs: object = "of the last proposer"
+            self._draft_prob_req_ids: object = "of the last proposer"
+
+        def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> tuple[Any, Any]:
+            return scheduler_output, intermediate_tensors
+
+        def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+            return False  # a request is nearly at its end
+
+        def propose_draft_token_ids(
+            self,
+            scheduler_output: Any,
+            sampled_token_ids: Any,
+            sampling_metadata: Any,
+            hidden_states: Any,
+            sample_hidden_states: Any,
+            aux_hidden_states: Any,
+            spec_decode_metadata: Any,
+            common_attn_metadata: Any,
+            slot_mappings: Any,
+        ) -> tuple[Any, ...]:
+            return ("vLLM's own", scheduler_output, sampled_token_ids, slot_mappings)
+
+    return Runner
+
+
+def ask(runner: Any) -> Any:
+    return runner.propose_draft_token_ids("scheduled", [[5], []], None, None, None, None, None, None, "slots")
+
+
+# The hook.
+
+
+def test_our_proposer_is_asked_with_the_step_of_its_runner():
+    runner_type = runner_class()
+    install_hook(runner_type, VERSION, OurDrafts)
+    runner = runner_type(OurDrafts())
+    assert ask(runner) == [[1, 2], []]
+    assert runner.drafter.steps == [(runner, "scheduled", [[5], []])]
+    assert (runner._draft_probs, runner._draft_prob_req_ids) == (None, None), "our drafts are point masses"
+
+
+@pytest.mark.parametrize("drafter", [object(), None])
+def test_other_proposers_are_left_alone(drafter: object):
+    runner_type = runner_class()
+    install_hook(runner_type, VERSION, OurDrafts)
+    runner = runner_type(drafter)
+    assert ask(runner) == ("vLLM's own", "scheduled", [[5], []], "slots")
+    assert runner._draft_probs == "of the last proposer"
+    assert not runner._input_fits_in_drafter("metadata")
+
+
+def test_a_subclass_of_our_proposer_is_ours():
+    runner_type = runner_class()
+    install_hook(runner_type, VERSION, OurDrafts)
+    assert ask(runner_type(type("Derived", (OurDrafts,), {})())) == [[1, 2], []]
+
+
+def test_ours_is_asked_whatever_is_nearly_at_its_end_but_not_where_nothing_was_computed():
+    runner_type = runner_class()
+    install_hook(runner_type, VERSION, OurDrafts)
+    runner = runner_type(OurDrafts())
+    assert runner._input_fits_in_drafter("metadata")
+    assert not runner._input_fits_in_drafter(None)
+
+
+def test_a_step_notes_when_it_began_and_is_else_as_it_was():
+    runner_type = runner_class()
+    install_hook(runner_type, VERSION, OurDrafts)
+    runner = runner_type(OurDrafts())
+    before_s = time.monotonic()
+    assert runner.execute_model("scheduled", intermediate_tensors="tensors") == ("scheduled", "tensors")
+    assert before_s <= runner.outrider_step_began_s <= time.monotonic()
+
+
+def test_the_hook_is_installed_once():
+    runner_type = runner_class()
+    install_hook(runner_type, VERSION, OurDrafts)
+    hooked = {name: getattr(runner_type, name) for name in ("propose_draft_token_ids", "execute_model")}
+    install_hook(runner_type, VERSION, OurDrafts)
+    assert hooked == {name: getattr(runner_type, name) for name in hooked}
+    assert tuple(inspect.signature(runner_type.propose_draft_token_ids).parameters) == PARAMETERS
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "0.320.1", "1.0.32.0", ""])
+def test_a_version_that_was_not_tried_is_refused_and_nothing_is_touched(version: str):
+    runner_type = runner_class()
+    original = runner_type.propose_draft_token_ids
+    with pytest.raises(UntriedVersionError, match=r"was tried with 0\.32\.x alone"):
+        install_hook(runner_type, version, OurDrafts)
+    assert runner_type.propose_draft_token_ids is original
+
+
+def test_another_method_of_the_same_name_is_refused_and_nothing_is_touched():
+    class Runner:
+        def execute_model(self) -> None: ...
+        def propose_draft_token_ids(self, scheduler_output: Any, sampled: Any) -> None: ...
+
+    original = Runner.execute_model
+    with pytest.raises(UntriedVersionError, match="propose_draft_token_ids takes"):
+        install_hook(Runner, VERSION, OurDrafts)
+    assert Runner.execute_model is original
+
+
+# What is read of a step.
+
+
+@dataclass
+class Sampling:
+    """Of vLLM's `SamplingParams`, what is looked at."""
+
+    max_tokens: int | None = 16
+    seed: int | None = None
+    extra_args: dict[str, Any] | None = None
+    ignore_eos: bool = False
+    stop_token_ids: list[int] | None = field(default_factory=lambda: [7])
+    all_stop_token_ids: set[int] = field(default_factory=lambda: {2, 7})
+
+
+def runner_with(*sampling: Sampling) -> Any:
+    request_ids = [f"r{index}" for index in range(len(sampling))]
+    tokens = np.arange(100, 120, dtype=np.int32).reshape(2, 10)
+    return SimpleNamespace(
+        input_batch=SimpleNamespace(
+            req_ids=request_ids, token_ids_cpu=tokens, num_tokens_no_spec=np.array([6, 4], dtype=np.int32)
+        ),
+        requests={
+            request_id: SimpleNamespace(num_prompt_tokens=3, sampling_params=one)
+            for request_id, one in zip(request_ids, sampling, strict=True)
+        },
+        outrider_step_began_s=5.0,
+    )
+
+
+def view(sampling: Sampling, *, draft_seeded: bool = False) -> RunnerView:
+    return RunnerView(runner_with(sampling), draft_seeded=draft_seeded)
+
+
+def test_rows_are_the_batchs_in_its_order_and_padding_is_no_draft():
+    scheduled = SimpleNamespace(
+        scheduled_spec_decode_tokens={"r0": [5, 0, -1, -1]}, num_scheduled_tokens={"r1": 4, "r0": 5}
+    )
+    rows = rows_of(runner_with(Sampling(), Sampling()).input_batch, scheduled, [[5, 9], []])
+    assert rows == [
+        HostRow(request_id="r0", num_tokens=6, num_scheduled_tokens=5, num_draft_tokens=2, num_new_tokens=2),
+        HostRow(request_id="r1", num_tokens=4, num_scheduled_tokens=4, num_draft_tokens=0, num_new_tokens=0),
+    ]
+    assert [row.num_accepted_tokens for row in rows] == [1, 0]
+    assert all(type(row.num_tokens) is int for row in rows), "numpy's integers do not cross a wire"
+
+
+def test_tokens_are_plain_integers_of_the_requests_row():
+    tokens = view(Sampling()).token_ids(0, 1, 4)
+    assert tokens == [101, 102, 103]
+    assert all(type(token_id) is int for token_id in tokens)
+    assert view(Sampling()).began_s == 5.0
+
+
+def test_a_request_is_described_by_its_parameters():
+    description = view(Sampling()).describe(0)
+    assert (description.num_prompt_tokens, description.max_tokens) == (3, 16)
+    assert description.num_speculative_tokens is None
+    assert description.stop_token_ids == {2, 7}
+    assert view(Sampling(max_tokens=None)).describe(0).max_tokens > 1 << 20
+
+
+def test_seeded_requests_get_no_drafts_unless_the_operator_allows_it():
+    assert view(Sampling(seed=0)).describe(0).num_speculative_tokens == 0
+    assert view(Sampling(seed=0), draft_seeded=True).describe(0).num_speculative_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("said", "cap"),
+    [
+        (0, 0),
+        (3, 3),
+        (2.9, 2),
+        ("2", 2),
+        (-1, 0),
+        (None, None),
+        ("none", 0),
+        ([2], 0),
+        (float("inf"), 0),
+        (float("nan"), 0),
+    ],
+)
+def test_a_clients_cap_is_read_and_one_that_is_no_number_harms_only_its_own_drafts(said: Any, cap: int | None):
+    """An exception would end everybody's drafts, and for ever after the third."""
+    assert view(Sampling(extra_args={CAP_KEY: said})).describe(0).num_speculative_tokens == cap
+    assert view(Sampling(extra_args={"other": said})).describe(0).num_speculative_tokens is None
+
+
+def test_the_models_end_is_no_stop_token_where_it_is_ignored_but_the_clients_own_are():
+    assert view(Sampling(ignore_eos=True)).describe(0).stop_token_ids == {7}
+    assert view(Sampling(ignore_eos=True, stop_token_ids=None)).describe(0).stop_token_ids == frozenset()
+
+
+# The options.
+
+
+def config_with(additional_config: Any) -> Any:
+    return SimpleNamespace(additional_config=additional_config)
+
+
+def test_options_are_of_vllms_additional_config():
+    assert options_of(config_with({"outrider": {"pool": "h:1"}, "other": 1})).pool == "h:1"
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({}, "--additional-config must say where the pool is"),
+        (None, "--additional-config must say where the pool is"),
+        ("outrider", "--additional-config must say where the pool is"),
+        ({"outrider": "h:1"}, "--additional-config must say where the pool is"),
+        ({"outrider": {}}, "--additional-config: outrider: pool is missing"),
+        ({"outrider": {"pol": "h:1"}}, "did you mean 'pool'"),
+    ],
+)
+def test_a_bad_additional_config_is_named(found: Any, said: str):
+    with pytest.raises(ValueError, match=said):
+        options_of(config_with(found))
