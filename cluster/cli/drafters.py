@@ -78,6 +78,9 @@ def drafters(draft: str, **options: Any) -> None:
     from outrider.cluster.replicas.serving import DeployError, serve_drafters_until_interrupted
 
     if draft in LOOKUPS:
+        method = options["speculative_config"].get("method", draft)
+        if method != draft:
+            raise click.BadParameter(f"method: {method}, where DRAFT is {draft}", param_hint="--speculative-config")
         options["speculative_config"] = {**options["speculative_config"], "method": draft}
     else:
         options["draft_model"] = draft
