@@ -1,0 +1,65 @@
+"""What may be configured of a pool alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outrider.cluster.config.drafters_config import DraftersConfig
+from outrider.drafter_service.service.speculative_config import STATE_READING, Method
+
+
+def config_of(**options: Any) -> DraftersConfig:
+    return DraftersConfig.from_mapping({"model": "m", **options})
+
+
+def test_a_draft_model_makes_a_pool_and_no_verifier_takes_part():
+    config = config_of(draft_model="d", num_drafters="1:3", draft_tensor_parallel_size=2, tensor_parallel_size=8)
+    assert list(config.pools) == ["default"]
+    assert config.num_ranks == 3 * 2, "the target's ranks are the other engine's"
+    assert config.num_shells == 3 + 1, "and a directory"
+
+
+def test_look_ups_need_no_checkpoint_of_their_own():
+    config = config_of(speculative_config={"method": "ngram"})
+    assert config.speculative.method is Method.NGRAM
+    assert config.num_ranks == 1
+
+
+def test_further_pools_stand_beside_the_first():
+    config = config_of(draft_model="d", num_drafters=2, drafter_pools=[{"name": "look", "method": "ngram"}])
+    assert list(config.pools) == ["default", "look"]
+    assert (config.num_ranks, config.num_shells) == (3, 4)
+
+
+@pytest.mark.parametrize("method", STATE_READING)
+def test_what_reads_the_targets_states_is_refused_by_name(method: Method):
+    with pytest.raises(ValueError, match=f"^speculative_config: method: {method.value} reads the target's hidden"):
+        config_of(draft_model="d", speculative_config={"method": method.value})
+
+
+def test_one_of_several_pools_that_reads_states_is_refused_as_well():
+    pool = {"name": "heads", "method": "eagle3", "model": "e"}
+    with pytest.raises(ValueError, match="speculative_config: method: eagle3 reads"):
+        config_of(draft_model="d", drafter_pools=[pool])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "draft_model: nothing would draft"),
+        ({"draft_model": "d", "num_drafters": 0}, "draft_model: nothing would draft"),
+        ({"draft_model": "d", "num_speculative_tokens": 0}, "draft_model: nothing would draft"),
+        ({"speculative_config": {"method": "ngram", "location": "verifier"}}, "draft_model: nothing would draft"),
+        ({"draft_model": "d", "speculative_config": {"method": "ngam"}}, "did you mean 'ngram'"),
+        ({"draft_model": "d", "num_verifiers": 0}, "num_verifiers must be"),
+        ({"draft_model": "d", "num_drafter": 1}, "did you mean 'num_drafters'"),
+        ({"draft_model": "d", "draft_tensor_parallel_size": 0}, "draft_tensor_parallel_size"),
+        ({"draft_model": "d", "max_num_seqs": 0}, "max_num_seqs"),
+        ({"draft_model": "d", "link_ssl_certfile": "c.pem"}, "link_ssl_"),
+    ],
+)
+def test_a_bad_value_is_named(options: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        config_of(**options)
