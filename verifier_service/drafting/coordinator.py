@@ -171,8 +171,11 @@ class DraftCoordinator:
             return
         session.round = None
         if outstanding.position != request.num_tokens:  # it went on without this draft, maybe since it was preempted
-            self.num_stale_drafts += outstanding.background_until_s is None
-            session.has_answered |= outstanding.background_until_s is not None
+            if outstanding.background_until_s is None:
+                self.num_stale_drafts += 1
+                return
+            session.has_answered = True
+            self._drafters[drafter_id].breaker.record_success(now_s)
             return
         was_held, request.hold_until_s = request.hold_until_s is not None, None  # or it was preempted meanwhile
         drafter = self._drafters[drafter_id]
