@@ -53,7 +53,7 @@ ROOMS = {
     "drafter_service/shipped": "service",
     "drafter_service/training": "engine heads models service embedded verifier_service/messages verifier_service/model",
     # the service around them
-    "cluster": "router replicas offline",  # the names that users' configurations and programs import
+    "cluster": "router replicas offline hosted",  # the names that users' configurations and programs import
     "cluster/common": "verifier_service/links",
     "cluster/router": "common verifier_service/messages verifier_service/pricing",
     "cluster/monitoring": "common router verifier_service/messages",
@@ -70,6 +70,10 @@ ROOMS = {
         "common router monitoring gateway api api/openai config proto verifier_service/messages "
         "verifier_service/model verifier_service/links verifier_service/engine drafter_service/engine "
         "drafter_service/service"
+    ),
+    "cluster/hosted": (  # within another engine's process: no Ray, no transformers at import, nothing of drafters
+        "common router proto verifier_service/messages verifier_service/model verifier_service/scheduling "
+        "verifier_service/pricing verifier_service/links verifier_service/drafting verifier_service/engine"
     ),
     "cluster/offline": (
         "common router monitoring gateway config verifier_service/messages verifier_service/model "

@@ -23,6 +23,8 @@ PARTS = {
     "outrider.cluster.api.vllm_grpc": "vllm-grpc",
     "outrider.cluster.peers.half_gguf": "gguf",
 }
+# they are loaded by another engine, which is in an environment of its own and no extra of ours
+WITHIN_VLLM = frozenset({"outrider.cluster.vllm", "outrider.cluster.hosted.vllm_drafts"})
 MODULES = [path for layer in LAYERS for path in sources(ROOT / layer)]
 
 
@@ -60,6 +62,16 @@ def test_only_the_optional_parts_import_an_extras_packages():
         if any(f"{module}.".startswith(f"{package}.") for package in packages)
     }
     assert found == set(PARTS.items())
+
+
+def test_the_parts_within_vllm_are_those_that_import_it():
+    found = {
+        module_name(path)
+        for path in MODULES
+        for module, _, _ in imported(path.read_text())
+        if f"{module}.".startswith(("vllm.", "outrider.cluster.hosted.vllm_drafts."))
+    }
+    assert found == WITHIN_VLLM
 
 
 WITHOUT_EXTRAS = """
@@ -108,7 +120,7 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def without_extras() -> tuple[Mapping[str, Any], str]:
     """What the core answers, and logs, in a process in which no extra's packages can be imported."""
-    modules = [name for path in MODULES if (name := module_name(path)) not in PARTS]
+    modules = [name for path in MODULES if (name := module_name(path)) not in PARTS.keys() | WITHIN_VLLM]
     packages = [package for names in PACKAGES.values() for package in names]
     code = f"import sys; sys.path.append({str(ROOT / 'tests')!r})\n{WITHOUT_EXTRAS}"
     found = subprocess.run(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fakes.hosted import MAX_MODEL_LEN, NEVER, VOCAB_SIZE, HostedEngine, continued, messages_of, num_drafted
+from fakes.hosted.engine import MAX_MODEL_LEN, NEVER, VOCAB_SIZE, HostedEngine, continued, messages_of, num_drafted
 from outrider.cluster.hosted.drafting import MIN_WAIT_S, HostedConfig
 from outrider.cluster.router.fleet import Directive
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, Open, Resync

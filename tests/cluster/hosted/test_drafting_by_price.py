@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from fakes.hosted import NEVER, HostedEngine, free_steps, num_drafted
+from fakes.hosted.engine import NEVER, HostedEngine, free_steps, num_drafted
 from outrider.cluster.router.fleet import Directive
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan

@@ -21,6 +21,7 @@ from outrider.drafter_service import embedded
 ENVIRONMENT = Path(os.environ.get("OUTRIDER_VLLM_ENV", Path.home() / ".cache" / "outrider" / "vllm-0.32.0"))
 INTERPRETER = ENVIRONMENT / "bin" / "python"
 VOCAB_SIZE, PROMPT_LENGTH, MAX_TOKENS, NUM_PROMPTS = 2048, 24, 48, 8
+MAX_MODEL_LEN = 256
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -38,7 +39,7 @@ def vllm(log: Path, pool: str | None = None, **options: object) -> PeerProcess:
         "model": str(embedded.target_path()),
         "dtype": "float32",
         "max_num_seqs": 16,
-        "max_model_len": 256,
+        "max_model_len": MAX_MODEL_LEN,
         "enforce_eager": True,
         "num_speculative_tokens": 6,
         "lookup": False,
@@ -109,6 +110,14 @@ def test_drafters_that_misbehave_change_no_token(drafting, pool, plain, mood):
     for drafter in drafters(pool):
         drafter.mood = Mood.GOOD
     assert answer.token_ids == plain.token_ids[:4]
+
+
+def test_a_request_that_fills_its_context_ends_there_and_ends_nobody_else(drafting, plain):
+    """vLLM passes proposers over while one request is nearly as long as it may be: its CPU build ends of that."""
+    answer = drafting.run(prompts()[:2], MAX_MODEL_LEN - PROMPT_LENGTH)
+    assert [len(tokens) for tokens in answer.token_ids] == [MAX_MODEL_LEN - PROMPT_LENGTH] * 2
+    assert [tokens[:MAX_TOKENS] for tokens in answer.token_ids] == plain.token_ids[:2]
+    assert drafting.run(prompts()[:1], MAX_TOKENS).token_ids == plain.token_ids[:1]
 
 
 def test_drafters_that_end_in_mid_stream_change_no_token(drafting, pool, plain):

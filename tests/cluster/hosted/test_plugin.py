@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from fakes.hosted import HostedEngine
+from fakes.hosted.engine import HostedEngine
 from outrider.cluster.hosted.drafting import HostedConfig, HostRequest, HostRow
 from outrider.cluster.hosted.metrics import HostedMetrics
 from outrider.cluster.hosted.options import PluginOptions
