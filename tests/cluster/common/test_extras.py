@@ -71,7 +71,7 @@ def test_the_parts_within_vllm_are_those_that_import_it():
         for module, _, _ in imported(path.read_text())
         if f"{module}.".startswith(("vllm.", "outrider.cluster.hosted.vllm_drafts."))
     }
-    assert found == WITHIN_VLLM
+    assert found - {"outrider.cluster.peers.vllm_worker"} == WITHIN_VLLM  # that one is run, and imports it in functions
 
 
 WITHOUT_EXTRAS = """
