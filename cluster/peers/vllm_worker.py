@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 def load(options: dict[str, Any]) -> tuple[str, Generate]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{options['num_threads'] - 1}"
+    num_threads, num_ranks = options["num_threads"], options.get("tensor_parallel_size", 1)
+    cores = (f"{rank * num_threads}-{(rank + 1) * num_threads - 1}" for rank in range(num_ranks))
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(cores)
     import vllm
 
     drafting: dict[str, Any] | None = None
@@ -34,7 +36,7 @@ def load(options: dict[str, Any]) -> tuple[str, Generate]:
         if options.get("pool")
         else {},
         enforce_eager=options.get("enforce_eager", False),
-        tensor_parallel_size=options.get("tensor_parallel_size", 1),
+        tensor_parallel_size=num_ranks,
     )
 
     def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:

@@ -141,6 +141,20 @@ def test_drafters_that_end_in_mid_stream_change_no_token(drafting, pool, plain):
     assert counters(pool).num_accepted_tokens > before
 
 
+def test_of_two_ranks_one_asks_and_both_verify_the_same(plain, tmp_path):
+    played = PlayedPool(VOCAB_SIZE)
+    played.add("first", [prompt + text for prompt, text in zip(prompts(), plain.token_ids, strict=True)])
+    with vllm(tmp_path / "log", pool=played.address, tensor_parallel_size=2) as engine:
+        engine.run(prompts()[:1], MAX_TOKENS)
+        time.sleep(1.0)
+        answer = engine.run(prompts(), MAX_TOKENS)
+        time.sleep(0.5)
+        found = counters(played)
+    played.close()
+    assert answer.token_ids == plain.token_ids
+    assert found.num_accepted_tokens > MAX_TOKENS, found
+
+
 def test_sampled_tokens_keep_the_targets_distribution_and_a_planted_defect_shows():
     script, tests = Path(__file__).with_name("vllm_law.py"), Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
