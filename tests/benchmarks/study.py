@@ -17,7 +17,7 @@ from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router
 from benchmarks.step import step
-from benchmarks.vllm_pool import vllm_pool
+from benchmarks.vllm.pool import vllm_pool
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 
 STUDIES = (acceptance, adaptive, ahead, clients, exact, policy, pricing, router, step, vllm_pool)

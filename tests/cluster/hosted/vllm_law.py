@@ -1,8 +1,8 @@
 """The distribution of vLLM's sampled tokens with drafts from a pool, beside the target's own; prints JSON.
 
-Runs in vLLM's environment. The second token of many unseeded answers, after the first tokens that come most often, is
-counted beside what the model's probabilities say; then again with a planted defect: point masses that claim to have
-been drawn uniformly, which vLLM's rejection sampling then accepts too often.
+Runs in vLLM's environment. The next token of many unseeded answers that have followed the likeliest path so far, which
+is what the pool drafts, is counted beside what the model's probabilities say; then again with a planted defect: point
+masses that claim to have been drawn uniformly, which vLLM's rejection sampling then accepts too often.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from outrider.cluster.hosted.vllm_drafts import Drafts
 from outrider.drafter_service import embedded
 
 PROMPT = [5, 80, 90, 12, 7, 300, 41, 9]
-NUM_FIRST, NUM_SAMPLES, MIN_EXPECTED, TEMPERATURE = 4, 6000, 5.0, 0.7
+DEPTHS = (2, 3, 4)  # tokens before it: a session has been opened by then
+NUM_SAMPLES, MIN_EXPECTED, TEMPERATURE = 6000, 5.0, 0.7
 
 
 class Target:
@@ -43,17 +44,18 @@ class Target:
         return torch.softmax(self._model(torch.tensor([token_ids])).logits[0, -1] / TEMPERATURE, dim=0)
 
 
-def counts(engine: Any, target: Target, firsts: list[int]) -> list[tuple[list[int], list[float]]]:
-    """Return how often second tokens came after each of some first ones, and how often they should have."""
-    sampling = vllm.SamplingParams(temperature=TEMPERATURE, max_tokens=3, ignore_eos=True)
-    answers = engine.generate([{"prompt_token_ids": PROMPT}] * NUM_SAMPLES, sampling, use_tqdm=False)
+def counts(engine: Any, target: Target, path: list[int]) -> list[tuple[list[int], list[float]]]:
+    """Return how often tokens came next on the likeliest path, and how often they should have, by depth."""
+    sampling = vllm.SamplingParams(temperature=TEMPERATURE, max_tokens=len(path), ignore_eos=True)
+    outputs = engine.generate([{"prompt_token_ids": PROMPT}] * NUM_SAMPLES, sampling, use_tqdm=False)
+    answers = [list(output.outputs[0].token_ids) for output in outputs]
     found = []
-    for first in firsts:
-        seconds = Counter(one.outputs[0].token_ids[1] for one in answers if one.outputs[0].token_ids[0] == first)
-        count = sum(seconds.values())
-        law = target.next([*PROMPT, first]) * count
+    for depth in DEPTHS:
+        following = Counter(answer[depth] for answer in answers if answer[:depth] == path[:depth])
+        count = sum(following.values())
+        law = target.next([*PROMPT, *path[:depth]]) * count
         common = [token_id for token_id in range(target.vocab_size) if law[token_id] >= MIN_EXPECTED]
-        observed = [seconds[token_id] for token_id in common]
+        observed = [following[token_id] for token_id in common]
         expected = [float(law[token_id]) for token_id in common]
         observed.append(count - sum(observed))
         expected.append(max(count - sum(expected), 1e-9))
@@ -79,15 +81,11 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     target = Target()
-    firsts = target.next(PROMPT).topk(NUM_FIRST).indices.tolist()
-    texts = []
-    for first in firsts:
-        text = [*PROMPT, first]
-        for _ in range(3):
-            text.append(int(target.next(text).argmax()))
-        texts.append(text)
+    path: list[int] = []
+    for _ in range(max(DEPTHS) + 2):
+        path.append(int(target.next([*PROMPT, *path]).argmax()))
     pool = PlayedPool(target.vocab_size)
-    pool.add("knowing", texts)
+    pool.add("knowing", [[*PROMPT, *path]])
     engine = vllm.LLM(
         str(embedded.target_path()),
         dtype="float32",
@@ -101,11 +99,11 @@ def main() -> None:
         },
         additional_config={"outrider": {"pool": pool.address, "speculation": "always"}},
     )
-    honest = counts(engine, target, firsts)
+    honest = counts(engine, target, path)
     (verifier,) = pool.snapshot().verifiers
     num_drafts = verifier.report.load.counters.num_drafts
     plant(2, target.vocab_size)
-    planted = counts(engine, target, firsts)
+    planted = counts(engine, target, path)
     answers.write(json.dumps({"honest": honest, "planted": planted, "num_drafts": num_drafts}))
     answers.flush()
     os._exit(0)  # vLLM leaves threads that do not end

@@ -1,6 +1,6 @@
 """What happens to vLLM's streams when its drafters fail: every failure many times, in vLLM's own environment.
 
-    PYTHONPATH=tests ~/.cache/outrider/vllm-0.32.0/bin/python -m benchmarks.vllm_failures --repeats 20
+    PYTHONPATH=tests ~/.cache/outrider/vllm-0.32.0/bin/python tests/cluster/hosted/vllm_failures.py
 
 The embedded target in fp32, four streams, drafters that know what comes next until they fail in mid-stream.
 """

@@ -1,0 +1,38 @@
+"""What the study of vLLM reads and shows, without vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.vllm.pool import ADAPTIVE, FIXED, PLAIN, Drafted, copy_prompts, drafted, engines
+
+PAGE = """
+# TYPE outrider_verify_committed_tokens_total counter
+outrider_verify_committed_tokens_total{engine="a",model_name="m"} 100.0
+outrider_verify_committed_tokens_total{engine="b",model_name="m"} 7.0
+# TYPE outrider_verify_drafts_total counter
+outrider_verify_drafts_total{engine="a",model_name="m"} 20.0
+# TYPE outrider_verify_accepted_tokens_total counter
+outrider_verify_accepted_tokens_total{engine="a",model_name="m"} 60.0
+"""
+
+
+def test_one_engines_counters_are_read_and_the_drafted_share_follows():
+    found = drafted(PAGE, "a")
+    assert found == Drafted(100.0, 20.0, 0.0, 60.0)
+    assert found.share == 0.5, "40 rounds committed 100 tokens"
+    assert found.minus(Drafted(60.0, 0.0, 0.0, 20.0)) == Drafted(40.0, 20.0, 0.0, 40.0)
+    assert drafted(PAGE, "c").share == 0.0
+
+
+def test_texts_to_be_copied_are_all_different():
+    prompts = copy_prompts(str.encode, 8)
+    assert len(set(prompts)) == 8
+
+
+def test_plain_engines_have_no_pool_and_the_others_differ_in_who_decides():
+    modes = {peer.name: peer.options for peer in engines(Path("python"), "host:1", {"model": "m"})}
+    assert "pool" not in modes[PLAIN]
+    assert modes[FIXED]["pool"] == modes[ADAPTIVE]["pool"] == "host:1"
+    assert modes[FIXED]["plugin"] == {"speculation": "always"}
+    assert modes[ADAPTIVE].get("plugin") is None
