@@ -29,7 +29,7 @@ class Drafts:
         """Raises `ValueError` naming the option, and `UntriedVersionError`."""
         options = options_of(vllm_config)
         install_hook(GPUModelRunner, vllm.__version__, Drafts)
-        self._draft_seeded = options.draft_seeded
+        self._draft_sampled = options.draft_sampled
         self._runner: Any = None
         self._plugin: Plugin | None = None
         if get_tp_group().rank_in_group == 0:
@@ -75,7 +75,7 @@ class Drafts:
                 lambda: (
                     rows_of(batch, scheduler_output, sampled_token_ids),
                     scheduler_output.finished_req_ids,
-                    RunnerView(runner, draft_seeded=self._draft_seeded),
+                    RunnerView(runner, draft_sampled=self._draft_sampled),
                 ),
             )
         if tensor_parallel.world_size > 1:

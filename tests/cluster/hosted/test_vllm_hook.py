@@ -152,7 +152,7 @@ class Sampling:
     """Of vLLM's `SamplingParams`, what is looked at."""
 
     max_tokens: int | None = 16
-    seed: int | None = None
+    temperature: float = 0.0
     extra_args: dict[str, Any] | None = None
     ignore_eos: bool = False
     stop_token_ids: list[int] | None = field(default_factory=lambda: [7])
@@ -174,8 +174,8 @@ def runner_with(*sampling: Sampling) -> Any:
     )
 
 
-def view(sampling: Sampling, *, draft_seeded: bool = False) -> RunnerView:
-    return RunnerView(runner_with(sampling), draft_seeded=draft_seeded)
+def view(sampling: Sampling, *, draft_sampled: bool = False) -> RunnerView:
+    return RunnerView(runner_with(sampling), draft_sampled=draft_sampled)
 
 
 def test_rows_are_the_batchs_in_its_order_and_padding_is_no_draft():
@@ -206,9 +206,9 @@ def test_a_request_is_described_by_its_parameters():
     assert view(Sampling(max_tokens=None)).describe(0).max_tokens > 1 << 20
 
 
-def test_seeded_requests_get_no_drafts_unless_the_operator_allows_it():
-    assert view(Sampling(seed=0)).describe(0).num_speculative_tokens == 0
-    assert view(Sampling(seed=0), draft_seeded=True).describe(0).num_speculative_tokens is None
+def test_sampled_requests_get_no_drafts_unless_the_operator_allows_it():
+    assert view(Sampling(temperature=0.7)).describe(0).num_speculative_tokens == 0
+    assert view(Sampling(temperature=0.7), draft_sampled=True).describe(0).num_speculative_tokens is None
 
 
 @pytest.mark.parametrize(

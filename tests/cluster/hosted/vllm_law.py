@@ -29,7 +29,7 @@ from outrider.drafter_service import embedded
 
 PROMPT = [5, 80, 90, 12, 7, 300, 41, 9]
 DEPTHS = (2, 3, 4)  # tokens before it: a session has been opened by then
-NUM_SAMPLES, MIN_EXPECTED, TEMPERATURE = 6000, 5.0, 0.7
+NUM_SAMPLES, MIN_EXPECTED, TEMPERATURE = 3000, 5.0, 0.7
 
 
 class Target:
@@ -97,7 +97,7 @@ def main() -> None:
             "model": "outrider.cluster.vllm.Drafts",
             "num_speculative_tokens": 2,
         },
-        additional_config={"outrider": {"pool": pool.address, "speculation": "always"}},
+        additional_config={"outrider": {"pool": pool.address, "speculation": "always", "draft_sampled": True}},
     )
     honest = counts(engine, target, path)
     (verifier,) = pool.snapshot().verifiers

@@ -117,6 +117,7 @@ def test_what_cannot_run_here_is_named(tmp_path):
     assert names == [BASELINE, PLACEBO, "Outrider adaptive", "Outrider fixed", "transformers", "vLLM",
                      "transformers look-up", "vLLM look-up"]  # fmt: skip
     needy = {"Outrider draft model", "transformers assisted", "vLLM draft model"}
+    assert missing.pop("vLLM from our pool") == "it needs --pool"
     assert missing.keys() == {"OpenVINO", "OpenVINO look-up", "llama.cpp", *needy}
     assert {missing[name] for name in needy} == {"it needs --draft-model"}
     assert "make peers" in missing["OpenVINO"]
@@ -124,7 +125,7 @@ def test_what_cannot_run_here_is_named(tmp_path):
         (tmp_path / environment / "bin").mkdir(parents=True)
         (tmp_path / environment / "bin" / "python").touch()
     assert "GGUF" in all_peers(tmp_path, half_gguf=None, **fields)[1]["OpenVINO"]
-    assert all_peers(tmp_path, half_gguf=tmp_path / "half.gguf", **fields)[1].keys() == needy
+    assert all_peers(tmp_path, half_gguf=tmp_path / "half.gguf", pool="host:1", **fields)[1].keys() == needy
 
 
 def test_the_page_says_ratios_equal_tokens_and_who_is_missing():
