@@ -67,7 +67,8 @@ def test_the_image_has_the_extras_of_a_deployment():
     (install,) = (line for line in instructions("RUN") if "/tmp/wheels/*.whl" in line)
     extras = re.search(r"\[(otlp[^]]*)\]", install)
     assert extras is not None
-    assert set(extras[1].split(",")) == PROJECT["project"]["optional-dependencies"].keys() - {"plots", "vllm", "all", "dev"}
+    known = PROJECT["project"]["optional-dependencies"].keys()
+    assert set(extras[1].split(",")) == known - {"plots", "vllm", "all", "dev"}
 
 
 def test_there_is_a_cpu_and_a_cuda_variant():
