@@ -25,7 +25,9 @@ MAX_MODEL_LEN = 256
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not (ENVIRONMENT / ".ready").is_file(), reason=f"vLLM is not in {ENVIRONMENT}: make vllm installs it"),
+    pytest.mark.skipif(
+        not (ENVIRONMENT / ".ready").is_file(), reason=f"vLLM is not in {ENVIRONMENT}: make vllm installs it"
+    ),
 ]
 
 
