@@ -192,7 +192,7 @@ class HostedDrafting:
             request.draft = None
             if row.num_new_tokens > 0 and not self._has_ended(request, row.num_new_tokens):
                 asking.append(request)
-        if self._seen.are_alike and self._has_verified:  # with as many draft tokens each: one without any tells
+        if self._seen.wants_plain and self._has_verified:  # every other step, until it is known what drafts cost
             self.num_undrafted[DisabledReason.WARMUP] += len(asking)
             asking = []
         asked_s = self._clock()
@@ -267,7 +267,8 @@ class HostedDrafting:
         is_continuous = any(row.num_tokens - row.num_new_tokens == request.num_tokens for row, request in pairs)
         step_s = self._clock() - (self._ended_s if is_continuous else began_s)
         exposed_s = self._waited_s if is_continuous else 0.0
-        if self._seen.observe(shape.num_tokens, step_s):
+        has_prompts = any(row.num_scheduled_tokens > 1 + row.num_draft_tokens for row in rows)
+        if self._seen.observe(shape.num_tokens, step_s, has_prompts=has_prompts):
             self.pricing.use_profile(self._seen.profile)
         self._has_verified = any(outcome.item.draft is not None for outcome in outcomes)
         self.stats.step_s.observe(step_s)

@@ -20,7 +20,7 @@ class PluginOptions:
     pool: str  # "host:port" of `outrider drafters`
     speculation: str = "auto"  # who decides how much: prices and the router; always: the engine's longest draft, each
     max_wait_ms: float = 100.0  # the longest that a step waits for drafts
-    draft_sampled: bool = False  # draft for sampled requests, too: see docs/vllm.md before
+    draft_seeded: bool = False  # draft for seeded requests, too: their tokens then depend on the drafts
     link_ssl_certfile: str | None = None
     link_ssl_keyfile: str | None = None
     link_ssl_ca_certs: str | None = None

@@ -7,6 +7,8 @@ from typing import Any
 
 import vllm
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from outrider.cluster.hosted.drafting import HostedConfig
@@ -14,8 +16,11 @@ from outrider.cluster.hosted.metrics import HostedMetrics
 from outrider.cluster.hosted.options import PluginOptions
 from outrider.cluster.hosted.plugin import Plugin
 from outrider.cluster.hosted.vllm_hook import RunnerView, UntriedVersionError, install_hook, options_of, rows_of
+from outrider.cluster.hosted.vllm_sampling import mend_expansion
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import fingerprint_of
+
+logger = init_logger(__name__)
 
 
 class Drafts:
@@ -29,7 +34,9 @@ class Drafts:
         """Raises `ValueError` naming the option, and `UntriedVersionError`."""
         options = options_of(vllm_config)
         install_hook(GPUModelRunner, vllm.__version__, Drafts)
-        self._draft_sampled = options.draft_sampled
+        if vllm_config.device_config.device.type == "cpu" and mend_expansion(rejection_sampler):
+            logger.warning("vLLM's CPU build loses the temperature of drafted requests (issue 55005): mended here")
+        self._draft_seeded = options.draft_seeded
         self._runner: Any = None
         self._plugin: Plugin | None = None
         if get_tp_group().rank_in_group == 0:
@@ -75,7 +82,7 @@ class Drafts:
                 lambda: (
                     rows_of(batch, scheduler_output, sampled_token_ids),
                     scheduler_output.finished_req_ids,
-                    RunnerView(runner, draft_sampled=self._draft_sampled),
+                    RunnerView(runner, draft_seeded=self._draft_seeded),
                 ),
             )
         if tensor_parallel.world_size > 1:

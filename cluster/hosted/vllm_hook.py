@@ -34,17 +34,17 @@ class UntriedVersionError(RuntimeError):
 class RunnerView:
     """Look requests up in vLLM's model runner."""
 
-    def __init__(self, runner: Any, *, draft_sampled: bool) -> None:
+    def __init__(self, runner: Any, *, draft_seeded: bool) -> None:
         self._batch, self._requests = runner.input_batch, runner.requests
-        self._draft_sampled = draft_sampled
+        self._draft_seeded = draft_seeded
         self.began_s: float = runner.outrider_step_began_s
 
     def describe(self, row: int) -> HostRequest:
         state = self._requests[self._batch.req_ids[row]]
         sampling = state.sampling_params
         cap = _cap_of(sampling.extra_args)
-        if sampling.temperature > GREEDY_TEMPERATURE and not self._draft_sampled:
-            cap = 0  # not shown to keep the distribution yet (docs/vllm.md)
+        if sampling.seed is not None and sampling.temperature > GREEDY_TEMPERATURE and not self._draft_seeded:
+            cap = 0  # vLLM's generator of a request advances by as many steps as the draft has tokens
         # vLLM's own set has the model's end in it whether that ends the request or not
         stop_token_ids = sampling.stop_token_ids if sampling.ignore_eos else sampling.all_stop_token_ids
         return HostRequest(

@@ -144,8 +144,14 @@ class CostModel:
 
         Without `context` it starts as free, and is learnt from the steps alone.
         """
-        self._profile = profile
         self.experts = experts
+        self._context = context
+        self.use_profile(profile)
+
+    def use_profile(self, profile: StepTimeModel) -> None:
+        """Go by another profile; what was learnt of the steps beside the last one is dropped."""
+        experts, context = self.experts, self._context
+        self._profile = profile
         self._num_factors = 4 if experts is None else 5
         self._prior = [1.0] + [0.0] * (self._num_factors - 1)  # of each factor, worth `_prior_steps`
         self._prior_steps = list(PRIOR_STEPS)

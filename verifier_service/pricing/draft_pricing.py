@@ -96,8 +96,11 @@ class DraftPricing:
         experts: ExpertShape | None = None,
         context: ContextTime | None = None,
     ) -> None:
-        """Start pricing by measured step times; too few of them leave it off. `experts`, `context`: see `CostModel`."""
+        """Price by measured step times, or by others; too few of them change nothing. See `CostModel` for the rest."""
         if len({point.num_tokens for point in step_times}) < 2:
+            return
+        if self._levels is not None:
+            self._levels.use_profile(StepTimeModel.from_points(step_times))
             return
         self._levels = LoadLevels(CostModel(StepTimeModel.from_points(step_times), experts, context))
         self._go_to_level(1)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
-from outrider.verifier_service.pricing.cost_model import CostModel
+from outrider.verifier_service.pricing.cost_model import CostModel, StepTimeModel
 from outrider.verifier_service.pricing.exposure import DraftDepth, DraftExposure
 from outrider.verifier_service.pricing.shortfall import Shortfall
 from outrider.verifier_service.pricing.step_price import StepPrice
@@ -51,6 +51,11 @@ class LoadLevels:
     def __init__(self, cost: CostModel) -> None:
         """`cost`: by the profile alone."""
         self._levels = {(1).bit_length(): _new_level(cost, DraftExposure())}
+
+    def use_profile(self, profile: StepTimeModel) -> None:
+        """Let all levels go by another profile; what they know of drafts stays."""
+        for level in self._levels.values():
+            level.cost.use_profile(profile)
 
     def at(self, num_requests: int) -> LoadLevel:
         """Return the level of so many decoding requests."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fakes.hosted.engine import NEVER, HostedEngine, free_steps, num_drafted
+from outrider.cluster.hosted.seen_steps import MIN_SAMPLES
 from outrider.cluster.router.fleet import Directive
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
@@ -79,11 +80,11 @@ def test_speculation_goes_off_when_many_requests_make_tokens_dear_and_comes_back
     assert num_drafted(engine.steps(20)) >= alone / 2
 
 
-def test_steps_that_are_all_alike_are_told_apart_by_one_without_drafts():
+def test_steps_that_are_all_alike_are_told_apart_by_a_few_without_drafts():
     """A drafter that always gives a whole draft for a lone request makes every step as large as the last."""
     engine = priced_engine(free_steps)
-    assert engine.drafting.num_undrafted[DisabledReason.WARMUP] == 1
-    assert len({point.num_tokens for point in engine.drafting.step_times}) == 2
+    assert 1 <= engine.drafting.num_undrafted[DisabledReason.WARMUP] <= MIN_SAMPLES
+    assert {1, 5} <= {point.num_tokens for point in engine.drafting.step_times}
 
 
 def test_the_reports_price_and_step_times_are_there_once_steps_were_seen():

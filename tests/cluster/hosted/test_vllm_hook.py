@@ -153,6 +153,7 @@ class Sampling:
 
     max_tokens: int | None = 16
     temperature: float = 0.0
+    seed: int | None = None
     extra_args: dict[str, Any] | None = None
     ignore_eos: bool = False
     stop_token_ids: list[int] | None = field(default_factory=lambda: [7])
@@ -174,8 +175,8 @@ def runner_with(*sampling: Sampling) -> Any:
     )
 
 
-def view(sampling: Sampling, *, draft_sampled: bool = False) -> RunnerView:
-    return RunnerView(runner_with(sampling), draft_sampled=draft_sampled)
+def view(sampling: Sampling, *, draft_seeded: bool = False) -> RunnerView:
+    return RunnerView(runner_with(sampling), draft_seeded=draft_seeded)
 
 
 def test_rows_are_the_batchs_in_its_order_and_padding_is_no_draft():
@@ -206,9 +207,15 @@ def test_a_request_is_described_by_its_parameters():
     assert view(Sampling(max_tokens=None)).describe(0).max_tokens > 1 << 20
 
 
-def test_sampled_requests_get_no_drafts_unless_the_operator_allows_it():
-    assert view(Sampling(temperature=0.7)).describe(0).num_speculative_tokens == 0
-    assert view(Sampling(temperature=0.7), draft_sampled=True).describe(0).num_speculative_tokens is None
+def test_seeded_requests_get_no_drafts_unless_the_operator_allows_it():
+    seeded = Sampling(temperature=0.7, seed=3)
+    assert view(seeded).describe(0).num_speculative_tokens == 0
+    assert view(seeded, draft_seeded=True).describe(0).num_speculative_tokens is None
+
+
+def test_a_seed_that_decides_nothing_and_sampling_without_one_are_drafted():
+    assert view(Sampling(temperature=0.7)).describe(0).num_speculative_tokens is None
+    assert view(Sampling(seed=3)).describe(0).num_speculative_tokens is None
 
 
 @pytest.mark.parametrize(

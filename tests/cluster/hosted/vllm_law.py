@@ -97,7 +97,7 @@ def main() -> None:
             "model": "outrider.cluster.vllm.Drafts",
             "num_speculative_tokens": 2,
         },
-        additional_config={"outrider": {"pool": pool.address, "speculation": "always", "draft_sampled": True}},
+        additional_config={"outrider": {"pool": pool.address, "speculation": "always"}},
     )
     honest = counts(engine, target, path)
     (verifier,) = pool.snapshot().verifiers
