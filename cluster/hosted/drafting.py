@@ -142,7 +142,7 @@ class HostedDrafting:
         self._requests: dict[str, Request] = {}
         self._stop_token_ids: dict[str, frozenset[int]] = {}
         self._drafts: dict[str, Draft] = {}  # handed out, to be verified
-        self._default_plan = self._pinned(SpeculationPlan(draft_length=config.num_speculative_tokens))
+        self._default_plan = self._heeded(SpeculationPlan(draft_length=config.num_speculative_tokens))
         self._last_ids: set[str] = set()  # requests of the last step
         self._ended_s = 0.0  # when the last call that drafted returned
         self._waited_s = 0.0  # in it, for drafts
@@ -223,14 +223,16 @@ class HostedDrafting:
     def _follow(self) -> None:
         while not self._directives.empty():
             directive = self._directives.get_nowait()
-            self._default_plan = self._pinned(directive.default_plan)
+            self._default_plan = self._heeded(directive.default_plan)
             for request_id in directive.plans.keys() & self._requests.keys():
-                self._requests[request_id].plan = self._pinned(directive.plans[request_id])
+                self._requests[request_id].plan = self._heeded(directive.plans[request_id])
 
-    def _pinned(self, plan: SpeculationPlan) -> SpeculationPlan:
-        if not self._config.is_pinned:
+    def _heeded(self, plan: SpeculationPlan) -> SpeculationPlan:
+        """Return what is made of the router's plan: it waits for step times, which only drafting gives it here."""
+        if not self._config.is_pinned and plan.disabled_reason is not DisabledReason.WARMUP:
             return plan
-        return replace(plan, draft_length=self._config.num_speculative_tokens, is_pinned=True, disabled_reason=None)
+        length = self._config.num_speculative_tokens
+        return replace(plan, draft_length=length, is_pinned=self._config.is_pinned, disabled_reason=None)
 
     def _mirrored(self, index: int, row: HostRow, host: Host) -> Request:
         """Return what is remembered of a row's request, as it was before the step."""

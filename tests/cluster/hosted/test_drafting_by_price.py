@@ -87,6 +87,16 @@ def test_steps_that_are_all_alike_are_told_apart_by_a_few_without_drafts():
     assert {1, 5} <= {point.num_tokens for point in engine.drafting.step_times}
 
 
+def test_a_router_that_waits_for_step_times_is_told_some_by_drafting():
+    engine = HostedEngine()
+    engine.pool.come_up("d")
+    off = SpeculationPlan(disabled_reason=DisabledReason.WARMUP)
+    engine.drafting.follow(Directive(plans={}, default_plan=off, drafters=()))
+    engine.add()
+    engine.steps(40)
+    assert engine.drafting.step_times
+
+
 def test_the_reports_price_and_step_times_are_there_once_steps_were_seen():
     engine = HostedEngine()
     engine.pool.come_up("d")
