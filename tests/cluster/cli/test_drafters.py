@@ -47,7 +47,6 @@ def test_what_is_missing_is_a_usage_error(arguments: tuple[str, ...]):
         ("--dtype", "int4", "--dtype"),
         ("--drafter-resources", "[", "drafter_resources"),
         ("--speculative-config", "{", "--speculative-config"),
-        ("--speculative-config", '{"method": "eagle3"}', "method: eagle3 reads the target's hidden states"),
         ("--speculative-config", '{"method": "ngam"}', "did you mean 'ngram'"),
         ("--link-ssl-certfile", "c.pem", "link_ssl_"),
     ],
