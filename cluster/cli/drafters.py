@@ -71,8 +71,8 @@ LOOKUPS = ("ngram", "suffix")  # that a pool can do without any checkpoint of it
 def drafters(draft: str, **options: Any) -> None:
     """Serve a pool of drafters alone, which vLLM drafts from with our plug-in (docs/vllm.md).
 
-    DRAFT is the folder or hub id of a draft model or head, or a method: ngram or suffix, which look drafts up in what was
-    written before, or one whose drafter is shipped for the target (eagle3 for smollm2).
+    DRAFT is the folder or hub id of a draft model or head, or ngram or suffix, which look drafts up in what was written
+    before, or a method whose drafter is shipped for the target: eagle3 for smollm2.
     """
     from outrider.cluster.common.logs import configure_logging
     from outrider.cluster.config.drafters_config import DraftersConfig
