@@ -1,4 +1,4 @@
-"""The names under which Serve's configurations import the applications: `outrider.cluster.app:build_app` and its like."""
+"""Where Serve's configurations import the applications from: `outrider.cluster.app:build_app` and its like."""
 
 from __future__ import annotations
 

@@ -23,12 +23,11 @@ from typing import Protocol
 from outrider.cluster.hosted.seen_steps import SeenSteps
 from outrider.cluster.router.fleet import Directive
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator, StateSource
+from outrider.verifier_service.engine.counters import circuits_of, counters_of
 from outrider.verifier_service.engine.step_stats import RecentRates, StepStats
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.engine import (
-    DrafterCircuit,
-    EngineCounters,
     EngineLoad,
     PeerState,
     Relay,
@@ -375,28 +374,8 @@ class HostedDrafting:
             price=self.pricing.price,
             knee=self.pricing.knee,
             draft_length_mean=self._rates.draft_length_mean,
-            counters=EngineCounters(
-                num_steps=stats.num_steps,
-                num_scheduled_tokens=stats.num_scheduled_tokens,
-                num_committed_tokens=stats.num_committed_tokens,
-                num_drafts=stats.num_drafts,
-                num_draft_tokens=stats.num_draft_tokens,
-                num_accepted_tokens=stats.num_accepted_tokens,
-                num_asks=coordinator.num_asks,
-                num_asked_tokens=coordinator.num_asked_tokens,
-                num_bad_frames=self._relays.num_bad_frames,
-                num_stale_drafts=coordinator.num_stale_drafts,
-                num_resyncs=coordinator.num_resyncs,
-                fallbacks=dict(coordinator.fallbacks),
-                num_extrapolated_steps=self.pricing.num_extrapolated_steps,
-                step_s=stats.step_s.counts(),
-                round_trip_s=coordinator.round_trip_s.counts(),
-                lateness_s=coordinator.lateness_s.counts(),
-            ),
+            counters=counters_of(stats, coordinator, self.pricing, self._relays),
             requests=tuple(RequestLoad.of(request, is_running=True) for request in running),
             drafters=coordinator.drafters(now_s),
-            circuits=tuple(
-                DrafterCircuit(drafter_id=drafter_id, state=state.value)
-                for drafter_id, state in coordinator.circuits(now_s).items()
-            ),
+            circuits=circuits_of(coordinator, now_s),
         )

@@ -24,4 +24,4 @@ def test_the_engine_drafts_from_the_pool_beside_it():
     assert (speculative["method"], speculative["model"]) == ("custom_class", "outrider.cluster.vllm.Drafts")
     assert speculative["num_speculative_tokens"] <= config.num_speculative_tokens
     assert config.model == engine["model_loading_config"]["model_source"]
-    assert config.num_verifiers == str(engine["deployment_config"]["autoscaling_config"]["max_replicas"])
+    assert str(config.num_verifiers) == str(engine["deployment_config"]["autoscaling_config"]["max_replicas"])

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
+from outrider.verifier_service.engine.counters import circuits_of, counters_of
 from outrider.verifier_service.engine.engine import VerifierEngine, failure
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.engine import (
     TO_ENGINE,
     Cancel,
-    DrafterCircuit,
-    EngineCounters,
     EngineLoad,
     EngineUpdate,
     PeerState,
@@ -175,43 +174,16 @@ def engine_load(
         knee=engine.pricing.knee,
         draft_length_mean=rates.draft_length_mean,
         verify_idle_share=rates.idle_share,
-        counters=_counters(engine, drafts or RelayDraftClient()),
+        counters=replace(
+            counters_of(engine.stats, drafting, engine.pricing, drafts or RelayDraftClient()),
+            num_preemptions=scheduler.num_preemptions,
+            num_prefix_queried_tokens=scheduler.num_prefix_queried_tokens,
+            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+        ),
         requests=(
             *(RequestLoad.of(request, is_running=True) for request in running),
             *(RequestLoad.of(request, is_running=False) for request in waiting),
         ),
         drafters=drafting.drafters(now_s),
-        circuits=tuple(
-            DrafterCircuit(drafter_id=drafter_id, state=state.value)
-            for drafter_id, state in drafting.circuits(now_s).items()
-        ),
-    )
-
-
-def _counters(engine: VerifierEngine, drafts: RelayDraftClient) -> EngineCounters:
-    scheduler, drafting, stats = engine.scheduler, engine.drafting, engine.stats
-    return EngineCounters(
-        num_steps=stats.num_steps,
-        num_scheduled_tokens=stats.num_scheduled_tokens,
-        num_committed_tokens=stats.num_committed_tokens,
-        num_drafts=stats.num_drafts,
-        num_draft_tokens=stats.num_draft_tokens,
-        num_accepted_tokens=stats.num_accepted_tokens,
-        num_asks=drafting.num_asks,
-        num_asked_tokens=drafting.num_asked_tokens,
-        num_preemptions=scheduler.num_preemptions,
-        num_prefix_queried_tokens=scheduler.num_prefix_queried_tokens,
-        num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
-        num_bad_frames=drafts.num_bad_frames,
-        num_stale_drafts=drafting.num_stale_drafts,
-        num_resyncs=drafting.num_resyncs,
-        fallbacks=dict(drafting.fallbacks),
-        num_state_bytes=dict(drafts.num_state_bytes),
-        num_tensor_fallbacks=drafts.num_tensor_fallbacks,
-        idle_s=stats.idle_s,
-        num_extrapolated_steps=engine.pricing.num_extrapolated_steps,
-        step_s=stats.step_s.counts(),
-        queue_s=stats.queue_s.counts(),
-        round_trip_s=drafting.round_trip_s.counts(),
-        lateness_s=drafting.lateness_s.counts(),
+        circuits=circuits_of(drafting, now_s),
     )
