@@ -88,7 +88,7 @@ def test_a_cache_in_several_groups_is_refused_by_name():
 
 
 def test_layers_that_were_not_given_out_are_an_error_and_no_silent_nonsense():
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="zip"):
         StepStates((1, 2)).write(runner_of(("a", 0, [1])), step(a=2), layer(0.0, 2), [layer(0.0, 2)])
 
 
