@@ -1,4 +1,4 @@
-"""The pages for users are complete and name nothing else: drafters, keys, reasons, endpoints, fields, options, metrics."""
+"""The pages for users name every drafter, key, reason, endpoint and field, and no option or metric that is not."""
 
 from __future__ import annotations
 
