@@ -1,7 +1,7 @@
-"""`outrider.cluster.app:build_app`: the name under which Serve's configurations import the application."""
+"""The names under which Serve's configurations import the applications: `outrider.cluster.app:build_app` and its like."""
 
 from __future__ import annotations
 
-from outrider.cluster.replicas.app import build_app
+from outrider.cluster.replicas.app import build_app, build_drafters_app
 
-__all__ = ["build_app"]
+__all__ = ["build_app", "build_drafters_app"]

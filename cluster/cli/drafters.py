@@ -71,17 +71,21 @@ LOOKUPS = ("ngram", "suffix")  # that a pool can do without any checkpoint of it
 def drafters(draft: str, **options: Any) -> None:
     """Serve a pool of drafters alone, which vLLM drafts from with our plug-in (docs/vllm.md).
 
-    DRAFT is the folder or hub id of a draft model, or ngram or suffix, which look drafts up in what was written before.
+    DRAFT is the folder or hub id of a draft model or head, or ngram or suffix, which look drafts up in what was written
+    before, or a method whose drafter is shipped for the target: eagle3 for smollm2.
     """
     from outrider.cluster.common.logs import configure_logging
     from outrider.cluster.config.drafters_config import DraftersConfig
+    from outrider.cluster.config.known_models import drafter_paths
     from outrider.cluster.replicas.serving import DeployError, serve_drafters_until_interrupted
 
-    if draft in LOOKUPS:
+    shipped = {method.value: str(path) for method, path in drafter_paths(options["model"]).items()}
+    if draft in LOOKUPS or draft in shipped:
         method = options["speculative_config"].get("method", draft)
         if method != draft:
             raise click.BadParameter(f"method: {method}, where DRAFT is {draft}", param_hint="--speculative-config")
         options["speculative_config"] = {**options["speculative_config"], "method": draft}
+        options["draft_model"] = shipped.get(draft)
     else:
         options["draft_model"] = draft
         options["speculative_config"] = {"method": "draft_model", **options["speculative_config"]}

@@ -19,10 +19,6 @@ class DraftersConfig(ServiceConfig):
         ServiceConfig.__post_init__(self)  # `super()` does not know a class with slots
         if not self.pools:
             raise ValueError("draft_model: nothing would draft")
-        for spec in self.drafter_specs:
-            if spec.speculative.reads_states:
-                problem = "reads the target's hidden states, which other engines do not send yet"
-                raise ValueError(f"speculative_config: method: {spec.speculative.method} {problem}")
 
     @property
     def num_ranks(self) -> int:

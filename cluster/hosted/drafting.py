@@ -22,7 +22,7 @@ from typing import Protocol
 
 from outrider.cluster.hosted.seen_steps import SeenSteps
 from outrider.cluster.router.fleet import Directive
-from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator, StateSource
 from outrider.verifier_service.engine.step_stats import RecentRates, StepStats
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.draft import Draft
@@ -102,6 +102,9 @@ class Host(Protocol):
     def token_ids(self, row: int, start: int, stop: int) -> Sequence[int]:
         """Return the request's tokens from `start` to `stop`."""
 
+    def block_table(self, row: int) -> Sequence[int]:
+        """Return the request's KV blocks; asked only where drafters read states."""
+
 
 class Drafters(Protocol):
     """The way to the pool. Neither call blocks for longer than it is told to."""
@@ -117,14 +120,21 @@ class HostedDrafting:
     """Drafting for one engine: `propose` is called by its step loop, the rest from any thread, and never blocks it."""
 
     def __init__(
-        self, drafters: Drafters, config: HostedConfig, *, clock: Callable[[], float] = time.monotonic
+        self,
+        drafters: Drafters,
+        config: HostedConfig,
+        *,
+        states: StateSource | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`states`: where the engine keeps the target's, if drafters may read any."""
         self.pricing = DraftPricing()
         self.stats = StepStats()
         self.num_undrafted: collections.Counter[str] = collections.Counter()  # requests in steps, by why not
         self._lock = threading.Lock()  # held while anything below changes
         self._directives: queue.SimpleQueue[Directive] = queue.SimpleQueue()  # to be followed
         self._drafters = drafters
+        self._states = states
         self._config = config
         self._clock = clock
         self._relays = RelayDraftClient(clock=clock)
@@ -136,7 +146,7 @@ class HostedDrafting:
             min_deadline_s=min(MIN_WAIT_S, config.max_wait_s),
             background_opening_s=config.opening_s,
         )
-        self.coordinator = DraftCoordinator(self._relays, limits, pricing=self.pricing)
+        self.coordinator = DraftCoordinator(self._relays, limits, states, self.pricing)
         self._seen = SeenSteps()
         self._rates = RecentRates()
         self._requests: dict[str, Request] = {}
@@ -189,6 +199,8 @@ class HostedDrafting:
         for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
             request.token_ids.extend(host.token_ids(index, request.num_tokens, row.num_tokens))
             request.num_computed_tokens = row.num_tokens - (row.num_new_tokens > 0)
+            if self._states is not None:
+                request.block_table = list(host.block_table(index))
             request.draft = None
             if row.num_new_tokens > 0 and not self._has_ended(request, row.num_new_tokens):
                 asking.append(request)

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.common.security import link_tls
 from outrider.verifier_service.links.grpc_channel import LinkCredentials
+from outrider.verifier_service.messages.draft import FINAL_TAP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class PluginOptions:
     speculation: str = "auto"  # who decides how much: prices and the router; always: the engine's longest draft, each
     max_wait_ms: float = 100.0  # the longest that a step waits for drafts
     draft_seeded: bool = False  # draft for seeded requests, too: their tokens then depend on the drafts
+    state_taps: tuple[int, ...] = ()  # layers whose inputs the pool's heads read; -1: what the output embedding sees
     link_ssl_certfile: str | None = None
     link_ssl_keyfile: str | None = None
     link_ssl_ca_certs: str | None = None
@@ -34,6 +36,8 @@ class PluginOptions:
             raise ValueError("speculation must be auto or always")
         if not 0.0 < self.max_wait_ms <= 10_000.0:
             raise ValueError("max_wait_ms must be in (0, 10000]")
+        if any(tap < FINAL_TAP for tap in self.state_taps):
+            raise ValueError(f"state_taps must be layers, or {FINAL_TAP}")
         link_tls(self.link_ssl_certfile, self.link_ssl_keyfile, self.link_ssl_ca_certs)  # refuses an incomplete set
 
     @classmethod

@@ -13,6 +13,7 @@ from outrider.cluster.hosted.metrics import HostedMetrics
 from outrider.cluster.hosted.options import PluginOptions
 from outrider.cluster.hosted.pool_connection import PoolConnection
 from outrider.cluster.router.fleet import VerifierReport
+from outrider.verifier_service.drafting.coordinator import StateSource
 from outrider.verifier_service.messages.link import Hello
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,10 @@ class Plugin:
         engine: str,
         known_ids: Callable[[], Iterable[str]],
         metrics: HostedMetrics,
+        states: StateSource | None = None,
     ) -> None:
         """`engine` names it in the pool; `known_ids` are the requests that it holds now."""
+        self._states = states
         self._config = config
         self._known_ids = known_ids
         self._metrics = metrics
@@ -44,6 +47,7 @@ class Plugin:
             epoch=time.time_ns(),
             vocab_size=config.vocab_size,
             vocab_fingerprint=vocab_fingerprint,
+            state_taps=options.state_taps,
         )
         self._connection = PoolConnection(
             options.pool,
@@ -52,7 +56,7 @@ class Plugin:
             follow=lambda directive: self._drafting.follow(directive),
             credentials=options.credentials,
         )
-        self._drafting = HostedDrafting(self._connection, config)
+        self._drafting = HostedDrafting(self._connection, config, states=states)
         self._connection.start()
         logger.info("drafts come from the pool at %s, as verifier %s", options.pool, self._hello.verifier_id)
 
@@ -74,7 +78,7 @@ class Plugin:
 
     def _begin_again(self) -> None:
         """Forget everything, and open every link anew: drafters then free what they hold for us."""
-        self._drafting = HostedDrafting(self._connection, self._config)
+        self._drafting = HostedDrafting(self._connection, self._config, states=self._states)
         self._metrics.begin_again()
         self._connection.begin_again()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import vllm
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
@@ -14,9 +15,10 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from outrider.cluster.hosted.drafting import HostedConfig
 from outrider.cluster.hosted.metrics import HostedMetrics
 from outrider.cluster.hosted.options import PluginOptions
-from outrider.cluster.hosted.plugin import Plugin
+from outrider.cluster.hosted.plugin import HostStep, Plugin
 from outrider.cluster.hosted.vllm_hook import RunnerView, UntriedVersionError, install_hook, options_of, rows_of
 from outrider.cluster.hosted.vllm_sampling import mend_expansion
+from outrider.cluster.hosted.vllm_states import StepStates
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import fingerprint_of
 
@@ -37,7 +39,9 @@ class Drafts:
         if vllm_config.device_config.device.type == "cpu" and mend_expansion(rejection_sampler):
             logger.warning("vLLM's CPU build loses the temperature of drafted requests (issue 55005): mended here")
         self._draft_seeded = options.draft_seeded
+        self.state_taps = options.state_taps
         self._runner: Any = None
+        self._states = StepStates(options.state_taps) if options.state_taps else None
         self._plugin: Plugin | None = None
         if get_tp_group().rank_in_group == 0:
             self._plugin = self._new_plugin(options, vllm_config)
@@ -61,6 +65,7 @@ class Drafts:
             engine="vllm",
             known_ids=lambda: () if self._runner is None else list(self._runner.requests),
             metrics=HostedMetrics(),
+            states=self._states,
         )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -70,21 +75,30 @@ class Drafts:
         """Never called: the hook calls `propose_step` in its place."""
         raise UntriedVersionError("vLLM calls proposers by another way than the plug-in's hook")
 
-    def propose_step(self, runner: Any, scheduler_output: Any, sampled_token_ids: Sequence[list[int]]) -> list[Any]:
+    def propose_step(
+        self,
+        runner: Any,
+        scheduler_output: Any,
+        sampled_token_ids: Sequence[list[int]],
+        hidden_states: torch.Tensor,
+        layer_inputs: Sequence[torch.Tensor] | None,
+    ) -> list[Any]:
         """Return what to verify in the next step, for every request of the runner's batch, in its order."""
         self._runner = runner
         tensor_parallel = get_tp_group()
         drafts: list[list[int]] | None = None
         if self._plugin is not None:
-            batch = runner.input_batch
-            drafts = self._plugin.propose(
-                len(batch.req_ids),
-                lambda: (
-                    rows_of(batch, scheduler_output, sampled_token_ids),
+
+            def read() -> HostStep:
+                if self._states is not None:
+                    self._states.write(runner, scheduler_output, hidden_states, layer_inputs)
+                return (
+                    rows_of(runner.input_batch, scheduler_output, sampled_token_ids),
                     scheduler_output.finished_req_ids,
                     RunnerView(runner, draft_seeded=self._draft_seeded),
-                ),
-            )
+                )
+
+            drafts = self._plugin.propose(len(runner.input_batch.req_ids), read)
         if tensor_parallel.world_size > 1:
             drafts = tensor_parallel.broadcast_object(drafts, src=0)
         assert drafts is not None

@@ -1,4 +1,4 @@
-"""The hook that vLLM's plug-in needs, and how its model runner is read; without vLLM itself.
+"""The hooks that vLLM's plug-in needs, and how its model runner is read; without vLLM itself.
 
 vLLM's `custom_class` proposer is told neither request ids nor parameters. So the proposer that vLLM makes inside its
 model runner puts itself in the way of the one method that calls proposers, `propose_draft_token_ids`, and passes
@@ -16,6 +16,8 @@ from typing import Any
 
 from outrider.cluster.hosted.drafting import HostRequest, HostRow
 from outrider.cluster.hosted.options import PluginOptions
+from outrider.cluster.hosted.vllm_states import block_table_of
+from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
 
 OPTIONS_KEY = "outrider"  # of vLLM's --additional-config
@@ -53,6 +55,9 @@ class RunnerView:
             num_speculative_tokens=cap,
             stop_token_ids=frozenset(stop_token_ids or ()),
         )
+
+    def block_table(self, row: int) -> list[int]:
+        return block_table_of(self._batch, row)
 
     def token_ids(self, row: int, start: int, stop: int) -> list[int]:
         return self._batch.token_ids_cpu[row, start:stop].tolist()
@@ -109,17 +114,26 @@ def install_hook(runner: type, version: str, proposer: type) -> None:
         raise UntriedVersionError(f"vLLM {version}: propose_draft_token_ids takes {found}, not {PARAMETERS}")
     runner.propose_draft_token_ids = _hooked(original, proposer)  # type: ignore[attr-defined]
     runner._input_fits_in_drafter = _fitting(runner._input_fits_in_drafter, proposer)  # type: ignore[attr-defined]
+    setup = "_setup_eagle3_aux_hidden_state_outputs"
+    setattr(runner, setup, _tapping(getattr(runner, setup), proposer))
     runner.execute_model = _timed(runner.execute_model)  # type: ignore[attr-defined]
 
 
 def _hooked(original: Callable[..., Any], proposer: type) -> Callable[..., Any]:
     @functools.wraps(original)
-    def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, *rest: Any) -> Any:
+    def propose_draft_token_ids(self: Any, *arguments: Any, **named: Any) -> Any:
         drafter: Any = self.drafter
         if not issubclass(type(drafter), proposer):
-            return original(self, scheduler_output, sampled_token_ids, *rest)
+            return original(self, *arguments, **named)
         self._draft_probs = self._draft_prob_req_ids = None  # point masses
-        return drafter.propose_step(self, scheduler_output, sampled_token_ids)
+        step = dict(zip(PARAMETERS[1:], arguments, strict=False)) | named
+        return drafter.propose_step(
+            self,
+            step["scheduler_output"],
+            step["sampled_token_ids"],
+            step["hidden_states"],
+            step["aux_hidden_states"],
+        )
 
     propose_draft_token_ids.is_outriders = True  # type: ignore[attr-defined]
     return propose_draft_token_ids
@@ -139,6 +153,25 @@ def _fitting(original: Callable[..., bool], proposer: type) -> Callable[..., boo
         return common_attn_metadata is not None
 
     return _input_fits_in_drafter
+
+
+def _tapping(original: Callable[..., None], proposer: type) -> Callable[..., None]:
+    """Have the model give out the states that ours wants, where it wants any."""
+
+    @functools.wraps(original)
+    def _setup_eagle3_aux_hidden_state_outputs(self: Any) -> None:
+        drafter = getattr(self, "drafter", None)
+        if drafter is None or not issubclass(type(drafter), proposer):
+            return original(self)
+        if layers := tuple(sorted({tap for tap in drafter.state_taps if tap != FINAL_TAP})):
+            model = self.get_model()
+            if not hasattr(model, "set_aux_hidden_state_layers"):
+                raise ValueError(f"state_taps: vLLM's {type(model).__name__} does not give out its layers' inputs")
+            self.use_aux_hidden_state_outputs = True
+            model.set_aux_hidden_state_layers(layers)
+        return None
+
+    return _setup_eagle3_aux_hidden_state_outputs
 
 
 def _timed(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,4 +30,6 @@ def expand_batch_to_tokens(
 ) -> torch.Tensor:
     """Repeat each request's value for each of its tokens, `replace_from` as `replace_to`: [requests] to [tokens]."""
     num_repeats = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-    return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(num_repeats, output_size=num_tokens)
+    return (
+        torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(num_repeats, output_size=num_tokens)
+    )

@@ -91,6 +91,14 @@ def build_drafters(config: DraftersConfig) -> Application:
     return directory.bind(config, router, *_drafter_pools(config, router))
 
 
+def build_drafters_app(options: dict[str, Any]) -> Application:
+    """Build the application of a pool alone from plain options, as `build_app` does; raises `OptionsError`."""
+    try:
+        return build_drafters(DraftersConfig.from_mapping(options))
+    except (ValueError, OSError) as error:
+        raise OptionsError(str(error)) from error
+
+
 def _drafter_pools(config: ServiceConfig, router: Application) -> list[Application]:
     """Bind every pool of drafters."""
     return [

@@ -276,6 +276,8 @@ def serve_drafters_until_interrupted(config: DraftersConfig) -> None:
         directory, http = f"{config.host}:{config.grpc_port}", f"http://{config.host}:{config.port}"
         with contextlib.suppress(KeyboardInterrupt):
             click.echo(f"drafting for {config.model_name} at {directory}, metrics at {http}/metrics: {config.drafting}")
+            if taps := config.verifier_spec.model.state_taps:
+                click.echo(f'heads read hidden states, which vLLM sends if its options say "state_taps": {list(taps)}')
             while True:
                 time.sleep(1.0)
         click.echo("stopping")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from outrider.cluster.config.drafters_config import DraftersConfig
-from outrider.drafter_service.service.speculative_config import STATE_READING, Method
+from outrider.drafter_service import embedded
+from outrider.drafter_service.service.speculative_config import Method
 
 
 def config_of(**options: Any) -> DraftersConfig:
@@ -33,16 +34,13 @@ def test_further_pools_stand_beside_the_first():
     assert (config.num_ranks, config.num_shells) == (3, 4)
 
 
-@pytest.mark.parametrize("method", STATE_READING)
-def test_what_reads_the_targets_states_is_refused_by_name(method: Method):
-    with pytest.raises(ValueError, match=f"^speculative_config: method: {method.value} reads the target's hidden"):
-        config_of(draft_model="d", speculative_config={"method": method.value})
-
-
-def test_one_of_several_pools_that_reads_states_is_refused_as_well():
-    pool = {"name": "heads", "method": "eagle3", "model": "e"}
-    with pytest.raises(ValueError, match="speculative_config: method: eagle3 reads"):
-        config_of(draft_model="d", drafter_pools=[pool])
+def test_heads_say_which_of_the_targets_states_they_read():
+    head = config_of(
+        model=str(embedded.target_path()),
+        draft_model=str(embedded.drafter_paths()[Method.EAGLE3]),
+        speculative_config={"method": "eagle3"},
+    )
+    assert len(head.verifier_spec.model.state_taps) == 3
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,22 @@ VERSION = "0.32.0"
 
 
 class OurDrafts:
-    def __init__(self) -> None:
-        self.steps: list[tuple[Any, Any, Any]] = []
+    def __init__(self, state_taps: tuple[int, ...] = ()) -> None:
+        self.state_taps = state_taps
+        self.steps: list[tuple[Any, ...]] = []
 
-    def propose_step(self, runner: Any, scheduler_output: Any, sampled_token_ids: Any) -> list[list[int]]:
-        self.steps.append((runner, scheduler_output, sampled_token_ids))
+    def propose_step(self, *step: Any) -> list[list[int]]:
+        self.steps.append(step)
         return [[1, 2], []]
+
+
+class Model:
+    """A model of vLLM that gives out what goes into its layers."""
+
+    layers: tuple[int, ...] | None = None
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        self.layers = layers
 
 
 def runner_class() -> type:
@@ -42,6 +52,14 @@ def runner_class() -> type:
             self.drafter = drafter
             self._draft_probs: object = "of the last proposer"
             self._draft_prob_req_ids: object = "of the last proposer"
+            self.use_aux_hidden_state_outputs = False
+            self.model: object = Model()
+
+        def get_model(self) -> object:
+            return self.model
+
+        def _setup_eagle3_aux_hidden_state_outputs(self) -> str:
+            return "vLLM's own"
 
         def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> tuple[Any, Any]:
             return scheduler_output, intermediate_tensors
@@ -67,7 +85,7 @@ def runner_class() -> type:
 
 
 def ask(runner: Any) -> Any:
-    return runner.propose_draft_token_ids("scheduled", [[5], []], None, None, None, None, None, None, "slots")
+    return runner.propose_draft_token_ids("scheduled", [[5], []], None, "hidden", None, ["aux"], None, None, "slots")
 
 
 # The hook.
@@ -78,7 +96,7 @@ def test_our_proposer_is_asked_with_the_step_of_its_runner():
     install_hook(runner_type, VERSION, OurDrafts)
     runner = runner_type(OurDrafts())
     assert ask(runner) == [[1, 2], []]
-    assert runner.drafter.steps == [(runner, "scheduled", [[5], []])]
+    assert runner.drafter.steps == [(runner, "scheduled", [[5], []], "hidden", ["aux"])]
     assert (runner._draft_probs, runner._draft_prob_req_ids) == (None, None), "our drafts are point masses"
 
 
@@ -104,6 +122,28 @@ def test_ours_is_asked_whatever_is_nearly_at_its_end_but_not_where_nothing_was_c
     runner = runner_type(OurDrafts())
     assert runner._input_fits_in_drafter("metadata")
     assert not runner._input_fits_in_drafter(None)
+
+
+def test_the_model_gives_out_the_layers_that_heads_read_and_no_others():
+    runner_type = runner_class()
+    install_hook(runner_type, VERSION, OurDrafts)
+    runner = runner_type(OurDrafts((5, -1, 2)))
+    runner._setup_eagle3_aux_hidden_state_outputs()
+    assert (runner.use_aux_hidden_state_outputs, runner.model.layers) == (True, (2, 5))
+    for taps in ((), (-1,)):
+        runner = runner_type(OurDrafts(taps))
+        runner._setup_eagle3_aux_hidden_state_outputs()
+        assert (runner.use_aux_hidden_state_outputs, runner.model.layers) == (False, None)
+    assert runner_type(object())._setup_eagle3_aux_hidden_state_outputs() == "vLLM's own"
+
+
+def test_a_model_that_cannot_give_them_out_is_refused_by_name():
+    runner_type = runner_class()
+    install_hook(runner_type, VERSION, OurDrafts)
+    runner = runner_type(OurDrafts((2,)))
+    runner.model = object()
+    with pytest.raises(ValueError, match="state_taps: vLLM's object does not give out"):
+        runner._setup_eagle3_aux_hidden_state_outputs()
 
 
 def test_a_step_notes_when_it_began_and_is_else_as_it_was():

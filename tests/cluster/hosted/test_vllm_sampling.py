@@ -19,10 +19,12 @@ def test_each_token_has_its_requests_value(dtype):
 
 
 def test_only_an_expansion_that_loses_its_values_is_replaced():
-    broken, right = SimpleNamespace(expand_batch_to_tokens=unwritten), SimpleNamespace(
-        expand_batch_to_tokens=expand_batch_to_tokens
+    broken, right = (
+        SimpleNamespace(expand_batch_to_tokens=unwritten),
+        SimpleNamespace(expand_batch_to_tokens=expand_batch_to_tokens),
     )
-    assert mend_expansion(broken) and broken.expand_batch_to_tokens is expand_batch_to_tokens
+    assert mend_expansion(broken)
+    assert broken.expand_batch_to_tokens is expand_batch_to_tokens
     assert not mend_expansion(right)
 
 
