@@ -13,8 +13,10 @@ from checkout import ROOT, own_files
 
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)[^)]*\)")
 COMMAND_END = re.compile(r"&&|\|\||[;|#]")
+MAX_README_WORDS = 1300
 BEFORE_COMMAND = re.compile(r"^\s*(?:\$\s+)?(?:[A-Z_]+=\S+\s+)*(?:\S*/)?(?=(?:outrider|make)(?:\s|$))")
 
 
@@ -62,11 +64,19 @@ def cli_problems(words: list[str], group: click.Group) -> list[str]:
 
 
 def link_problem(target: str, page: Path) -> str | None:
-    """Complain of a relative link to a missing file; other sites are left alone, for tests need no network."""
-    path = target.partition("#")[0]
-    if re.match(r"[a-z]+:", target) or not path or (page.parent / path).exists():
+    """Complain of a relative link to a missing file or heading; other sites are left alone: tests need no network."""
+    path, _, anchor = target.partition("#")
+    if re.match(r"[a-z]+:", target):
         return None
-    return f"{target} does not exist"
+    file = page.parent / path if path else page
+    is_there = file.exists() and (not anchor or file.suffix != ".md" or anchor in anchors(file.read_text()))
+    return None if is_there else f"{target} does not exist"
+
+
+def anchors(text: str) -> set[str]:
+    """Return what GitHub calls the headings of a page."""
+    headings = HEADING.findall(FENCE.sub("", text))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def make_targets(makefile: str) -> set[str]:
@@ -115,6 +125,10 @@ def test_the_readme_says_how_to_begin() -> None:
     assert any(words[:2] == ["outrider", "serve"] for words in asked)
 
 
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= MAX_README_WORDS
+
+
 # The rules.
 
 PAGE = """
@@ -151,7 +165,15 @@ def test_a_missing_link_is_caught() -> None:
     page = ROOT / "README.md"
     assert link_problem("no/such.md#x", page) == "no/such.md#x does not exist"
     assert link_problem("LICENSE", page) is None
-    assert link_problem("#x", page) is None
+    assert link_problem("https://example.org/x.md#y", page) is None
+    assert link_problem("CONTRIBUTING.md#where-a-new-thing-goes", page) is None
+    assert link_problem("CONTRIBUTING.md#no-such-heading", page) == "CONTRIBUTING.md#no-such-heading does not exist"
+    assert link_problem("#no-such-heading", page) == "#no-such-heading does not exist"
+
+
+def test_headings_are_called_as_github_calls_them() -> None:
+    page = "# `GET` it, now\n\n```\n# code\n```\n## 5. Exact, in two ways\n"
+    assert anchors(page) == {"get-it-now", "5-exact-in-two-ways"}
 
 
 def test_a_missing_make_target_is_caught() -> None:

@@ -38,7 +38,7 @@ _MODEL_OPTIONS = (
         metavar="JSON",
         is_eager=True,
         callback=read_speculative_config,
-        help='How to draft, as vLLM says it: {"method": "ngram", "prompt_lookup_max": 4}; README.md lists the methods.',
+        help='How to draft, as vLLM says it: {"method": "ngram", "prompt_lookup_max": 4}; all: docs/drafters.md.',
     ),
     click.option(
         "--draft-model",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from exactness.drafter_cells import CELLS, MODES, Bench, Cell, refusal
@@ -11,14 +11,14 @@ from exactness.drafter_runs import ALPHA, NUM_LAW_TOKENS, NUM_NEW_TOKENS, Embedd
 from outrider.verifier_service.messages.request import VerificationMode
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "results" / "matrix.md"
-HEADER = f"""# Every drafter, every mode, chains and trees, near and far
-
-Written by `PYTHONPATH=tests python -m exactness.drafter_table`; tested by `tests/exactness/test_drafter_matrix.py`.
+TITLE = "# Every drafter, every mode, chains and trees, near and far\n\n"
+HEADER = f"""Written by `PYTHONPATH=tests python -m exactness.drafter_table`; tested by
+`tests/exactness/test_drafter_matrix.py`.
 
 - *equal*: the tokens of greedy and of seeded requests are those of plain decoding, on the embedded target
   ({NUM_NEW_TOKENS} tokens each) and on a tiny one, with unseeded requests in the same batches. Beside it accepted and
   drafted tokens on the embedded target. Heads without a trained checkpoint are random, so seldom right, but exact.
-- *law*: the p-value of {NUM_LAW_TOKENS} unseeded tokens of the tiny target against the library's own laws
+- *law*: the p-value of {NUM_LAW_TOKENS} unseeded tokens of the tiny target against the library's own distributions
   (`markov_target.py`); one below {ALPHA:.0e} would contradict them. Beside it accepted and drafted tokens of that run.
 - *refused*: with these words. Nothing is left out.
 
@@ -48,6 +48,16 @@ def read_table() -> dict[tuple[str, str], str]:
     return verdicts
 
 
+def _conclusion(rows: Sequence[Sequence[str]]) -> str:
+    verdicts = [text for row in rows for text in row[3:]]
+    equal, kept, refused = (sum(text.startswith(word) for text in verdicts) for word in ("equal", "law", "refused"))
+    return (
+        f"Greedy and seeded tokens were those of plain decoding in {equal} cells, unseeded ones had the target's "
+        f"distribution in {kept}, and {len(verdicts) - equal - kept - refused} went wrong. What cannot be is refused "
+        f"with a reason, in {refused} cells.\n\n"
+    )
+
+
 def _share(run: Run) -> str:
     return f"{run.num_accepted_tokens} of {run.num_draft_tokens}"
 
@@ -74,7 +84,7 @@ def _pairs(cell: Cell, embedded: EmbeddedRuns, markov: MarkovRuns) -> Iterator[t
 def write_table(embedded: EmbeddedRuns, markov: MarkovRuns) -> None:
     """Run the cells that have not been run, and write what all of them gave."""
     rows = [[*str(cell).split(", "), *_row(cell, embedded, markov)] for cell in CELLS]
-    PATH.write_text(HEADER + "".join(f"| {' | '.join(row)} |\n" for row in rows))
+    PATH.write_text(TITLE + _conclusion(rows) + HEADER + "".join(f"| {' | '.join(row)} |\n" for row in rows))
 
 
 def main() -> None:

@@ -28,11 +28,12 @@ class Tally:
         )
         return (
             "# Fuzzing\n\n"
+            f"{total:,} inputs for {len(self.outcomes)} targets; failed tests: {num_failed}. An input that is refused, "
+            "by the error that the target documents, is no failure.\n\n"
             f"Written by `make fuzz` on {os.cpu_count()} cores ({platform.machine()}) after {seconds / 60:.0f} minutes."
             " A target fails, and is counted below, on an exception other than the one it documents, an answer of "
             "500, a gRPC status INTERNAL or UNKNOWN, an error that is not in its protocol's form, a server that no "
             "longer answers a good request, or a token of another request.\n\n"
-            f"**{total:,} inputs, {num_failed} failed tests.**\n\n"
             "| target | inputs | outcomes |\n|---|---|---|\n"
             f"{rows}\n"
         )

@@ -59,7 +59,7 @@ class Soak:
         """Describe the runs in Markdown, one line per case."""
         lines = "\n".join(_row(name, outcomes) for name, outcomes in self._rows.items())
         return (
-            f"# {self._title}\n\n"
+            f"# {self._title}\n\n{_conclusion([each for outcomes in self._rows.values() for each in outcomes])}\n\n"
             f"Written by `make soak` on {os.cpu_count()} cores ({platform.machine()}). In each run {self._streams} "
             "are under way when the failure strikes a real process or link; each stream's tokens are compared with "
             "plain decoding's. *Lost* and *doubled* count tokens, *hung* and *failed* streams (a killed gateway's "
@@ -104,6 +104,16 @@ def test_failures_of_ranks(num_runs: int):
 def test_failures_under_a_real_model(num_runs: int):
     with real_drill() as drill:
         REAL.repeat({case.name: partial(drill.run, case) for case in REAL_CASES}, num_runs)
+
+
+def _conclusion(outcomes: list[Outcome]) -> str:
+    num_wrong = sum(outcome.num_lost + outcome.num_doubled for outcome in outcomes)
+    num_hung, num_failed = (sum(getattr(each, name) for each in outcomes) for name in ("num_hung", "num_failed"))
+    return (
+        f"Of {len(outcomes)} failures under live streams, {num_wrong} tokens were lost or doubled and {num_hung} "
+        f"streams hung. {num_failed} streams ended in an error, and the longest pause was "
+        f"{max(outcome.longest_pause_s for outcome in outcomes):.1f} s."
+    )
 
 
 def _row(name: str, outcomes: list[Outcome]) -> str:

@@ -88,8 +88,12 @@ def streams_report(service: LiveService, prompts: list[str]) -> str:
 def report(streams: str, stages: list[Stage]) -> str:
     """Describe everything so far in Markdown."""
     num_requests = sum(len(stage.result.latencies_s) + len(stage.result.errors) for stage in stages)
+    num_failed = sum(len(stage.result.errors) for stage in stages)
+    num_wrong = sum(stage.result.num_wrong for stage in stages)
     return (
         "# Load: many streams, many short requests\n\n"
+        f"Of {num_requests:,} short requests in a row {num_failed} failed and {num_wrong} had a wrong text. The "
+        "service held nothing after them, and the last table says how memory and descriptors grew.\n\n"
         f"Written by `make soak` on {os.cpu_count()} cores ({platform.machine()}), shared by the service, its clients "
         "and whatever else ran. One verifier, one drafter, one gateway, the embedded pair, speculation always on; both "
         "engines check their books (`check_integrity`) after every step.\n\n"

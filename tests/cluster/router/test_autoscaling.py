@@ -188,7 +188,7 @@ def test_a_price_near_one_sends_drafters_away_and_one_in_between_brings_none():
 
 
 def test_a_cold_drafter_that_does_not_pay_for_a_single_stream_brings_no_verifier_and_stays():
-    """As seen on the first day that was recorded (docs/results/scaling.md)."""
+    """As seen on the first day that was recorded."""
     alone = {"num_replicas": 1, "num_ready": 1}
     verifier = {**alone, "num_requests": 1.0, "price": 1.0}
     drafter = {**alone, "num_sessions": 1.0}
