@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import settings
 
@@ -26,10 +28,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if function_of(item.nodeid) in slow:
             item.add_marker("slow")
+    _require_findable_services(items)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _cuda_is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
+
+
+def _require_findable_services(items: list[pytest.Item]) -> None:
+    """Raise `pytest.UsageError` unless run_all.sh finds every test that starts a service: it looks for the words."""
+    for path in {item.path for item in items if item.get_closest_marker("service")}:
+        if "mark.service" not in path.read_text():
+            raise pytest.UsageError(f"{path}: tests that start a service say so with pytest.mark.service in their file")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected, which stays, out of every garbage collection to come."""
+    gc.collect()
+    gc.freeze()
 
 
 def _cuda_is_available() -> bool:

@@ -15,8 +15,12 @@ run() { # NAME of the log, then pytest's arguments; 5: they left it no tests
 	((run_status == 0 || run_status == 5)) || status=$run_status
 }
 
-run 1 -m "service and not soak" "$@"
-# a worker has a core: more threads than cores wait for each other
-OMP_NUM_THREADS=1 run 2 -m "not (service or soak)" --numprocesses 2 --dist loadfile "$@"
+# of the files that have services alone, where none is named: to collect all takes most of a minute (conftest.py sees to it)
+files=()
+[[ " $*" == *" tests/"* ]] || mapfile -t files < <(grep --recursive --files-with-matches --include="test_*.py" "mark\.service" tests)
+run 1 -m "service and not soak" "${files[@]}" "$@"
+# a worker has a core: more threads than cores wait for each other. By name, not by their number of tests: a file of few
+# that takes minutes does not come last then, when the other worker has nothing left
+OMP_NUM_THREADS=1 run 2 -m "not (service or soak)" --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
 tail --quiet --lines 1 "$logs"/*
 exit "$status"

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from outrider.verifier_service.model.ranks import PipeListener, RankSpec
 from outrider.verifier_service.model.runner import ParallelRunner
 
 JOIN_TIMEOUT_S = 5.0
+SPAWNING = multiprocessing.get_context("spawn")
 
 
 class NoDrafters:
@@ -96,9 +98,15 @@ class PipeDraftClient:
 class RankProcesses:
     """Ranks as plain child processes, meeting in a folder of their own."""
 
-    def __init__(self, main: Callable[[Any, RankSpec], None], spec: Any, size: int, first_rank: int) -> None:
+    def __init__(
+        self,
+        main: Callable[[Any, RankSpec], None],
+        spec: Any,
+        size: int,
+        first_rank: int,
+        context: SpawnContext | ForkServerContext = SPAWNING,
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="outrider-"))
-        context = multiprocessing.get_context("spawn")
         self.processes = [
             context.Process(target=main, args=(spec, self.rank(rank, size)), daemon=True)
             for rank in range(first_rank, size)

@@ -36,14 +36,15 @@ def reserve(
     scheduled yet. `give_up` takes a session's KV away.
     """
     needed = pool.num_blocks_for(num_tokens) - len(holder.block_table)
-    in_use = {id(state) for state in asked}
-    idle = (state for state in all_states if id(state) not in in_use)
-    victims = itertools.chain(idle, reversed(younger))
-    while needed > pool.num_free_blocks:
-        victim = next(victims, None)
-        if victim is None:
-            return False
-        give_up(victim)
+    if needed > pool.num_free_blocks:
+        in_use = {id(state) for state in asked}
+        idle = (state for state in all_states if id(state) not in in_use)
+        victims = itertools.chain(idle, reversed(younger))
+        while needed > pool.num_free_blocks:
+            victim = next(victims, None)
+            if victim is None:
+                return False
+            give_up(victim)
     holder.block_table.extend(pool.allocate(max(0, needed)))
     return True
 

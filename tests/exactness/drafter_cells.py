@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from exactness.drafter_checkpoints import head_folder, masked_draft_model
+from exactness.forking import FORKING
 from exactness.small_engines import Generated
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.engine import NoDrafters, PipeDraftClient, RankProcesses
@@ -237,7 +238,7 @@ class Bench:
 
     def _start(self, spec: DrafterSpec) -> tuple[Connection, DrafterReady]:
         self._exit.close()  # the process before it: they are large
-        ranks = RankProcesses(run_drafter_rank, spec, 1, first_rank=0)
+        ranks = RankProcesses(run_drafter_rank, spec, 1, first_rank=0, context=FORKING)
         self._exit.callback(ranks.close)
         listener = self._exit.enter_context(PipeListener(ranks.rank(0, 1).shell_address))
         ranks.start()

@@ -33,6 +33,7 @@ MAX_PROMPT_TOKENS = 64
 NUM_LAW_REQUESTS = 250
 NUM_TOKENS_PER_LAW_REQUEST = 48
 NUM_LAW_TOKENS = NUM_LAW_REQUESTS * NUM_TOKENS_PER_LAW_REQUEST
+EQUAL_MODES = (VerificationMode.GREEDY, VerificationMode.COUPLED)
 LAW_PROMPT = (0, 1, 2, 3, 4, 0, 1)
 SAMPLINGS: dict[VerificationMode, dict[str, Any]] = {
     VerificationMode.GREEDY: {"temperature": 0.0},

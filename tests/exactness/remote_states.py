@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import json
 import os
 import queue
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import grpc
 import torch
 from transformers import LlamaConfig
 
+from exactness.forking import FORKING
 from fakes.by_channel import ByChannel
 from outrider.drafter_service.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.drafter_service.service.colocated import open_local_drafter
@@ -54,7 +54,6 @@ PATIENCE_S = 120.0
 DRAFT_DEADLINE_S = 60.0
 NUM_LAYERS = 5
 TAPS = (1, 2, 4)
-TESTS = Path(__file__).resolve().parents[1]
 
 
 # --- checkpoints ---
@@ -97,7 +96,9 @@ def head_spec(target: Path, head: Path, *, tensor_host: str = "", num_speculativ
 # --- the drafter's process ---
 
 
-async def _serve(spec: DrafterSpec, rank: RankSpec, transports: tuple[str, ...]) -> None:
+async def _serve(
+    spec: DrafterSpec, rank: RankSpec, transports: tuple[str, ...], on_port: Callable[[int], None]
+) -> None:
     """Be the shell of a drafter: what `DrafterReplica` does, without Ray."""
     from outrider.cluster.replicas.drafter_replica import ShellPort
     from outrider.cluster.replicas.engine_shell import EngineShell
@@ -136,27 +137,21 @@ async def _serve(spec: DrafterSpec, rank: RankSpec, transports: tuple[str, ...])
     add_DrafterLinkServicer_to_server(DrafterLinkServicer(port, identity), server)
     number = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    sys.stdout.write(f"{number}\n")
-    sys.stdout.flush()
+    on_port(number)
     raise SystemExit(await failed)
 
 
-def drafter_main(arguments: str) -> None:
+def drafter_main(spec: DrafterSpec, transports: tuple[str, ...], port: Connection) -> None:
     """Run a drafter: its engine on the main thread, its shell on another."""
     from outrider.drafter_service.service.rank_main import run_drafter_rank
 
-    options = json.loads(arguments)
+    def tell(number: int) -> None:
+        port.send_bytes(str(number).encode())
+
     torch.set_num_threads(1)
-    transports = tuple(options["transports"])
-    spec = head_spec(
-        Path(options["target"]),
-        Path(options["head"]),
-        tensor_host="127.0.0.1" if transports else "",
-        num_speculative_tokens=options["num_speculative_tokens"],
-    )
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         rank = RankSpec(rank=0, size=1, folder=Path(folder))
-        threading.Thread(target=lambda: asyncio.run(_serve(spec, rank, transports)), daemon=True).start()
+        threading.Thread(target=lambda: asyncio.run(_serve(spec, rank, transports, tell)), daemon=True).start()
         run_drafter_rank(spec, rank)
 
 
@@ -166,35 +161,32 @@ class DrafterProcess:
     def __init__(
         self, target: Path, head: Path, transports: Sequence[str] = (), *, num_speculative_tokens: int = 3
     ) -> None:
-        options = {
-            "target": str(target),
-            "head": str(head),
-            "transports": list(transports),
-            "num_speculative_tokens": num_speculative_tokens,
-        }
-        code = f"import sys; sys.path.insert(0, {str(TESTS)!r}); from exactness.remote_states import drafter_main"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", f"{code}; drafter_main(sys.argv[1])", json.dumps(options)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+        tensor_host = "127.0.0.1" if transports else ""
+        spec = head_spec(target, head, tensor_host=tensor_host, num_speculative_tokens=num_speculative_tokens)
+        self._heard, told = FORKING.Pipe(duplex=False)
+        self._process = FORKING.Process(target=drafter_main, args=(spec, tuple(transports), told), daemon=True)
+        self._process.start()
+        told.close()  # the process's end closes with it
         self._port: int | None = None
 
     @property
     def endpoint(self) -> DrafterEndpoint:
-        assert self._process.stdout is not None
         if self._port is None:
-            line = self._process.stdout.readline()
-            assert line, f"the drafter ended: {self._process.wait()}"
-            self._port = int(line)
+            try:
+                self._port = int(self._heard.recv_bytes())
+            except EOFError:
+                self._process.join()
+                raise AssertionError(f"the drafter ended: {self._process.exitcode}") from None
         return DrafterEndpoint(drafter_id="d", endpoint=f"127.0.0.1:{self._port}", epoch=self._port)
 
     def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._process.join()
+        self._heard.close()
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ more: the very same comparison catches each, at p-values of 1e-61 and below when
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import numpy as np
 import pytest
 
 from exactness import law
+from exactness.forking import FORKING
 from exactness.law_cases import CASES, DEFECTS, NUM_DRAWS, Outcome, run_case
 
 ALPHA = 1e-4
@@ -50,7 +50,7 @@ class Outcomes:
 def outcomes(request) -> Iterator[Outcomes]:
     """Run all cases in worker processes, as many at a time as there are workers."""
     num_draws = request.param
-    workers = ProcessPoolExecutor(NUM_WORKERS, mp_context=multiprocessing.get_context("spawn"))
+    workers = ProcessPoolExecutor(NUM_WORKERS, mp_context=FORKING)
     yield Outcomes(num_draws, {name: workers.submit(run_case, name, num_draws) for name in (*CASES, *DEFECTS)})
     workers.shutdown(cancel_futures=True)
 

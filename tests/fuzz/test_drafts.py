@@ -18,7 +18,7 @@ from outrider.verifier_service.messages.tree import parents_of
 from outrider.verifier_service.messages.wire import WireError, decode
 from outrider.verifier_service.sampling.verification import VerificationEntry, verify
 from outrider.verifier_service.scheduling.schedule import first_nodes
-from services.external_drafter import FAULTS, Fault
+from services.external_drafter import FAULTS, MORE_FAULTS, Fault
 
 VOCAB_SIZE, DRAFT_VOCAB_SIZE = 7, 9  # the drafter's is padded
 MAX_LENGTH, MAX_NODES = 4, 6
@@ -106,7 +106,7 @@ HARMLESS = {"slow", "silent", "garbage tokens", "wrong vocabulary", "oversized f
 
 
 @pytest.mark.parametrize("max_nodes", [0, 32])
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", FAULTS + MORE_FAULTS, ids=lambda fault: fault.name)
 def test_every_fault_of_the_drills_is_one(fault: Fault, max_nodes: int) -> None:
     draft = Draft(request_id="r", round_id=1, position=3, token_ids=(4, 2, 5))
     refused = functools.partial(is_refused, fault, max_nodes=max_nodes)

@@ -1,12 +1,21 @@
-"""Every failure once, with real processes; `make soak` repeats each twenty times."""
+"""Every failure once, with real processes, and a rolling update; `make soak` repeats each failure twenty times."""
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
+import grpc
 import pytest
+from ray import serve
 
+from outrider.cluster.config.service_config import APP_NAME
+from outrider.cluster.replicas.app import build
+from outrider.drafter_service.embedded import held_out_prompts
+from outrider.proto import generation_pb2, generation_pb2_grpc
 from services.external_drafter import FAULTS, Fault
 from services.failures import (
     FLEET_CASES,
@@ -21,12 +30,15 @@ from services.failures import (
     parallel_drill,
     require_unharmed,
 )
+from services.live_service import LiveService
 
 # every replica that was lost starts again, on a busy machine in a minute
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 
 MAX_PAUSE_S = 60.0  # the only verifier of a service starts again
 MAX_DRAFTER_PAUSE_S = 3.0  # a round's deadline is at most 1 s
+PROMPT = held_out_prompts()[0]
+MAX_TOKENS = 120
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +60,59 @@ def require_short_pause(outcome: Outcome, max_pause_s: float, *, num_failed: int
 @drills(fleet_drill)
 @pytest.mark.parametrize("case", FLEET_CASES, ids=lambda case: case.name)
 def test_a_fleet_loses_nothing(drill: Drill, case: Case):
-    require_short_pause(drill.run(case, index=0), MAX_PAUSE_S, num_failed=case.num_failing_streams)
+    outcome = drill.run(case, index=0)
+    require_short_pause(outcome, MAX_PAUSE_S, num_failed=case.num_failing_streams)
+    if case.name == "drafter killed":
+        assert outcome.num_undrafted == 0, "the other drafter took over"
+
+
+@drills(fleet_drill)
+def test_a_rolling_update_loses_no_request(drill: Drill):
+    """Every replica is replaced while requests come over HTTP and gRPC: none is lost, none changes."""
+    service = drill.service
+    drill.wait_until_whole()
+    expected = service.stream(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, disable_spec_decode=True).text
+    before = replica_pids(service)
+    is_updated = threading.Event()
+
+    def ask(over_grpc: bool) -> list[str]:
+        texts = []
+        while not is_updated.is_set():
+            if over_grpc:
+                texts.append(generate_over_grpc(service))
+            else:
+                texts.append(service.stream(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True).text)
+        return texts
+
+    with ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(ask, over_grpc) for over_grpc in (False, False, True, True)]
+        try:
+            changed = dataclasses.replace(service.config, max_num_batched_tokens=1024)
+            serve.run(build(changed), name=APP_NAME, route_prefix="/")
+            service.wait_for_fleet(2, 2)
+            service.wait_for_drafts()
+        finally:
+            is_updated.set()
+        texts = [text for client in clients for text in client.result(timeout=120)]
+    assert len(texts) > len(clients), "requests went on during the update"
+    assert set(texts) == {expected}
+    assert before.isdisjoint(replica_pids(service)), "every replica was replaced"
+    service.wait_until_idle()
+
+
+def generate_over_grpc(service: LiveService) -> str:
+    """Ask as clients that expect rolling updates do: a call that has not begun is sent again."""
+    with grpc.insecure_channel(service.grpc_address) as channel:
+        sampling = generation_pb2.SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+        request = generation_pb2.GenerateRequest(text=PROMPT, sampling=sampling)
+        stream = generation_pb2_grpc.InferenceStub(channel).Generate(request, wait_for_ready=True, timeout=60)
+        return "".join(chunk.text for chunk in stream)
+
+
+def replica_pids(service: LiveService) -> set[int]:
+    """Return the processes of every engine, and of the router and the gateway."""
+    engines = [pid for name in ("Verifier", "Drafter") for pids in service.all_rank_pids(name) for pid in pids]
+    return {*engines, service.call("Router", "pid"), service.call("Gateway", "pid")}
 
 
 @drills(parallel_drill)

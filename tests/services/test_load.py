@@ -83,11 +83,11 @@ def test_64_streams_bring_what_they_bring_alone(service: LiveService):
 
 def test_short_requests_leave_nothing_behind(service: LiveService):
     expected = expected_texts(service, short_asks(PROMPTS))
-    ask_many(service, expected, num_requests=400, concurrency=CONCURRENCY)
+    ask_many(service, expected, num_requests=200, concurrency=CONCURRENCY)
     service.wait_until_idle()
     before = settled_processes(service)
-    result = ask_many(service, expected, num_requests=1600, concurrency=CONCURRENCY)
-    assert (len(result.latencies_s), result.num_wrong, result.errors) == (1600, 0, ())
+    result = ask_many(service, expected, num_requests=800, concurrency=CONCURRENCY)
+    assert (len(result.latencies_s), result.num_wrong, result.errors) == (800, 0, ())
     service.wait_until_idle()
     require_flat(before, settled_processes(service))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.external_drafter import FAULTS
+from services.external_drafter import FAULTS, MORE_FAULTS
 from services.failures import (
     ENGINE_TIMEOUT_S,
     FLEET_CASES,
@@ -87,7 +87,7 @@ REAL = Soak(
 
 def test_failures_of_drafters_and_links(num_runs: int):
     with drafter_drill() as drill:
-        faults = {f"drafter: {fault.name}": partial(drill.run_fault, fault) for fault in FAULTS}
+        faults = {f"drafter: {fault.name}": partial(drill.run_fault, fault) for fault in FAULTS + MORE_FAULTS}
         EMBEDDED.repeat(faults | {name: partial(drill.run_link, name) for name in LINK_CASES}, num_runs)
 
 

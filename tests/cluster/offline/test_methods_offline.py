@@ -47,12 +47,13 @@ def plain() -> dict[str, list[int]]:
     return generate(ServiceConfig(num_drafters=0), 0)[0]
 
 
+# a process takes ten seconds to start: what of the pipe is another way each time, and the rest as a soak
 @pytest.mark.parametrize(
     "options",
     [
-        {"method": "ngram"},
+        pytest.param({"method": "ngram"}, marks=pytest.mark.soak),
         {"method": "lookahead", "num_tree_nodes": 8},
-        {"method": "medusa"},
+        pytest.param({"method": "medusa"}, marks=pytest.mark.soak),
         {"method": "eagle3", "num_tree_nodes": 8},
         {"method": "hybrid", "methods": ["suffix", "eagle3"]},
     ],

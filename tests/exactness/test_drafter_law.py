@@ -1,0 +1,57 @@
+"""The law of every drafter that is verified by rejection, as chain and tree, on 5 ids (`markov_target`).
+
+Each token is one of 12,000 draws from the law of what follows the two before it, 25 laws, Pearson's chi-square. Remote
+drafters are reached through the link's encoded frames; what else they run is what they run in process, so that the law
+of those in process is a soak's where they may be remote. alpha: 1e-5 per comparison, with fewer than 100 comparisons
+1e-3 for any false alarm; `test_power` says what is caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import pytest
+
+from exactness.drafter_cells import SERVED, Bench, Cell, Place, Shape
+from exactness.drafter_runs import ALPHA, EQUAL_MODES, NUM_LAW_TOKENS, MarkovRuns
+from exactness.markov_target import power
+from outrider.drafter_service.service.speculative_config import Method
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+def soaked(cell: Cell) -> Collection[pytest.MarkDecorator]:
+    """Return the mark of a cell in process that is served remotely, too."""
+    is_twofold = cell.place is Place.IN_PROCESS and replace(cell, place=Place.REMOTE) in SERVED
+    return [pytest.mark.soak] if is_twofold else []
+
+
+@pytest.fixture(scope="module")
+def markov_runs(bench: Bench, tmp_path_factory) -> MarkovRuns:
+    return MarkovRuns(bench, tmp_path_factory.mktemp("markov"))
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, marks=soaked(cell)) for cell in SERVED], ids=str)
+def test_the_law_is_the_targets(markov_runs: MarkovRuns, cell: Cell) -> None:
+    run = markov_runs.run(cell)
+    assert run.counts.sum() == NUM_LAW_TOKENS
+    assert run.p_value >= ALPHA
+    for mode in EQUAL_MODES:  # the same batches hold greedy and seeded requests
+        assert run.tokens(mode) == markov_runs.plain.tokens(mode)
+    assert run.num_accepted_tokens > 0
+    if cell.shape is Shape.TREE:
+        chain = markov_runs.run(replace(cell, shape=Shape.CHAIN))
+        assert run.mean_draft_size > chain.mean_draft_size
+    if cell.variant.method is not Method.SPARSE:  # what it leaves out is beyond this target's window of two
+        assert run.num_accepted_tokens < run.num_draft_tokens, "drafts that are all right show little"
+
+
+def test_plain_decoding_has_the_law_and_two_tokens_are_all_that_it_depends_on(markov_runs: MarkovRuns) -> None:
+    assert markov_runs.plain.p_value >= ALPHA
+    markov_runs.require_two_tokens_of_context()
+
+
+def test_power(markov_runs: MarkovRuns) -> None:
+    assert power(markov_runs.target.laws, NUM_LAW_TOKENS, ALPHA, 0.05) > 0.99
+    assert power(markov_runs.target.laws, NUM_LAW_TOKENS, ALPHA, 0.0) < 2 * ALPHA
