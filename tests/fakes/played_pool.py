@@ -19,7 +19,7 @@ from outrider.cluster.router.fleet import DrafterReport, FleetSnapshot, RouterPo
 from outrider.cluster.router.router import RouterCore
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterDirectoryServicer_to_server, add_DrafterLinkServicer_to_server
-from outrider.verifier_service.messages.draft import Close, Commit, Draft, Open, Resync, States
+from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftNeeds, Open, Resync, States
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, VERIFIER_MESSAGES, DrafterIdentity
 from outrider.verifier_service.messages.tensor_route import TensorRoute
@@ -48,22 +48,25 @@ class KnowingDrafter:
     def __init__(self, continuations: Sequence[Sequence[int]], vocab_size: int, slow_s: float = 0.5) -> None:
         self.mood = Mood.GOOD
         self.num_drafts = 0
-        self._texts = [tuple(text) for text in continuations]  # prompts and what follows them
+        self.texts = [tuple(text) for text in continuations]  # prompts and what follows them
         self._vocab_size = vocab_size
         self._slow_s = slow_s
         self.sessions: dict[str, list[int]] = {}
+        self.prompts: dict[str, list[int]] = {}  # by request, of those that have gone, too
+        self.states: dict[str, list[States]] = {}  # the same, as they came
         self._deliver: dict[str, Callable[[bytes], None]] = {}
 
     def submit(self, peer: str, payload: bytes) -> None:
         match decode(payload, VERIFIER_MESSAGES):
             case Open(request_id=request_id, token_ids=token_ids):
                 self.sessions[request_id] = list(token_ids)
+                self.prompts.setdefault(request_id, list(token_ids))
             case Commit() as commit:
                 self._commit(peer, commit)
             case Close(request_id=request_id):
                 self.sessions.pop(request_id, None)
-            case States():
-                raise AssertionError("nobody asked for states")
+            case States() as states:
+                self.states.setdefault(states.request_id, []).append(states)
 
     def _commit(self, peer: str, commit: Commit) -> None:
         prefix = self.sessions.get(commit.request_id)
@@ -89,7 +92,7 @@ class KnowingDrafter:
             deliver(answer)
 
     def _draft(self, commit: Commit, prefix: list[int]) -> Draft:
-        known = next((text for text in self._texts if list(text[: len(prefix)]) == prefix), ())
+        known = next((text for text in self.texts if list(text[: len(prefix)]) == prefix), ())
         token_ids = known[len(prefix) : len(prefix) + commit.max_length]
         if self.mood is Mood.WRONG:
             token_ids = tuple((token_id + 1) % self._vocab_size for token_id in token_ids)
@@ -157,11 +160,15 @@ class PlayedPool:
         name: str,
         continuations: Iterable[Sequence[int]] = (),
         *,
+        state_taps: tuple[int, ...] = (),
         via: Callable[[str], str] = lambda endpoint: endpoint,
     ) -> KnowingDrafter:
-        """Start a drafter, which the directory names from now on; `via` says how it is reached."""
+        """Start a drafter, which the directory names from now on; `via` says how it is reached.
+
+        It asks for the target's states of `state_taps`, and keeps them.
+        """
         drafter = self.drafters[name] = KnowingDrafter(list(continuations), self._vocab_size)
-        endpoint = via(f"127.0.0.1:{self._run(self._serve(name, drafter))}")
+        endpoint = via(f"127.0.0.1:{self._run(self._serve(name, drafter, state_taps))}")
         self._num_started += 1
         self._reports[name] = DrafterReport(
             drafter_id=name, endpoint=endpoint, epoch=self._num_started, max_draft_length=MAX_DRAFT_LENGTH
@@ -199,13 +206,14 @@ class PlayedPool:
                 self._core.report_drafter(report, time.time())
             await asyncio.sleep(REPORT_INTERVAL_S)
 
-    async def _serve(self, name: str, drafter: KnowingDrafter) -> int:
+    async def _serve(self, name: str, drafter: KnowingDrafter, state_taps: tuple[int, ...]) -> int:
         identity = DrafterIdentity(
             drafter_id=name,
             vocab_size=self._vocab_size,
             vocab_fingerprint="",
             max_draft_length=MAX_DRAFT_LENGTH,
             max_model_len=4096,
+            needs=DraftNeeds(taps=state_taps),
         )
         server = self._servers[name] = grpc.aio.server(options=CHANNEL_OPTIONS)
         add_DrafterLinkServicer_to_server(DrafterLinkServicer(drafter, identity), server)

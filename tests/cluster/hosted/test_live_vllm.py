@@ -22,11 +22,13 @@ from transformers import AutoModelForCausalLM
 from fakes.played_pool import KnowingDrafter, Mood, PlayedPool
 from outrider.cluster.peers.process import Peer, PeerProcess
 from outrider.drafter_service import embedded
+from outrider.verifier_service.messages.draft import FINAL_TAP
 
 ENVIRONMENT = Path(os.environ.get("OUTRIDER_VLLM_ENV", Path.home() / ".cache" / "outrider" / "vllm-0.32.0"))
 INTERPRETER = ENVIRONMENT / "bin" / "python"
 VOCAB_SIZE, PROMPT_LENGTH, MAX_TOKENS, NUM_PROMPTS = 2048, 24, 48, 8
 MAX_MODEL_LEN = 256
+STATE_TAPS = (1, 5, FINAL_TAP)
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -87,8 +89,9 @@ def drafting(pool, plain, tmp_path_factory) -> Iterator[PeerProcess]:
     """A vLLM that drafts from the pool."""
     texts = [prompt + answer for prompt, answer in zip(prompts(), plain, strict=True)]
     pool.add("first", texts)
-    pool.add("second", texts)
-    with vllm(tmp_path_factory.mktemp("drafting") / "log", pool=pool.address) as engine:
+    pool.add("second", texts, state_taps=STATE_TAPS)
+    plugin = {"state_taps": STATE_TAPS}
+    with vllm(tmp_path_factory.mktemp("drafting") / "log", pool=pool.address, plugin=plugin) as engine:
         yield engine
 
 
@@ -119,6 +122,26 @@ def test_drafts_from_the_pool_are_accepted_and_change_no_token(drafting, pool, p
     assert found.num_accepted_tokens == found.num_draft_tokens, "a drafter that knows it all is always right"
     assert all(drafter.num_drafts > 0 for drafter in drafters(pool)), "sessions spread over the drafters"
     wait_until(lambda: not any(drafter.sessions for drafter in drafters(pool)))  # they close with their requests
+
+
+def test_a_drafter_that_reads_states_gets_the_targets_and_each_of_them_once(drafting, pool):
+    """The prompts come again: of the second time's, vLLM's prefix cache has most."""
+    reader = pool.drafters["second"]
+    for _ in range(2):
+        drafting.run(prompts(), MAX_TOKENS)
+    target = AutoModelForCausalLM.from_pretrained(embedded.target_path(), dtype=torch.float32).eval()
+    texts = {tuple(text[:PROMPT_LENGTH]): text for text in reader.texts}
+    assert len(reader.states) >= NUM_PROMPTS / 2
+    for request_id, messages in reader.states.items():
+        rows = torch.cat([torch.frombuffer(bytearray(one.data), dtype=torch.float32) for one in messages])
+        rows = rows.view(-1, messages[0].width)
+        stops = [one.position + len(one.data) // (4 * one.width) for one in messages]
+        assert [one.position for one in messages] == [0, *stops[:-1]], request_id
+        text = texts[tuple(reader.prompts[request_id][:PROMPT_LENGTH])]
+        with torch.no_grad():
+            states = target(torch.tensor([text[: len(rows)]]), output_hidden_states=True).hidden_states
+        expected = torch.cat([states[tap][0] for tap in STATE_TAPS], dim=-1)
+        torch.testing.assert_close(rows, expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("mood", [mood for mood in Mood if mood is not Mood.GOOD])
