@@ -41,7 +41,7 @@ from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.scheduling.outcome import Outcome, count_draft
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest, first_nodes
 
-IDLE_S = 3.0  # without a step: what still runs then opens its session anew
+IDLE_S = 30.0  # without a step: what still runs then opens its session anew
 MIN_WAIT_S = 0.02  # a stall of the machine must not cost every draft
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 import socket
@@ -18,7 +19,8 @@ from outrider.verifier_service.messages.link import Hello
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # of our own code: then it leaves the engine alone
+MAX_FAILURES = 3  # of our own code, within `OFF_S`: then it leaves the engine alone for as long
+OFF_S = 600.0
 HostStep = tuple[Sequence[HostRow], Iterable[str], Host]  # what `HostedDrafting.propose` takes in
 
 
@@ -35,13 +37,15 @@ class Plugin:
         known_ids: Callable[[], Iterable[str]],
         metrics: HostedMetrics,
         states: StateSource | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`engine` names it in the pool; `known_ids` are the requests that it holds now."""
         self._states = states
         self._config = config
         self._known_ids = known_ids
         self._metrics = metrics
-        self._num_failures = 0
+        self._clock = clock
+        self._failed_s: collections.deque[float] = collections.deque(maxlen=MAX_FAILURES)  # when
         self._hello = Hello(
             verifier_id=f"{engine}-{socket.gethostname()}-{os.getpid()}",
             epoch=time.time_ns(),
@@ -62,16 +66,22 @@ class Plugin:
 
     def propose(self, num_rows: int, read: Callable[[], HostStep]) -> list[list[int]]:
         """Return what to verify next, for every row of a step; nothing that fails here, or in `read`, is raised."""
-        if self._num_failures >= MAX_FAILURES:
+        if self._is_off:
             return [[] for _ in range(num_rows)]
         try:
             return self._drafting.propose(*read())
         except Exception:
-            self._num_failures += 1
-            is_last = self._num_failures == MAX_FAILURES
-            logger.exception("drafting has failed; %s", "it stays off" if is_last else "it begins again")
+            self._failed_s.append(self._clock())
+            after = f"it is off for {OFF_S:.0f} s" if self._is_off else "it begins again"
+            logger.exception("drafting has failed; %s", after)
             self._begin_again()
             return [[] for _ in range(num_rows)]
+
+    @property
+    def _is_off(self) -> bool:
+        failed_s = self._failed_s
+        is_often = len(failed_s) == MAX_FAILURES and failed_s[-1] - failed_s[0] < OFF_S
+        return is_often and self._clock() - failed_s[-1] < OFF_S
 
     def close(self) -> None:
         self._connection.stop()

@@ -17,7 +17,7 @@ from fakes.hosted.engine import HostedEngine
 from outrider.cluster.hosted.drafting import HostedConfig, HostRequest, HostRow
 from outrider.cluster.hosted.metrics import HostedMetrics
 from outrider.cluster.hosted.options import PluginOptions
-from outrider.cluster.hosted.plugin import MAX_FAILURES, HostStep, Plugin
+from outrider.cluster.hosted.plugin import MAX_FAILURES, OFF_S, HostStep, Plugin
 
 ROW = HostRow(request_id="a", num_tokens=4, num_scheduled_tokens=3, num_draft_tokens=0, num_new_tokens=1)
 CONFIG = HostedConfig(vocab_size=9, max_model_len=64, num_speculative_tokens=3)
@@ -43,6 +43,7 @@ class Bench:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.host = Host()
+        self.now_s = 1000.0
         self.plugin = Plugin(
             PluginOptions(pool="127.0.0.1:1"),  # nobody listens there
             CONFIG,
@@ -50,6 +51,7 @@ class Bench:
             engine="played",
             known_ids=lambda: ("a",),
             metrics=HostedMetrics(self.registry),
+            clock=lambda: self.now_s,
         )
 
     def propose(self, *rows: HostRow, finished_ids: Sequence[str] = ()) -> list[list[int]]:
@@ -85,18 +87,36 @@ async def test_an_exception_is_empty_drafts_and_the_plug_in_begins_again(caplog:
         assert report.load.counters.num_steps == 1, "it forgot all of before"
 
 
-async def test_after_three_exceptions_it_stays_off(caplog: pytest.LogCaptureFixture):
+async def test_after_three_exceptions_it_is_off_for_a_while(caplog: pytest.LogCaptureFixture):
     async with bench() as one:
         one.host.fails = True
         for _ in range(MAX_FAILURES):
             assert one.propose() == [[]]
-        assert "it stays off" in caplog.text
+        assert "it is off for 600 s" in caplog.text
         one.host.fails = False
         assert one.propose() == [[]]
         report = one.plugin._report(())
         assert report is not None
         assert report.load.counters.num_steps == 0
         assert caplog.text.count("drafting has failed") == MAX_FAILURES
+        one.now_s += OFF_S
+        one.propose()
+        report = one.plugin._report(())
+        assert report is not None
+        assert report.load.counters.num_steps == 1, "it begins again"
+
+
+async def test_exceptions_that_are_far_apart_never_end_it():
+    async with bench() as one:
+        one.host.fails = True
+        for _ in range(3 * MAX_FAILURES):
+            one.propose()
+            one.now_s += OFF_S
+        one.host.fails = False
+        one.propose()
+        report = one.plugin._report(())
+        assert report is not None
+        assert report.load.counters.num_steps == 1
 
 
 async def test_a_step_that_cannot_even_be_read_is_one_such_exception(caplog: pytest.LogCaptureFixture):
