@@ -10,12 +10,12 @@ from typing import Any, Self, get_origin, get_type_hints
 
 import grpc
 import ray
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from outrider.cluster.common.api_keys import require_hashes
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.common.logs import LOG_FORMATS
+from outrider.cluster.common.option_values import typed_value
 from outrider.cluster.common.security import TlsConfig, link_tls, public_tls
 from outrider.cluster.config.known_models import drafter_paths, is_embedded, path_of, usual_drafting
 from outrider.cluster.config.placement import PoolPlacement
@@ -439,9 +439,5 @@ class ServiceConfig:
 
 def _parsed(name: str, value: Any, kind: Any) -> Any:
     """Return a value as its field's type, also from the text that `serve run module:build_app key=value` passes."""
-    adapter = TypeAdapter(kind, config=ConfigDict(hide_input_in_errors=True))
-    try:
-        is_json = isinstance(value, str) and (get_origin(kind) is dict or kind in _JSON_KINDS)
-        return adapter.validate_json(value) if is_json else adapter.validate_python(value)
-    except ValidationError as error:
-        raise ValueError(f"{name}: {error.errors(include_input=False, include_url=False)[0]['msg']}") from error
+    is_json = isinstance(value, str) and (get_origin(kind) is dict or kind in _JSON_KINDS)
+    return typed_value(name, value, kind, is_json=is_json)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
 from outrider.cluster.common.hints import did_you_mean
+from outrider.cluster.common.option_values import typed_value
 from outrider.cluster.router.autoscaling import FIRST_POOL
 from outrider.drafter_service.service.plugins import PLUGIN_GROUP, installed_plugins
 from outrider.drafter_service.service.speculative_config import Location, Method, SpeculativeConfig
@@ -95,7 +94,7 @@ def parse_speculative_config(
         if key not in kinds:
             raise ValueError(f"speculative_config: unknown key {key!r}{did_you_mean(key, known)}")
         parse = _PARSERS.get(key)
-        parsed[key] = _parsed(key, value, kinds[key]) if parse is None else parse(value)
+        parsed[key] = typed_value(f"speculative_config: {key}", value, kinds[key]) if parse is None else parse(value)
     try:
         return SpeculativeConfig(**parsed)
     except ValueError as error:
@@ -150,11 +149,3 @@ def _plugin_config(value: Any) -> str:
 
 
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {"method": _method, "plugin_config": _plugin_config}
-
-
-def _parsed(key: str, value: Any, kind: Any) -> Any:
-    try:
-        return TypeAdapter(kind, config=ConfigDict(hide_input_in_errors=True)).validate_python(value)
-    except ValidationError as error:
-        problem = error.errors(include_input=False, include_url=False)[0]["msg"]
-        raise ValueError(f"speculative_config: {key}: {problem}") from error

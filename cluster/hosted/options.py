@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
-
 from outrider.cluster.common.hints import did_you_mean
+from outrider.cluster.common.option_values import typed_value
 from outrider.cluster.common.security import link_tls
 from outrider.verifier_service.links.grpc_channel import LinkCredentials
 from outrider.verifier_service.messages.draft import FINAL_TAP
@@ -49,16 +48,9 @@ class PluginOptions:
                 raise ValueError(f"unknown option {key!r}{did_you_mean(str(key), kinds)}")
         if "pool" not in values:
             raise ValueError('pool is missing: "host:port" of the pool that `outrider drafters` serves')
-        return cls(**{key: _parsed(key, value, kinds[key]) for key, value in values.items()})
+        return cls(**{key: typed_value(key, value, kinds[key]) for key, value in values.items()})
 
     @property
     def credentials(self) -> LinkCredentials | None:
         tls = link_tls(self.link_ssl_certfile, self.link_ssl_keyfile, self.link_ssl_ca_certs)
         return None if tls is None else tls.link_credentials(self.link_ssl_server_name)
-
-
-def _parsed(key: str, value: Any, kind: Any) -> Any:
-    try:
-        return TypeAdapter(kind).validate_python(value)
-    except ValidationError as error:
-        raise ValueError(f"{key}: {error.errors(include_input=False, include_url=False)[0]['msg']}") from error
