@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool, LayerShape
+from outrider.verifier_service.model.paged_metadata import WORD_BITS, PagedMetadata
 
 triton = pytest.importorskip("triton", reason="needs the package triton")
 
@@ -142,7 +143,7 @@ def attend(
     module: ModuleType, step: Step, options: AttentionOptions, num_splits: int | None = None
 ) -> torch.Tensor:
     """Write the step's keys and values, then run the kernels: [num_tokens, num_heads, value_dim]."""
-    metadata = module.PagedMetadata.of(step.batch, BLOCK_SIZE, step.pool.device)
+    metadata = PagedMetadata.of(step.batch, BLOCK_SIZE, step.pool.device)
     keys, values = step.pool.keys[0], step.pool.values[0]
     keys[metadata.slot_mapping] = step.key
     values[metadata.slot_mapping] = step.value
@@ -269,7 +270,7 @@ def test_the_context_writes_before_it_attends(interpreted):
 
 def test_metadata_of_a_tree():
     step = make_step([Sequence(num_old=2), Sequence(num_old=4, num_chain=2, parents=(-1, 0, -1, 1))], Shape())
-    metadata = triton_attention.PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
+    metadata = PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
     assert metadata.tree_sizes.tolist() == [0, 4]
     assert metadata.positions.tolist() == [2, 4, 5, 6, 7, 6, 8]
     assert metadata.ancestors.tolist() == [[0], [0], [0], [0b0001], [0b0011], [0b0100], [0b1011]]
@@ -282,7 +283,7 @@ def test_metadata_of_a_tree():
 
 def test_bits_of_a_large_tree_take_several_words():
     step = make_step([Sequence(parents=(-1, *range(69)))], Shape())
-    metadata = triton_attention.PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
+    metadata = PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
     assert metadata.ancestors[64].tolist() == [-1, 0]
     assert metadata.ancestors[70].tolist() == [-1, 0b111111]
 
@@ -290,7 +291,7 @@ def test_bits_of_a_large_tree_take_several_words():
 def test_chains_carry_no_masks():
     step = make_step(SEQUENCES["chains"], Shape())
     step.batch = replace(step.batch, tree_parents=[[], []])
-    metadata = triton_attention.PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
+    metadata = PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
     assert metadata.tree_sizes is metadata.positions is metadata.ancestors is None
 
 
@@ -311,7 +312,7 @@ def test_tiles_hold_a_token_and_fit_the_memory(group_size, dim, element_bytes):
         tile = triton_attention.tile_of(length, group_size, dim, dim, element_bytes)
         assert 1 <= tile.num_tokens * group_size <= tile.num_rows
         assert tile.num_keys >= 16
-        assert tile.num_keys <= triton_attention.WORD_BITS
+        assert tile.num_keys <= WORD_BITS
         padded = 1 << (dim - 1).bit_length()
         stages = (tile.num_stages - 1) * tile.num_keys * 2 * padded * element_bytes
         assert stages + tile.num_rows * padded * element_bytes <= 227 << 10
@@ -393,7 +394,7 @@ def test_a_gpu_equals_the_reference(sequences, options, num_splits, dtype):
 def test_a_captured_graph_attends_to_what_is_in_the_pool_later():
     shape = Shape(num_heads=8, num_kv_heads=2, head_dim=64, value_dim=64, dtype=torch.bfloat16)
     step = make_step([Sequence(num_old=600, parents=TREE), Sequence(num_old=9)], shape, device="cuda")
-    metadata = triton_attention.PagedMetadata.of(step.batch, BLOCK_SIZE, step.pool.device)
+    metadata = PagedMetadata.of(step.batch, BLOCK_SIZE, step.pool.device)
     arguments = (step.query, step.pool.keys[0], step.pool.values[0], metadata, AttentionOptions())
     attend(triton_attention, step, AttentionOptions())  # compiles
     graph = torch.cuda.CUDAGraph()
