@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool, LayerShape
-from outrider.verifier_service.model.paged_metadata import WORD_BITS, PagedMetadata
+from outrider.verifier_service.model.paged_metadata import WORD_BITS, PagedMetadata, num_bytes
+from outrider.verifier_service.model.step_graphs import (
+    NUM_MODEL_PARTS,
+    Bucket,
+    StepBuffers,
+    padded,
+    step_layout,
+    step_parts,
+)
 
 triton = pytest.importorskip("triton", reason="needs the package triton")
 
@@ -83,11 +91,11 @@ class Step:
 
 
 def make_step(sequences: list[Sequence], shape: Shape, seed: int = 0, device: str = "cpu") -> Step:
-    """A step over scattered blocks, drawn on the CPU whatever the device."""
+    """A step over scattered blocks, drawn on the CPU whatever the device; nobody has the last one."""
     generator = torch.Generator().manual_seed(seed)
     widths = [-(-(sequence.num_old + sequence.length) // BLOCK_SIZE) for sequence in sequences]
     num_blocks = sum(widths) + 3
-    blocks = torch.randperm(num_blocks, generator=generator).tolist()
+    blocks = torch.randperm(num_blocks - 1, generator=generator).tolist()
     tables = [[blocks.pop() for _ in range(width)] for width in widths]
     pool = KVPool(
         {0: LayerShape(num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, value_dim=shape.value_dim)},
@@ -263,6 +271,35 @@ def test_the_context_writes_before_it_attends(interpreted):
     context = interpreted.TritonContext.of(step.batch, step.pool)
     got = context.attend(0, step.query, step.key, step.value, OPTIONS["all"])
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
+
+
+def test_a_launch_is_right_for_whatever_its_buffers_hold(interpreted):
+    """As in a captured step: the bucket alone shapes the launch, the buffers bring what changes."""
+    bucket, table_width = Bucket(16, 4, has_trees=True), 40
+    shape, options = Shape(), OPTIONS["all"]
+    layout = step_layout(bucket, table_width)
+    buffers = StepBuffers(num_bytes(layout), torch.device("cpu"))
+    metadata = PagedMetadata.over(
+        buffers.parts(layout)[NUM_MODEL_PARTS:],
+        max_query_length=4,
+        max_context_length=table_width * BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        num_idle=1,
+    )
+    steps = [
+        make_step([Sequence(num_old=60, num_chain=2, parents=(-1, 0, 0)), Sequence(num_old=5)], shape),
+        make_step([Sequence(num_old=3, parents=TREE), Sequence(num_old=80, num_chain=3), Sequence()], shape, seed=1),
+    ]
+    for step in (*steps, steps[0]):
+        count, null_block = step.batch.num_tokens, step.pool.num_blocks - 1
+        assert all(null_block not in table for table in step.batch.block_tables)
+        expected = reference(step, options)
+        buffers.fill(layout, step_parts(padded(step.batch, bucket, null_block, BLOCK_SIZE)))
+        own = (step.query, step.key, step.value)
+        tensors = [torch.cat([each, torch.zeros(16 - count, *each.shape[1:])]) for each in own]
+        got = interpreted.TritonContext(metadata, step.pool).attend(0, *tensors, options)
+        torch.testing.assert_close(got[:count], expected, atol=2e-6, rtol=2e-6)
+        assert not got.isnan().any()
 
 
 # The host's side.
