@@ -14,15 +14,17 @@ from outrider.verifier_service.cpu import kernels
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.attention import AttentionContext, KVPool
+from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.decoder_spec import read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.paged_metadata import num_bytes
-from outrider.verifier_service.model.runner import forward_packed, run_batch
+from outrider.verifier_service.model.runner import forward_packed, graph_backend, run_batch
 from outrider.verifier_service.model.step_graphs import (
     REQUEST_BUCKETS,
     TOKEN_BUCKETS,
     Bucket,
+    CudaCapture,
     GraphBackend,
     StepBuffers,
     StepGraphs,
@@ -48,20 +50,23 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.DISABLING_VARIABLE, "0")
 
 
-def tiny_decoder(name: str = "llama", num_layers: int = 2) -> Decoder:
+def tiny_decoder(name: str = "llama", num_layers: int = 2, device: torch.device = CPU) -> Decoder:
     model = make_model(name, num_hidden_layers=num_layers)
     spec = read_decoder_spec(model.config)
     assert spec is not None
     reader = WeightReader(StateDictSource(model.state_dict()))
-    return load_decoder(spec, reader, TensorParallelGroup.single(), dtype=torch.float32, device=CPU)
+    return load_decoder(spec, reader, TensorParallelGroup.single(), dtype=torch.float32, device=device)
 
 
 def make_pool(model: Decoder, seed: int = 3) -> KVPool:
     """A pool full of other requests' leavings; its last block belongs to nobody."""
-    pool = KVPool(model.kv_shapes, num_blocks=NUM_BLOCKS + 1, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU)
+    pool = KVPool(
+        model.kv_shapes, num_blocks=NUM_BLOCKS + 1, block_size=BLOCK_SIZE, dtype=torch.float32, device=model.device
+    )
     generator = torch.Generator().manual_seed(seed)
     for cache in (*pool.keys.values(), *pool.values.values()):
-        cache[: NUM_BLOCKS * BLOCK_SIZE].normal_(generator=generator)
+        owned = cache[: NUM_BLOCKS * BLOCK_SIZE]
+        owned.copy_(torch.randn(owned.shape, generator=generator))
     return pool
 
 
@@ -269,6 +274,11 @@ def test_where_capturing_fails_steps_run_eagerly_and_say_so(caplog: pytest.LogCa
     assert len(caplog.records) == 1
 
 
+def test_no_step_is_captured_on_a_cpu_nor_where_a_user_says_so() -> None:
+    assert graph_backend(ModelConfig(path="x"), CPU) is None
+    assert graph_backend(ModelConfig(path="x", enforce_eager=True), torch.device("cuda")) is None
+
+
 # --- what the played graph would notice ---
 
 
@@ -318,3 +328,31 @@ def test_attention_by_gathered_blocks_could_not_be_captured() -> None:
 
     with torch.inference_mode(), pytest.raises(NotCapturable, match="lift_fresh"):
         PlayedCapture()(step)
+
+
+# --- the device ---
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("taps", [(), (1, FINAL_TAP)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "mixtral"])
+def test_a_gpus_graphs_replay_the_eager_steps(name: str, taps: tuple[int, ...]) -> None:
+    device = torch.device("cuda", 0)
+    model = tiny_decoder(name, device=device)
+    eager, replayed = make_pool(model), make_pool(model)
+    graphs = make_graphs(model, replayed, GraphBackend(CudaCapture(device), triton_context()), taps)
+    graphs.capture_chains()
+    for batch in (*BATCHES.values(), *reversed(BATCHES.values())):
+        expected, expected_states = run_batch(model, eager, batch, taps)
+        got, states = run_batch(model, replayed, batch, taps, graphs)
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+        if taps:
+            torch.testing.assert_close(states, expected_states, atol=1e-3, rtol=1e-3)
+    assert graphs.counts.num_replayed == 2 * len(BATCHES)
+    assert not graphs.counts.eager
+
+
+def triton_context() -> type:
+    from outrider.verifier_service.model.triton_attention import TritonContext
+
+    return TritonContext
