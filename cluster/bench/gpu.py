@@ -120,6 +120,8 @@ def decode(offline: OfflineEngine, shape: BenchShape, streams: int, clock: Calla
     begin_s = last_s = clock()
     num_warm = 0
     while len(steps_s) < shape.num_steps:
+        if len(offline.engine.requests) < streams:
+            raise click.ClickException(f"of {streams} requests, some ended before {shape.num_steps} steps were timed")
         committed = offline.step()
         now_s = clock()
         if committed and num_warm < WARM_STEPS:

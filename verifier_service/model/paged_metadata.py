@@ -11,12 +11,15 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
 
 WORD_BITS = 64  # of the trees' ancestor masks
 ALIGNMENT_BYTES = 16  # of each part of an upload: Triton compiles aligned and unaligned pointers apart
+
+TORCH_TYPES = {"int32": torch.int32, "int64": torch.int64}
 
 Layout = Sequence[tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of an upload's parts
 
@@ -79,28 +82,28 @@ class PagedMetadata:
         )
 
 
-def metadata_parts(batch: ScheduledBatch) -> list[torch.Tensor]:
+def metadata_parts(batch: ScheduledBatch) -> list[np.ndarray]:
     """Return slots, query starts, context lengths and tables; with trees also their sizes, positions and ancestors."""
     parts = [
-        torch.tensor(batch.slot_mapping, dtype=torch.int64),
-        torch.tensor([0, *itertools.accumulate(batch.query_lengths)], dtype=torch.int32),
-        torch.tensor(batch.context_lengths, dtype=torch.int32),
+        np.array(batch.slot_mapping, np.int64),
+        np.array([0, *itertools.accumulate(batch.query_lengths)], np.int32),
+        np.array(batch.context_lengths, np.int32),
         _padded_tables(batch.block_tables),
     ]
     return parts + _tree_parts(batch) if any(batch.tree_parents) else parts
 
 
-def _padded_tables(tables: Sequence[Sequence[int]]) -> torch.Tensor:
+def _padded_tables(tables: Sequence[Sequence[int]]) -> np.ndarray:
     """Pad with block 0: int32 [num_sequences, width]; arrays, since nested lists of this size take milliseconds."""
     width = max(map(len, tables))
     rows = array("i")
     for table in tables:
         rows.extend(table)
         rows.extend(array("i", [0]) * (width - len(table)))
-    return torch.frombuffer(rows, dtype=torch.int32).view(len(tables), width)
+    return np.frombuffer(rows, np.int32).reshape(len(tables), width)
 
 
-def _tree_parts(batch: ScheduledBatch) -> list[torch.Tensor]:
+def _tree_parts(batch: ScheduledBatch) -> list[np.ndarray]:
     """Return tree sizes, positions and ancestors as `PagedMetadata` describes them."""
     num_words = -(-max(map(len, batch.tree_parents)) // WORD_BITS)
     positions = array("i")
@@ -117,18 +120,18 @@ def _tree_parts(batch: ScheduledBatch) -> list[torch.Tensor]:
         words += bytes(8 * num_words * (length - len(parents)))
         words += b"".join(mask.to_bytes(8 * num_words, "little") for mask in masks)
     return [
-        torch.tensor([len(parents) for parents in batch.tree_parents], dtype=torch.int32),
-        torch.frombuffer(positions, dtype=torch.int32),
-        torch.frombuffer(words, dtype=torch.int64).view(batch.num_tokens, num_words),
+        np.array([len(parents) for parents in batch.tree_parents], np.int32),
+        np.frombuffer(positions, np.int32),
+        np.frombuffer(words, np.int64).reshape(batch.num_tokens, num_words),
     ]
 
 
-def upload(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Move tensors to a device in one copy that nobody waits for."""
-    layout = [(part.dtype, tuple(part.shape)) for part in parts]
+def upload(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Move parts to a device in one copy that nobody waits for."""
+    layout = [(TORCH_TYPES[part.dtype.name], part.shape) for part in parts]
     staged = torch.empty(num_bytes(layout), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for place, part in zip(carved(staged, layout), parts, strict=True):
-        place.copy_(part)
+        place.numpy()[...] = part
     return carved(staged.to(device, non_blocking=True), layout)
 
 

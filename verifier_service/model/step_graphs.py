@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
@@ -75,7 +76,7 @@ def all_buckets(*, has_trees: bool) -> list[Bucket]:
     )
 
 
-def bucket_of(batch: ScheduledBatch) -> Bucket | str:
+def bucket_of(batch: ScheduledBatch, table_width: int) -> Bucket | str:
     """Return the smallest bucket that holds a batch, or the reason why it has none."""
     if batch.num_layers is not None:
         return "early_exit"
@@ -85,6 +86,8 @@ def bucket_of(batch: ScheduledBatch) -> Bucket | str:
         return "many_requests"
     if max(map(len, batch.tree_parents), default=0) > WORD_BITS:
         return "large_tree"
+    if max(map(len, batch.block_tables)) > table_width:
+        return "long_context"
     num_tokens = next(size for size in TOKEN_BUCKETS if size >= batch.num_tokens)
     wanted = max(len(batch.query_lengths), num_tokens / MAX_TOKENS_EACH)
     num_requests = next(size for size in REQUEST_BUCKETS if size >= wanted)
@@ -123,16 +126,26 @@ def step_layout(bucket: Bucket, table_width: int) -> Layout:
     return layout
 
 
-def step_parts(batch: ScheduledBatch) -> list[torch.Tensor]:
+def step_parts(batch: ScheduledBatch) -> list[np.ndarray]:
     """Return token ids, positions, rows, and what attention must know."""
     numbers = (batch.token_ids, batch.positions, batch.logits_indices)
-    return [*(torch.tensor(each, dtype=torch.int64) for each in numbers), *metadata_parts(batch)]
+    return [*(np.array(each, np.int64) for each in numbers), *metadata_parts(batch)]
+
+
+class Place:
+    """One bucket's parts: where its step reads them, and where they are written on the host."""
+
+    def __init__(self, memory: torch.Tensor, staged: torch.Tensor, layout: Layout) -> None:
+        size = num_bytes(layout)
+        self.parts = carved(memory, layout)  # whose addresses are the same for ever
+        self.hosted = [part.numpy() for part in carved(staged, layout)]
+        self.memory, self.staged = memory[:size], staged[:size]
 
 
 class StepBuffers:
     """Memory that all captured steps of a model read, filled by one copy per step from pinned memory.
 
-    One step at a time uses it, so that every bucket's parts begin at its beginning.
+    One step at a time uses it, so that every bucket's place begins at its beginning.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -141,20 +154,25 @@ class StepBuffers:
         self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=on_device)
         self._copied = torch.cuda.Event() if on_device else None
 
-    def parts(self, layout: Layout) -> list[torch.Tensor]:
-        """Return the parts as a step reads them; their addresses are the same for ever."""
-        return carved(self._memory, layout)
+    def place(self, layout: Layout) -> Place:
+        """Return where a bucket's parts lie."""
+        return Place(self._memory, self._staged, layout)
 
-    def fill(self, layout: Layout, parts: Sequence[torch.Tensor]) -> None:
+    def fill(self, place: Place, parts: Sequence[np.ndarray]) -> None:
         """Bring a step's parts; one that is smaller than its place, as a table may be, leaves the rest as it was."""
         if self._copied is not None:
             self._copied.synchronize()  # the last copy may still be reading
-        for place, part in zip(carved(self._staged, layout), parts, strict=True):
-            place[tuple(map(slice, part.shape))].copy_(part)
-        size = num_bytes(layout)
-        self._memory[:size].copy_(self._staged[:size], non_blocking=True)
+        for hosted, part in zip(place.hosted, parts, strict=True):
+            hosted[tuple(map(slice, part.shape))] = part
+        place.memory.copy_(place.staged, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    place: Place
+    replay: Callable[[], None]
 
 
 class StepGraphs:
@@ -176,15 +194,15 @@ class StepGraphs:
         self.counts = GraphCounts()
         self._model, self._pool, self._backend, self._null_block = model, pool, backend, null_block
         self._taps, self._is_alone, self._clock = taps, is_alone, clock
-        # tables are as wide as the longest sequence, or the padding's: 1 KiB a request for 4,096 tokens
-        self._table_width = -(-max(max_model_len, TOKEN_BUCKETS[-1]) // pool.block_size)
+        # as wide as the longest sequence and a tree, or the padding: 1 KiB a request for 4,096 tokens
+        self._table_width = -(-max(max_model_len + WORD_BITS, TOKEN_BUCKETS[-1]) // pool.block_size)
         largest = Bucket(TOKEN_BUCKETS[-1], REQUEST_BUCKETS[-1], has_trees=True)
         self._buffers = StepBuffers(num_bytes(step_layout(largest, self._table_width)), pool.device)
         # not the graphs' own, which would have to stay apart from each other's
         self._logits = torch.zeros(TOKEN_BUCKETS[-1], model.spec.vocab_size, device=pool.device)
         width = len(taps) * model.hidden_size
         self._states = torch.zeros(TOKEN_BUCKETS[-1], width, dtype=model.dtype, device=pool.device) if taps else None
-        self._replays: dict[Bucket, Callable[[], None]] = {}
+        self._captured: dict[Bucket, _Captured] = {}
         self._can_capture = True
 
     @torch.inference_mode()
@@ -194,7 +212,7 @@ class StepGraphs:
         Those of trees are captured when first met: few services have them.
         """
         for bucket in all_buckets(has_trees=False):
-            self._replay_of(bucket)
+            self._captured_at(bucket)
         logger.info("captured %d steps in %.1f s", self.counts.num_graphs, self.counts.capture_s)
 
     def run(self, batch: ScheduledBatch) -> Outputs | None:
@@ -202,45 +220,45 @@ class StepGraphs:
 
         None: it has no graph and must run eagerly, which is counted. Moves and copies of KV are the caller's.
         """
-        bucket = bucket_of(batch)
-        replay = self._replay_of(bucket) if isinstance(bucket, Bucket) else None
-        if replay is None or isinstance(bucket, str):
+        bucket = bucket_of(batch, self._table_width)
+        captured = self._captured_at(bucket) if isinstance(bucket, Bucket) else None
+        if captured is None or isinstance(bucket, str):
             reason = bucket if isinstance(bucket, str) else "capture_failed"
             self.counts.eager[reason] = self.counts.eager.get(reason, 0) + 1
             return None
-        self._fill(bucket, batch)
-        replay()
+        self._fill(captured.place, bucket, batch)
+        captured.replay()
         self.counts.num_replayed += 1
         states = None if self._states is None else self._states[: batch.num_tokens]
         return self._logits[: len(batch.logits_indices)], states
 
-    def _fill(self, bucket: Bucket, batch: ScheduledBatch) -> None:
-        whole = padded(batch, bucket, self._null_block, self._pool.block_size)
-        self._buffers.fill(step_layout(bucket, self._table_width), step_parts(whole))
+    def _fill(self, place: Place, bucket: Bucket, batch: ScheduledBatch) -> None:
+        self._buffers.fill(place, step_parts(padded(batch, bucket, self._null_block, self._pool.block_size)))
 
-    def _replay_of(self, bucket: Bucket) -> Callable[[], None] | None:
-        """Return a bucket's graph, captured now if it was not; None: there is none and will be none."""
-        if bucket in self._replays or not self._can_capture:
-            return self._replays.get(bucket)
+    def _captured_at(self, bucket: Bucket) -> _Captured | None:
+        """Return a bucket's step, captured now if it was not; None: there is none and will be none."""
+        if bucket in self._captured or not self._can_capture:
+            return self._captured.get(bucket)
         begin_s = self._clock()
-        self._fill(bucket, _one_token(bucket, self._null_block, self._pool.block_size))
+        place = self._buffers.place(step_layout(bucket, self._table_width))
+        self._fill(place, bucket, _one_token(bucket, self._null_block, self._pool.block_size))
         try:
-            self._replays[bucket] = self._backend.capture(self._step(bucket))
+            captured = _Captured(place, self._backend.capture(self._step(bucket, place)))
         except RuntimeError:  # of CUDA: out of memory, or a model that does what a graph cannot hold
             if not self._is_alone:
                 raise
             logger.exception("no step can be captured any more: the others run eagerly, as with --enforce-eager")
             self._can_capture = False
             return None
+        self._captured[bucket] = captured
         self.counts.num_graphs += 1
         self.counts.capture_s += self._clock() - begin_s
-        return self._replays[bucket]
+        return captured
 
-    def _step(self, bucket: Bucket) -> Callable[[], None]:
-        parts = self._buffers.parts(step_layout(bucket, self._table_width))
-        token_ids, positions, rows = parts[:NUM_MODEL_PARTS]
+    def _step(self, bucket: Bucket, place: Place) -> Callable[[], None]:
+        token_ids, positions, rows = place.parts[:NUM_MODEL_PARTS]
         metadata = PagedMetadata.over(
-            parts[NUM_MODEL_PARTS:],
+            place.parts[NUM_MODEL_PARTS:],
             max_query_length=-(-bucket.num_tokens // bucket.num_requests),
             max_context_length=self._table_width * self._pool.block_size,
             block_size=self._pool.block_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +19,7 @@ from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.decoder_spec import read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
-from outrider.verifier_service.model.paged_metadata import num_bytes
+from outrider.verifier_service.model.paged_metadata import TORCH_TYPES, num_bytes
 from outrider.verifier_service.model.runner import forward_packed, graph_backend, run_batch
 from outrider.verifier_service.model.step_graphs import (
     REQUEST_BUCKETS,
@@ -40,6 +41,7 @@ from tiny.models import VOCAB_SIZE, make_model
 from tiny.played_graphs import NotCapturable, PlainPagedAttention, PlayedCapture, played_backend
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 96, 96
+WIDTH = 64  # blocks of the widest table
 CPU = torch.device("cpu")
 TREE = [-1, 0, 0, 1, -1, 4]
 
@@ -128,7 +130,7 @@ def test_the_buckets_are_few_and_come_in_order() -> None:
 @given(spans=st.lists(st.integers(1, 40), min_size=1, max_size=80))
 def test_every_step_of_few_tokens_has_a_bucket_that_holds_it(spans: list[int]) -> None:
     batch = replace(BATCHES["decode"], token_ids=[0] * sum(spans), query_lengths=spans)
-    bucket = bucket_of(batch)
+    bucket = bucket_of(batch, WIDTH)
     if sum(spans) > TOKEN_BUCKETS[-1]:
         assert bucket == "many_tokens"
         return
@@ -138,24 +140,25 @@ def test_every_step_of_few_tokens_has_a_bucket_that_holds_it(spans: list[int]) -
 
 
 def test_decoding_and_verifying_one_request_take_the_smallest_buckets() -> None:
-    assert bucket_of(make_batch([(1, 3)])) == Bucket(1, 1)
-    assert bucket_of(make_batch([(5, 3)])) == Bucket(8, 1)
-    assert bucket_of(make_batch([(17, 3)])) == Bucket(24, 2)
-    assert bucket_of(make_batch([(1, 3)] * 17)) == Bucket(32, 32)
-    assert bucket_of(BATCHES["tree"]) == Bucket(8, 1, has_trees=True)
+    assert bucket_of(make_batch([(1, 3)]), WIDTH) == Bucket(1, 1)
+    assert bucket_of(make_batch([(5, 3)]), WIDTH) == Bucket(8, 1)
+    assert bucket_of(make_batch([(17, 3)]), WIDTH) == Bucket(24, 2)
+    assert bucket_of(make_batch([(1, 3)] * 17), WIDTH) == Bucket(32, 32)
+    assert bucket_of(BATCHES["tree"], WIDTH) == Bucket(8, 1, has_trees=True)
 
 
 def test_what_has_no_bucket_says_why() -> None:
     batch = BATCHES["decode"]
-    assert bucket_of(replace(batch, num_layers=1)) == "early_exit"
-    assert bucket_of(replace(batch, query_lengths=[1] * (REQUEST_BUCKETS[-1] + 1))) == "many_requests"
-    assert bucket_of(replace(batch, token_ids=[0] * (TOKEN_BUCKETS[-1] + 1))) == "many_tokens"
-    assert bucket_of(replace(batch, tree_parents=[[-1] * 65])) == "large_tree"
+    assert bucket_of(replace(batch, num_layers=1), WIDTH) == "early_exit"
+    assert bucket_of(replace(batch, query_lengths=[1] * (REQUEST_BUCKETS[-1] + 1)), WIDTH) == "many_requests"
+    assert bucket_of(replace(batch, token_ids=[0] * (TOKEN_BUCKETS[-1] + 1)), WIDTH) == "many_tokens"
+    assert bucket_of(replace(batch, tree_parents=[[-1] * 65]), WIDTH) == "large_tree"
+    assert bucket_of(replace(batch, block_tables=[[0] * (WIDTH + 1)]), WIDTH) == "long_context"
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 def test_padding_writes_to_the_null_block_alone(batch: ScheduledBatch) -> None:
-    bucket = bucket_of(batch)
+    bucket = bucket_of(batch, WIDTH)
     assert isinstance(bucket, Bucket)
     whole = padded(batch, bucket, NUM_BLOCKS, BLOCK_SIZE)
     own = batch.num_tokens
@@ -167,15 +170,16 @@ def test_padding_writes_to_the_null_block_alone(batch: ScheduledBatch) -> None:
     shapes = [tuple(part.shape) for part in step_parts(whole)]
     layout = [shape for _, shape in step_layout(bucket, max(map(len, whole.block_tables)))]
     assert shapes == layout
-    assert [part.dtype for part in step_parts(whole)] == [dtype for dtype, _ in step_layout(bucket, 1)]
+    assert [TORCH_TYPES[part.dtype.name] for part in step_parts(whole)] == [own for own, _ in step_layout(bucket, 1)]
 
 
 def test_a_part_smaller_than_its_place_leaves_the_rest() -> None:
     layout = [(torch.int32, (2, 3)), (torch.int64, (2,))]
     buffers = StepBuffers(num_bytes(layout), CPU)
-    first, second = buffers.parts(layout)
-    buffers.fill(layout, [torch.full((2, 3), 7, dtype=torch.int32), torch.tensor([1, 2])])
-    buffers.fill(layout, [torch.zeros(1, 2, dtype=torch.int32), torch.tensor([3, 4])])
+    place = buffers.place(layout)
+    first, second = place.parts
+    buffers.fill(place, [np.full((2, 3), 7, np.int32), np.array([1, 2])])
+    buffers.fill(place, [np.zeros((1, 2), np.int32), np.array([3, 4])])
     assert first.tolist() == [[0, 0, 7], [7, 7, 7]]
     assert second.tolist() == [3, 4]
     assert all(part.data_ptr() % 16 == first.data_ptr() % 16 for part in (first, second))
@@ -201,7 +205,7 @@ def test_replayed_steps_are_the_eager_ones(name: str, taps: tuple[int, ...]) -> 
         for own, other in zip(kv_of(replayed), kv_of(eager), strict=True):
             torch.testing.assert_close(own, other, atol=1e-4, rtol=1e-4)
     assert graphs.counts.num_replayed == len(order)
-    assert graphs.counts.num_graphs == len({bucket_of(batch) for batch in BATCHES.values()})
+    assert graphs.counts.num_graphs == len({bucket_of(batch, WIDTH) for batch in BATCHES.values()})
     assert not graphs.counts.eager
 
 

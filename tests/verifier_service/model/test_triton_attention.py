@@ -279,8 +279,9 @@ def test_a_launch_is_right_for_whatever_its_buffers_hold(interpreted):
     shape, options = Shape(), OPTIONS["all"]
     layout = step_layout(bucket, table_width)
     buffers = StepBuffers(num_bytes(layout), torch.device("cpu"))
+    place = buffers.place(layout)
     metadata = PagedMetadata.over(
-        buffers.parts(layout)[NUM_MODEL_PARTS:],
+        place.parts[NUM_MODEL_PARTS:],
         max_query_length=4,
         max_context_length=table_width * BLOCK_SIZE,
         block_size=BLOCK_SIZE,
@@ -294,7 +295,7 @@ def test_a_launch_is_right_for_whatever_its_buffers_hold(interpreted):
         count, null_block = step.batch.num_tokens, step.pool.num_blocks - 1
         assert all(null_block not in table for table in step.batch.block_tables)
         expected = reference(step, options)
-        buffers.fill(layout, step_parts(padded(step.batch, bucket, null_block, BLOCK_SIZE)))
+        buffers.fill(place, step_parts(padded(step.batch, bucket, null_block, BLOCK_SIZE)))
         own = (step.query, step.key, step.value)
         tensors = [torch.cat([each, torch.zeros(16 - count, *each.shape[1:])]) for each in own]
         got = interpreted.TritonContext(metadata, step.pool).attend(0, *tensors, options)
