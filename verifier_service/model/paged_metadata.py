@@ -84,7 +84,7 @@ class PagedMetadata:
 
 def metadata_parts(batch: ScheduledBatch) -> list[np.ndarray]:
     """Return slots, query starts, context lengths and tables; with trees also their sizes, positions and ancestors."""
-    parts = [
+    parts: list[np.ndarray] = [
         np.array(batch.slot_mapping, np.int64),
         np.array([0, *itertools.accumulate(batch.query_lengths)], np.int32),
         np.array(batch.context_lengths, np.int32),
