@@ -82,7 +82,8 @@ ROOMS = {
     "cluster/client": "common",
     "cluster/bench": (
         "common config offline client verifier_service/messages verifier_service/model verifier_service/engine "
-        "drafter_service/engine drafter_service/service drafter_service/embedded"
+        "drafter_service/engine drafter_service/heads drafter_service/head_drafters drafter_service/service "
+        "drafter_service/embedded"
     ),
     "cluster/peers": "common config bench offline verifier_service/model drafter_service/service",
     "cluster/corpus": "offline drafter_service/training",

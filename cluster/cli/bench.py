@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outrider.cluster.bench.drafters import drafters
+from outrider.cluster.bench.gpu import gpu
 from outrider.cluster.bench.profile import profile
 from outrider.cluster.cli.options import PLAIN_WIDTH
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS, server_options
@@ -94,13 +95,14 @@ def bench() -> None:
 
     peers: our engine beside others, each in an environment of its own, which `make peers` makes.
 
-    profile: where a step of our engine spends its time.
+    profile: where a step of our engine spends its time; gpu: what one accelerator gives.
 
     drafters: every drafter beside plain decoding; replay: those that need no model, over recorded token ids.
     """
 
 
 bench.add_command(drafters)
+bench.add_command(gpu)
 bench.add_command(peers_verb)
 bench.add_command(profile)
 bench.add_command(replay)

@@ -67,6 +67,7 @@ class ServiceConfig:
     dtype: str = "auto"
     quantization: Quantization | None = None  # of the target
     device: str = "auto"
+    enforce_eager: bool = False  # capture no steps as CUDA graphs
     max_model_len: int | None = None
     tensor_parallel_size: int = 1
     draft_tensor_parallel_size: int = 1
@@ -428,6 +429,7 @@ class ServiceConfig:
             dtype=self.dtype,
             quantization=self.quantization if path == self.target_path else None,
             device=self.device,
+            enforce_eager=self.enforce_eager,
             max_model_len=self.max_model_len,
             block_size=self.block_size,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,

@@ -6,69 +6,29 @@ A replica's counters are its own: `engine` is its id, so one that is replaced en
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from outrider.cluster.monitoring.fleet_load import tokens_per_accelerator
-from outrider.cluster.monitoring.metrics import LABELS, OWN_PREFIX, Definition, alias_of
-from outrider.cluster.router.fleet import DrafterReport, FleetSnapshot, ReplicaState, VerifierReport, VerifierState
+from outrider.cluster.monitoring.fleet_metric import (
+    FleetMetric,
+    Rows,
+    Value,
+    add_sample,
+    family_of,
+    of_drafters,
+    of_verifiers,
+    of_verifiers_by,
+)
+from outrider.cluster.monitoring.metrics import LABELS, Definition, alias_of
+from outrider.cluster.router.fleet import FleetSnapshot, ReplicaState, VerifierReport
 from outrider.verifier_service.messages.engine import BreakerState
-from outrider.verifier_service.messages.histogram import HistogramCounts
+from outrider.verifier_service.messages.graph_counts import GraphCounts
 
 CIRCUIT_STATES = {BreakerState.CLOSED.value: 0.0, BreakerState.HALF_OPEN.value: 1.0, BreakerState.OPEN.value: 2.0}
-
-Value = float | HistogramCounts
-Rows = Iterable[tuple[tuple[str, ...], Value]]  # the values of the labels after model_name, and the sample
-
-
-@dataclass(frozen=True, slots=True)
-class _FleetMetric:
-    definition: Definition
-    read: Callable[[FleetSnapshot, float], Rows]  # the second argument is the time
-
-
-def _of_verifiers(
-    name: str, kind: str, formula: str, read: Callable[[VerifierState], Value | None], has_alias: bool = False
-) -> _FleetMetric:
-    """Define a metric that has one value per verifier, but for those that it reads None of."""
-
-    def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
-        values = ((state.report.verifier_id, read(state)) for state in snapshot.verifiers)
-        return [((verifier_id,), value) for verifier_id, value in values if value is not None]
-
-    return _FleetMetric(Definition(name=name, kind=kind, formula=formula, has_alias=has_alias), rows)
-
-
-def _of_drafters(name: str, kind: str, formula: str, read: Callable[[DrafterReport], Value]) -> _FleetMetric:
-    """Define a metric that has one value per drafter."""
-
-    def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
-        return [((state.report.drafter_id,), read(state.report)) for state in snapshot.drafters]
-
-    return _FleetMetric(Definition(name=name, kind=kind, formula=formula), rows)
-
-
-def _of_verifiers_by(
-    label: str,
-    name: str,
-    kind: str,
-    formula: str,
-    read: Callable[[VerifierReport], Iterable[tuple[str, Value]]],
-) -> _FleetMetric:
-    """Define a metric of verifiers by another label: what it reads are that label's values and the samples."""
-
-    def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
-        reports = (state.report for state in snapshot.verifiers)
-        return [((report.verifier_id, key), value) for report in reports for key, value in read(report)]
-
-    return _FleetMetric(Definition(name=name, kind=kind, formula=formula, labels=(*LABELS, label)), rows)
 
 
 def _yields(report: VerifierReport) -> Iterable[tuple[str, Value]]:
@@ -82,6 +42,27 @@ def _bad_frames(snapshot: FleetSnapshot, now_s: float) -> Rows:
         yield (verifier.report.verifier_id, "verifier"), verifier.report.num_bad_frames
     for drafter in snapshot.drafters:
         yield (drafter.report.drafter_id, "drafter"), drafter.report.num_bad_frames
+
+
+def _graphs(snapshot: FleetSnapshot) -> Iterator[tuple[str, str, GraphCounts]]:
+    """Yield the id, the role and the captured steps of every replica."""
+    for verifier in snapshot.verifiers:
+        yield verifier.report.verifier_id, "verifier", verifier.report.load.counters.graphs
+    for drafter in snapshot.drafters:
+        yield drafter.report.drafter_id, "drafter", drafter.report.load.counters.graphs
+
+
+def _replayed_steps(snapshot: FleetSnapshot, now_s: float) -> Rows:
+    return [((replica, role), graphs.num_replayed) for replica, role, graphs in _graphs(snapshot)]
+
+
+def _capture_seconds(snapshot: FleetSnapshot, now_s: float) -> Rows:
+    return [((replica, role), graphs.capture_s) for replica, role, graphs in _graphs(snapshot)]
+
+
+def _eager_steps(snapshot: FleetSnapshot, now_s: float) -> Rows:
+    for replica, role, graphs in _graphs(snapshot):
+        yield from (((replica, role, reason), count) for reason, count in graphs.eager.items())
 
 
 def _pool_replicas(snapshot: FleetSnapshot, now_s: float) -> Rows:
@@ -109,56 +90,56 @@ def _snapshot_age(snapshot: FleetSnapshot, now_s: float) -> Rows:
 
 
 _LOAD = (
-    _of_verifiers(
+    of_verifiers(
         "num_requests_running",
         "gauge",
         "Requests that hold KV in a verifier",
         lambda state: state.report.load.num_running,
         has_alias=True,
     ),
-    _of_verifiers(
+    of_verifiers(
         "num_requests_waiting",
         "gauge",
         "Requests in a verifier's queue",
         lambda state: state.report.load.num_waiting,
         has_alias=True,
     ),
-    _of_verifiers(
+    of_verifiers(
         "kv_cache_usage_perc",
         "gauge",
         "KV blocks in use / KV blocks, 0 to 1",
         lambda state: state.report.load.kv_usage,
         has_alias=True,
     ),
-    _of_verifiers(
+    of_verifiers(
         "prefix_cache_queries",
         "counter",
         "Tokens of admitted requests that were looked up in the prefix cache",
         lambda state: state.report.load.counters.num_prefix_queried_tokens,
         has_alias=True,
     ),
-    _of_verifiers(
+    of_verifiers(
         "prefix_cache_hits",
         "counter",
         "Tokens found in the prefix cache; rate = this / prefix_cache_queries",
         lambda state: state.report.load.counters.num_prefix_hit_tokens,
         has_alias=True,
     ),
-    _of_verifiers(
+    of_verifiers(
         "num_preemptions",
         "counter",
         "Times a request's KV was taken away for an older one",
         lambda state: state.report.load.counters.num_preemptions,
         has_alias=True,
     ),
-    _of_verifiers(
+    of_verifiers(
         "request_queue_time_seconds",
         "histogram",
         "Begin of a request's first step - time the verifier received it",
         lambda state: state.report.load.counters.queue_s,
         has_alias=True,
     ),
-    _FleetMetric(
+    FleetMetric(
         Definition(
             name="pool_replicas",
             kind="gauge",
@@ -167,7 +148,7 @@ _LOAD = (
         ),
         _pool_replicas,
     ),
-    _FleetMetric(
+    FleetMetric(
         Definition(
             name="fleet_snapshot_age_seconds",
             kind="gauge",
@@ -179,67 +160,67 @@ _LOAD = (
 )
 
 _STEPS = (
-    _of_verifiers(
+    of_verifiers(
         "verify_step_seconds",
         "histogram",
         "Time of a verifier's step, from scheduling to the last ask for a draft",
         lambda state: state.report.load.counters.step_s,
     ),
-    _of_verifiers(
+    of_verifiers(
         "verify_idle_seconds",
         "counter",
         "Time without a step because every request waited for its draft",
         lambda state: state.report.load.counters.idle_s,
     ),
-    _of_verifiers(
+    of_verifiers(
         "verify_idle_share",
         "gauge",
         "Share of the last two seconds without a step because every request waited for its draft",
         lambda state: state.report.load.verify_idle_share,
     ),
-    _of_verifiers(
+    of_verifiers(
         "verify_knee_tokens",
         "gauge",
         "Tokens of a step from which a verifier is compute-bound; no sample where it never is, or does not know",
         lambda state: state.report.load.knee,
     ),
-    _of_verifiers(
+    of_verifiers(
         "verify_extrapolated_steps",
         "counter",
         "Steps a quarter larger than all that the cost model had profiled or seen: their cost was extrapolated",
         lambda state: state.report.load.counters.num_extrapolated_steps,
     ),
-    _of_verifiers(
+    of_verifiers(
         "verify_scheduled_tokens",
         "counter",
         "Tokens computed by the target model, drafts included",
         lambda state: state.report.load.counters.num_scheduled_tokens,
     ),
-    _of_verifiers(
+    of_verifiers(
         "verify_committed_tokens",
         "counter",
         "Output tokens committed; throughput is its rate",
         lambda state: state.report.load.counters.num_committed_tokens,
     ),
-    _of_verifiers(
+    of_verifiers(
         "verify_drafts",
         "counter",
         "Drafts that a verifier verified",
         lambda state: state.report.load.counters.num_drafts,
     ),
-    _of_verifiers(
+    of_verifiers(
         "verify_draft_tokens",
         "counter",
         "Draft tokens that a verifier verified",
         lambda state: state.report.load.counters.num_draft_tokens,
     ),
-    _of_verifiers(
+    of_verifiers(
         "verify_accepted_tokens",
         "counter",
         "Draft tokens that a verifier accepted; accepted per position = this / verify_draft_tokens",
         lambda state: state.report.load.counters.num_accepted_tokens,
     ),
-    _FleetMetric(
+    FleetMetric(
         Definition(
             name="tokens_per_second_per_accelerator",
             kind="gauge",
@@ -251,7 +232,7 @@ _STEPS = (
 )
 
 _DRAFTING = (
-    _FleetMetric(
+    FleetMetric(
         Definition(
             name="router_spec_decisions",
             kind="counter",
@@ -260,7 +241,7 @@ _DRAFTING = (
         ),
         _decisions,
     ),
-    _FleetMetric(
+    FleetMetric(
         Definition(
             name="router_placements",
             kind="counter",
@@ -269,84 +250,84 @@ _DRAFTING = (
         ),
         _placements,
     ),
-    _of_verifiers(
+    of_verifiers(
         "price",
         "gauge",
         "Committed tokens that one more draft position costs a verifier: drafts go on while their survival exceeds it; "
         "its own, or the router's estimate where it has none for this load; no sample where there is neither",
         lambda state: state.price,
     ),
-    _of_verifiers(
+    of_verifiers(
         "draft_length",
         "gauge",
         "Draft tokens that the router's plan allows a new request of a verifier; 0: speculation is off",
         lambda state: state.default_plan.draft_length,
     ),
-    _of_verifiers(
+    of_verifiers(
         "draft_length_mean",
         "gauge",
         "Draft tokens asked for per decoding request and step, of the last two seconds: what the price makes of plans",
         lambda state: state.report.load.draft_length_mean,
     ),
-    _of_verifiers(
+    of_verifiers(
         "draft_rtt_seconds",
         "histogram",
         "Time from asking a drafter to its draft, of rounds answered in time",
         lambda state: state.report.load.counters.round_trip_s,
     ),
-    _of_verifiers(
+    of_verifiers(
         "draft_lateness_seconds",
         "histogram",
         "Arrival of a draft - its deadline, of drafts that missed it",
         lambda state: state.report.load.counters.lateness_s,
     ),
-    _of_verifiers(
+    of_verifiers(
         "drafts_stale",
         "counter",
         "Drafts dropped because their round was over",
         lambda state: state.report.load.counters.num_stale_drafts,
     ),
-    _of_verifiers_by(
+    of_verifiers_by(
         "reason",
         "draft_fallback",
         "counter",
         "Rounds that ended without a usable draft, by reason; the request then decoded plainly",
         lambda report: report.load.counters.fallbacks.items(),
     ),
-    _of_verifiers(
+    of_verifiers(
         "draft_resyncs",
         "counter",
         "Times a drafter asked for a request's whole prefix again",
         lambda state: state.report.load.counters.num_resyncs,
     ),
-    _of_verifiers_by(
+    of_verifiers_by(
         "transport",
         "draft_state_bytes",
         "counter",
         "Bytes of the target's hidden states sent to drafters, by transport",
         lambda report: report.load.counters.num_state_bytes.items(),
     ),
-    _of_verifiers(
+    of_verifiers(
         "draft_tensor_fallbacks",
         "counter",
         "Hidden states that went in frames because their channel was full or had failed",
         lambda state: state.report.load.counters.num_tensor_fallbacks,
     ),
-    _of_verifiers_by(
+    of_verifiers_by(
         "drafter",
         "drafter_circuit_state",
         "gauge",
         "A verifier's circuit breaker in front of a drafter: 0 closed, 1 half open, 2 open",
         lambda report: [(circuit.drafter_id, CIRCUIT_STATES[circuit.state]) for circuit in report.load.circuits],
     ),
-    _of_verifiers_by(
+    of_verifiers_by(
         "drafter",
         "draft_yield",
         "gauge",
         "Tokens that a drafter lately brought a verifier's requests per round: pools are chosen by it",
         _yields,
     ),
-    _FleetMetric(
+    FleetMetric(
         Definition(
             name="link_bad_frames",
             kind="counter",
@@ -355,45 +336,74 @@ _DRAFTING = (
         ),
         _bad_frames,
     ),
-    _of_drafters("draft_sessions", "gauge", "Sessions that a drafter holds", lambda report: report.load.num_sessions),
-    _of_drafters(
+    of_drafters("draft_sessions", "gauge", "Sessions that a drafter holds", lambda report: report.load.num_sessions),
+    of_drafters(
         "draft_queue_depth", "gauge", "Asks that a drafter has not answered", lambda report: report.load.queue_depth
     ),
-    _of_drafters(
+    of_drafters(
         "drafter_draft_seconds",
         "gauge",
         "Smoothed time from an ask to its draft inside the drafter",
         lambda report: report.load.mean_draft_s or 0.0,
     ),
-    _of_drafters(
+    of_drafters(
         "drafter_drafts", "counter", "Asks that a drafter answered", lambda report: report.load.counters.num_drafts
     ),
-    _of_drafters(
+    of_drafters(
         "drafter_draft_tokens",
         "counter",
         "Tokens that a drafter drafted",
         lambda report: report.load.counters.num_draft_tokens,
     ),
-    _of_drafters(
+    of_drafters(
         "speculation_cache_hits",
         "counter",
         "Asks that a drafter answered at once, having drafted ahead for that outcome; rate = this / (this + misses)",
         lambda report: report.load.counters.num_cache_hits,
     ),
-    _of_drafters(
+    of_drafters(
         "speculation_cache_misses",
         "counter",
         "Asks of an outcome that a drafter had not drafted ahead for, though it had for others",
         lambda report: report.load.counters.num_cache_misses,
     ),
-    _of_drafters(
+    of_drafters(
         "drafter_evicted_sessions",
         "counter",
         "Sessions that a drafter dropped for want of room",
         lambda report: report.load.counters.num_evicted_sessions,
     ),
 )
-_METRICS = (*_LOAD, *_STEPS, *_DRAFTING)
+_GRAPHS = (
+    FleetMetric(
+        Definition(
+            name="graph_steps",
+            kind="counter",
+            formula="Steps of a model that replayed a CUDA graph, by the role of its replica; 0 on CPUs",
+            labels=(*LABELS, "role"),
+        ),
+        _replayed_steps,
+    ),
+    FleetMetric(
+        Definition(
+            name="graph_fallback",
+            kind="counter",
+            formula="Steps that ran without a graph where steps are captured, by role and reason",
+            labels=(*LABELS, "role", "reason"),
+        ),
+        _eager_steps,
+    ),
+    FleetMetric(
+        Definition(
+            name="graph_capture_seconds",
+            kind="counter",
+            formula="Time spent capturing steps as CUDA graphs, nearly all of it at start",
+            labels=(*LABELS, "role"),
+        ),
+        _capture_seconds,
+    ),
+)
+_METRICS = (*_LOAD, *_STEPS, *_GRAPHS, *_DRAFTING)
 FLEET_DEFINITIONS = tuple(metric.definition for metric in _METRICS)
 
 
@@ -416,29 +426,9 @@ class FleetMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         snapshot, now_s = self._snapshot(), self._wall_clock()
         for metric in _METRICS:
-            family = _family(metric.definition)
+            family = family_of(metric.definition)
             for values, value in metric.read(snapshot, now_s) if snapshot is not None else ():
-                _add(family, (self._model_name, *values), value)
+                add_sample(family, (self._model_name, *values), value)
             yield family
             if metric.definition.has_alias and self._vllm_aliases:
                 yield alias_of(family)
-
-
-Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
-
-
-def _family(definition: Definition) -> Family:
-    types = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
-    family: Family = types[definition.kind](OWN_PREFIX + definition.name, definition.formula, labels=definition.labels)
-    return family
-
-
-def _add(family: Family, labels: tuple[str, ...], value: Value) -> None:
-    if isinstance(family, HistogramMetricFamily):
-        assert isinstance(value, HistogramCounts)
-        bounds = (*map(floatToGoString, value.bounds), floatToGoString(math.inf))
-        cumulative = itertools.accumulate(value.counts or (0,))
-        family.add_metric(labels, list(zip(bounds, cumulative, strict=True)), value.total)
-    else:
-        assert not isinstance(value, HistogramCounts)
-        family.add_metric(labels, value)

@@ -159,7 +159,8 @@ class OfflineEngine:
             show = None
             if drafter is not None and process is None:
                 self.drafts, show = open_local_drafter(drafter, runner, _load_draft_model(opening, drafter))
-            self.engine, self.model = build_engine(runner, spec, self.drafts), runner.model
+            self.engine, self.runner, self.model = build_engine(runner, spec, self.drafts), runner, runner.model
+            self.engine.stats.graphs = runner.graph_counts
             self.max_model_len, self.eos_token_ids = runner.max_model_len, frozenset(runner.eos_token_ids)
             if prices_drafts:
                 profile_engine(self.engine, runner, spec)

@@ -29,7 +29,7 @@ from outrider.verifier_service.model.tokenizer import load_tokenizer
 
 OPTIONS = (  # those of `ServiceConfig` that mean something without a server
     *("model", "draft_model", "revision", "trust_remote_code", "dtype", "quantization", "device"),
-    *("max_model_len", "tensor_parallel_size", "draft_tensor_parallel_size", "threads_per_rank"),
+    *("enforce_eager", "max_model_len", "tensor_parallel_size", "draft_tensor_parallel_size", "threads_per_rank"),
     *("num_speculative_tokens", "speculative_config", "speculation", "seed"),
     *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching"),
     "check_integrity",

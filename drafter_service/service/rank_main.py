@@ -20,6 +20,7 @@ from outrider.verifier_service.engine.factory import load_rank
 from outrider.verifier_service.links.tensor_channel import TensorStore
 from outrider.verifier_service.messages.draft import DrafterMessage
 from outrider.verifier_service.messages.engine import PeerState, Relay
+from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.ranks import RankSpec, arrived, connect, keep_loaded
 from outrider.verifier_service.model.runner import ParallelRunner, follow
@@ -53,6 +54,7 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
     """Be one rank of a drafter until its shell, or rank 0, goes away."""
     runner: MeteredRunner | None = None
     cost: ForwardCost | None = None
+    graphs = GraphCounts()
     if spec.loads_model:
         assert spec.model is not None
         share, pipes = load_rank(spec.model, rank)
@@ -60,11 +62,13 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
             keep_loaded()
             follow(pipes[0], share)
             return
-        runner = MeteredRunner(ParallelRunner(share, pipes))
+        parallel = ParallelRunner(share, pipes)
+        runner, graphs = MeteredRunner(parallel), parallel.graph_counts
         if spec.speculative.num_ahead_branches:  # nobody else asks what a forward costs
             cost = ForwardCost(time.monotonic, runner)
     shell = connect(rank.shell_address)
     engine = build_draft_engine(spec, runner=runner, cost=cost)
+    engine.counters.graphs = graphs
     keep_loaded()
     store = TensorStore(spec.tensor_host) if spec.tensor_host and engine.needs.taps else None
     ready = DrafterReady(

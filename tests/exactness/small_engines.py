@@ -19,6 +19,7 @@ from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
+from outrider.verifier_service.model.step_graphs import GraphBackend
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -30,13 +31,13 @@ MAX_STEPS = 2000
 TIED_EMBEDDING_SCALE = 0.1
 
 
-def load(model: PreTrainedModel, folder: Path) -> ModelRunner:
-    """Serve a model by way of a checkpoint in `folder`."""
+def load(model: PreTrainedModel, folder: Path, backend: GraphBackend | None = None) -> ModelRunner:
+    """Serve a model by way of a checkpoint in `folder`; `backend` captures its steps."""
     model.save_pretrained(folder)
     config = ModelConfig(
         path=str(folder), num_kv_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, device="cpu", check_logits=False
     )
-    return ModelRunner(config, TensorParallelGroup.single())
+    return ModelRunner(config, TensorParallelGroup.single(), backend)
 
 
 def make_lively_model(model_type: str) -> PreTrainedModel:

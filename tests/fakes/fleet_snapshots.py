@@ -14,6 +14,7 @@ from outrider.cluster.router.fleet import (
 )
 from outrider.verifier_service.messages.drafter_load import DrafterCounters, DrafterLoad
 from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterPerformance, EngineCounters
+from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.histogram import HistogramCounts
 from outrider.verifier_service.messages.request import DisabledReason, EnabledReason, SpeculationPlan
 
@@ -35,6 +36,7 @@ COUNTERS = EngineCounters(
     fallbacks={"timeout": 7, "bad_draft": 1},
     idle_s=1.5,
     num_extrapolated_steps=4,
+    graphs=GraphCounts(num_graphs=51, capture_s=3.5, num_replayed=46, eager={"many_tokens": 4}),
     num_asks=48,
     num_asked_tokens=120,
     step_s=HistogramCounts(bounds=(0.01, 0.1), counts=(30, 15, 5), total=2.5),

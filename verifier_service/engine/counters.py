@@ -30,6 +30,7 @@ def counters_of(
         num_tensor_fallbacks=drafts.num_tensor_fallbacks,
         idle_s=stats.idle_s,
         num_extrapolated_steps=pricing.num_extrapolated_steps,
+        graphs=stats.graphs,
         step_s=stats.step_s.counts(),
         queue_s=stats.queue_s.counts(),
         round_trip_s=drafting.round_trip_s.counts(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -292,12 +293,17 @@ class VerifierEngine:
 
     def _note_predictions(self, outcomes: Sequence[Outcome], logits: torch.Tensor) -> None:
         """Keep the likeliest token of every row for the drafters that want to know."""
+        wanted: list[Outcome] = []
         for outcome in outcomes:
-            request = outcome.item.request
-            request.predicted_ids = ()
-            if outcome.item.samples and self.drafting.needs_of(request).predictions:
-                rows = slice(outcome.first_row, outcome.first_row + num_choice_rows(outcome.item))
-                request.predicted_ids = tuple(logits[rows].argmax(dim=1).tolist())
+            outcome.item.request.predicted_ids = ()
+            if outcome.item.samples and self.drafting.needs_of(outcome.item.request).predictions:
+                wanted.append(outcome)
+        if not wanted:
+            return
+        rows = [outcome.first_row + index for outcome in wanted for index in range(num_choice_rows(outcome.item))]
+        predicted = iter(logits[torch.tensor(rows, device=logits.device)].argmax(dim=1).tolist())
+        for outcome in wanted:
+            outcome.item.request.predicted_ids = tuple(islice(predicted, num_choice_rows(outcome.item)))
 
     def _entry(self, item: ScheduledRequest) -> VerificationEntry:
         request = item.request

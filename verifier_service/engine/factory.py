@@ -60,9 +60,7 @@ def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> Ver
         DraftCoordinator(drafts, speculation, runner.states, pricing),
         clock=time.monotonic,
         generator=torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "verifier")),
-        grammars=GrammarCompiler.of_model(
-            spec.model, vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids
-        ),
+        grammars=GrammarCompiler.of_model(spec.model, vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids),
         pricing=pricing,
     )
 
@@ -89,6 +87,8 @@ def load_rank(
         torch.cuda.set_device(rank.rank % torch.cuda.device_count())  # under Ray each rank sees its own device only
     group, pipes = gather(rank, backend, COLLECTIVE_TIMEOUT_S, are_followers_alive=are_followers_alive)
     runner = ModelRunner(replace(model, tensor_parallel_size=rank.size), group)
+    if runner.graphs is not None:
+        runner.graphs.capture_chains()
     # the table of logarithms behind coupled sampling takes 0.3 s once: no request should wait for it
     gumbel_noise(0, 0, torch.zeros(1, dtype=torch.int64, device=runner.device), 1, runner.device)
     return runner, pipes
@@ -117,6 +117,7 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
         drafts, attach = make_drafts(runner, links)
         engine = build_engine(runner, spec, drafts)
         attach(engine)
+    engine.stats.graphs = runner.graph_counts
     ready = EngineReady(
         vocab_size=runner.vocab_size,
         max_model_len=runner.max_model_len,

@@ -6,6 +6,7 @@ import collections
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.histogram import Histogram
 from outrider.verifier_service.messages.request import RequestOutput
 from outrider.verifier_service.scheduling.schedule import Schedule
@@ -26,6 +27,7 @@ class StepStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     idle_s: float = 0.0  # no step ran, for every request waited for its draft
+    graphs: GraphCounts = field(default_factory=GraphCounts)  # the runner's own, where it captures steps
     step_s: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS_S))
     queue_s: Histogram = field(default_factory=lambda: Histogram(QUEUE_BOUNDS_S))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.verifier_service.messages.graph_counts import GraphCounts
+
 
 @dataclass(slots=True)
 class DrafterCounters:
@@ -19,6 +21,7 @@ class DrafterCounters:
     num_cache_hits: int = 0  # asks answered at once: what they follow had been drafted for
     num_cache_misses: int = 0  # asks that follow what had not, of sessions that were prepared for something
     num_ahead_tokens: int = 0  # computed in spare time, used or not
+    graphs: GraphCounts = field(default_factory=GraphCounts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from outrider.verifier_service.messages.draft import DraftNeeds
+from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.histogram import NO_VALUES, HistogramCounts
 from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput, SpeculationPlan
 from outrider.verifier_service.messages.tensor_route import TensorRoute
@@ -151,6 +152,7 @@ class EngineCounters:
     num_tensor_fallbacks: int = 0  # states that went as bytes for their channel was full or had failed
     idle_s: float = 0.0  # no step ran, for every request waited for its draft
     num_extrapolated_steps: int = 0  # far beyond all that the cost model had profiled or seen
+    graphs: GraphCounts = field(default_factory=GraphCounts)
     step_s: HistogramCounts = NO_VALUES
     queue_s: HistogramCounts = NO_VALUES  # from a request's arrival to its first step
     round_trip_s: HistogramCounts = NO_VALUES  # from asking a drafter to its draft

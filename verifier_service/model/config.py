@@ -29,6 +29,7 @@ class ModelConfig:
     state_taps: tuple[int, ...] = ()  # hidden states to keep for drafters, as in `DraftNeeds.taps`
     state_dtype: str = "auto"  # of those states, kept and sent; auto: the model's own
     num_scratch_blocks: int = 0  # KV blocks beyond the pool's, for drafts made by the model itself
+    enforce_eager: bool = False  # capture no steps as CUDA graphs
     check_logits: bool = True  # compare the engine's logits with the library's own at start
 
     def __post_init__(self) -> None:

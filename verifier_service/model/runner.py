@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model import start_check
 from outrider.verifier_service.model.architectures import (
@@ -29,9 +30,11 @@ from outrider.verifier_service.model.architectures import (
 from outrider.verifier_service.model.attention import AttentionHandler, KVPool, LayerShape
 from outrider.verifier_service.model.config import ModelConfig, Quantization
 from outrider.verifier_service.model.cpu_attention import in_place_or_gathered
+from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.decoder_spec import DecoderSpec, read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.library_model import finish, load_library_model, round_linears
+from outrider.verifier_service.model.random_weights import read_recipe
 from outrider.verifier_service.model.start_check import (
     engine_logits,
     has_long_window,
@@ -41,6 +44,7 @@ from outrider.verifier_service.model.start_check import (
     sample_sequences,
 )
 from outrider.verifier_service.model.state_pool import StatePool, require_taps, resolve_state_dtype
+from outrider.verifier_service.model.step_graphs import CudaCapture, GraphBackend, StepGraphs
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import Checkpoint, StateDictSource, TensorSource, WeightReader
 
@@ -183,12 +187,20 @@ def _engine_logits(model: PackedModel, sequences: Sequence[list[int]]) -> torch.
 
 @torch.inference_mode()
 def run_batch(
-    model: PackedModel, pool: KVPool, batch: ScheduledBatch, taps: Sequence[int] = ()
+    model: PackedModel,
+    pool: KVPool,
+    batch: ScheduledBatch,
+    taps: Sequence[int] = (),
+    graphs: StepGraphs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the model over a packed batch: float32 logits [num_rows, vocab_size], tapped states [num_tokens, width]."""
+    """Run the model over a packed batch: float32 logits [num_rows, vocab_size], tapped states [num_tokens, width].
+
+    With `graphs`, which are of this model, pool and taps, the results are good until the next batch.
+    """
     pool.move_slots(batch.move_sources, batch.move_targets)
     pool.copy_blocks(batch.copy_sources, batch.copy_targets)
-    return forward_packed(model, batch, attention_context(batch, pool), taps)
+    replayed = None if graphs is None else graphs.run(batch)
+    return forward_packed(model, batch, attention_context(batch, pool), taps) if replayed is None else replayed
 
 
 def forward_packed(
@@ -211,10 +223,23 @@ def attention_context(batch: ScheduledBatch, pool: KVPool) -> AttentionHandler:
     return TritonContext.of(batch, pool)
 
 
+def graph_backend(config: ModelConfig, device: torch.device) -> GraphBackend | None:
+    """Return how steps are captured; None: every step runs eagerly."""
+    if device.type != "cuda" or config.enforce_eager:
+        return None
+    from outrider.verifier_service.model.triton_attention import TritonContext
+
+    return GraphBackend(CudaCapture(device), TritonContext)
+
+
 class ModelRunner:
     """Executes `ScheduledBatch` on this rank."""
 
-    def __init__(self, config: ModelConfig, group: TensorParallelGroup) -> None:
+    def __init__(self, config: ModelConfig, group: TensorParallelGroup, backend: GraphBackend | None = None) -> None:
+        """`backend` says how steps are captured; None: as is usual on the device, on a CPU not at all.
+
+        They are captured when first met, unless `graphs.capture_chains` comes before.
+        """
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         folder = resolve_folder(config)
@@ -228,7 +253,9 @@ class ModelRunner:
         self.eos_token_ids = read_eos_token_ids(folder, description)
         self.num_layers: int = description.num_hidden_layers
         self.experts = expert_shape(description)
-        with Checkpoint(folder) as checkpoint:
+        with contextlib.ExitStack() as stack:
+            drawn = read_recipe(folder, description, dtype=self.dtype, device=self.device)
+            checkpoint = stack.enter_context(Checkpoint(folder)) if drawn is None else drawn
             self.model = load_model(
                 *(description, checkpoint, group, self.dtype, self.device),
                 check=config.check_logits,
@@ -239,9 +266,11 @@ class ModelRunner:
         self.num_blocks = group.all_reduce_min(resolve_num_blocks(config, shapes, self.dtype, self.device))
         self.max_model_len = limit_to_pool(config, self.max_model_len, self.num_blocks * self.block_size)
         self.scratch_blocks = range(self.num_blocks, self.num_blocks + config.num_scratch_blocks)
+        backend = graph_backend(config, self.device) if backend is None else backend
+        null_block = self.scratch_blocks.stop
         self.pool = KVPool(
             shapes,
-            num_blocks=self.scratch_blocks.stop,
+            num_blocks=null_block if backend is None else null_block + 1,
             block_size=self.block_size,
             dtype=self.dtype,
             device=self.device,
@@ -256,14 +285,24 @@ class ModelRunner:
                 width=len(self._taps) * self.model.hidden_size,
                 dtype=resolve_state_dtype(config.state_dtype, self.dtype),
             )
+        self.graphs: StepGraphs | None = None
+        if backend is not None and isinstance(self.model, Decoder):
+            self.graphs = StepGraphs(
+                *(self.model, self.pool, backend),
+                null_block=null_block,
+                max_model_len=self.max_model_len,
+                taps=self._taps,
+                is_alone=group.size == 1,
+            )
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run one step and return float32 logits [num_rows, vocab_size] of `batch.logits_indices`.
 
         Token ids must lie in the vocabulary and slots in the pool. With several ranks the logits are the same on all.
+        Where steps are captured, the logits are good until the next step.
         """
         taps = self._taps if batch.num_layers is None else ()
-        logits, states = run_batch(self.model, self.pool, batch, taps)
+        logits, states = run_batch(self.model, self.pool, batch, taps, self.graphs)
         if self.states is not None:
             self.states.copy_blocks(batch.copy_sources, batch.copy_targets)
             if states is not None:
@@ -287,6 +326,7 @@ class ParallelRunner:
         self.states, self.scratch_blocks = runner.states, runner.scratch_blocks
         self.pool, self.num_layers, self.experts = runner.pool, runner.num_layers, runner.experts
         self.model = runner.model  # rank 0's part
+        self.graph_counts = GraphCounts() if runner.graphs is None else runner.graphs.counts
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run one step on all ranks: float32 logits [num_rows, vocab_size] on rank 0's device."""

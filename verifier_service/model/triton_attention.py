@@ -14,18 +14,15 @@ The reference for all of it is `attention.AttentionContext`. `TRITON_INTERPRET=1
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.attention import AttentionOptions, KVPool
+from outrider.verifier_service.model.paged_metadata import PagedMetadata
 from outrider.verifier_service.model.triton_kernels import attention_kernel, join_kernel, triton
 
-WORD_BITS = 64  # of the trees' ancestor masks
-ALIGNMENT_BYTES = 16  # of each part of an upload: Triton compiles aligned and unaligned pointers apart
 MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
 TILE_ROWS = (16, 64, 128)  # decode, verification, prefill: few sizes, since each is compiled apart
 LONG_QUERY_ROWS = 512  # from here on the largest tile pays
@@ -43,58 +40,6 @@ def require_triton() -> None:
     """Raise `RuntimeError` where Triton is missing: CUDA builds of torch bring it, others need `pip install triton`."""
     if triton is None:
         raise RuntimeError("attention on a CUDA device needs the package triton, which is not installed")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PagedMetadata:
-    """What the kernels must know of a step: made once, moved to the device in one copy, shared by all layers.
-
-    The numbers on the host shape the launch alone, so that nothing here is ever read back from the device.
-    """
-
-    num_tokens: int
-    num_sequences: int
-    max_query_length: int
-    max_context_length: int
-    block_size: int
-    slot_mapping: torch.Tensor  # int64 [num_tokens]
-    query_starts: torch.Tensor  # int32 [num_sequences + 1] into the packed tokens
-    context_lengths: torch.Tensor  # int32 [num_sequences]
-    block_tables: torch.Tensor  # int32 [num_sequences, width], padded
-    tree_sizes: torch.Tensor | None  # int32 [num_sequences] of how many last tokens form a tree; None: all are chains
-    positions: torch.Tensor | None  # int32 [num_tokens] in a tree the depth counts, elsewhere the place in the sequence
-    ancestors: torch.Tensor | None  # int64 [num_tokens, num_words] bit j: the tree's j-th token is seen
-
-    @classmethod
-    def of(cls, batch: ScheduledBatch, block_size: int, device: torch.device) -> PagedMetadata:
-        """Derive the step's metadata from a batch."""
-        starts = [0]
-        for length in batch.query_lengths:
-            starts.append(starts[-1] + length)
-        parts = [
-            torch.tensor(batch.slot_mapping, dtype=torch.int64),
-            torch.tensor(starts, dtype=torch.int32),
-            torch.tensor(batch.context_lengths, dtype=torch.int32),
-            _padded_tables(batch.block_tables),
-        ]
-        has_trees = any(batch.tree_parents)
-        if has_trees:
-            parts += _tree_parts(batch)
-        slots, query_starts, context_lengths, tables, *trees = _upload(parts, device)
-        return cls(
-            num_tokens=batch.num_tokens,
-            num_sequences=len(batch.query_lengths),
-            max_query_length=max(batch.query_lengths),
-            max_context_length=max(batch.context_lengths),
-            block_size=block_size,
-            slot_mapping=slots,
-            query_starts=query_starts,
-            context_lengths=context_lengths,
-            block_tables=tables,
-            tree_sizes=trees[0] if has_trees else None,
-            positions=trees[1] if has_trees else None,
-            ancestors=trees[2] if has_trees else None,
-        )
 
 
 class TritonContext:
@@ -147,7 +92,8 @@ def paged_attention(
     if num_splits is None:
         reach = metadata.max_context_length
         reach = reach if window is None else min(reach, window + metadata.max_query_length)
-        num_splits = choose_num_splits(num_tiles * num_kv_heads, reach, _num_multiprocessors(query.device))
+        num_programs = (num_tiles - metadata.num_idle) * num_kv_heads
+        num_splits = choose_num_splits(num_programs, reach, _num_multiprocessors(query.device))
     output = query.new_empty(num_tokens, num_heads, value_dim)
     with torch.cuda.device_of(query):  # Triton launches on the thread's own device, which need not be the tensors'
         if num_splits == 1:
@@ -254,51 +200,3 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 def _padded(dim: int) -> int:
     return max(MIN_DOT, 1 << (dim - 1).bit_length())
-
-
-def _padded_tables(tables: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Pad with block 0: int32 [num_sequences, width]; arrays, since nested lists of this size take milliseconds."""
-    width = max(map(len, tables))
-    rows = array("i")
-    for table in tables:
-        rows.extend(table)
-        rows.extend(array("i", [0]) * (width - len(table)))
-    return torch.frombuffer(rows, dtype=torch.int32).view(len(tables), width)
-
-
-def _tree_parts(batch: ScheduledBatch) -> list[torch.Tensor]:
-    """Return tree sizes, positions and ancestors as `PagedMetadata` describes them."""
-    num_words = -(-max(map(len, batch.tree_parents)) // WORD_BITS)
-    positions = array("i")
-    words = bytearray()
-    for parents, length, context in zip(batch.tree_parents, batch.query_lengths, batch.context_lengths, strict=True):
-        first = context - len(parents)  # the place of the tree's first token
-        masks: list[int] = []
-        depths: list[int] = []
-        for index, parent in enumerate(parents):
-            masks.append(1 << index if parent < 0 else masks[parent] | 1 << index)
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        positions.extend(range(context - length, first))
-        positions.extend(first + depth for depth in depths)
-        words += bytes(8 * num_words * (length - len(parents)))
-        words += b"".join(mask.to_bytes(8 * num_words, "little") for mask in masks)
-    return [
-        torch.tensor([len(parents) for parents in batch.tree_parents], dtype=torch.int32),
-        torch.frombuffer(positions, dtype=torch.int32),
-        torch.frombuffer(words, dtype=torch.int64).view(batch.num_tokens, num_words),
-    ]
-
-
-def _upload(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Move tensors to a device in one copy that nobody waits for."""
-    starts = [0]
-    for part in parts:
-        starts.append(starts[-1] + -(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-    staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for start, part in zip(starts, parts, strict=False):
-        staged[start : start + part.nbytes].view(part.dtype).copy_(part.flatten())
-    moved = staged.to(device, non_blocking=True)
-    return [
-        moved[start : start + part.nbytes].view(part.dtype).view(part.shape)
-        for start, part in zip(starts, parts, strict=False)
-    ]

@@ -105,7 +105,8 @@ def _ranked_probs(scaled: torch.Tensor, sampling: Sequence[SamplingShape]) -> to
     num_kept = [shape.top_k if 0 < shape.top_k < vocab_size else vocab_size for shape in sampling]
     num_candidates = max(kept if kept < vocab_size else min(NUCLEUS_CANDIDATES, vocab_size) for kept in num_kept)
     probs, is_covered = _nucleus_probs(scaled, sampling, num_kept, num_candidates)
-    if not is_covered.all():
+    # top_k's rows are covered whatever they hold: to ask would wait for the device
+    if max(num_kept) > num_candidates and not is_covered.all():
         rows = (~is_covered).nonzero()[:, 0]
         flat = rows.tolist()
         again, _ = _nucleus_probs(

@@ -22,7 +22,11 @@ from outrider.verifier_service.messages.tree import VerifiedTokens, depths, is_c
 from outrider.verifier_service.sampling.block_verification import verify_blocks
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, noise_keys, noise_of_keys
 from outrider.verifier_service.sampling.logits_processors import LogitEdits, apply_edits
-from outrider.verifier_service.sampling.rejection_sampler import draw_from_rest, verify_batch_by_rejection
+from outrider.verifier_service.sampling.rejection_sampler import (
+    draw_from_rest,
+    verify_batch_by_rejection,
+    verify_batch_on_device,
+)
 from outrider.verifier_service.sampling.sampler import target_probs
 from outrider.verifier_service.sampling.tree_sampler import verify_trees
 from outrider.verifier_service.sampling.typical_acceptance import typical_paths
@@ -184,7 +188,8 @@ def _judge_of(entry: VerificationEntry) -> _Judge:
 def _by_rejection(
     probs: torch.Tensor, entries: Sequence[VerificationEntry], uniforms: torch.Tensor
 ) -> list[VerifiedTokens]:
-    committed = verify_batch_by_rejection(probs, [entry.draft for entry in entries], uniforms)
+    verify_batch = verify_batch_by_rejection if probs.device.type == "cpu" else verify_batch_on_device
+    committed = verify_batch(probs, [entry.draft for entry in entries], uniforms)
     return [VerifiedTokens(token_ids, tuple(range(len(token_ids) - 1))) for token_ids in committed]
 
 

@@ -138,6 +138,14 @@ def test_a_table_is_of_the_whole_service_and_bounded_by_its_longest_drafts():
         ServiceConfig(drafter_pools=(short,), draft_length_by_batch_size=((1, 8, 6),))
 
 
+def test_eager_steps_are_asked_of_verifiers_and_drafters_alike():
+    for is_eager in (False, True):
+        config = ServiceConfig(enforce_eager=is_eager)
+        assert config.drafter_spec is not None
+        assert config.drafter_spec.model is not None
+        assert config.verifier_spec.model.enforce_eager is config.drafter_spec.model.enforce_eager is is_eager
+
+
 def test_who_never_speculates_has_no_drafters():
     config = ServiceConfig(num_speculative_tokens=0, drafter_pools=(LOOKUP | {"num_speculative_tokens": 4},))
     assert [*config.pools] == ["lookup"]

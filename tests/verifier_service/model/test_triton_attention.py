@@ -16,6 +16,15 @@ from hypothesis import strategies as st
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool, LayerShape
+from outrider.verifier_service.model.paged_metadata import WORD_BITS, PagedMetadata, num_bytes
+from outrider.verifier_service.model.step_graphs import (
+    NUM_MODEL_PARTS,
+    Bucket,
+    StepBuffers,
+    padded,
+    step_layout,
+    step_parts,
+)
 
 triton = pytest.importorskip("triton", reason="needs the package triton")
 
@@ -82,11 +91,11 @@ class Step:
 
 
 def make_step(sequences: list[Sequence], shape: Shape, seed: int = 0, device: str = "cpu") -> Step:
-    """A step over scattered blocks, drawn on the CPU whatever the device."""
+    """A step over scattered blocks, drawn on the CPU whatever the device; nobody has the last one."""
     generator = torch.Generator().manual_seed(seed)
     widths = [-(-(sequence.num_old + sequence.length) // BLOCK_SIZE) for sequence in sequences]
     num_blocks = sum(widths) + 3
-    blocks = torch.randperm(num_blocks, generator=generator).tolist()
+    blocks = torch.randperm(num_blocks - 1, generator=generator).tolist()
     tables = [[blocks.pop() for _ in range(width)] for width in widths]
     pool = KVPool(
         {0: LayerShape(num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, value_dim=shape.value_dim)},
@@ -142,7 +151,7 @@ def attend(
     module: ModuleType, step: Step, options: AttentionOptions, num_splits: int | None = None
 ) -> torch.Tensor:
     """Write the step's keys and values, then run the kernels: [num_tokens, num_heads, value_dim]."""
-    metadata = module.PagedMetadata.of(step.batch, BLOCK_SIZE, step.pool.device)
+    metadata = PagedMetadata.of(step.batch, BLOCK_SIZE, step.pool.device)
     keys, values = step.pool.keys[0], step.pool.values[0]
     keys[metadata.slot_mapping] = step.key
     values[metadata.slot_mapping] = step.value
@@ -264,12 +273,42 @@ def test_the_context_writes_before_it_attends(interpreted):
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
 
 
+def test_a_launch_is_right_for_whatever_its_buffers_hold(interpreted):
+    """As in a captured step: the bucket alone shapes the launch, the buffers bring what changes."""
+    bucket, table_width = Bucket(16, 4, has_trees=True), 40
+    shape, options = Shape(), OPTIONS["all"]
+    layout = step_layout(bucket, table_width)
+    buffers = StepBuffers(num_bytes(layout), torch.device("cpu"))
+    place = buffers.place(layout)
+    metadata = PagedMetadata.over(
+        place.parts[NUM_MODEL_PARTS:],
+        max_query_length=4,
+        max_context_length=table_width * BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        num_idle=1,
+    )
+    steps = [
+        make_step([Sequence(num_old=60, num_chain=2, parents=(-1, 0, 0)), Sequence(num_old=5)], shape),
+        make_step([Sequence(num_old=3, parents=TREE), Sequence(num_old=80, num_chain=3), Sequence()], shape, seed=1),
+    ]
+    for step in (*steps, steps[0]):
+        count, null_block = step.batch.num_tokens, step.pool.num_blocks - 1
+        assert all(null_block not in table for table in step.batch.block_tables)
+        expected = reference(step, options)
+        buffers.fill(place, step_parts(padded(step.batch, bucket, null_block, BLOCK_SIZE)))
+        own = (step.query, step.key, step.value)
+        tensors = [torch.cat([each, torch.zeros(16 - count, *each.shape[1:])]) for each in own]
+        got = interpreted.TritonContext(metadata, step.pool).attend(0, *tensors, options)
+        torch.testing.assert_close(got[:count], expected, atol=2e-6, rtol=2e-6)
+        assert not got.isnan().any()
+
+
 # The host's side.
 
 
 def test_metadata_of_a_tree():
     step = make_step([Sequence(num_old=2), Sequence(num_old=4, num_chain=2, parents=(-1, 0, -1, 1))], Shape())
-    metadata = triton_attention.PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
+    metadata = PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
     assert metadata.tree_sizes.tolist() == [0, 4]
     assert metadata.positions.tolist() == [2, 4, 5, 6, 7, 6, 8]
     assert metadata.ancestors.tolist() == [[0], [0], [0], [0b0001], [0b0011], [0b0100], [0b1011]]
@@ -282,7 +321,7 @@ def test_metadata_of_a_tree():
 
 def test_bits_of_a_large_tree_take_several_words():
     step = make_step([Sequence(parents=(-1, *range(69)))], Shape())
-    metadata = triton_attention.PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
+    metadata = PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
     assert metadata.ancestors[64].tolist() == [-1, 0]
     assert metadata.ancestors[70].tolist() == [-1, 0b111111]
 
@@ -290,7 +329,7 @@ def test_bits_of_a_large_tree_take_several_words():
 def test_chains_carry_no_masks():
     step = make_step(SEQUENCES["chains"], Shape())
     step.batch = replace(step.batch, tree_parents=[[], []])
-    metadata = triton_attention.PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
+    metadata = PagedMetadata.of(step.batch, BLOCK_SIZE, torch.device("cpu"))
     assert metadata.tree_sizes is metadata.positions is metadata.ancestors is None
 
 
@@ -311,7 +350,7 @@ def test_tiles_hold_a_token_and_fit_the_memory(group_size, dim, element_bytes):
         tile = triton_attention.tile_of(length, group_size, dim, dim, element_bytes)
         assert 1 <= tile.num_tokens * group_size <= tile.num_rows
         assert tile.num_keys >= 16
-        assert tile.num_keys <= triton_attention.WORD_BITS
+        assert tile.num_keys <= WORD_BITS
         padded = 1 << (dim - 1).bit_length()
         stages = (tile.num_stages - 1) * tile.num_keys * 2 * padded * element_bytes
         assert stages + tile.num_rows * padded * element_bytes <= 227 << 10
@@ -393,7 +432,7 @@ def test_a_gpu_equals_the_reference(sequences, options, num_splits, dtype):
 def test_a_captured_graph_attends_to_what_is_in_the_pool_later():
     shape = Shape(num_heads=8, num_kv_heads=2, head_dim=64, value_dim=64, dtype=torch.bfloat16)
     step = make_step([Sequence(num_old=600, parents=TREE), Sequence(num_old=9)], shape, device="cuda")
-    metadata = triton_attention.PagedMetadata.of(step.batch, BLOCK_SIZE, step.pool.device)
+    metadata = PagedMetadata.of(step.batch, BLOCK_SIZE, step.pool.device)
     arguments = (step.query, step.pool.keys[0], step.pool.values[0], metadata, AttentionOptions())
     attend(triton_attention, step, AttentionOptions())  # compiles
     graph = torch.cuda.CUDAGraph()

@@ -10,7 +10,11 @@ import torch
 
 from exactness.law import assert_law
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, SparseRow
-from outrider.verifier_service.sampling.rejection_sampler import verify_batch_by_rejection, verify_by_rejection
+from outrider.verifier_service.sampling.rejection_sampler import (
+    verify_batch_by_rejection,
+    verify_batch_on_device,
+    verify_by_rejection,
+)
 
 HIGHEST = 1 - 2**-53
 
@@ -30,15 +34,21 @@ def by_reference(target: list[list[float]], draft: Draft | None, uniforms: list[
     return verify_by_rejection(torch.tensor(target), draft, lambda: next(numbers))
 
 
-def by_batch(target: list[list[float]], draft: Draft | None, uniforms: list[float]) -> list[int]:
+def by_batch(
+    target: list[list[float]], draft: Draft | None, uniforms: list[float], verify=verify_batch_by_rejection
+) -> list[int]:
     padded = (uniforms + [0.0] * len(target))[: len(target)]
-    return verify_batch_by_rejection(torch.tensor(target), [draft], torch.tensor(padded, dtype=torch.float64))[0]
+    return verify(torch.tensor(target), [draft], torch.tensor(padded, dtype=torch.float64))[0]
+
+
+def by_device(target: list[list[float]], draft: Draft | None, uniforms: list[float]) -> list[int]:
+    return by_batch(target, draft, uniforms, verify_batch_on_device)
 
 
 Verify = Callable[[list[list[float]], Draft | None, list[float]], list[int]]
 
 
-@pytest.fixture(params=[by_reference, by_batch], ids=["reference", "batch"])
+@pytest.fixture(params=[by_reference, by_batch, by_device], ids=["reference", "batch", "device"])
 def verified(request: pytest.FixtureRequest) -> Verify:
     return request.param
 
@@ -138,6 +148,8 @@ def test_the_batch_matches_the_reference() -> None:
         assert tokens == verify_by_rejection(torch.from_numpy(rows), draft, lambda: next(numbers))  # noqa: B023
         start, num_accepted = start + len(rows), num_accepted + len(tokens) - 1
     assert num_accepted > 50
+    assert verify_batch_on_device(target, [draft for _, draft in cases], uniforms) == batch
+    assert verify_batch_on_device(target[:0], [], uniforms[:0]) == []
     assert verify_batch_by_rejection(target[:0], [], uniforms[:0]) == []
 
 

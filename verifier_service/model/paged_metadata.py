@@ -1,0 +1,154 @@
+"""What the paged kernels must know of a step: made of integers on the host, moved to the device in one copy.
+
+The numbers on the host shape the launch alone, so that nothing here is ever read back from the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from outrider.verifier_service.messages.batch import ScheduledBatch
+
+WORD_BITS = 64  # of the trees' ancestor masks
+ALIGNMENT_BYTES = 16  # of each part of an upload: Triton compiles aligned and unaligned pointers apart
+
+TORCH_TYPES = {"int32": torch.int32, "int64": torch.int64}
+
+Layout = Sequence[tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of an upload's parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedMetadata:
+    """One step's slots, tables, lengths and trees: made once, shared by all layers."""
+
+    num_tokens: int
+    num_sequences: int
+    max_query_length: int  # these two choose tiles and splits: a step that has longer ones is slower, never wrong
+    max_context_length: int
+    block_size: int
+    num_idle: int = 0  # sequences that are there to fill up a captured step, and keep no multiprocessor busy
+    slot_mapping: torch.Tensor  # int64 [num_tokens]
+    query_starts: torch.Tensor  # int32 [num_sequences + 1] into the packed tokens
+    context_lengths: torch.Tensor  # int32 [num_sequences]
+    block_tables: torch.Tensor  # int32 [num_sequences, width], padded
+    tree_sizes: torch.Tensor | None  # int32 [num_sequences] of how many last tokens form a tree; None: all are chains
+    positions: torch.Tensor | None  # int32 [num_tokens] in a tree the depth counts, elsewhere the place in the sequence
+    ancestors: torch.Tensor | None  # int64 [num_tokens, num_words] bit j: the tree's j-th token is seen
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch, block_size: int, device: torch.device) -> PagedMetadata:
+        """Derive the step's metadata from a batch."""
+        return cls.over(
+            upload(metadata_parts(batch), device),
+            max_query_length=max(batch.query_lengths),
+            max_context_length=max(batch.context_lengths),
+            block_size=block_size,
+        )
+
+    @classmethod
+    def over(
+        cls,
+        parts: Sequence[torch.Tensor],
+        *,
+        max_query_length: int,
+        max_context_length: int,
+        block_size: int,
+        num_idle: int = 0,
+    ) -> PagedMetadata:
+        """Read `metadata_parts` that are on the device already."""
+        slots, query_starts, context_lengths, tables, *trees = parts
+        tree_sizes, positions, ancestors = trees or (None, None, None)
+        return cls(
+            num_tokens=len(slots),
+            num_sequences=len(context_lengths),
+            max_query_length=max_query_length,
+            max_context_length=max_context_length,
+            block_size=block_size,
+            num_idle=num_idle,
+            slot_mapping=slots,
+            query_starts=query_starts,
+            context_lengths=context_lengths,
+            block_tables=tables,
+            tree_sizes=tree_sizes,
+            positions=positions,
+            ancestors=ancestors,
+        )
+
+
+def metadata_parts(batch: ScheduledBatch) -> list[np.ndarray]:
+    """Return slots, query starts, context lengths and tables; with trees also their sizes, positions and ancestors."""
+    parts: list[np.ndarray] = [
+        np.array(batch.slot_mapping, np.int64),
+        np.array([0, *itertools.accumulate(batch.query_lengths)], np.int32),
+        np.array(batch.context_lengths, np.int32),
+        _padded_tables(batch.block_tables),
+    ]
+    return parts + _tree_parts(batch) if any(batch.tree_parents) else parts
+
+
+def _padded_tables(tables: Sequence[Sequence[int]]) -> np.ndarray:
+    """Pad with block 0: int32 [num_sequences, width]; arrays, since nested lists of this size take milliseconds."""
+    width = max(map(len, tables))
+    rows = array("i")
+    for table in tables:
+        rows.extend(table)
+        rows.extend(array("i", [0]) * (width - len(table)))
+    return np.frombuffer(rows, np.int32).reshape(len(tables), width)
+
+
+def _tree_parts(batch: ScheduledBatch) -> list[np.ndarray]:
+    """Return tree sizes, positions and ancestors as `PagedMetadata` describes them."""
+    num_words = -(-max(map(len, batch.tree_parents)) // WORD_BITS)
+    positions = array("i")
+    words = bytearray()
+    for parents, length, context in zip(batch.tree_parents, batch.query_lengths, batch.context_lengths, strict=True):
+        first = context - len(parents)  # the place of the tree's first token
+        masks: list[int] = []
+        depths: list[int] = []
+        for index, parent in enumerate(parents):
+            masks.append(1 << index if parent < 0 else masks[parent] | 1 << index)
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        positions.extend(range(context - length, first))
+        positions.extend(first + depth for depth in depths)
+        words += bytes(8 * num_words * (length - len(parents)))
+        words += b"".join(mask.to_bytes(8 * num_words, "little") for mask in masks)
+    return [
+        np.array([len(parents) for parents in batch.tree_parents], np.int32),
+        np.frombuffer(positions, np.int32),
+        np.frombuffer(words, np.int64).reshape(batch.num_tokens, num_words),
+    ]
+
+
+def upload(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Move parts to a device in one copy that nobody waits for."""
+    layout = [(TORCH_TYPES[part.dtype.name], part.shape) for part in parts]
+    staged = torch.empty(num_bytes(layout), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for place, part in zip(carved(staged, layout), parts, strict=True):
+        place.numpy()[...] = part
+    return carved(staged.to(device, non_blocking=True), layout)
+
+
+def num_bytes(layout: Layout) -> int:
+    """Count the bytes of memory that hold such parts one after another, each of them aligned."""
+    return sum(_aligned_bytes(dtype, shape) for dtype, shape in layout)
+
+
+def carved(memory: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Cut parts out of memory, uint8 [at least `num_bytes(layout)`]."""
+    parts, start = [], 0
+    for dtype, shape in layout:
+        size = math.prod(shape) * dtype.itemsize
+        parts.append(memory[start : start + size].view(dtype).view(shape))
+        start += _aligned_bytes(dtype, shape)
+    return parts
+
+
+def _aligned_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return -(-math.prod(shape) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

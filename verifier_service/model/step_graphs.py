@@ -1,0 +1,308 @@
+"""Captured steps: a decoder's forward recorded once per bucket of (tokens, requests) and replayed without its launches.
+
+At batch 1 a GPU needs less time for a layer than a CPU to launch it. A replayed CUDA graph launches all at once, but
+is bound to shapes and addresses. So steps are padded to a bucket, and every input lies in memory that stays:
+
+    step's integers -> parts -> pinned memory, in one copy -> `StepBuffers` -> graph -> logits, states
+
+What fills a bucket up is one more sequence, whose tokens lie in a KV block that nobody owns, and empty ones. Nothing
+within depends on data; what does, such as moving blocks, comes before. A `Capture` makes a replay of a function:
+`CudaCapture` on a device, a played one in tests, which fails where a real one would.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.messages.graph_counts import GraphCounts
+from outrider.verifier_service.model.attention import AttentionHandler, KVPool
+from outrider.verifier_service.model.decoder import Decoder
+from outrider.verifier_service.model.paged_metadata import (
+    WORD_BITS,
+    Layout,
+    PagedMetadata,
+    carved,
+    metadata_parts,
+    num_bytes,
+)
+
+logger = logging.getLogger(__name__)
+
+TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+REQUEST_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MAX_TOKENS_EACH = 16  # of a bucket's requests, on average: more take a bucket of more requests, some of them empty
+NUM_MODEL_PARTS = 3  # token ids, positions, rows; the others are the attention's
+
+Outputs = tuple[torch.Tensor, torch.Tensor | None]  # logits and states, as the model returns them
+
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]  # of a function that reads and writes memory that stays
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBackend:
+    """How steps are captured on a device, and which attention reads metadata that lies there."""
+
+    capture: Capture
+    attention: Callable[[PagedMetadata, KVPool], AttentionHandler]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """The shape of a captured step."""
+
+    num_tokens: int
+    num_requests: int
+    has_trees: bool = False
+
+
+def all_buckets(*, has_trees: bool) -> list[Bucket]:
+    """Return every bucket that a step can have, the largest first: the others fit into its memory."""
+    return sorted(
+        (
+            Bucket(num_tokens, num_requests, has_trees)
+            for num_requests in REQUEST_BUCKETS
+            for num_tokens in TOKEN_BUCKETS
+            if num_requests <= num_tokens <= MAX_TOKENS_EACH * num_requests
+        ),
+        reverse=True,
+    )
+
+
+def bucket_of(batch: ScheduledBatch, table_width: int) -> Bucket | str:
+    """Return the smallest bucket that holds a batch, or the reason why it has none."""
+    if batch.num_layers is not None:
+        return "early_exit"
+    if batch.num_tokens > TOKEN_BUCKETS[-1]:
+        return "many_tokens"
+    if len(batch.query_lengths) > REQUEST_BUCKETS[-1]:
+        return "many_requests"
+    if max(map(len, batch.tree_parents), default=0) > WORD_BITS:
+        return "large_tree"
+    if max(map(len, batch.block_tables)) > table_width:
+        return "long_context"
+    num_tokens = next(size for size in TOKEN_BUCKETS if size >= batch.num_tokens)
+    wanted = max(len(batch.query_lengths), num_tokens / MAX_TOKENS_EACH)
+    num_requests = next(size for size in REQUEST_BUCKETS if size >= wanted)
+    return Bucket(max(num_tokens, num_requests), num_requests, any(batch.tree_parents))
+
+
+def padded(batch: ScheduledBatch, bucket: Bucket, null_block: int, block_size: int) -> ScheduledBatch:
+    """Fill a batch up: one more sequence has the tokens that are missing, in the null block; the rest are empty."""
+    num_missing = bucket.num_tokens - batch.num_tokens
+    num_empty = bucket.num_requests - len(batch.query_lengths)
+    tables = [[null_block] * -(-num_missing // block_size), *[[] for _ in range(num_empty)]]
+    return replace(
+        batch,
+        token_ids=batch.token_ids + [0] * num_missing,
+        positions=batch.positions + [0] * num_missing,
+        slot_mapping=batch.slot_mapping + [null_block * block_size + i % block_size for i in range(num_missing)],
+        query_lengths=[*batch.query_lengths, num_missing, *[0] * num_empty],
+        context_lengths=[*batch.context_lengths, num_missing, *[0] * num_empty],
+        block_tables=batch.block_tables + tables,
+        logits_indices=batch.logits_indices + [0] * (bucket.num_tokens - len(batch.logits_indices)),
+        tree_parents=batch.tree_parents + [[] for _ in tables] if bucket.has_trees else [],
+    )
+
+
+def step_layout(bucket: Bucket, table_width: int) -> Layout:
+    """Return what `step_parts` of a batch padded to this bucket has, tables at their widest."""
+    num_tokens, num_sequences = bucket.num_tokens, bucket.num_requests + 1
+    layout: list[tuple[torch.dtype, tuple[int, ...]]] = [
+        *[(torch.int64, (num_tokens,))] * (NUM_MODEL_PARTS + 1),
+        (torch.int32, (num_sequences + 1,)),
+        (torch.int32, (num_sequences,)),
+        (torch.int32, (num_sequences, table_width)),
+    ]
+    if bucket.has_trees:
+        layout += [(torch.int32, (num_sequences,)), (torch.int32, (num_tokens,)), (torch.int64, (num_tokens, 1))]
+    return layout
+
+
+def step_parts(batch: ScheduledBatch) -> list[np.ndarray]:
+    """Return token ids, positions, rows, and what attention must know."""
+    numbers = (batch.token_ids, batch.positions, batch.logits_indices)
+    return [*(np.array(each, np.int64) for each in numbers), *metadata_parts(batch)]
+
+
+class Place:
+    """One bucket's parts: where its step reads them, and where they are written on the host."""
+
+    def __init__(self, memory: torch.Tensor, staged: torch.Tensor, layout: Layout) -> None:
+        size = num_bytes(layout)
+        self.parts = carved(memory, layout)  # whose addresses are the same for ever
+        self.hosted = [part.numpy() for part in carved(staged, layout)]
+        self.memory, self.staged = memory[:size], staged[:size]
+
+
+class StepBuffers:
+    """Memory that all captured steps of a model read, filled by one copy per step from pinned memory.
+
+    One step at a time uses it, so that every bucket's place begins at its beginning.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        on_device = device.type == "cuda"
+        self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=on_device)
+        self._copied = torch.cuda.Event() if on_device else None
+
+    def place(self, layout: Layout) -> Place:
+        """Return where a bucket's parts lie."""
+        return Place(self._memory, self._staged, layout)
+
+    def fill(self, place: Place, parts: Sequence[np.ndarray]) -> None:
+        """Bring a step's parts; one that is smaller than its place, as a table may be, leaves the rest as it was."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the last copy may still be reading
+        for hosted, part in zip(place.hosted, parts, strict=True):
+            hosted[tuple(map(slice, part.shape))] = part
+        place.memory.copy_(place.staged, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    place: Place
+    replay: Callable[[], None]
+
+
+class StepGraphs:
+    """A decoder's captured steps over one KV pool, whose block `null_block` belongs to nobody."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: KVPool,
+        backend: GraphBackend,
+        *,
+        null_block: int,
+        max_model_len: int,
+        taps: Sequence[int],
+        is_alone: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Not `is_alone`: other ranks capture the same steps, and wait for this one where it does not."""
+        self.counts = GraphCounts()
+        self._model, self._pool, self._backend, self._null_block = model, pool, backend, null_block
+        self._taps, self._is_alone, self._clock = taps, is_alone, clock
+        # as wide as the longest sequence and a tree, or the padding: 1 KiB a request for 4,096 tokens
+        self._table_width = -(-max(max_model_len + WORD_BITS, TOKEN_BUCKETS[-1]) // pool.block_size)
+        largest = Bucket(TOKEN_BUCKETS[-1], REQUEST_BUCKETS[-1], has_trees=True)
+        self._buffers = StepBuffers(num_bytes(step_layout(largest, self._table_width)), pool.device)
+        # not the graphs' own, which would have to stay apart from each other's
+        self._logits = torch.zeros(TOKEN_BUCKETS[-1], model.spec.vocab_size, device=pool.device)
+        width = len(taps) * model.hidden_size
+        self._states = torch.zeros(TOKEN_BUCKETS[-1], width, dtype=model.dtype, device=pool.device) if taps else None
+        self._captured: dict[Bucket, _Captured] = {}
+        self._can_capture = True
+
+    @torch.inference_mode()
+    def capture_chains(self) -> None:
+        """Capture the steps of decoding and of verifying chains, before anything is served.
+
+        Those of trees are captured when first met: few services have them.
+        """
+        for bucket in all_buckets(has_trees=False):
+            self._captured_at(bucket)
+        logger.info("captured %d steps in %.1f s", self.counts.num_graphs, self.counts.capture_s)
+
+    def run(self, batch: ScheduledBatch) -> Outputs | None:
+        """Replay a step: logits [num_rows, vocab_size] and states [num_tokens, width], good until the next one.
+
+        None: it has no graph and must run eagerly, which is counted. Moves and copies of KV are the caller's.
+        """
+        bucket = bucket_of(batch, self._table_width)
+        captured = self._captured_at(bucket) if isinstance(bucket, Bucket) else None
+        if captured is None or isinstance(bucket, str):
+            reason = bucket if isinstance(bucket, str) else "capture_failed"
+            self.counts.eager[reason] = self.counts.eager.get(reason, 0) + 1
+            return None
+        self._fill(captured.place, bucket, batch)
+        captured.replay()
+        self.counts.num_replayed += 1
+        states = None if self._states is None else self._states[: batch.num_tokens]
+        return self._logits[: len(batch.logits_indices)], states
+
+    def _fill(self, place: Place, bucket: Bucket, batch: ScheduledBatch) -> None:
+        self._buffers.fill(place, step_parts(padded(batch, bucket, self._null_block, self._pool.block_size)))
+
+    def _captured_at(self, bucket: Bucket) -> _Captured | None:
+        """Return a bucket's step, captured now if it was not; None: there is none and will be none."""
+        if bucket in self._captured or not self._can_capture:
+            return self._captured.get(bucket)
+        begin_s = self._clock()
+        place = self._buffers.place(step_layout(bucket, self._table_width))
+        self._fill(place, bucket, _one_token(bucket, self._null_block, self._pool.block_size))
+        try:
+            captured = _Captured(place, self._backend.capture(self._step(bucket, place)))
+        except RuntimeError:  # of CUDA: out of memory, or a model that does what a graph cannot hold
+            if not self._is_alone:
+                raise
+            logger.exception("no step can be captured any more: the others run eagerly, as with --enforce-eager")
+            self._can_capture = False
+            return None
+        self._captured[bucket] = captured
+        self.counts.num_graphs += 1
+        self.counts.capture_s += self._clock() - begin_s
+        return captured
+
+    def _step(self, bucket: Bucket, place: Place) -> Callable[[], None]:
+        token_ids, positions, rows = place.parts[:NUM_MODEL_PARTS]
+        metadata = PagedMetadata.over(
+            place.parts[NUM_MODEL_PARTS:],
+            max_query_length=-(-bucket.num_tokens // bucket.num_requests),
+            max_context_length=self._table_width * self._pool.block_size,
+            block_size=self._pool.block_size,
+            num_idle=1,
+        )
+        attend = self._backend.attention(metadata, self._pool)
+
+        def step() -> None:
+            logits, states = self._model(token_ids, positions, rows, attend, taps=self._taps)
+            self._logits[: bucket.num_tokens].copy_(logits)
+            if states is not None and self._states is not None:
+                self._states[: bucket.num_tokens].copy_(states)
+
+        return step
+
+
+def _one_token(bucket: Bucket, null_block: int, block_size: int) -> ScheduledBatch:
+    """Return a step that touches nothing but the null block, to capture with."""
+    return ScheduledBatch(
+        token_ids=[0],
+        positions=[0],
+        slot_mapping=[null_block * block_size],
+        query_lengths=[1],
+        context_lengths=[1],
+        block_tables=[[null_block]],
+        logits_indices=[0],
+        tree_parents=[[-1]] if bucket.has_trees else [],
+    )
+
+
+class CudaCapture:
+    """Records functions as CUDA graphs that share one pool of memory: one is replayed at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            step()  # kernels are compiled and workspaces made, neither of which can be recorded
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: what another thread does meanwhile, such as NCCL's watchdog, is no part of it
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            step()
+        return graph.replay
