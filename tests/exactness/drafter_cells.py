@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from exactness.drafter_checkpoints import head_folder, masked_draft_model
-from exactness.forking import FORKING
 from exactness.small_engines import Generated
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.engine import NoDrafters, PipeDraftClient, RankProcesses
@@ -37,6 +36,7 @@ from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.ranks import PipeListener
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+from tiny.forking import FORKING
 
 DRAFT_LENGTH = 3
 NUM_TREE_NODES = 7

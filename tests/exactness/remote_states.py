@@ -26,7 +26,6 @@ import grpc
 import torch
 from transformers import LlamaConfig
 
-from exactness.forking import FORKING
 from fakes.by_channel import ByChannel
 from outrider.drafter_service.heads.eagle3 import Eagle3Config, Eagle3Head
 from outrider.drafter_service.service.colocated import open_local_drafter
@@ -47,6 +46,7 @@ from outrider.verifier_service.model.ranks import RankSpec
 from outrider.verifier_service.model.runner import ParallelRunner
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from tiny.forking import FORKING
 from tiny.heads import randomised
 from tiny.models import make_checkpoint
 

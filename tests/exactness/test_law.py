@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 
 from exactness import law
-from exactness.forking import FORKING
 from exactness.law_cases import CASES, DEFECTS, NUM_DRAWS, Outcome, run_case
+from tiny.forking import FORKING
 
 ALPHA = 1e-4
 NUM_SOAK_DRAWS = 100_000

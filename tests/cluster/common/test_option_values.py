@@ -11,6 +11,6 @@ def test_a_value_becomes_its_type_and_so_does_the_json_of_one():
 
 @pytest.mark.parametrize(("value", "is_json"), [("secret", False), ("{secret", True)])
 def test_an_error_names_the_key_and_not_the_value(value: str, is_json: bool):
-    with pytest.raises(ValueError, match="^port: ") as error:
+    with pytest.raises(ValueError, match=r"^port: ") as error:
         typed_value("port", value, int, is_json=is_json)
     assert "secret" not in str(error.value)
