@@ -262,7 +262,7 @@ class DraftPricing:
             if kept.round is None:
                 continue
             step.rounds[request_id] = kept.round
-            if kept.round.offered is not None:
+            if kept.round.length:  # whatever came of it: a drafter that has nothing for one request blinds nobody
                 kept.is_opening = False
             if outcome.item.draft is not None:
                 kept.round.after = self.survival.end_round(
