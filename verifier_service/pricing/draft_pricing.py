@@ -231,7 +231,7 @@ class DraftPricing:
         survivals: list[float] = []
         for parent, rate in zip(draft.parents, rates, strict=True):
             survivals.append(rate * (1.0 if parent == ROOT else survivals[parent]))
-        worths = self.worth.node_worths(request_id, survivals)
+        worths = self.worth.worths(request_id, survivals)
         levels: list[float] = []
         node_depths = depths(draft.parents)
         for depth, worth in zip(node_depths, worths, strict=True):
