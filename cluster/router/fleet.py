@@ -270,7 +270,6 @@ class RouterPolicy:
     switch: SwitchPolicy = field(default_factory=SwitchPolicy)
     acceptance: AcceptancePolicy = field(default_factory=AcceptancePolicy)
     min_price: float = 0.1  # committed tokens that one draft token costs at least: the pool's work is not free
-    exposed_draft_share: float = 1.0  # the part of a draft's round trip that no other group's step hides
     kv_pressure_from: float = 0.9  # used share of the KV blocks from which drafts cost more: they bring preemptions
     max_queue_depth: int = 64  # a drafter with more asks waiting gets no new requests and hands some over
     probe_every_s: float = 10.0  # a request that is off for its own acceptance tries again this often ...
@@ -283,7 +282,7 @@ class RouterPolicy:
         for name in ("max_draft_length", "max_queue_depth"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0")
-        for name in ("min_price", "exposed_draft_share", "kv_pressure_from"):
+        for name in ("min_price", "kv_pressure_from"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be in [0, 1]")
         _check_table(self.draft_length_by_batch_size)

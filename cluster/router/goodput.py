@@ -1,13 +1,13 @@
-"""How much speculation pays: expected tokens per second, draft lengths by it, and a switch that does not flap.
+"""What a router learns of each request's acceptance, what drafts gain at a price, and a switch that does not flap.
 
-Everything here looks at earlier rounds only (acceptance so far, the profile, the load), so a choice of length can not
-depend on the tokens that will be drawn and the sampled law holds.
+Everything here looks at earlier rounds only (acceptance so far, prices), so a choice of length can not depend on the
+tokens that will be drawn and the sampled law holds.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from outrider.cluster.router.fleet import (
@@ -19,104 +19,8 @@ from outrider.cluster.router.fleet import (
     off,
 )
 from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
-from outrider.verifier_service.pricing.cost_model import StepTimeModel
 
-NUM_EM_ROUNDS = 4
-SAME_LOAD_SHARE = 0.75  # of the requests that decode: with fewer a price is another
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A request that may speculate, with its estimated acceptance per position and its longest allowed draft."""
-
-    request_id: str
-    acceptance_rate: float
-    max_length: int
-    worth: float = 1.0  # of its tokens, beside a price that is said
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """Draft lengths of the candidates (all named; 0 where nothing was admitted)."""
-
-    lengths: dict[str, int]
-    gain: float  # best throughput with at least one draft token ÷ throughput without any; 0 when there is no slot
-    price: float  # committed tokens that the last admitted position costs: separates admitted from refused survivals
-
-
-def allocate(
-    candidates: Sequence[Candidate],
-    *,
-    num_decoding: int,
-    step_time: StepTimeModel,
-    min_price: float = 0.0,
-    exposed_s: float = 0.0,
-) -> Allocation:
-    """Give draft positions to the requests that use them best, as long as the whole batch gets faster.
-
-    Sort all (request, position) slots by survival a^j and take the prefix with the most expected tokens per second;
-    every prefix is tried, since real step times have stairs. Slots of survival `min_price` or less are left out.
-    `exposed_s` is the time that the batch waits for drafts as soon as one slot is taken. Equal survivals go to earlier
-    positions first, then by a stable hash of the request id.
-    """
-    survivals, owners = _slots(candidates, min_price)
-    order = sorted(range(len(survivals)), key=survivals.__getitem__, reverse=True)  # stable in reverse, too
-    plain = num_decoding / step_time.t(num_decoding)
-    best_size, best_rate, committed = 0, 0.0, float(num_decoding)
-    for size, (slot, seconds) in enumerate(
-        zip(order, step_time.times(num_decoding + 1, len(order)), strict=True), start=1
-    ):
-        committed += survivals[slot]
-        rate = committed / (seconds + exposed_s)
-        if rate > best_rate:
-            best_size, best_rate = size, rate
-    size = best_size if best_rate > plain else 0
-    lengths = {candidate.request_id: 0 for candidate in candidates}
-    for slot in order[:size]:
-        lengths[owners[slot]] += 1
-    marginal = max(best_rate, plain) * step_time.slope(num_decoding + size)
-    if size < len(order):
-        marginal = max(marginal, survivals[order[size]])
-    if size > 0:
-        marginal = min(marginal, survivals[order[size - 1]])
-    return Allocation(lengths, best_rate / plain, max(marginal, min_price))
-
-
-def _slots(candidates: Sequence[Candidate], min_price: float) -> tuple[list[float], list[str]]:
-    """Return survival and owner of every slot, by position and then by the stable hash of the request id."""
-    survivals: list[float] = []
-    owners: list[str] = []
-    ranked = sorted(candidates, key=lambda candidate: (stable_hash(candidate.request_id), candidate.request_id))
-    alive = [(candidate, 1.0) for candidate in ranked]
-    position = 0
-    while alive:
-        position += 1
-        alive = [
-            (candidate, survival * candidate.acceptance_rate)
-            for candidate, survival in alive
-            if position <= candidate.max_length and survival * candidate.acceptance_rate > min_price
-        ]
-        survivals.extend(survival for _, survival in alive)
-        owners.extend(candidate.request_id for candidate, _ in alive)
-    return survivals, owners
-
-
-def allocate_at(candidates: Sequence[Candidate], price: float) -> Allocation:
-    """Give each candidate the positions whose survival exceeds a price that somebody else has found.
-
-    The gain is that of the candidate who gains most.
-    """
-    lengths = {
-        candidate.request_id: worth_length(candidate.acceptance_rate, candidate.max_length, price / candidate.worth)
-        for candidate in candidates
-    }
-    gains = (
-        solo_gain(candidate.acceptance_rate, candidate.max_length, price / candidate.worth)
-        for candidate in candidates
-        if candidate.max_length
-    )
-    best = max(gains, default=0.0)
-    return Allocation(lengths, best, price)
+NUM_EM_ROUNDS = 4  # until the rate of a request no longer moves in the third digit
 
 
 def worth_length(acceptance_rate: float, max_length: int, price: float) -> int:
@@ -223,19 +127,6 @@ class RequestMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Quote:
-    """A price that a verifier said, and how many requests decoded then."""
-
-    price: float
-    num_decoding: int
-
-    def is_of(self, num_decoding: int) -> bool:
-        """Return whether it tells the price while so many requests decode: as many as then, by and large."""
-        fewer, more = sorted((num_decoding, self.num_decoding))
-        return fewer >= SAME_LOAD_SHARE * more
-
-
-@dataclass(frozen=True, slots=True)
 class VerifierMemory:
     """What is kept of one verifier between reports; the next report brings back what is lost, but the dwells."""
 
@@ -243,7 +134,7 @@ class VerifierMemory:
     pool: AcceptanceCounts = AcceptanceCounts()
     requests: Mapping[str, RequestMemory] = field(default_factory=dict)
     default_plan: SpeculationPlan = field(default_factory=lambda: off(DisabledReason.WARMUP))
-    quote: Quote | None = None  # the last one
+    price: float | None = None  # the last one that its verifier said while requests decoded
 
     def pool_rate(self, policy: AcceptancePolicy) -> float:
         return self.pool.rate(prior_rate=policy.initial_rate, prior_tokens=policy.pool_prior_tokens)

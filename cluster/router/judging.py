@@ -1,14 +1,10 @@
-"""One decision about one verifier in mode auto: which of its requests draft, from what a draft token costs there.
+"""One decision about one verifier in mode auto: which of its requests draft, at the price that it says.
 
-The cost is the *price*: committed tokens that one more draft token takes from the batch. It comes from one of two:
-- the verifier, where it prices its own steps, waits for drafts included. A plan's length is then a bound, below which
-  the verifier decides step by step, and the router says who takes part at all. It prices those who may not draft as
-  well, by what it remembers of waits and acceptance, which is tried again now and then; what it says holds while about
-  as many requests decode.
-- `allocate` over the profile of its step times and the round trips of its links, where it does not, or where its price
-  is of another load. Where it prices nothing at all, the router sets the lengths themselves.
-Near the end of the KV pool the price rises to 1 either way: draft tokens take blocks, and a preemption costs more than
-a draft gains.
+The *price* is how many committed tokens one more draft token takes from the batch, waits for drafts included. A plan's
+length is a bound, below which the verifier decides step by step; the router says who takes part at all. A verifier
+prices those who may not draft as well, by what it remembers of waits and acceptance, which is tried again now and then.
+Before its first drafts its price is a guess, and drafts are let through. Near the end of the KV pool the price rises to
+1: draft tokens take blocks, and a preemption costs more than a draft gains.
 """
 
 from __future__ import annotations
@@ -17,19 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outrider.cluster.router.fleet import RouterPolicy, VerifierReport, off
-from outrider.cluster.router.goodput import (
-    Allocation,
-    Candidate,
-    Quote,
-    SpeculationSwitch,
-    VerifierMemory,
-    allocate,
-    allocate_at,
-    solo_gain,
-    worth_length,
-)
+from outrider.cluster.router.goodput import SpeculationSwitch, VerifierMemory, solo_gain, worth_length
 from outrider.verifier_service.messages.request import DisabledReason, EnabledReason, SpeculationPlan
-from outrider.verifier_service.pricing.cost_model import StepTimeModel
+
+FILLED = 0.5  # of the knee: from there on one percent more tokens cost a third of a percent of a step's time or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +49,21 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class _Weighed:
+    """What entrants gain at a price."""
+
+    lengths: dict[str, int]  # positions that pay, by request
+    gain: float  # of the one that gains most: tokens with drafts over tokens without; 0: nobody may draft
+    price: float
+
+
+@dataclass(frozen=True, slots=True)
 class Judge:
-    """One decision about one verifier; where the report has a price, the profile may be missing."""
+    """One decision about one verifier, whose report has a price."""
 
     report: VerifierReport
     policy: RouterPolicy
     now_s: float
-    step_time: StepTimeModel | None
-    exposed_s: float  # how long a batch is expected to wait for its drafts
 
     def decide(
         self,
@@ -97,33 +91,29 @@ class Judge:
         return self._by_request(replace(memory, switch=switch), entrants, weighed, default)
 
     def _heed_price(self, memory: VerifierMemory) -> VerifierMemory:
-        """Remember the verifier's price if it is fresh and more than a guess, which it is before the first drafts."""
-        is_guess = memory.quote is None and not self._is_drafting
-        if self.report.load.price is None or self.report.load.num_decoding == 0 or is_guess:
-            return memory
-        return replace(memory, quote=Quote(self.report.load.price, self.report.load.num_decoding))
+        """Remember the verifier's price if it is more than a guess, which it is before the first drafts.
+
+        While nobody decodes, it is that of a load that is gone.
+        """
+        if self.report.load.num_decoding == 0:
+            return replace(memory, price=None)
+        is_guess = memory.price is None and not self._is_drafting
+        return memory if is_guess else replace(memory, price=self.report.load.price)
 
     @property
     def _is_drafting(self) -> bool:
         return any(request.draft_length > 0 for request in self.report.running)
 
-    def _weigh(self, memory: VerifierMemory, entrants: Sequence[Entrant]) -> Allocation:
-        """Return which positions pay, and what the whole verifier gains."""
-        quote, num_decoding = memory.quote, self.report.load.num_decoding
-        if quote is not None and (self.step_time is None or quote.is_of(num_decoding)):
-            return allocate_at(_candidates(entrants), max(quote.price, self._least_price))
-        return self._estimate(entrants, self.exposed_s)
-
-    def _estimate(self, entrants: Sequence[Entrant], exposed_s: float) -> Allocation:
-        if self.step_time is None:
-            return allocate_at(_candidates(entrants), self._least_price)
-        return allocate(
-            _candidates(entrants),
-            num_decoding=max(1, self.report.load.num_decoding, len(entrants)),
-            step_time=self.step_time,
-            min_price=self._least_price,
-            exposed_s=exposed_s,
-        )
+    def _weigh(self, memory: VerifierMemory, entrants: Sequence[Entrant]) -> _Weighed:
+        """Return which positions pay, and what the one that gains most gains."""
+        price = max(memory.price or 0.0, self._least_price)
+        lengths, gains = {}, [0.0]
+        for entrant in entrants:
+            rate, longest, own_price = entrant.acceptance_rate, entrant.max_length, price / entrant.worth
+            lengths[entrant.request_id] = worth_length(rate, longest, own_price)
+            if longest:
+                gains.append(solo_gain(rate, longest, own_price))
+        return _Weighed(lengths, max(gains), price)
 
     @property
     def _kv_pressure(self) -> float:
@@ -148,8 +138,7 @@ class Judge:
         """Switch every request off, except in the moments in which drafts are tried again."""
         assert memory.switch is not None
         reason = self._off_reason(memory, judged)
-        can_change = reason is not DisabledReason.LOAD or self.report.load.price is not None
-        if can_change and self._is_probing(memory.switch):
+        if self._is_probing(memory.switch):
             return Verdict(memory, {entrant.request_id: self._probe(entrant) for entrant in entrants}, off(reason))
         return Verdict(memory, {entrant.request_id: off(reason) for entrant in entrants}, off(reason))
 
@@ -159,11 +148,16 @@ class Judge:
         last = memory.default_plan.disabled_reason
         if last is not None and self._weigh(memory, judged).gain > self.policy.switch.on_gain:
             return last  # it would pay by now, but for the dwell
-        pays_in_time = self._estimate(judged, 0.0).gain > self.policy.switch.on_gain
-        return DisabledReason.DRAFT_QUEUE if pays_in_time else DisabledReason.LOAD
+        return DisabledReason.LOAD if self._is_filled else DisabledReason.DRAFT_QUEUE
+
+    @property
+    def _is_filled(self) -> bool:
+        """Return whether verifying costs what drafts do not bring; below that it is the wait for them."""
+        knee = self.report.load.knee
+        return self._kv_pressure > 0.0 or (knee is not None and self.report.load.num_decoding >= FILLED * knee)
 
     def _by_request(
-        self, memory: VerifierMemory, entrants: Sequence[Entrant], weighed: Allocation, default: SpeculationPlan
+        self, memory: VerifierMemory, entrants: Sequence[Entrant], weighed: _Weighed, default: SpeculationPlan
     ) -> Verdict:
         """Move every request's switch; one that is on keeps at least one position until its dwell is over."""
         plans, requests = {}, dict(memory.requests)
@@ -180,9 +174,9 @@ class Judge:
         return Verdict(replace(memory, requests=requests), plans, default, weighed.price)
 
     def _on_plan(self, entrant: Entrant, length: int, price: float) -> SpeculationPlan:
-        """Return how far one that is on may draft: where the verifier prices each step any length, else what pays."""
+        """Return how far one that is on may draft: the verifier prices each step, but not for lesser requests or KV."""
         reason = EnabledReason.PAYS if length > 0 else EnabledReason.DWELL
-        if self.report.load.price is not None and self._kv_pressure == 0.0 and entrant.worth >= 1.0:
+        if self._kv_pressure == 0.0 and entrant.worth >= 1.0:
             return entrant.plan(entrant.max_length, reason)
         is_pressed = price <= self._kv_pressure and 0 < length < entrant.max_length
         return entrant.plan(max(1, length), EnabledReason.KV_PRESSURE if is_pressed else reason)
@@ -219,13 +213,6 @@ class Judge:
 
     def _probe(self, entrant: Entrant) -> SpeculationPlan:
         return entrant.plan(min(self.policy.probe_length, entrant.max_length), EnabledReason.PROBE)
-
-
-def _candidates(entrants: Sequence[Entrant]) -> list[Candidate]:
-    return [
-        Candidate(entrant.request_id, entrant.acceptance_rate, entrant.max_length, entrant.worth)
-        for entrant in entrants
-    ]
 
 
 def _all_switched_on(memory: VerifierMemory, entrants: Sequence[Entrant], now_s: float) -> VerifierMemory:

@@ -4,15 +4,15 @@ The rule, per verifier and per report:
 1. Estimate each request's acceptance from its own past drafts, starting from what the pool achieves.
 2. What the operator pins holds: off, always the same length, or vLLM's table of lengths by batch size.
 3. Otherwise a draft position pays where its survival (the chance that it and all before it are accepted) exceeds the
-   price of a draft token: the verifier's own where it prices its steps, else that at which the expected tokens per
-   second of the whole batch are highest by its measured step times (`judging`). When the machine is compute-bound, the
-   requests with the lowest acceptance so lose their drafts first. Beside a verifier's own price a token of an urgent
-   request (by its `priority`, or since it is slower than its target inter-token time) counts double, one of a lesser
-   request (by its `priority`, or since it takes less than half of its target) half.
-4. Speculation of the whole verifier is switched off (`load`, or `draft_queue` when only the wait for drafts makes it
-   slow) when even the best position has not paid for a dwell, and on again when the gain has exceeded 10 % for a
-   dwell. Each request has such a switch too, moved by whether positions of it pay. One that is off competes with its
-   survivals divided by 1.10, so equals do not take turns. Off means a plan without a drafter: its session is released.
+   price of a draft token that the verifier says (`judging`). When the machine is compute-bound, the requests with the
+   lowest acceptance so lose their drafts first. A token of an urgent request (by its `priority`, or since it is slower
+   than its target inter-token time) counts double, one of a lesser request (by its `priority`, or since it takes less
+   than half of its target) half.
+4. Speculation of the whole verifier is switched off (`load`, or `draft_queue` where few requests decode, so that the
+   wait for drafts makes it slow) when even the best position has not paid for a dwell, and on again when the gain has
+   exceeded 10 % for a dwell. Each request has such a switch too, moved by whether positions of it pay. One that is off
+   competes with its survivals divided by 1.10, so equals do not take turns. Off means a plan without a drafter: its
+   session is released.
 5. A request that is off for its own acceptance would never show a better one, so it drafts for a moment every few
    seconds. Likewise a verifier that is off because drafts came too late.
 6. A router that has just started takes the requests as their verifier says they are, so nothing changes for a dwell.
@@ -37,7 +37,6 @@ from outrider.cluster.router.goodput import VerifierMemory, observe
 from outrider.cluster.router.judging import Entrant, Judge, Verdict
 from outrider.cluster.router.routing import DrafterDesk
 from outrider.verifier_service.messages.request import DisabledReason, EnabledReason, SpeculationPlan
-from outrider.verifier_service.pricing.cost_model import StepTimeModel
 
 URGENT_WORTH = 2.0  # of a token of an urgent request; of a lesser one's the inverse
 AMPLE_SHARE = 0.5  # of its target inter-token time: a request that takes less can afford to lose its drafts
@@ -59,25 +58,23 @@ def plan_speculation(
     memory: VerifierMemory,
     policy: RouterPolicy,
     now_s: float,
-    step_time: StepTimeModel | None,
 ) -> Decision:
-    """Decide every request's plan by the module's rule; `drafters` are the live ones, `step_time` the profile.
+    """Decide every request's plan by the module's rule; `drafters` are the live ones.
 
-    Without a profile and without a price of the verifier's own speculation is off (`warmup`), unless it is pinned.
+    While the verifier has no price yet, speculation is off (`warmup`), unless it is pinned.
     """
     memory = observe(report, memory, policy, now_s)
     desk = DrafterDesk(drafters, report, policy)
     plans, entrants = _enter(report, memory, desk, policy)
     newcomer = _enter_newcomer(memory, desk, policy)
     pinned = _pinned_length(report, policy)
-    if (reason := _blanket_reason(report, pinned, step_time, policy)) is not None:
+    if (reason := _blanket_reason(report, pinned, policy)) is not None:
         verdict = Verdict(memory, {entrant.request_id: off(reason) for entrant in entrants}, off(reason))
     elif pinned is not None:
         default = off(desk.reason) if newcomer is None else _pin(newcomer, pinned)
         verdict = Verdict(memory, {entrant.request_id: _pin(entrant, pinned) for entrant in entrants}, default)
     else:
-        judge = Judge(report, policy, now_s, step_time, _exposed_s(report, desk, policy))
-        verdict = judge.decide(memory, entrants, newcomer, desk.reason)
+        verdict = Judge(report, policy, now_s).decide(memory, entrants, newcomer, desk.reason)
     plans |= verdict.plans
     for request in report.waiting:
         plans[request.request_id] = _capped(verdict.default_plan, request)
@@ -147,14 +144,12 @@ def _pinned_length(report: VerifierReport, policy: RouterPolicy) -> int | None:
     return None
 
 
-def _blanket_reason(
-    report: VerifierReport, pinned: int | None, step_time: StepTimeModel | None, policy: RouterPolicy
-) -> DisabledReason | None:
+def _blanket_reason(report: VerifierReport, pinned: int | None, policy: RouterPolicy) -> DisabledReason | None:
     if policy.mode is PolicyMode.OFF or policy.max_draft_length == 0:
         return DisabledReason.CONFIG
     if pinned is not None:
         return DisabledReason.LOAD if pinned == 0 else None  # the table's: at this batch size no draft pays
-    return DisabledReason.WARMUP if step_time is None and report.load.price is None else None
+    return DisabledReason.WARMUP if report.load.price is None else None
 
 
 def _pin(entrant: Entrant, length: int) -> SpeculationPlan:
@@ -167,13 +162,3 @@ def _capped(plan: SpeculationPlan, request: RequestLoad) -> SpeculationPlan:
     if cap == 0:
         return off(DisabledReason.REQUEST_OPT_OUT)
     return plan if cap is None or cap >= plan.draft_length else replace(plan, draft_length=cap)
-
-
-def _exposed_s(report: VerifierReport, desk: DrafterDesk, policy: RouterPolicy) -> float:
-    """Return how long a batch waits for its drafts: the mean round trip, at first the drafters' own time.
-
-    Drafters that requests leave do not count.
-    """
-    measured = [known.round_trip_s for known in report.load.drafters if known.drafter_id in desk.preferred]
-    times_s = measured or [desk.linked[drafter_id].report.load.mean_draft_s or 0.0 for drafter_id in desk.preferred]
-    return policy.exposed_draft_share * sum(times_s) / len(times_s) if times_s else 0.0

@@ -23,7 +23,6 @@ from outrider.cluster.router.fleet import (
     PlacementReason,
     RouteAsk,
     RouterPolicy,
-    StepTime,
     VerifierReport,
     VerifierState,
 )
@@ -32,7 +31,6 @@ from outrider.cluster.router.planning import plan_speculation
 from outrider.cluster.router.routing import is_fresh, route
 from outrider.verifier_service.messages.link import DrafterEndpoint
 from outrider.verifier_service.messages.request import SpeculationPlan
-from outrider.verifier_service.pricing.cost_model import StepTimeModel
 
 
 class StaleEpochError(RuntimeError):
@@ -43,8 +41,6 @@ class StaleEpochError(RuntimeError):
 class _Verifier:
     state: VerifierState
     memory: VerifierMemory
-    points: tuple[StepTime, ...]
-    step_time: StepTimeModel | None
 
 
 class RouterCore:
@@ -69,15 +65,11 @@ class RouterCore:
         known = self._verifiers.get(report.verifier_id)
         if known is not None:
             _refuse_stale(report.verifier_id, report.epoch, known.state.report.epoch)
-        if known is None or report.epoch > known.state.report.epoch:
-            memory, points, step_time = VerifierMemory(), tuple[StepTime, ...](), None
-        else:
-            memory, points, step_time = known.memory, known.points, known.step_time
-        if report.step_times and report.step_times != points:
-            points, step_time = report.step_times, _profile(report.step_times)
+        is_new = known is None or report.epoch > known.state.report.epoch
+        memory = VerifierMemory() if known is None or is_new else known.memory
         before = {request_id: kept.plan for request_id, kept in memory.requests.items()}
         drafters = [*self._drafters.values(), *self._unheard(report, now_s)]
-        decision = plan_speculation(report, drafters, memory, self.policy, now_s, step_time)
+        decision = plan_speculation(report, drafters, memory, self.policy, now_s)
         load = replace(report.load, requests=())  # what nobody routes by stays out of snapshots
         state = VerifierState(
             report=replace(report, load=load, step_times=()),
@@ -85,7 +77,7 @@ class RouterCore:
             default_plan=decision.default_plan,
             price=report.load.price if decision.price is None else decision.price,
         )
-        self._verifiers[report.verifier_id] = _Verifier(state, decision.memory, points, step_time)
+        self._verifiers[report.verifier_id] = _Verifier(state, decision.memory)
         changed = _changed_plans(report, decision.plans, before)
         self._decisions.update(_changed_decisions(report, decision.plans, before))
         return Directive(plans=changed, default_plan=decision.default_plan, drafters=self._endpoints())
@@ -193,11 +185,6 @@ def _as_linked(drafter_id: str, max_draft_length: int, now_s: float) -> DrafterS
         max_draft_length=max_draft_length,
     )
     return DrafterState(report=report, reported_s=now_s)
-
-
-def _profile(points: tuple[StepTime, ...]) -> StepTimeModel | None:
-    """Fit the profile; None while it has fewer than two token counts."""
-    return StepTimeModel.from_points(points) if len({point.num_tokens for point in points}) >= 2 else None
 
 
 def _changed_plans(

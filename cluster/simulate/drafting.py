@@ -7,7 +7,8 @@ groups  half of the rows are verified while the other half is drafted: no wait, 
 
 The engine's deadlines come to one of them; here the verifier takes the one that promises the most tokens per second by
 the acceptance of earlier rounds. A drafter in the verifier's own process can only be waited for. A batch is drafted
-position by position, so a wait is as long as the longest draft: `longest` is where drafts are ended for that.
+position by position, so a wait is as long as the longest draft; how long that is, is decided by who asks for it. Ahead
+and in groups drafts end at `longest`, as far as their drafter gets in time.
 
 What is made anew in every round is a named tuple: a frozen dataclass takes three times as long to make.
 """
@@ -106,7 +107,7 @@ def choose_round(
     if speed is None or load.num_drafting == 0:
         step_s = _step_s(load, timing, 0.0)
         return SimulatedRound(seconds=step_s, step_s=step_s)
-    ways = [_wait(load, timing, speed, _worth_waiting(load, timing, speed, acceptance_rate))]
+    ways = [_wait(load, timing, speed)]
     if not speed.is_local:
         if speed.hit_rate > 0.0:
             ways.append(_ahead(load, timing, speed))
@@ -127,24 +128,9 @@ def _step_s(load: RoundLoad, timing: StepTiming, num_draft_tokens: float, part: 
     return timing.seconds(part * num_tokens, part * load.num_context_tokens)
 
 
-def _worth_waiting(load: RoundLoad, timing: StepTiming, speed: DraftSpeed, acceptance_rate: float) -> int:
-    """Return the longest draft that is worth the wait."""
-    num_tokens = load.num_decoding + load.num_prefill_tokens
-    committed, survival = float(load.num_decoding), 1.0
-    best_rate, best = 0.0, 1
-    for longest, count in enumerate(load.num_at_least, start=1):
-        survival *= acceptance_rate
-        num_tokens += count
-        committed += count * survival
-        step_s = timing.seconds(num_tokens, load.num_context_tokens)
-        rate = committed / (step_s + speed.link_s + longest * speed.token_s)
-        if rate > best_rate:
-            best_rate, best = rate, longest
-    return best
-
-
-def _wait(load: RoundLoad, timing: StepTiming, speed: DraftSpeed, longest: int) -> SimulatedRound:
-    """Run a round that waits for drafts of at most `longest` tokens."""
+def _wait(load: RoundLoad, timing: StepTiming, speed: DraftSpeed) -> SimulatedRound:
+    """Run a round that waits for all of its drafts."""
+    longest = len(load.num_at_least)
     step_s = _step_s(load, timing, sum(load.num_at_least[:longest]))
     draft_s = speed.link_s + longest * speed.token_s
     seconds = step_s + draft_s
@@ -192,6 +178,17 @@ def _groups(load: RoundLoad, timing: StepTiming, speed: DraftSpeed) -> Simulated
         rows_in_flight=load.num_drafting * draft_s / seconds,
         round_trip_s=draft_s,
     )
+
+
+def with_drafts(way: SimulatedRound, load: RoundLoad, timing: StepTiming, num_draft_tokens: int) -> SimulatedRound:
+    """Return a chosen round with the draft tokens that it really verifies, in place of those that were expected."""
+    if not way.longest:
+        return way
+    step_s = _step_s(load, timing, num_draft_tokens, part=1.0 / way.num_steps)
+    if way.num_steps == 1:
+        return way._replace(step_s=step_s, seconds=way.seconds - way.step_s + step_s)
+    seconds = way.num_steps * max(step_s, way.round_trip_s)
+    return way._replace(step_s=step_s, seconds=seconds, idle_s=seconds - way.num_steps * step_s)
 
 
 class DraftDemand(NamedTuple):

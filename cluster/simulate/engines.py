@@ -1,10 +1,11 @@
-"""A fake verifier in virtual time: it advances many steps at once.
+"""A fake verifier in virtual time: it advances many steps at once where lengths hold.
 
 A verifier is only looked at when something happens to it: a request arrives, or its report is due. It then catches up:
 while no request joins or ends, its rounds differ in nothing but how many draft tokens are right, so a run of rounds is
 one draw of an array [rounds, requests], cut after the round in which the first request ends. With runs of one round it
 is a simulation step by step; both give the same figures within the noise of the draws. A round that began before an
-event ends after it, as in an engine: a verifier's own clock may be ahead of the fleet's by one round.
+event ends after it, as in an engine: a verifier's own clock may be ahead of the fleet's by one round. Where drafts are
+priced, requests ask before each round, so there are no runs.
 
 Left out: preemption (a request is admitted when the KV of its whole length is free), prefix caching, hidden states on
 the wire, the drafters' prefill of prompts.
@@ -28,9 +29,10 @@ from outrider.cluster.simulate.drafting import (
     RoundLoad,
     SimulatedRound,
     choose_round,
+    with_drafts,
 )
 from outrider.cluster.simulate.ledger import Ledger
-from outrider.cluster.simulate.lengths import BatchSeen, LengthPolicy, Rounds, Row
+from outrider.cluster.simulate.lengths import BatchSeen, LengthPolicy, RoundSeen, Row
 from outrider.cluster.simulate.load import Ints
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
 from outrider.verifier_service.messages.engine import (
@@ -104,7 +106,6 @@ class FakeVerifier:
         self._kv_reserved = 0
         self._speed: DraftSpeed | None = None
         self._asked: set[str] = set()  # drafters that know of a demand
-        self._last: Rounds | None = None  # the last run of rounds
         self._load = RoundLoad(num_decoding=0)
         self._acceptance_rate = FIRST_ACCEPTANCE
         # what the round was chosen for
@@ -137,11 +138,13 @@ class FakeVerifier:
         """Run every round that begins before `until_s`."""
         while self.clock_s < until_s and self.num_requests:
             self._admit()
+            self._ask()
             if self._prefills:
                 self._prefill_round()
             else:
                 num_rounds = math.ceil((until_s - self.clock_s) / self._next_round(0).seconds)
-                self._run(min(num_rounds, self._shape.max_rounds), self._round)
+                most = 1 if self._lengths.is_every_round else self._shape.max_rounds
+                self._run(min(num_rounds, most), self._round)
         self.clock_s = max(self.clock_s, until_s) if self.num_requests == 0 else self.clock_s
 
     def _admit(self) -> None:
@@ -155,6 +158,13 @@ class FakeVerifier:
             self._waiting.popleft()
             self._kv_reserved += need
             self._prefills.append(_Prefill(number, int(workload.num_prompt_tokens[number])))
+
+    def _ask(self) -> None:
+        """Let every row ask how much it may draft, where that is decided before each round."""
+        if self._num_rows and self._lengths.is_every_round:
+            numbers = self._rows[NUMBER, : self._num_rows].tolist()
+            self._rows[LENGTH, : self._num_rows] = self._lengths.ask([Row(at, self._plans[at]) for at in numbers])
+            self._num_at_least = None
 
     def _prefill_round(self) -> None:
         """Run one round that also computes prompts, within the step's budget of tokens."""
@@ -192,7 +202,7 @@ class FakeVerifier:
     def _run(self, num_rounds: int, way: SimulatedRound) -> None:
         """Run so many rounds, fewer if a request ends; prompts of the round are not decoded in it."""
         if self._num_rows:
-            num_rounds = self._decode(num_rounds, way)
+            num_rounds, way = self._decode(num_rounds, way)
         self.clock_s += num_rounds * way.seconds
         self._ledger.num_advances += 1
         self._ledger.num_steps += num_rounds * way.num_steps
@@ -205,8 +215,8 @@ class FakeVerifier:
         if self._num_rows:
             self._retire()
 
-    def _decode(self, num_rounds: int, way: SimulatedRound) -> int:
-        """Draw the rounds of all rows; return how many ran until the first request ended."""
+    def _decode(self, num_rounds: int, way: SimulatedRound) -> tuple[int, SimulatedRound]:
+        """Draw the rounds of all rows; return how many ran until the first request ended, and what each was."""
         rows = self._rows[:, : self._num_rows]
         acceptance, random = self._ledger.workload.acceptance, self._ledger.random
         left = rows[LEFT]
@@ -214,6 +224,9 @@ class FakeVerifier:
         lengths[:] = np.minimum(rows[LENGTH], way.longest)
         if 0.0 < way.share < 1.0:
             lengths *= random.random(lengths.shape) < way.share
+        if self._lengths.is_every_round:
+            lengths[0] = self._lengths.admit(lengths[0].tolist())
+            way = with_drafts(way, self._load, self._shape.timing, int(lengths.sum()))
         if way.longest:
             accepted = acceptance.accepted(rows[NUMBER], rows[DONE], lengths, num_rounds)
         else:
@@ -228,11 +241,12 @@ class FakeVerifier:
         if is_end:  # of a draft past it the last token committed is an accepted one, and no own token follows it
             beyond = np.maximum(committed - left, 0)
             committed, num_accepted = committed - beyond, num_accepted - np.maximum(beyond - 1, 0)
-        self._last = Rounds(rows[NUMBER].copy(), lengths, accepted)
+        if self._lengths.is_every_round:
+            self._lengths.end_round(RoundSeen(self._load, way, accepted[0].tolist(), committed.tolist()))
         news = np.array((committed, (lengths > 0).sum(axis=0), lengths.sum(axis=0), num_accepted))
         num_rejected = int(np.count_nonzero(accepted < lengths))
         self._count(news, num_rejected, self.clock_s + num_rounds * way.seconds, num_rounds)
-        return num_rounds
+        return num_rounds, way
 
     def _count(self, news: Ints, num_rejected: int, end_s: float, num_rounds: int) -> None:
         """Count what so many rounds come to, by request and by line of the table from DONE on."""
@@ -250,11 +264,7 @@ class FakeVerifier:
             rate = num_accepted / max(1, num_accepted + num_rejected)
             self._acceptance_rate += (1.0 - ACCEPTANCE_MEMORY) * (rate - self._acceptance_rate)
         self._ledger.count(
-            end_s,
-            num_tokens=num_tokens,
-            num_drafts=num_drafts,
-            num_draft_tokens=num_drafted,
-            num_accepted=num_accepted,
+            end_s, num_tokens=num_tokens, num_drafts=num_drafts, num_draft_tokens=num_drafted, num_accepted=num_accepted
         )
 
     def _begin(self, number: int) -> None:
@@ -270,7 +280,7 @@ class FakeVerifier:
         self._rows[:, self._num_rows] = (number, length, num_output - 1, num_prompt + 1, 1, 0, 0, 0)
         self._num_rows += 1
         self._num_at_least = None
-        if length and self._speed is None:
+        if row.plan.draft_length and self._speed is None:
             self._find_speed(1, self._sessions([row]))
 
     def _retire(self) -> None:
@@ -368,20 +378,12 @@ class FakeVerifier:
         rows = [Row(number, self._plans[number]) for number in numbers]
         sessions = self._sessions(rows)
         self._find_speed(len(rows), sessions)
-        if rows:
+        if rows and not self._lengths.is_every_round:
             self._num_at_least = None
-            self._rows[LENGTH, : len(rows)] = self._lengths.decide(
-                BatchSeen(
-                    load=self._load,
-                    way=self._round,
-                    prefill_share=self._num_prefill_rounds / max(1, self._num_rounds),
-                    num_prefill_tokens=self._num_prefill_tokens // max(1, self._num_prefill_rounds),
-                    speed=self._speed,
-                    rounds=self._last,
-                ),
-                rows,
-            )
-        self._last = None
+            prefill_share = self._num_prefill_rounds / max(1, self._num_rounds)
+            num_prefill_tokens = self._num_prefill_tokens // max(1, self._num_prefill_rounds)
+            seen = BatchSeen(self._load, prefill_share, num_prefill_tokens, self._speed)
+            self._rows[LENGTH, : len(rows)] = self._lengths.decide(seen, rows)
         self._num_rounds, self._num_prefill_rounds, self._num_prefill_tokens = 0, 0, 0
         if self._shape.own_drafter is None:
             self._ask_drafters(rows, sessions)

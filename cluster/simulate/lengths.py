@@ -1,8 +1,8 @@
-"""How long each draft of a simulated verifier is: as the router plans it, by the step price, or by an oracle."""
+"""How long each draft of a simulated verifier is: as the router plans it, as the engine prices it, or by an oracle."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -10,15 +10,18 @@ import numpy as np
 from outrider.cluster.simulate.accelerators import StepTiming
 from outrider.cluster.simulate.drafting import DraftSpeed, RoundLoad, SimulatedRound, choose_round
 from outrider.cluster.simulate.load import Acceptance, Floats, Ints
+from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.engine import StepTime
-from outrider.verifier_service.messages.request import SpeculationPlan
-from outrider.verifier_service.pricing.cost_model import CostModel, StepShape, StepTimeModel
-from outrider.verifier_service.pricing.step_price import NEVER, GridGains, Slot, StepPrice
-from outrider.verifier_service.pricing.survival import SurvivalEstimator
+from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
+from outrider.verifier_service.pricing.cost_model import StepShape
+from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.pricing.step_price import NEVER
+from outrider.verifier_service.scheduling.outcome import Outcome, is_leaf
+from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
 ORACLE_PRICES = (*(0.02 * step for step in range(10)), *(0.2 + 0.05 * step for step in range(16)))
-PROBE_PERIOD = 16  # one decision in so many lets requests draft a token that would draft none ...
-PROBE_ROWS = 8  # ... one request in so many, each in its turn
+SAMPLING = SamplingParams(temperature=0.0)
 
 
 class Row(NamedTuple):
@@ -28,23 +31,22 @@ class Row(NamedTuple):
     plan: SpeculationPlan
 
 
-class Rounds(NamedTuple):
-    """A run of rounds: what was drafted and what was right, [num_rounds, num_requests]."""
-
-    numbers: Ints
-    lengths: Ints
-    accepted: Ints
-
-
 class BatchSeen(NamedTuple):
-    """What a verifier knows of its last round when it sets the lengths of the next ones."""
+    """What a verifier knows of its last rounds when it sets the lengths of the next ones."""
 
     load: RoundLoad  # of the last round
-    way: SimulatedRound
     prefill_share: float  # of the rounds since the last decision: computed prompts, too
     num_prefill_tokens: int  # of such a round, on average
     speed: DraftSpeed | None
-    rounds: Rounds | None  # the last ones that ran
+
+
+class RoundSeen(NamedTuple):
+    """A round that has run, and what became of its drafts, request by request as they had asked."""
+
+    load: RoundLoad
+    way: SimulatedRound
+    accepted: Sequence[int]
+    committed: Sequence[int]
 
 
 class LengthPolicy(Protocol):
@@ -56,17 +58,48 @@ class LengthPolicy(Protocol):
     @property
     def knee(self) -> float | None: ...
 
+    @property
+    def is_every_round(self) -> bool:
+        """Whether requests ask before every round, as in an engine; else lengths hold from report to report."""
+
     def decide(self, seen: BatchSeen, rows: Sequence[Row]) -> list[int]:
         """Take in a verifier's last rounds and return the draft length of every row."""
 
     def first_length(self, row: Row) -> int:
         """Return the draft length of a request that begins to decode."""
 
+    def ask(self, rows: Sequence[Row]) -> list[int]:
+        """Return how many tokens each row asks for before a round."""
+
+    def admit(self, lengths: Sequence[int]) -> list[int]:
+        """Return how many tokens of the drafts that came are verified, row by row as they asked; 0: none came."""
+
+    def end_round(self, seen: RoundSeen) -> None:
+        """Take in a round that rows had asked for."""
+
     def forget(self, number: int) -> None:
         """Take in that a request has ended."""
 
 
-class PlannedLengths:
+class _HeldLengths:
+    """Lengths that hold from report to report: nobody asks between."""
+
+    is_every_round = False
+
+    def ask(self, rows: Sequence[Row]) -> list[int]:
+        raise NotImplementedError("lengths are those of the last report")
+
+    def admit(self, lengths: Sequence[int]) -> list[int]:
+        return list(lengths)
+
+    def end_round(self, seen: RoundSeen) -> None:
+        pass
+
+    def forget(self, number: int) -> None:
+        pass
+
+
+class PlannedLengths(_HeldLengths):
     """Every draft as long as its plan says: what a verifier does that does not price its steps."""
 
     price = None
@@ -78,98 +111,101 @@ class PlannedLengths:
     def first_length(self, row: Row) -> int:
         return row.plan.draft_length
 
-    def forget(self, number: int) -> None:
-        pass
-
 
 class PricedLengths:
-    """What the engine does: the verifier's own cost model, survival estimates and step price, below the plans' bounds.
+    """The engine's own `DraftPricing`, called before and after every round as the engine calls it.
 
-    An engine takes in every step; here `num_observed` rounds of each decision stand for all that ran since the last.
+    Drafts come without confidences. A round of two groups is two steps, in each of which the other half is held.
+    Prompts that are computed count as tokens of their step, not as requests.
     """
 
-    def __init__(self, profile: Sequence[StepTime], *, num_observed: int) -> None:
-        self._cost = CostModel(StepTimeModel.from_points(profile))
-        self._survival = SurvivalEstimator()
-        self._step_price = StepPrice(self._cost)
-        self._exposed_s = 0.0
-        self._num_observed = num_observed
-        self._num_decisions = 0
-        self._prefill_rounds = 0.0  # that are to be observed
+    is_every_round = True
+
+    def __init__(self, profile: Sequence[StepTime]) -> None:
+        self._pricing = DraftPricing()
+        self._pricing.use_profile(profile)
+        self._requests: dict[int, Request] = {}
+        self._asked: list[Request] = []  # before this round
+        self._drafts: list[Draft | None] = []  # to be verified in it
 
     @property
     def price(self) -> float | None:
-        return self._step_price.price
+        return self._pricing.price
 
     @property
     def knee(self) -> float | None:
-        return self._cost.knee()
+        return self._pricing.knee
 
     def decide(self, seen: BatchSeen, rows: Sequence[Row]) -> list[int]:
-        self._num_decisions += 1
-        if seen.rounds is not None:
-            self._observe_drafts(seen.rounds, {row.number: row.plan.drafter_id for row in rows})
-        survivals = [self._survivals(row) for row in rows]
-        self._observe_step(seen, survivals)
-        return [self._length(row, chain) for row, chain in zip(rows, survivals, strict=True)]
+        raise NotImplementedError("rows ask before every round")
 
     def first_length(self, row: Row) -> int:
-        return self._length(row, self._survivals(row))
+        return 0  # it asks before its first round
+
+    def ask(self, rows: Sequence[Row]) -> list[int]:
+        self._asked = [self._request(row) for row in rows]
+        lengths = [self._length(request) for request in self._asked]
+        self._pricing.learn()
+        self._drafts = [None] * len(rows)
+        return lengths
+
+    def _request(self, row: Row) -> Request:
+        if (request := self._requests.get(row.number)) is None:
+            request = self._requests[row.number] = Request(
+                request_id=str(row.number),
+                sampling=SAMPLING,
+                token_ids=[],
+                num_prompt_tokens=0,
+                plan=row.plan,
+                arrival_s=0.0,
+            )
+        request.plan = row.plan
+        return request
+
+    def _length(self, request: Request) -> int:
+        drafter_id = request.plan.drafter_id
+        return self._pricing.length(request, drafter_id or "", 0 if drafter_id is None else request.plan.draft_length)
+
+    def admit(self, lengths: Sequence[int]) -> list[int]:
+        for place, (request, length) in enumerate(zip(self._asked, lengths, strict=True)):
+            if length:
+                draft = Draft(request_id=request.request_id, round_id=0, position=0, token_ids=(0,) * length)
+                draft = self._pricing.admit(request, draft)
+                self._drafts[place] = draft if draft.token_ids else None
+        return [0 if draft is None else len(draft.token_ids) for draft in self._drafts]
+
+    def end_round(self, seen: RoundSeen) -> None:
+        way, load = seen.way, seen.load
+        found = zip(self._asked, self._drafts, seen.accepted, seen.committed, strict=True)
+        outcomes = [_outcome(*one) for one in found]
+        exposed_s = (way.seconds - way.num_steps * way.step_s) / way.num_steps
+        for group in range(way.num_steps):
+            part = outcomes[group :: way.num_steps]
+            num_drafted = sum(one.item.num_new_tokens - 1 for one in part)
+            num_tokens = len(part) + num_drafted + load.num_prefill_tokens // way.num_steps
+            shape = StepShape(num_tokens, num_drafted + load.num_context_tokens // way.num_steps)
+            held = [] if way.num_steps == 1 else [one.item.request for one in outcomes[1 - group :: 2]]
+            self._pricing.end_step(PricedStep(part, held, shape, step_s=way.step_s, exposed_s=exposed_s))
 
     def forget(self, number: int) -> None:
-        self._survival.forget(str(number))
-
-    def _length(self, row: Row, survivals: Sequence[float]) -> int:
-        if row.plan.is_pinned:
-            return row.plan.draft_length
-        turn, place = divmod(self._num_decisions, PROBE_PERIOD)
-        is_probed = bool(survivals) and place == 0 and (row.number + turn) % PROBE_ROWS == 0
-        return max(self._step_price.asked(survivals), int(is_probed))
-
-    def _survivals(self, row: Row) -> list[float]:
-        if row.plan.drafter_id is None or row.plan.draft_length == 0:
-            return []
-        return self._survival.survivals(str(row.number), row.plan.drafter_id, row.plan.draft_length)
-
-    def _observe_drafts(self, rounds: Rounds, drafter_ids: Mapping[int, str | None]) -> None:
-        requests = [(str(number), drafter_ids.get(number)) for number in rounds.numbers.tolist()]
-        for lengths, accepted in zip(
-            rounds.lengths[-self._num_observed :].tolist(), rounds.accepted[-self._num_observed :].tolist(), strict=True
-        ):
-            for (request_id, drafter_id), length, num_accepted in zip(requests, lengths, accepted, strict=True):
-                if length and drafter_id is not None:
-                    self._survival.observe(
-                        request_id, drafter_id, num_draft_tokens=length, num_accepted_tokens=num_accepted
-                    )
-
-    def _observe_step(self, seen: BatchSeen, offers: Sequence[Sequence[float]]) -> None:
-        load, way = seen.load, seen.way
-        num_tokens = (load.num_decoding + load.num_prefill_tokens + way.num_draft_tokens(load)) / way.num_steps
-        self._cost.observe(StepShape(round(num_tokens), load.num_context_tokens // way.num_steps), way.step_s)
-        if way.longest:  # how long its drafts held the round up; remembered while nothing is drafted
-            self._exposed_s = way.seconds - way.num_steps * way.step_s
-        self._observe_offers(seen, [(survival, survival) for chain in offers for survival in chain])
-
-    def _observe_offers(self, seen: BatchSeen, slots: Sequence[Slot]) -> None:
-        """Price as many steps as are observed, with their share of prompts; drafts come without confidences."""
-        load = seen.load
-        found: dict[int, GridGains] = {}  # by the tokens of such a step without drafts: most are alike
-        steps: list[GridGains] = []
-        for _ in range(self._num_observed):
-            self._prefill_rounds += seen.prefill_share
-            has_prefill = self._prefill_rounds >= 1.0
-            self._prefill_rounds -= has_prefill
-            if not slots or load.num_decoding < 1:
-                continue
-            num_plain = load.num_decoding + has_prefill * seen.num_prefill_tokens
-            if num_plain not in found:
-                shape = StepShape(num_plain, load.num_context_tokens)
-                found[num_plain] = self._step_price.gains_at(shape, slots, self._exposed_s)
-            steps.append(found[num_plain])
-        self._step_price.observe_gains(steps)
+        if (request := self._requests.pop(number, None)) is not None:
+            self._pricing.forget(request.request_id)
 
 
-class OracleLengths:
+def _outcome(request: Request, draft: Draft | None, num_accepted: int, num_committed: int) -> Outcome:
+    path = tuple(range(min(num_accepted, num_committed)))
+    num_drafted = 0 if draft is None else len(draft.token_ids)
+    return Outcome(
+        item=ScheduledRequest(request=request, num_new_tokens=1 + num_drafted, draft=draft, samples=True),
+        first_row=0,
+        committed=[0] * num_committed,  # how many is all that counts
+        path=path,
+        follows_leaf=is_leaf(draft, path),
+        finish_reason=None,
+    )
+
+
+class OracleLengths(_HeldLengths):
     """The lengths with the most expected tokens per second, by the true survivals and the true times."""
 
     def __init__(self, acceptance: Acceptance, timing: StepTiming) -> None:
@@ -199,9 +235,6 @@ class OracleLengths:
             return row.plan.draft_length
         length = min(row.plan.draft_length, self._longest)
         return sum(survival > price for survival in self._acceptance.survivals(row.number, length))
-
-    def forget(self, number: int) -> None:
-        pass
 
     def _rate(self, seen: BatchSeen, table: Floats, lengths: Ints) -> float:
         """Return the expected tokens per second with such drafts."""

@@ -71,14 +71,11 @@ class SimulationOptions:
     policy: RouterPolicy = field(default_factory=RouterPolicy)
     lengths: LengthMode = LengthMode.PRICED
     report_interval_s: float = 0.25
-    num_observed_rounds: int = 2  # verified drafts of each request that a report's interval teaches
     scaling: ScalingOptions | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.report_interval_s < self.policy.expire_after_s:
             raise ValueError("report_interval_s must be positive and below the policy's expire_after_s")
-        if self.num_observed_rounds < 1:
-            raise ValueError("num_observed_rounds must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +238,7 @@ class Simulation:
 
     def _length_policy(self, shape: VerifierShape) -> LengthPolicy:
         if self.options.lengths is LengthMode.PRICED:
-            return PricedLengths(shape.profile(), num_observed=self.options.num_observed_rounds)
+            return PricedLengths(shape.profile())
         if self.options.lengths is LengthMode.ORACLE:
             return OracleLengths(self.workload.acceptance, shape.timing)
         return PlannedLengths()

@@ -52,13 +52,12 @@ class Situation:
     """A state of the fleet: what its verifiers say that a draft token costs."""
 
     name: str
-    price: float | None
+    price: float
 
 
 SITUATIONS = (
     Situation("verifiers price, drafts pay", 0.2),
     Situation("verifiers price, none pays", 1.0),
-    Situation("router sets the lengths", None),
 )
 
 

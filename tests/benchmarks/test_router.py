@@ -43,7 +43,6 @@ def test_situations_are_what_they_say():
     shares = [measure(TINY, situation, ticking()).on_share for situation in SITUATIONS]
     assert shares[0] == 1.0
     assert shares[1] == 0.0
-    assert shares[2] > 0.5
 
 
 def test_the_verb_prints_and_writes(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from outrider.cluster.router.fleet import Directive, RouterPolicy, VerifierRepor
 from outrider.cluster.router.router import RouterCore
 from outrider.verifier_service.messages.engine import DrafterPerformance, RequestLoad, StepTime
 from outrider.verifier_service.messages.request import SpeculationPlan
+from outrider.verifier_service.pricing.cost_model import StepTimeModel
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -31,7 +33,8 @@ def names(count: int, prefix: str = "r") -> list[str]:
 class Fleet:
     """One verifier, some drafters, a fake clock; requests are named and have a true acceptance each.
 
-    `price`, where it is set, is what the verifier says of its steps, whether it drafts or not.
+    `price`, where it is set, is what the verifier says of its steps, whether it drafts or not. Else it is what one more
+    token takes from a step by the profile, `points`, as far as that is known: 0 below the knee, 1 beyond it.
     """
 
     def __init__(
@@ -114,8 +117,19 @@ class Fleet:
                 DrafterPerformance(drafter_id=drafter_id, round_trip_s=self.round_trips_s[drafter_id])
                 for drafter_id in sorted(self.up & self.round_trips_s.keys())
             ),
-            price=self.price,
+            price=self._price(num_running),
+            knee=None if self._model is None or math.isinf(self._model.knee()) else self._model.knee(),
         )
+
+    @property
+    def _model(self) -> StepTimeModel | None:
+        return StepTimeModel.from_points(self.points) if self.points else None
+
+    def _price(self, num_running: int) -> float | None:
+        if self.price is not None or self._model is None:
+            return self.price
+        num_tokens = max(1, num_running)
+        return min(1.0, num_tokens * self._model.slope(num_tokens) / self._model.t(num_tokens))
 
     def tick(self, seconds: float, *, with_drafters: bool = True, **report: Any) -> None:
         """Let time pass, then report."""

@@ -234,7 +234,7 @@ class DraftPricing:
         survivals: list[float] = []
         for parent, rate in zip(draft.parents, rates, strict=True):
             survivals.append(rate * (1.0 if parent == ROOT else survivals[parent]))
-        worths = self.worth.node_worths(request_id, survivals)
+        worths = self.worth.worths(request_id, survivals)
         levels: list[float] = []
         node_depths = depths(draft.parents)
         for depth, worth in zip(node_depths, worths, strict=True):
@@ -265,7 +265,7 @@ class DraftPricing:
             if kept.round is None:
                 continue
             step.rounds[request_id] = kept.round
-            if kept.round.offered is not None:
+            if kept.round.length:  # whatever came of it: a drafter that has nothing for one request blinds nobody
                 kept.is_opening = False
             if outcome.item.draft is not None:
                 kept.round.after = self.survival.end_round(
@@ -277,8 +277,10 @@ class DraftPricing:
                 step.rounds[request.request_id] = kept.round
         self._unlearnt = step
         self._go_to_level(len(step.outcomes) + len(step.held))
-        if self._level is not None and self._level.price.is_new and not all(
-            step.is_pinned(outcome.item) for outcome in step.outcomes
+        if (
+            self._level is not None
+            and self._level.price.is_new
+            and not all(step.is_pinned(outcome.item) for outcome in step.outcomes)
         ):
             self.learn()  # or all would be asked for as if it were free
 
@@ -359,7 +361,6 @@ class DraftPricing:
             len(offers),
             slots,
             exposed_s=exposed_s,
-            log_loss=level.shortfall.log_loss,
             num_steps=num_steps,
         )
 
@@ -389,19 +390,11 @@ class DraftPricing:
         usual_s = level.cost.seconds(replace(verified, is_drafting=True))
         elapsed_s = min(step.exposed_s + min(step.step_s, SLOW * usual_s), STALL * (plain_s + model_s))
         made, forgone = num_tokens / num_all, elapsed_s / plain_s
-        is_trying = not all(one.is_probe for one in asking)
-        if is_trying:
+        if not all(one.is_probe for one in asking):
             level.trial.observe(len(asking), forgone - made)
-        if base.num_tokens > len(priced):
-            return
-        if not is_trying:  # what a few cost says nothing of what all would
+        elif base.num_tokens == len(priced):  # what a few cost says nothing of what all would
             level.observe_plain()
             self._probe_s -= max(0.0, elapsed_s - plain_s * made)
-            return
-        log_gain = None
-        if num_held or any(one.offered is not None and one.offered.worths for one in asking):
-            log_gain = math.log(num_tokens / model_s) - math.log(base.num_tokens / level.cost.seconds(base))
-        level.shortfall.observe(log_gain=log_gain, num_made=made, num_forgone=forgone)
 
     def _offer(self, step: PricedStep, request: Request) -> Offer:
         """Return what one request had on offer; where nothing was asked for, as if it were one of the last drafts."""

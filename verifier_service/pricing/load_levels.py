@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from outrider.verifier_service.pricing.cost_model import CostModel, StepTimeModel
 from outrider.verifier_service.pricing.exposure import DraftDepth, DraftExposure
-from outrider.verifier_service.pricing.shortfall import Shortfall
 from outrider.verifier_service.pricing.step_price import StepPrice
 from outrider.verifier_service.pricing.trial import Trial
 
@@ -27,7 +26,6 @@ class LoadLevel:
     depth: DraftDepth
     exposure: DraftExposure
     trial: Trial
-    shortfall: Shortfall = field(default_factory=Shortfall)
 
     def asked(self, worths: Sequence[float], bound: int | None, next_bound: int | None) -> int:
         """Return how many leading positions to ask for: those worth the price, as deep as drafts should go by now.
@@ -41,7 +39,6 @@ class LoadLevel:
     def observe_plain(self) -> None:
         """Take in a step for which no drafts were asked."""
         self.exposure.observe_plain()
-        self.shortfall.observe_plain()
         self.trial.observe_plain()
 
 

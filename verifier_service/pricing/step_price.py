@@ -43,7 +43,6 @@ class GridGains:
 
     gains: list[float]
     free_gains: list[float]  # without any wait for drafts
-    num_asked: int  # at the lowest so many prices something is asked for; at the others nothing is gained
 
 
 def fade_over(num_steps: int) -> tuple[float, float]:
@@ -61,7 +60,6 @@ class StepPrice:
         self._settle = settle
         self._gains = [0.0] * len(GRID)  # sums of log (tokens per second at this price / without drafts)
         self._free_gains = [0.0] * len(GRID)  # the same without any wait for drafts
-        self._asked = [0.0] * len(GRID)  # what those steps weigh in which something is asked for at this price
         self._num_steps = 0.0  # what the sums weigh
         self._price = self._price_if_free = 0.0
 
@@ -99,14 +97,12 @@ class StepPrice:
         num_decoding: int,
         slots: Sequence[Slot],
         exposed_s: float = 0.0,
-        log_loss: float = 0.0,
         num_steps: int = 1,
     ) -> None:
         """Take in a past step, or so many that were alike: its shape without drafts and what was on offer.
 
-        As soon as one slot is asked for, drafts hold the step up by `exposed_s`; `log_loss` is what they take off the
-        logarithm of tokens per second besides, as far as is known now: it counts for all past steps alike. A step in
-        which no request was decoding says nothing of drafts, and one in which nothing was on offer only what they lose.
+        As soon as one slot is asked for, drafts hold the step up by `exposed_s`. A step in which no request was
+        decoding, or in which nothing was on offer, says nothing of drafts.
         """
         if num_decoding < 1:
             return
@@ -114,7 +110,7 @@ class StepPrice:
             self._add(self.gains_at(base, slots, exposed_s), num_steps)
             self._price_if_free = self._best(self._free_gains)
         if not self.is_new:
-            self._settle_price(log_loss)
+            self._settle_price()
 
     def gains_at(self, base: StepShape, slots: Sequence[Slot], exposed_s: float) -> GridGains:
         """Return what each price would have made of such a step, by the step times as they are known now."""
@@ -128,31 +124,18 @@ class StepPrice:
         rates = free_rates if waited == at_once else _rates(waited, base.num_tokens, seconds, num_asked)
         gains = [rate - plain - math.log1p(exposed_s / seconds[count]) for rate, count in rates]
         nothing = [0.0] * (len(GRID) - num_asked)
-        return GridGains(gains + nothing, [rate - plain for rate, _ in free_rates] + nothing, num_asked)
-
-    def observe_gains(self, steps: Sequence[GridGains]) -> None:
-        """Take in past steps, one after another, of which is known what each price would have made of them."""
-        for step in steps:
-            self._add(step, num_steps=1)
-        if steps:
-            self._price_if_free = self._best(self._free_gains)
-            self._settle_price(log_loss=0.0)
+        return GridGains(gains + nothing, [rate - plain for rate, _ in free_rates] + nothing)
 
     def _add(self, step: GridGains, num_steps: int) -> None:
         fade, weight = fade_over(num_steps)
-        asked = [weight] * step.num_asked + [0.0] * (len(GRID) - step.num_asked)
         self._gains = [fade * old + weight * new for old, new in zip(self._gains, step.gains, strict=True)]
         self._free_gains = [
             fade * old + weight * new for old, new in zip(self._free_gains, step.free_gains, strict=True)
         ]
-        self._asked = [fade * old + new for old, new in zip(self._asked, asked, strict=True)]
         self._num_steps = fade * self._num_steps + weight
 
-    def _settle_price(self, log_loss: float) -> None:
-        gains = self._gains
-        if log_loss:
-            gains = [gain - log_loss * weight for gain, weight in zip(gains, self._asked, strict=True)]
-        best = self._best(gains)
+    def _settle_price(self) -> None:
+        best = self._best(self._gains)
         self._price = best if self._settle is None else self._settle(self._price, best, self._price_if_free)
 
     def _best(self, gains: Sequence[float]) -> float:

@@ -10,16 +10,13 @@ a slot pays if
 
     survival · (c / t)  >  the seconds of one more token in the step
 
-and `worths` are survivals times (c / t) over its mean, less with each position of a draft as far as acceptance comes in
-stretches (`stretches.py`). Everything is of earlier steps, as the law requires.
+and `worths` are survivals times (c / t) over its mean. Everything is of earlier steps, as exactness requires.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-
-from outrider.verifier_service.pricing.stretches import Stretches
 
 SHARE = 0.1  # of a round in its request's means
 POOL_SHARE = 0.001  # of a round in the means that a new request starts with
@@ -34,7 +31,6 @@ class _Means:
 
     num_tokens: float = 1.0
     num_draft_tokens: float = 0.0
-    num_whole: float = 0.0  # the last draft's tokens where all were accepted
 
     def add(self, num_tokens: float, num_draft_tokens: float, share: float) -> None:
         self.num_tokens += share * (num_tokens - self.num_tokens)
@@ -47,7 +43,6 @@ class TokenWorth:
     def __init__(self) -> None:
         self._pool = _Means()  # of all rounds, while they are few; then fading
         self._num_rounds = 0
-        self._stretches = Stretches()
         self._means: dict[str, _Means] = {}
         self._weights: dict[str, float] = {}
 
@@ -61,19 +56,7 @@ class TokenWorth:
         return self._weights.get(request_id, 1.0)
 
     def worths(self, request_id: str, survivals: Sequence[float]) -> Sequence[float]:
-        """Return what the positions of a request's chain are worth, to be compared with the price."""
-        weight = self.weight(request_id)
-        if self._stretches.are_seen:
-            factors = self._stretches.factors(len(survivals))
-            worths = [weight * factor * survival for factor, survival in zip(factors, survivals, strict=False)]
-        elif weight == 1.0:
-            return survivals
-        else:
-            worths = [weight * survival for survival in survivals]
-        return worths if not worths or worths[0] < MAX_WORTH else [min(worth, MAX_WORTH) for worth in worths]
-
-    def node_worths(self, request_id: str, survivals: Sequence[float]) -> Sequence[float]:
-        """Return what the nodes of a tree are worth, in any order: stretches are known of chains alone."""
+        """Return what a request's draft positions or tree nodes are worth, to be compared with the price."""
         weight = self.weight(request_id)
         if weight == 1.0:
             return survivals
@@ -91,11 +74,6 @@ class TokenWorth:
             self._pool.add(num_tokens, num_draft_tokens, num_steps * max(POOL_SHARE, 1.0 / self._num_rounds))
             if (own := self._means.get(request_id)) is None:
                 own = self._means[request_id] = replace(self._pool)
-            if own.num_whole:
-                self._stretches.observe_next(num_tokens, own.num_tokens, own.num_whole)
-            if num_tokens > 1:
-                self._stretches.observe_accepted(num_tokens - 1)
-            own.num_whole = num_draft_tokens if num_tokens == num_draft_tokens + 1 else 0.0
             own.add(num_tokens, num_draft_tokens, share)
             means.append((request_id, own))
         if not means:

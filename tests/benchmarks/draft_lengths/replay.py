@@ -153,7 +153,8 @@ class Drafts:
     """What a policy drafts: which drafter and how many tokens for each request."""
 
     drafters: IntArray  # [batch_size]
-    lengths: IntArray  # [batch_size]
+    lengths: IntArray  # [batch_size] what is verified
+    asked: IntArray | None = None  # [batch_size] what was drafted for that; None: no more than is verified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,9 +279,10 @@ def replay_policy(
 
 
 def _step_times(workload: Workload, machine: MachineFit, batch: Batch, drafts: Drafts) -> tuple[float, float]:
-    by_drafter = np.bincount(drafts.drafters, weights=drafts.lengths, minlength=len(workload.drafters)).astype(np.int64)
+    asked = drafts.lengths if drafts.asked is None else drafts.asked
+    by_drafter = np.bincount(drafts.drafters, weights=asked, minlength=len(workload.drafters)).astype(np.int64)
     counts = dict(zip(workload.drafters, by_drafter, strict=True))
-    num_tokens = np.array([batch.size + by_drafter.sum()], dtype=np.float64)
+    num_tokens = np.array([batch.size + drafts.lengths.sum()], dtype=np.float64)
     forward_s = machine.forward_s(num_tokens, batch.num_context_tokens)
     draft_s = machine.draft_s(
         forward_s,

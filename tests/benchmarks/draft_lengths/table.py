@@ -4,14 +4,15 @@ Definitions
     off          no drafts; every speed-up is relative to its tokens per second at the same batch size
     K = 1 ...    every request drafts so many tokens
     table        the best K, 0 included, for this very batch size on this very data: vLLM's table by batch size, tuned
-    adaptive     the engine's own survival estimates, cost model and step price: it knows the past only, and how far
+    adaptive     the engine's own `DraftPricing`, called as the engine calls it: it knows the past only, and how far
                  prompt lookup trusts each token that it copies, which the oracle does not: there it may do better
     oracle       knows every survival probability, fitted per request and position over the whole trace beforehand, and
                  the true cost of the step
     clairvoyant  knows every outcome: a bound that no policy can reach
     mean draft   draft tokens per request and step, of adaptive and of the oracle
     of table     adaptive over the table: the mean over queues of other orders and, of several, its standard error
-    hybrid       n-gram or EAGLE for each draft: by the request's own past; oracle and clairvoyant by what they know
+    hybrid       n-gram or EAGLE for each draft: by the request's own past, adaptive as the service's hybrid drafter
+                 chooses; oracle and clairvoyant by what they know
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.draft_lengths.adaptive import MAX_PROBES, PROBE_EVERY, PROFILED_TOKENS, Adaptive, profile
+from benchmarks.draft_lengths.adaptive import PROFILED_TOKENS, Adaptive, profile
 from benchmarks.draft_lengths.arms import FixedLength, oracle
 from benchmarks.draft_lengths.replay import (
     EAGLE,
@@ -23,6 +23,7 @@ from benchmarks.draft_lengths.replay import (
     replay_policy,
 )
 from outrider.cluster.replay.traces import Trace
+from outrider.verifier_service.pricing.cost_model import StepTimeModel
 
 
 def batch(size: int, drafters: int = 1) -> Batch:
@@ -47,8 +48,9 @@ def step_of_each(policy: Adaptive, running: Batch, accepts: IntArray, machine: M
     rights = np.broadcast_to(accepts, (len(running.offered), running.size))
     accepted = np.minimum(drafts.lengths, rights[drafts.drafters, np.arange(running.size)])
     forward_s = machine.forward_s(np.array([running.size + drafts.lengths.sum()]), running.num_context_tokens)
-    num_eagle = drafts.lengths[drafts.drafters == eagle].sum(keepdims=True)
-    draft_s = machine.draft_s(forward_s, num_eagle, drafts.lengths.sum(keepdims=True) - num_eagle, 0)
+    asked = drafts.lengths if drafts.asked is None else drafts.asked
+    num_eagle = asked[drafts.drafters == eagle].sum(keepdims=True)
+    draft_s = machine.draft_s(forward_s, num_eagle, asked.sum(keepdims=True) - num_eagle, 0)
     outcome = StepOutcome(
         accepted=accepted,
         is_finished=np.zeros(running.size, dtype=np.bool_),
@@ -78,87 +80,47 @@ def test_what_is_recorded_at_the_cells_is_not_looked_at() -> None:
         assert first.lengths.tolist() == second.lengths.tolist()
 
 
-def test_a_batch_without_drafts_finds_out_that_they_have_become_good() -> None:
-    machine = MachineFit(eagle_fixed_s=0.0)
-    policy, running = Adaptive((NGRAM,), machine), batch(30)
-    for _ in range(60):
-        drafts = step(policy, running, [0], machine, eagle=-1)
-    num_off = [int(step(policy, running, [0], machine, eagle=-1).lengths.sum()) for _ in range(PROBE_EVERY + 1)]
-    assert not drafts.lengths.all()
-    assert sum(num_off) <= 2 * running.size  # each at most once or twice
-    for _ in range(6 * PROBE_EVERY):
-        drafts = step(policy, running, [8], machine, eagle=-1)
-    assert drafts.lengths.min() == MAX_LENGTH
-
-
 def test_copies_are_judged_by_what_became_of_their_kind() -> None:
     """Half of the requests have copies of a kind that is always right, by turns; their history says one in two."""
-    machine, accepts = MachineFit(eagle_fixed_s=0.0), [0, 8]
-    policy, running = Adaptive((NGRAM,), machine), batch(200)
+    machine, accepts = MachineFit(ngram_share=0.0), [0, 8]
+    policy, running = Adaptive((NGRAM,), machine), batch(128)
     lanes = np.arange(running.size)
     for number in range(60):
         is_right = (lanes + number) % 2
         kinds = np.repeat(1 + is_right, MAX_LENGTH).reshape(running.size, MAX_LENGTH)
         drafts = step_of_each(policy, replace(running, ngram_kinds=kinds), np.array(accepts)[is_right], machine)
-    assert drafts.lengths[is_right == 1].min() == MAX_LENGTH
-    assert np.count_nonzero(drafts.lengths[is_right == 0]) <= MAX_PROBES
+    assert drafts.lengths[is_right == 1].mean() > 10 * drafts.lengths[is_right == 0].mean()
 
 
-def test_who_never_had_a_good_copy_is_not_asked_for_one() -> None:
-    """As in the engine, which sees a draft's kind only once it has asked for it."""
-    machine, accepts = MachineFit(eagle_fixed_s=0.0), [0, 8]
-    policy, running = Adaptive((NGRAM,), machine), batch(200)
-    is_right = np.arange(running.size) % 2
-    kinds = np.repeat(1 + is_right, MAX_LENGTH).reshape(running.size, MAX_LENGTH)
-    for _ in range(60):
-        step_of_each(policy, replace(running, ngram_kinds=kinds), np.array(accepts)[is_right], machine)
-    lengths = policy.plan(replace(running, ngram_kinds=np.full_like(kinds, 2))).lengths
-    assert lengths[is_right == 1].min() == MAX_LENGTH
-    assert np.count_nonzero(lengths[is_right == 0]) <= 2 * MAX_PROBES  # of 100
-
-
-def test_where_a_draft_holds_everybody_up_probes_come_together_and_seldom() -> None:
-    machine = MachineFit(eagle_fixed_s=0.02)
-    policy, running = Adaptive((EAGLE,), machine), batch(16)
-    drafted = [int((step(policy, running, [1], machine).lengths > 0).sum()) for _ in range(2000)]
-    assert 1 <= sum(number > 0 for number in drafted[100:]) <= 3
-    assert max(drafted[100:]) == 16
-
-
-def test_a_dear_drafter_is_left_for_a_cheap_one_where_its_gain_is_less_than_its_time() -> None:
-    dear, free = MachineFit(eagle_fixed_s=0.1), MachineFit(eagle_fixed_s=0.0)
-    for machine, drafter in [(dear, 0), (free, 1)]:
+def test_a_hybrid_drafts_with_what_wins_more_and_tries_its_model_now_and_then() -> None:
+    machine, running = MachineFit(eagle_fixed_s=0.0), batch(2, drafters=2)
+    for rights, drafter in (([8, 0], 0), ([1, 6], 1)):
         policy = Adaptive((NGRAM, EAGLE), machine)
-        for _ in range(100):
-            drafts = step(policy, batch(4, drafters=2), [2, 6], machine, eagle=1)
-        assert drafts.drafters.tolist() == [drafter] * 4
-        assert drafts.lengths.min() >= 2
+        chosen = [step(policy, running, rights, machine, eagle=1).drafters[0] for _ in range(100)]
+        assert chosen[50:].count(drafter) > 40
+        assert chosen[50:].count(1) >= 2
 
 
-def test_the_worse_of_two_free_drafters_is_tried_seldom() -> None:
-    machine = MachineFit(eagle_fixed_s=0.0)
-    policy, running = Adaptive((NGRAM, EAGLE), machine), batch(1, drafters=2)
-    chosen = [int(step(policy, running, [2, 6], machine, eagle=1).drafters[0]) for _ in range(600)]
-    assert 2 <= chosen[200:].count(0) <= 8
+def test_who_has_nothing_to_copy_answers_with_an_empty_draft() -> None:
+    machine, running = MachineFit(), replace(batch(2), offered=np.array([[MAX_LENGTH, 0]]))
+    policy = Adaptive((NGRAM,), machine)
+    drafts = [step(policy, running, [8], machine) for _ in range(100)][-1]
+    assert drafts.lengths.tolist() == [MAX_LENGTH, 0], "who has nothing keeps nobody from longer drafts"
 
 
-def test_after_a_load_under_which_nothing_paid_drafts_come_back() -> None:
-    machine, names = MachineFit(), (NGRAM, EAGLE)
-    policy = Adaptive(names, machine)
-    busy, calm = batch(400, drafters=2), batch(4, drafters=2)
-    for running in (busy, calm):
-        running.offered[names.index(NGRAM)] = 0
-    for _ in range(40):
-        drafts = step(policy, busy, [0, 0], machine, eagle=1)
-    assert np.count_nonzero(drafts.lengths) <= 16  # probes
-    for _ in range(250):
-        drafts = step(policy, calm, [0, 6], machine, eagle=1)
-    assert drafts.lengths.min() >= 5
-    assert drafts.drafters.tolist() == [1] * 4
+def test_a_request_that_has_ended_is_forgotten() -> None:
+    machine, running = MachineFit(), batch(2)
+    policy = Adaptive((EAGLE,), machine)
+    drafts = policy.plan(running)
+    ended = StepOutcome(accepted=np.zeros(2, int), is_finished=np.array([True, False]), step_s=0.01, draft_s=0.0)
+    policy.observe(running, drafts, ended)
+    others = policy.plan(replace(running, request_ids=["new", "r1"]))
+    assert policy.request_ids == {"new", "r1"}
+    assert others.lengths.min() > 0
 
 
 def test_the_profile_is_the_machine_at_no_context() -> None:
-    machine, model = MachineFit(), profile(MachineFit())
+    machine, model = MachineFit(), StepTimeModel.from_points(profile(MachineFit()))
     for count in PROFILED_TOKENS:
         assert model.t(count) == pytest.approx(float(machine.forward_s(np.array([count]), 0.0)[0]) + 1.207e-3)
 

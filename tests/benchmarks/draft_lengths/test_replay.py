@@ -160,3 +160,13 @@ def test_requests_lie_end_to_end_and_a_hybrid_plays_what_all_drafters_have() -> 
     assert eagle(first).accepted.tolist() == [[2, 1, 0, MAX_LENGTH]]
     with pytest.raises(ValueError, match="no request has recorded lengths of medusa"):
         Workload.from_traces([first], ("medusa",))
+
+
+def test_what_was_drafted_takes_its_time_whatever_is_verified_of_it() -> None:
+    class CutsAll(Always):
+        def plan(self, batch: Batch) -> Drafts:
+            return Drafts(drafters=np.zeros(1, int), lengths=np.zeros(1, int), asked=np.array([3]))
+
+    policy = CutsAll(0)
+    replay_policy(eagle(trace([4, 1, 9])), policy, FLAT, batch_size=1, num_tokens=1)
+    assert policy.outcomes[0].draft_s == pytest.approx(0.5)

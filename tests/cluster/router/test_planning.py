@@ -34,13 +34,6 @@ class TestVerifiersThatPriceTheirSteps:
         fleet.second()
         assert set(fleet.lengths.values()) == {5, 2}
 
-    def test_who_prices_nothing_gets_lengths(self):
-        """The control of the test above."""
-        fleet = Fleet(ROOFLINE)
-        fleet.add(*names(8), acceptance=0.6)
-        fleet.run(5)
-        assert 0 < fleet.default_plan.draft_length < 8
-
     def test_where_nothing_pays_drafters_are_released_after_the_dwell(self):
         fleet = Fleet(MEMORY_BOUND, price=0.1)
         fleet.add(*names(64))
@@ -87,7 +80,7 @@ class TestVerifiersThatPriceTheirSteps:
     def test_a_reason_holds_through_the_dwell(self):
         fleet = Fleet(COMPUTE_BOUND, policy=RouterPolicy(switch=SwitchPolicy(on_dwell_s=3.0)))
         fleet.add(*names(8))
-        fleet.run(5)
+        fleet.run(8)
         fleet.points = MEMORY_BOUND
         fleet.run(3)
         assert set(fleet.reasons.values()) == {"load"}
@@ -361,7 +354,7 @@ class TestRestart:
     def test_off_stays_off_for_a_dwell_though_it_pays(self):
         fleet = Fleet(COMPUTE_BOUND, policy=RouterPolicy(switch=SwitchPolicy(on_dwell_s=1.0)))
         fleet.add(*names(8))
-        fleet.run(5)
+        fleet.run(8)
         fleet.points = MEMORY_BOUND
         self.restarted(fleet)
         for _ in range(3):

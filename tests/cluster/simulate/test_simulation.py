@@ -11,10 +11,10 @@ from outrider.cluster.replay.traces import Trace
 from outrider.cluster.router.autoscaling import PoolsPolicy, ReplicaRange
 from outrider.cluster.router.fleet import PolicyMode, RouterPolicy
 from outrider.cluster.simulate.accelerators import StepTiming
-from outrider.cluster.simulate.drafting import DrafterShape, DraftSpeed, RoundLoad, choose_round
+from outrider.cluster.simulate.drafting import DrafterShape, DraftSpeed, RoundLoad, choose_round, with_drafts
 from outrider.cluster.simulate.engines import VerifierShape
 from outrider.cluster.simulate.figures import LatencyBounds, RunFigures
-from outrider.cluster.simulate.lengths import BatchSeen, PricedLengths, Row
+from outrider.cluster.simulate.lengths import PricedLengths, RoundSeen, Row
 from outrider.cluster.simulate.load import (
     AcceptanceLaw,
     AcceptanceTraces,
@@ -156,17 +156,39 @@ def test_adaptive_gives_up_drafts_where_fixed_lengths_lose_throughput() -> None:
 
 
 def lengths_priced(num_rows: int, *, is_pinned: bool) -> list[int]:
+    """Return what rows ask for after steps that took as long as they should, all of their drafts being right."""
     plan = SpeculationPlan(drafter_id="d0", draft_length=8, is_pinned=is_pinned)
-    load = RoundLoad(num_decoding=num_rows)
-    way = choose_round(load, TARGET, None, 0.0)
-    seen = BatchSeen(load=load, way=way, prefill_share=0.0, num_prefill_tokens=0, speed=None, rounds=None)
-    return PricedLengths(VERIFIER.profile(), num_observed=4).decide(seen, [Row(at, plan) for at in range(num_rows)])
+    policy, rows = PricedLengths(VERIFIER.profile()), [Row(at, plan) for at in range(num_rows)]
+    speed = DraftSpeed(token_s=1e-4, is_local=True)
+    for _ in range(20):
+        asked = policy.ask(rows)
+        verified = policy.admit(asked)
+        counts = np.bincount(verified, minlength=1)
+        load = RoundLoad(num_decoding=num_rows, num_at_least=tuple(np.cumsum(counts[:0:-1])[::-1].tolist()))
+        way = choose_round(load, TARGET, speed, 0.9)
+        policy.end_round(RoundSeen(load, way, verified, [1 + length for length in verified]))
+    return asked
 
 
 def test_a_step_past_the_knee_drafts_nothing_but_what_is_pinned() -> None:
     assert min(lengths_priced(2, is_pinned=False)) > 2
-    assert max(lengths_priced(200, is_pinned=False)) == 0
-    assert set(lengths_priced(200, is_pinned=True)) == {8}
+    assert max(lengths_priced(400, is_pinned=False)) == 0
+    assert set(lengths_priced(400, is_pinned=True)) == {8}
+
+
+def test_who_has_left_is_forgotten_and_who_does_not_ask_is_not_priced() -> None:
+    policy = PricedLengths(VERIFIER.profile())
+    asked = policy.ask([Row(1, SpeculationPlan(drafter_id="d0", draft_length=4)), Row(2, SpeculationPlan())])
+    assert asked[0] > 0
+    assert asked[1] == 0
+    assert policy.admit([asked[0], 0]) == asked
+    load = RoundLoad(num_decoding=2, num_at_least=(1,) * asked[0])
+    way = choose_round(load, TARGET, DraftSpeed(token_s=1e-4, is_local=True), 0.9)
+    policy.end_round(RoundSeen(load, way, [1, 0], [2, 1]))
+    policy.forget(1)
+    policy.forget(2)
+    policy.forget(3)  # never asked
+    assert policy.ask([]) == []
 
 
 def test_goodput_counts_what_keeps_the_bounds() -> None:
@@ -190,14 +212,22 @@ def test_running_ahead_drafts_as_far_as_it_gets_in_a_step() -> None:
     assert way.seconds == pytest.approx(11e-3)
 
 
-def test_a_local_drafter_is_waited_for_as_long_as_it_pays() -> None:
-    slow, fast = (
-        choose_round(LOAD, TARGET, DraftSpeed(token_s=token_s, is_local=True), 0.6) for token_s in (6e-3, 0.5e-3)
-    )
-    assert slow.longest == 1
-    assert slow.seconds == pytest.approx(16e-3)
-    assert fast.longest == 4
-    assert fast.idle_s == 0.0  # the accelerator is busy with drafting
+def test_a_local_drafter_is_waited_for() -> None:
+    way = choose_round(LOAD, TARGET, DraftSpeed(token_s=6e-3, is_local=True), 0.6)
+    assert (way.longest, way.share) == (4, 1.0)
+    assert way.seconds == pytest.approx(34e-3)
+    assert way.idle_s == 0.0  # the accelerator is busy with drafting
+
+
+def test_a_round_takes_as_long_as_what_it_really_verifies() -> None:
+    speed = DraftSpeed(token_s=5e-3, ahead_token_s=4e-3, link_s=1e-3, hit_rate=0.9)
+    way = choose_round(LOAD, TARGET, speed, 0.8)
+    assert with_drafts(way, LOAD, TARGET, 200).seconds == pytest.approx(1e-3 + TARGET.seconds(210, 0))
+    grouped = RoundLoad(num_decoding=200, num_at_least=(200,), num_context_tokens=0)
+    two = choose_round(grouped, TARGET, DraftSpeed(token_s=1e-3, link_s=9e-3), 0.9)
+    assert with_drafts(two, grouped, TARGET, 100).seconds == pytest.approx(2 * TARGET.seconds(150, 0))
+    plain = choose_round(LOAD, TARGET, None, 0.9)
+    assert with_drafts(plain, LOAD, TARGET, 0) == plain
 
 
 def test_two_groups_hide_a_slow_link() -> None:

@@ -52,16 +52,6 @@ def test_a_step_that_stands_for_eight_counts_as_eight_that_are_alike():
     assert len(set(prices)) > 2, "prices that do not move show nothing"
 
 
-def test_steps_that_are_taken_in_together_leave_the_very_price_of_steps_one_by_one():
-    one_by_one, together = StepPrice(cost_of(*KNEE_AT_32)), StepPrice(cost_of(*KNEE_AT_32))
-    for rate in (0.3, 0.9, 0.5, 0.2, 0.7):
-        slots = as_expected(chain(rate) * 24)
-        for _ in range(3):
-            one_by_one.observe(StepShape(24, 0), 24, slots, exposed_s=0.001)
-        together.observe_gains([together.gains_at(StepShape(24, 0), slots, 0.001)] * 3)
-        assert (together.price, together.price_if_free) == (one_by_one.price, one_by_one.price_if_free)
-
-
 def test_admits_the_leading_positions_above_the_price():
     price = priced(cost_of(*KNEE_AT_32), 16, chain(0.8) * 16)
     assert 0.1 < price.price < 0.9
@@ -201,13 +191,3 @@ def test_steps_that_say_nothing_of_drafts_are_left_out():
         price.observe(StepShape(8, 0), 8, [])
         price.observe(StepShape(8, 0), 0, as_expected(chain(0.9)))
     assert price.price == before == NEVER
-
-
-def test_what_drafts_cost_besides_raises_the_price():
-    prices = []
-    for log_loss in (0.0, 0.7):
-        price = StepPrice(CostModel(StepTimeModel((1, 64), (1.0, 1.0), 0.0)))
-        price.observe(StepShape(4, 4), 4, as_expected([0.6, 0.3]) * 4, log_loss=log_loss)
-        prices.append(price.price)
-    assert prices[0] < 0.3
-    assert prices[1] == NEVER, "log 1.9, what all of them gain, is less than what is lost"

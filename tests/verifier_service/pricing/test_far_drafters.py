@@ -1,53 +1,9 @@
-import math
+"""A drafter elsewhere: it splits the batch, slows steps down or stalls, and never makes a verifier slower."""
 
 import pytest
 import torch
 
 from fakes.priced_bench import ONE_CORE, FarBench, FarDrafts
-from outrider.verifier_service.pricing.shortfall import Shortfall
-
-
-def observed(*, gain: float, seen: float, num_steps: int = 200) -> Shortfall:
-    """Steps that should have made `gain` times the tokens of plain decoding, and made `seen` times as many."""
-    shortfall = Shortfall()
-    for _ in range(num_steps):
-        shortfall.observe(log_gain=math.log(gain), num_made=seen * 10, num_forgone=10)
-    return shortfall
-
-
-def test_what_is_not_seen_is_the_loss():
-    assert Shortfall().log_loss == 0.0
-    assert observed(gain=1.5, seen=0.9).log_loss == pytest.approx(math.log(1.5 / 0.9), rel=0.15)
-
-
-def test_a_few_steps_say_little():
-    assert observed(gain=1.5, seen=0.9, num_steps=1).log_loss == pytest.approx(math.log(1.5 / 0.9) / 5)
-
-
-def test_what_steps_without_drafts_lose_those_with_drafts_must_bring():
-    shortfall = Shortfall()
-    for step in range(400):
-        has_drafts = step % 4 == 0
-        seen = 15 if has_drafts else 8  # of 10 that plain decoding makes
-        shortfall.observe(log_gain=math.log(1.5) if has_drafts else None, num_made=seen, num_forgone=10)
-    asked, brought = 4 * math.log((15 + 3 * 8) / 40), math.log(1.5)
-    assert shortfall.log_loss == pytest.approx(brought - asked, rel=0.4), "more than drafts gain"
-    assert shortfall.log_loss < brought - asked
-
-
-def test_more_than_was_expected_is_no_loss():
-    assert observed(gain=1.2, seen=1.4).log_loss == 0.0
-
-
-def test_it_is_forgotten_while_nothing_drafts():
-    shortfall = observed(gain=1.5, seen=0.9)
-    before = shortfall.log_loss
-    for _ in range(64):
-        shortfall.observe_plain()
-    assert before * 0.9 < shortfall.log_loss < before
-    for _ in range(4096):
-        shortfall.observe_plain()
-    assert shortfall.log_loss < 0.01
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 4, 8, 16, 32])
