@@ -62,8 +62,6 @@ def require_short_pause(outcome: Outcome, max_pause_s: float, *, num_failed: int
 def test_a_fleet_loses_nothing(drill: Drill, case: Case):
     outcome = drill.run(case, index=0)
     require_short_pause(outcome, MAX_PAUSE_S, num_failed=case.num_failing_streams)
-    if case.name == "drafter killed":
-        assert outcome.num_undrafted == 0, "the other drafter took over"
 
 
 @drills(fleet_drill)

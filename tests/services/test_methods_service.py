@@ -1,4 +1,4 @@
-"""The whole service with other drafters than a draft model: look-ups, and heads that read states."""
+"""The whole service with other drafters than a draft model: in the verifier's process, and heads that read states."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from outrider.drafter_service.embedded import held_out_prompts
+from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
 from services.live_service import LiveService, live_service, wait_for
 
 pytestmark = pytest.mark.service
@@ -30,6 +31,17 @@ def accepted_of_streams(service: LiveService, prompt: str) -> int:
         assert plain.speculation["num_drafts"] == 0
         num_accepted += drafted.speculation["num_accepted_tokens"]
     return num_accepted
+
+
+def test_a_drafter_in_the_verifiers_own_process_needs_no_pool():
+    options = {"method": "ngram", "location": "verifier"}
+    with live_service(speculative_config=options, wait_for_drafts=False) as service:
+        service.wait_for_fleet(1, 0)
+        assert accepted_of_streams(service, REPEATED) > 10
+        (verifier,) = service.call("Router", "snapshot").verifiers
+        assert verifier.report.own_draft_length == service.config.num_speculative_tokens
+        assert verifier.default_plan.drafter_id == LOCAL_DRAFTER_ID
+        assert verifier.report.drafters_up == ()
 
 
 def test_a_pool_of_heads_reads_the_targets_states_over_the_link_beside_a_pool_of_lookups():
