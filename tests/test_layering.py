@@ -55,7 +55,7 @@ ROOMS = {
     # the service around them
     "cluster": "router replicas offline hosted",  # the names that users' configurations and programs import
     "cluster/common": "verifier_service/links",
-    "cluster/router": "common verifier_service/messages verifier_service/pricing",
+    "cluster/router": "common verifier_service/messages",
     "cluster/monitoring": "common router verifier_service/messages",
     "cluster/gateway": "common router monitoring proto verifier_service/messages verifier_service/links",
     "cluster/web": "",
@@ -88,7 +88,9 @@ ROOMS = {
     "cluster/peers": "common config bench offline verifier_service/model drafter_service/service",
     "cluster/corpus": "offline drafter_service/training",
     "cluster/replay": "common bench verifier_service/messages drafter_service/engine drafter_service/lookup",
-    "cluster/simulate": "common router replay verifier_service/messages verifier_service/pricing",
+    "cluster/simulate": (
+        "common router replay verifier_service/messages verifier_service/pricing verifier_service/scheduling"
+    ),
     "cluster/demo": (
         "common router gateway config replicas client proto verifier_service/model drafter_service/embedded"
     ),

@@ -46,11 +46,6 @@ REQUEST = GenerationRequest(
 End = FinishReason | grpc.StatusCode | object
 
 
-def hasty() -> float:
-    """Return a time that passes three times as fast: what is waited for in vain is given up sooner."""
-    return 3.0 * time.monotonic()
-
-
 async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(10):
         while not condition():
@@ -216,13 +211,7 @@ async def serve(verifier: link_pb2_grpc.VerifierLinkServicer, address: str = "12
 class Fleet:
     """Verifiers v0, v1, … behind a router that names the first that is not excluded."""
 
-    def __init__(
-        self,
-        *,
-        max_queued_requests: int = 1024,
-        failover_timeout_s: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, *, max_queued_requests: int = 1024, failover_timeout_s: float = 10.0) -> None:
         self.router = Router()
         self.client = RouterClient(self.router, RouterPolicy())
         self.backend = RoutedBackend(
@@ -231,7 +220,6 @@ class Fleet:
             MODEL,
             max_queued_requests=max_queued_requests,
             failover_timeout_s=failover_timeout_s,
-            clock=clock,
         )
         self.stops: list[Callable[[], Awaitable[None]]] = []
 

@@ -20,7 +20,6 @@ from fakes.played_fleet import (
     Fleet,
     ScriptedVerifier,
     fleet_of,
-    hasty,
     snapshot_of,
     tokens_of,
     until,
@@ -212,7 +211,7 @@ async def test_a_verifier_that_never_says_it_has_the_request_is_passed_over(monk
 
 
 async def test_a_request_that_has_begun_waits_longer_for_a_verifier_than_a_new_one():
-    async with fleet_of(ScriptedVerifier([(5,)], end=UNAVAILABLE), clock=hasty) as fleet:
+    async with fleet_of(ScriptedVerifier([(5,)], end=UNAVAILABLE)) as fleet:
         stream = fleet.backend.generate(REQUEST)
         await anext(stream)
         fleet.router.endpoints.clear()

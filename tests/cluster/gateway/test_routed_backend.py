@@ -13,18 +13,7 @@ import grpc
 import pytest
 from ray.exceptions import RayActorError
 
-from fakes.played_fleet import (
-    HANGS,
-    PLAN,
-    REQUEST,
-    Router,
-    ScriptedVerifier,
-    fleet_of,
-    hasty,
-    snapshot_of,
-    tokens_of,
-    until,
-)
+from fakes.played_fleet import HANGS, PLAN, REQUEST, Router, ScriptedVerifier, fleet_of, snapshot_of, tokens_of, until
 from outrider.cluster.common.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
 from outrider.cluster.gateway import routed_backend
 from outrider.cluster.gateway.journal import HANDOVER_S, MAX_ATTEMPTS, RETRY_INTERVAL_S
@@ -124,7 +113,7 @@ async def test_following_takes_the_newest_snapshot_and_keeps_it_when_the_router_
 
 @contextlib.asynccontextmanager
 async def backend_over(verifier: ScriptedVerifier) -> AsyncIterator[tuple[RoutedBackend, Router]]:
-    async with fleet_of(verifier, clock=hasty) as fleet:
+    async with fleet_of(verifier) as fleet:
         fleet.router.answer = assigned(fleet.router.endpoints.pop("v0"))
         yield fleet.backend, fleet.router
 
