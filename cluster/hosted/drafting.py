@@ -39,7 +39,7 @@ from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.scheduling.outcome import Outcome, count_draft
-from outrider.verifier_service.scheduling.schedule import ScheduledRequest, first_nodes
+from outrider.verifier_service.scheduling.schedule import first_nodes
 
 IDLE_S = 30.0  # without a step: what still runs then opens its session anew
 MIN_WAIT_S = 0.02  # a stall of the machine must not cost every draft
@@ -309,18 +309,12 @@ class HostedDrafting:
         if draft is not None and not draft.token_ids:
             draft = None
         num_accepted = 0 if draft is None else min(row.num_accepted_tokens, len(draft.token_ids))
-        return Outcome(
-            item=ScheduledRequest(
-                request=request,
-                num_new_tokens=row.num_scheduled_tokens,
-                draft=draft,
-                samples=row.num_new_tokens > 0,
-            ),
-            first_row=0,
-            committed=[0] * row.num_new_tokens,  # how many is all that counts
-            path=tuple(range(num_accepted)),
-            follows_leaf=draft is not None and num_accepted == len(draft.token_ids),
-            finish_reason=None,
+        return Outcome.counted(
+            request,
+            draft,
+            num_new_tokens=row.num_scheduled_tokens,
+            num_committed=row.num_new_tokens,
+            num_accepted=num_accepted,
         )
 
     def _has_ended(self, request: Request, num_new_tokens: int) -> bool:

@@ -42,10 +42,12 @@ class StepStates:
         if self._pool is None:
             self._pool = _new_pool(runner, states)
         slots: list[int] = []
+        block_size = self._pool.block_size
         for row, request_id in enumerate(batch.req_ids):
-            first = int(batch.num_computed_tokens_cpu[row])
-            places = range(first, first + scheduler_output.num_scheduled_tokens[request_id])
-            slots += slots_of(block_table_of(batch, row), places, self._pool.block_size)
+            first_block, place = divmod(int(batch.num_computed_tokens_cpu[row]), block_size)
+            places = range(place, place + scheduler_output.num_scheduled_tokens[request_id])
+            # of the blocks that the step writes alone: a table is as long as its context
+            slots += slots_of(block_table_of(batch, row, first_block), places, block_size)
         self._pool.write(slots, states)
 
     def messages(self, request: Request, start: int, stop: int) -> Iterator[States]:
@@ -54,10 +56,10 @@ class StepStates:
         return self._pool.messages(request, start, stop)
 
 
-def block_table_of(batch: Any, row: int) -> list[int]:
-    """Return the KV blocks of a row of vLLM's batch."""
+def block_table_of(batch: Any, row: int, first: int = 0) -> list[int]:
+    """Return the KV blocks of a row of vLLM's batch, from its `first` on."""
     table = batch.block_table[0]
-    blocks: list[int] = table.block_table.np[row, : table.num_blocks_per_row[row]].tolist()
+    blocks: list[int] = table.block_table.np[row, first : table.num_blocks_per_row[row]].tolist()
     return blocks
 
 

@@ -17,8 +17,7 @@ from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.pricing.step_price import NEVER
-from outrider.verifier_service.scheduling.outcome import Outcome, is_leaf
-from outrider.verifier_service.scheduling.schedule import ScheduledRequest
+from outrider.verifier_service.scheduling.outcome import Outcome
 
 ORACLE_PRICES = (*(0.02 * step for step in range(10)), *(0.2 + 0.05 * step for step in range(16)))
 SAMPLING = SamplingParams(temperature=0.0)
@@ -193,15 +192,12 @@ class PricedLengths:
 
 
 def _outcome(request: Request, draft: Draft | None, num_accepted: int, num_committed: int) -> Outcome:
-    path = tuple(range(min(num_accepted, num_committed)))
-    num_drafted = 0 if draft is None else len(draft.token_ids)
-    return Outcome(
-        item=ScheduledRequest(request=request, num_new_tokens=1 + num_drafted, draft=draft, samples=True),
-        first_row=0,
-        committed=[0] * num_committed,  # how many is all that counts
-        path=path,
-        follows_leaf=is_leaf(draft, path),
-        finish_reason=None,
+    return Outcome.counted(
+        request,
+        draft,
+        num_new_tokens=1 + (0 if draft is None else len(draft.token_ids)),
+        num_committed=num_committed,
+        num_accepted=min(num_accepted, num_committed),
     )
 
 

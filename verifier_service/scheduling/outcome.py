@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.verifier_service.messages.draft import ROOT, Draft
-from outrider.verifier_service.messages.request import FinishReason
+from outrider.verifier_service.messages.request import FinishReason, Request
 from outrider.verifier_service.messages.tree import depths
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
@@ -22,6 +22,29 @@ class Outcome:
     path: tuple[int, ...]  # committed draft tokens: what a stop token cut off is not committed, so it does not count
     follows_leaf: bool  # the last token stands where no draft token was left to try
     finish_reason: FinishReason | None
+
+    @classmethod
+    def counted(
+        cls,
+        request: Request,
+        draft: Draft | None,
+        *,
+        num_new_tokens: int,
+        num_committed: int,
+        num_accepted: int,
+    ) -> Outcome:
+        """Return what became of a chain, for pricing alone: how many tokens is all that counts, and not which."""
+        path = tuple(range(num_accepted))
+        return cls(
+            item=ScheduledRequest(
+                request=request, num_new_tokens=num_new_tokens, draft=draft, samples=num_committed > 0
+            ),
+            first_row=0,
+            committed=[0] * num_committed,
+            path=path,
+            follows_leaf=is_leaf(draft, path),
+            finish_reason=None,
+        )
 
     @property
     def rows(self) -> list[int]:

@@ -28,8 +28,7 @@ from outrider.verifier_service.messages.request import Request, SamplingParams, 
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
-from outrider.verifier_service.scheduling.outcome import Outcome, is_leaf
-from outrider.verifier_service.scheduling.schedule import ScheduledRequest
+from outrider.verifier_service.scheduling.outcome import Outcome
 
 PROFILED_TOKENS = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), 1024, 2048)  # as vLLM captures its graphs
 SAMPLING = SamplingParams(temperature=0.0)
@@ -129,15 +128,12 @@ def _as_sent(result: DraftResult, position: int) -> Draft:
 
 
 def _outcome(one: _Played, num_accepted: int) -> Outcome:
-    path = tuple(range(num_accepted))
-    num_drafted = 0 if one.draft is None else len(one.draft.token_ids)
-    return Outcome(
-        item=ScheduledRequest(request=one.request, num_new_tokens=1 + num_drafted, draft=one.draft, samples=True),
-        first_row=0,
-        committed=[0] * (num_accepted + 1),  # how many is all that counts
-        path=path,
-        follows_leaf=is_leaf(one.draft, path),
-        finish_reason=None,
+    return Outcome.counted(
+        one.request,
+        one.draft,
+        num_new_tokens=1 + (0 if one.draft is None else len(one.draft.token_ids)),
+        num_committed=num_accepted + 1,
+        num_accepted=num_accepted,
     )
 
 
