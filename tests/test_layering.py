@@ -62,12 +62,13 @@ ROOMS = {
     "cluster/replies": "common verifier_service/messages",
     "cluster/api/openai": "common gateway replies web verifier_service/messages",
     "cluster/api": "common gateway web api/openai proto verifier_service/messages",
+    "cluster/vllm_engine": "verifier_service/messages verifier_service/model verifier_service/engine",
     "cluster/config": (
-        "common router replies verifier_service/messages verifier_service/model verifier_service/links "
+        "common router replies vllm_engine verifier_service/messages verifier_service/model verifier_service/links "
         "verifier_service/engine drafter_service/service drafter_service/embedded drafter_service/shipped"
     ),
     "cluster/replicas": (
-        "common router monitoring gateway api api/openai config proto verifier_service/messages "
+        "common router monitoring gateway api api/openai config vllm_engine proto verifier_service/messages "
         "verifier_service/model verifier_service/links verifier_service/engine drafter_service/engine "
         "drafter_service/service"
     ),

@@ -10,6 +10,7 @@ import click
 
 from outrider.cluster.cli.options import configure, model_options, speculation_option, usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
+from outrider.cluster.config.checks import OUTRIDER, VLLM
 from outrider.cluster.config.config_file import read_pools
 from outrider.cluster.config.security_options import security_options
 from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
@@ -17,6 +18,25 @@ from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
 
 @click.command(context_settings=CONTEXT_SETTINGS)
 @model_options
+@click.option(
+    "--engine",
+    type=click.Choice([OUTRIDER, VLLM]),
+    default=OUTRIDER,
+    show_default=True,
+    help="Of the verifiers. vllm: vLLM, with drafts from our pools; docs/vllm.md says how it is installed.",
+)
+@click.option(
+    "--engine-kwargs",
+    metavar="JSON",
+    default="{}",
+    help='Further arguments of vLLM\'s engine, by its names: {"quantization": "fp8"}.',
+)
+@click.option(
+    "--lora-modules",
+    metavar="JSON",
+    default="{}",
+    help='LoRA adapters that vLLM serves, which clients name as model: {"name": "folder"}.',
+)
 @click.option(
     "--num-verifiers", default="1", show_default=True, help="Replicas of the target model; min:max: scaled by load."
 )

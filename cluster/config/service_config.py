@@ -17,12 +17,15 @@ from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.common.logs import LOG_FORMATS
 from outrider.cluster.common.option_values import typed_value
 from outrider.cluster.common.security import TlsConfig, link_tls, public_tls
+from outrider.cluster.config.checks import OUTRIDER, VLLM, check_engine, check_links
 from outrider.cluster.config.known_models import drafter_paths, is_embedded, path_of, usual_drafting
 from outrider.cluster.config.placement import PoolPlacement
 from outrider.cluster.config.speculative_options import PoolOptions, parse_pool, parse_speculative_config, split_options
+from outrider.cluster.config.vllm_service import vllm_spec
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.cluster.router.autoscaling import FIRST_POOL, ReplicaRange
 from outrider.cluster.router.fleet import BatchSizeTable, PolicyMode, RouterPolicy
+from outrider.cluster.vllm_engine.spec import VllmSpec
 from outrider.drafter_service.service.drafter_spec import (
     ColocatedSpec,
     DrafterSpec,
@@ -32,7 +35,7 @@ from outrider.drafter_service.service.drafter_spec import (
 from outrider.drafter_service.service.speculative_config import Location, SpeculativeConfig
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.links.grpc_channel import LinkCredentials
-from outrider.verifier_service.messages.tensor_route import GLOO, NCCL, offered_transports
+from outrider.verifier_service.messages.tensor_route import offered_transports
 from outrider.verifier_service.model.config import ModelConfig, Quantization
 
 APP_NAME = "outrider"
@@ -66,6 +69,9 @@ class ServiceConfig:
     trust_remote_code: bool = False
     dtype: str = "auto"
     quantization: Quantization | None = None  # of the target
+    engine: str = OUTRIDER  # of the verifiers: outrider | vllm
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's `AsyncEngineArgs`
+    lora_modules: dict[str, str] = field(default_factory=dict)  # of vLLM: adapters' folders by their names
     device: str = "auto"
     enforce_eager: bool = False  # capture no steps as CUDA graphs
     max_model_len: int | None = None
@@ -151,15 +157,8 @@ class ServiceConfig:
             raise ValueError("draft_length_by_batch_size must have draft lengths of at most num_speculative_tokens")
         require_hashes(self.api_key_hashes)
         public_tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)  # refuses an incomplete set
-        if self.speculative.tensor_transport == NCCL and self.device == "cpu":
-            raise ValueError("speculative_config: tensor_transport: nccl needs the device cuda")
-        if self.link_tls is not None and self.speculative.tensor_transport in (GLOO, NCCL):
-            raise ValueError(
-                f"speculative_config: tensor_transport: {self.speculative.tensor_transport} is not encrypted, "
-                "the links between services are: use grpc"
-            )
-        if self.link_tls is None and self.link_ssl_server_name is not None:
-            raise ValueError("link_ssl_server_name needs link_ssl_certfile, link_ssl_keyfile and link_ssl_ca_certs")
+        check_links(self)
+        check_engine(self)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
@@ -259,9 +258,10 @@ class ServiceConfig:
 
     @property
     def verifier_placement(self) -> PoolPlacement:
+        is_one_process = self.engine == VLLM  # which starts its ranks itself, on the devices that it is given
         return PoolPlacement(
-            num_ranks=self.tensor_parallel_size,
-            gpus_per_rank=self.gpus_per_rank,
+            num_ranks=1 if is_one_process else self.tensor_parallel_size,
+            gpus_per_rank=self.gpus_per_rank * (self.tensor_parallel_size if is_one_process else 1),
             resources=self.verifier_resources,
             labels=self.verifier_labels,
         )
@@ -278,7 +278,7 @@ class ServiceConfig:
     @property
     def speculative(self) -> SpeculativeConfig:
         """How drafts are made; raises `ValueError` naming the key of `speculative_config` that is wrong."""
-        is_told = self._is_drafter_named or (self.drafter_pools and not drafter_paths(self.model))
+        is_told = self.is_drafter_named or (self.drafter_pools and not drafter_paths(self.model))
         usual = {} if is_told else usual_drafting(self.model)
         return dataclasses.replace(
             parse_speculative_config(usual | self.speculative_config),
@@ -288,7 +288,8 @@ class ServiceConfig:
         )
 
     @property
-    def _is_drafter_named(self) -> bool:
+    def is_drafter_named(self) -> bool:
+        """Whether somebody says who drafts, or how."""
         return bool(self.draft_model) or "method" in self.speculative_config
 
     @property
@@ -376,8 +377,10 @@ class ServiceConfig:
         )
 
     @property
-    def verifier_main(self) -> VerifierSpec | ColocatedSpec:
+    def verifier_main(self) -> VerifierSpec | ColocatedSpec | VllmSpec:
         """What each rank of a verifier runs: with the drafter beside it where it belongs there."""
+        if self.engine == VLLM:
+            return vllm_spec(self)
         drafter = self.drafter_spec
         if drafter is None or self.has_drafters:
             return self.verifier_spec
@@ -405,8 +408,8 @@ class ServiceConfig:
         """What drafts, in a pool or in the verifier; None: nothing does."""
         speculative, path = self.speculative, self.draft_path
         is_in_pool = speculative.location is Location.POOL
-        is_wanted = self.drafter_range.most > 0 or (self._is_drafter_named and not is_in_pool)
-        if self.num_speculative_tokens == 0 or not is_wanted:
+        is_wanted = self.drafter_range.most > 0 or (self.is_drafter_named and not is_in_pool)
+        if self.num_speculative_tokens == 0 or not is_wanted or (self.engine == VLLM and not is_in_pool):
             return None
         if speculative.needs_checkpoint and path is None:
             if "method" in self.speculative_config:

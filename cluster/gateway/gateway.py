@@ -63,6 +63,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     created: int  # Unix time
     acceptance: AcceptanceRule = AcceptanceRule.STANDARD  # of requests that name none
+    adapters: tuple[str, ...] = ()  # LoRA adapters, which clients name in the model's place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,7 @@ class RequestInput:
     prompt: str | Sequence[int]
     prompt_field: str = "prompt"  # the prompt's name on the wire, for errors
     request_id: str | None = None
+    model: str | None = None  # the served model's name, or an adapter's
     add_special_tokens: bool = True  # False where a chat template has already written them
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # None: the rest of the context
     n: int | None = None
@@ -126,6 +128,7 @@ class ValidRequest:
     target_inter_token_ms: float | None
     session_id: str | None
     cache_salt: str
+    adapter: str | None = None
     prediction_token_ids: tuple[int, ...] = ()
     trace_parent: str | None = None  # of the span that the choices are children of; None: not traced
 
@@ -138,6 +141,7 @@ class ValidRequest:
                 sampling=dataclasses.replace(self.sampling, choice_index=index),
                 group_id=self.group_id,
                 cache_salt=self.cache_salt,
+                adapter=self.adapter,
                 prediction_token_ids=self.prediction_token_ids,
                 priority=self.priority,
                 target_inter_token_ms=self.target_inter_token_ms,
@@ -189,7 +193,7 @@ class Gateway:
         self.is_draining = True
 
     def check_model_name(self, name: str | None) -> None:
-        if name is not None and name != self.model.name:
+        if name is not None and name not in (self.model.name, *self.model.adapters):
             raise ModelNotFound(name)
 
     async def parse(self, request: RequestInput) -> ValidRequest:
@@ -218,6 +222,7 @@ class Gateway:
             target_inter_token_ms=target_ms,
             session_id=_label(request.session_id, "session_id"),
             cache_salt=_label(request.cache_salt, "cache_salt") or "",
+            adapter=request.model if request.model in self.model.adapters else None,
             prediction_token_ids=await self._prediction(request),
         )
 

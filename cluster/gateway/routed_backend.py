@@ -318,7 +318,7 @@ def affinity_key(request: GenerationRequest) -> str:
     if request.session_id is not None:
         return request.session_id
     prefix = request.prompt_token_ids[:AFFINITY_PREFIX_TOKENS]
-    return hashlib.blake2b(f"{request.cache_salt}/{prefix}".encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(f"{request.adapter}/{request.cache_salt}/{prefix}".encode(), digest_size=16).hexdigest()
 
 
 def _error_of(error: grpc.aio.AioRpcError) -> InvalidRequest | RequestFailed:

@@ -19,38 +19,11 @@ from outrider.cluster.common.security import bind
 from outrider.cluster.config.drafters_config import DraftersConfig
 from outrider.cluster.gateway.routed_backend import RouterClient
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
-from outrider.cluster.router.fleet import VerifierReport
+from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.proto.link_pb2_grpc import add_DrafterDirectoryServicer_to_server
-from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, frame_of
-from outrider.verifier_service.messages.wire import WireError, decode, encode
+from outrider.verifier_service.messages.link import CHANNEL_OPTIONS
 
 SERVER_GRACE_S = 0.5
-
-
-class DirectoryServicer:
-    """Serves `outrider.link.v1.DrafterDirectory`: each report goes to the router, whose directive comes back."""
-
-    def __init__(self, router: Any) -> None:
-        """`router` is its deployment's handle."""
-        self._router = router
-
-    async def Follow(self, request_iterator: Any, context: Any) -> None:
-        """Serve one verifier until it goes away, which the router is told."""
-        verifier_ids: set[str] = set()
-        try:
-            while (frame := await context.read()) is not grpc.aio.EOF:
-                try:
-                    report = decode(frame.payload, (VerifierReport,))
-                except WireError as error:
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-                verifier_ids.add(report.verifier_id)
-                directive = await ask_router(self._router.report_verifier, report)
-                if directive is None:
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the router does not answer")
-                await context.write(frame_of(frame.sender, frame.epoch, encode(directive)))
-        finally:
-            for verifier_id in verifier_ids:
-                await ask_router(self._router.remove, verifier_id)
 
 
 @serve.ingress()
@@ -68,7 +41,11 @@ class DirectoryReplica:
         )
         self._api = _api(registry)
         self._server = grpc.aio.server(interceptors=(MalformedCallInterceptor(),), options=CHANNEL_OPTIONS)
-        add_DrafterDirectoryServicer_to_server(DirectoryServicer(router), self._server)
+        servicer = DirectoryServicer(
+            lambda report: ask_router(router.report_verifier, report),
+            lambda verifier_id: ask_router(router.remove, verifier_id),
+        )
+        add_DrafterDirectoryServicer_to_server(servicer, self._server)
         bind(self._server, f"{config.host}:{config.grpc_port}", config.link_server_credentials)
         await self._server.start()
 

@@ -30,7 +30,7 @@ from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.monitoring.shared_metrics import SharedMetrics
 from outrider.verifier_service.messages.request import AcceptanceRule
-from outrider.verifier_service.model.architectures import load_model_description, read_eos_token_ids, resolve_folder
+from outrider.verifier_service.model.architectures import read_description, read_eos_token_ids, resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
@@ -59,6 +59,7 @@ class GatewayReplica:
             model,
             await self._router.max_model_len(),
             config.speculative.rejection_sample_method,
+            adapters=tuple(config.lora_modules),
         )
         self._backend = RoutedBackend(
             self._router,
@@ -155,10 +156,12 @@ def tracing_of(config: ServiceConfig, replica: str) -> Tracing | None:
     return Tracing(otlp_provider(config.otlp_traces_endpoint, sample_ratio=config.trace_sample_ratio, replica=replica))
 
 
-def model_info(name: str, model: ModelConfig, max_model_len: int, acceptance: AcceptanceRule) -> ModelInfo:
+def model_info(
+    name: str, model: ModelConfig, max_model_len: int, acceptance: AcceptanceRule, adapters: tuple[str, ...] = ()
+) -> ModelInfo:
     """Describe a model from its files, without loading its weights; its verifiers know how long a sequence may be."""
     folder = resolve_folder(model)
-    description = load_model_description(folder, model)
+    description = read_description(folder, model)  # whether it is served, its verifiers know
     return ModelInfo(
         name=name,
         max_model_len=max_model_len,
@@ -166,4 +169,5 @@ def model_info(name: str, model: ModelConfig, max_model_len: int, acceptance: Ac
         eos_token_ids=read_eos_token_ids(folder, description),
         created=int(time.time()),
         acceptance=acceptance,
+        adapters=adapters,
     )

@@ -17,10 +17,11 @@ from outrider.cluster.config.placement import RANK_CPUS
 from outrider.verifier_service.model.ranks import PipeListener, RankSpec
 
 START_TIMEOUT_S = 300.0  # a rank imports torch and loads its share of the weights
+LONG_START_TIMEOUT_S = 1800.0  # vLLM compiles its model, too
 
 
 class RankMain(Protocol):
-    """What an engine is told, and how to be one; `VerifierSpec`, `DrafterSpec` and `ColocatedSpec` are."""
+    """What an engine is told, and how to be one; `VerifierSpec`, `VllmSpec`, `DrafterSpec` and `ColocatedSpec` are."""
 
     def run_rank(self, rank: RankSpec) -> None:
         """Be one rank until its shell, or rank 0, goes away."""
@@ -42,7 +43,9 @@ RankActor: Any = ray.remote(max_restarts=0)(Rank)  # Ray's decorators have no ty
 class RankActors:
     """The ranks of one engine. They end when their replica ends, and the group is useless once one has ended."""
 
-    def __init__(self, spec: RankMain, size: int, *, num_gpus: float) -> None:
+    def __init__(self, spec: RankMain, size: int, *, num_gpus: float, timeout_s: float = START_TIMEOUT_S) -> None:
+        """`timeout_s`: how long the slowest may take to load."""
+        self._timeout_s = timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))  # mode 0700: only this user's processes connect
         ranks = [RankSpec(rank=rank, size=size, folder=self._folder) for rank in range(size)]
         self._listener = PipeListener(ranks[0].shell_address)
@@ -61,7 +64,7 @@ class RankActors:
 
     async def connect(self) -> Connection:
         """Return the pipe to rank 0 once it has loaded; raises what ended a rank before that."""
-        accepting = asyncio.to_thread(self._listener.accept, lambda: not self.ended(), START_TIMEOUT_S)
+        accepting = asyncio.to_thread(self._listener.accept, lambda: not self.ended(), self._timeout_s)
         try:
             return await accepting
         except ConnectionError:

@@ -20,6 +20,8 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import DeploymentStatus, ServeStatus
 
+from outrider.cluster.common.extras import is_installed
+from outrider.cluster.config.checks import VLLM
 from outrider.cluster.config.drafters_config import DraftersConfig
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
 from outrider.cluster.config.threads import share_cores, usable_cores
@@ -227,8 +229,16 @@ def fetch_models(config: ServiceConfig) -> None:
 
 
 def check_models(config: ServiceConfig) -> None:
-    """Refuse a model that cannot be served before any replica starts; raises `UnsupportedModelError` or `OSError`."""
-    for model in models_of(config):
+    """Refuse a model that cannot be served before any replica starts; raises `UnsupportedModelError` or `OSError`.
+
+    What vLLM serves, vLLM knows.
+    """
+    models = models_of(config)
+    if config.engine == VLLM:
+        if not is_installed("vllm"):
+            raise ValueError("engine: vLLM is not installed in this environment: docs/vllm.md says how")
+        models -= {config.verifier_spec.model}
+    for model in models:
         description = load_model_description(resolve_folder(model), model)
         require_supported(description, model.tensor_parallel_size)
 

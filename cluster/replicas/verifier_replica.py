@@ -14,16 +14,19 @@ from ray import serve
 from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.common.reports import ask_router, news_or_interval
 from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.cluster.replicas.draining import HEARD_S, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
-from outrider.cluster.replicas.rank_actors import RankActors
+from outrider.cluster.replicas.rank_actors import LONG_START_TIMEOUT_S, START_TIMEOUT_S, RankActors
+from outrider.cluster.replicas.verifiers_drafters import Drafters, LinkedDrafters, PluginsDrafters
 from outrider.cluster.router.fleet import Directive, VerifierReport
 from outrider.cluster.router.scaling_figures import VerifierFigures
+from outrider.cluster.vllm_engine.spec import VllmSpec
 from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
-from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineLoad, EngineReady, EngineUpdate, SetPlans
+from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineLoad, EngineReady, EngineUpdate
 from outrider.verifier_service.messages.link import Hello
 from outrider.verifier_service.messages.request import GenerationRequest, SpeculationPlan
 
@@ -54,22 +57,12 @@ class VerifierReplica:
         self._figures = VerifierFigures()
         is_colocated = config.drafter_spec is not None and not config.has_drafters
         self._own_draft_length = config.num_speculative_tokens if is_colocated else 0
-        self._num_ranks = config.tensor_parallel_size
+        self._num_ranks = config.tensor_parallel_size  # accelerators, whoever starts their processes
         self._drain_timeout_s = config.drain_timeout_s
         self._is_known = self._is_draining = self._is_closed = False
         self._table = RequestTable(self._send)
-        ranks = RankActors(config.verifier_main, config.tensor_parallel_size, num_gpus=config.gpus_per_rank)
-        self._ready: EngineReady = await self._host.start(ranks, FROM_ENGINE)
-        hello = Hello(
-            verifier_id=self._verifier_id,
-            epoch=self._epoch,
-            vocab_size=self._ready.vocab_size,
-            vocab_fingerprint=self._ready.vocab_fingerprint,
-            state_taps=config.verifier_spec.model.state_taps,
-            tensor_transports=config.tensor_transports,
-        )
-        self._links = LinkPool(hello, self._host.send, config.link_credentials)
-        self._host.on_close(self._links.close)
+        self._drafters = await self._start_engine(config)
+        self._host.on_close(self._drafters.close)
         self._endpoint = await self._host.serve(
             config.internal_address,
             lambda server: link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(self._table), server),
@@ -79,6 +72,36 @@ class VerifierReplica:
         # Serve ends an older replica as soon as this one is up, so the router is to know it by then, if there is one
         await wait_until(lambda: self._is_known, FIRST_REPORT_TIMEOUT_S)
 
+    async def _start_engine(self, config: ServiceConfig) -> Drafters:
+        """Load the engine; return the way to its drafters."""
+        main, placement = config.verifier_main, config.verifier_placement
+        plugins, timeout_s = None, START_TIMEOUT_S
+        if isinstance(main, VllmSpec):
+            plugins, timeout_s = PluginsDrafters(), LONG_START_TIMEOUT_S
+            if main.drafts is not None:  # its plug-in looks for its directory while the engine loads
+                main = main.drafting_from(await self._serve_directory(config, plugins))
+        ranks = RankActors(main, placement.num_ranks, num_gpus=placement.gpus_per_rank, timeout_s=timeout_s)
+        self._ready: EngineReady = await self._host.start(ranks, FROM_ENGINE)
+        if plugins is not None:
+            return plugins
+        hello = Hello(
+            verifier_id=self._verifier_id,
+            epoch=self._epoch,
+            vocab_size=self._ready.vocab_size,
+            vocab_fingerprint=self._ready.vocab_fingerprint,
+            state_taps=config.verifier_spec.model.state_taps,
+            tensor_transports=config.tensor_transports,
+        )
+        return LinkedDrafters(LinkPool(hello, self._host.send, config.link_credentials), self._host.send)
+
+    async def _serve_directory(self, config: ServiceConfig, plugins: PluginsDrafters) -> str:
+        servicer = DirectoryServicer(plugins.answer, plugins.forget)
+        return await self._host.serve(
+            config.internal_address,
+            lambda server: link_pb2_grpc.add_DrafterDirectoryServicer_to_server(servicer, server),
+            config.link_server_credentials,
+        )
+
     def _send(self, message: Any) -> None:
         if self._is_closed and isinstance(message, GenerationRequest):
             raise ConnectionError("the verifier is stopping")  # the gateway goes to another one
@@ -87,7 +110,7 @@ class VerifierReplica:
     def _on_update(self, update: EngineUpdate) -> None:
         self._table.deliver(update.outputs)
         if update.relays:  # there are some once there are links
-            self._links.send(update.relays)
+            self._drafters.send(update.relays)
         if update.load is not None:
             self._load = update.load
             self._load_changed.set()
@@ -112,24 +135,21 @@ class VerifierReplica:
 
     async def _follow(self, directive: Directive) -> None:
         self._default_plan = directive.default_plan
-        if directive.plans:
-            self._host.send(SetPlans(plans=directive.plans))
-        await self._links.hold(directive.drafters)
+        await self._drafters.follow(directive)
 
     def _report(self, load: EngineLoad) -> VerifierReport:
-        return VerifierReport(
+        report = VerifierReport(
             verifier_id=self._verifier_id,
             endpoint=self._endpoint,
             epoch=self._epoch,
             load=load,
             max_model_len=self._ready.max_model_len,
             step_times=self._ready.step_times,
-            linked_drafters=self._links.drafters_up,
             own_draft_length=own_draft_length(load, self._own_draft_length),
             num_ranks=self._num_ranks,
             draining=self._is_draining,
-            num_bad_link_frames=self._links.num_bad_frames,
         )
+        return self._drafters.complete(report)
 
     async def load(self) -> EngineLoad | None:
         """Return the engine's last report of itself."""
@@ -137,7 +157,7 @@ class VerifierReplica:
 
     async def drafters_up(self) -> tuple[str, ...]:
         """Return the drafters that this verifier has a live link to."""
-        return self._links.drafters_up
+        return self._drafters.drafters_up
 
     async def pid(self) -> int:
         """Return this replica's own process: the shell in front of the engine."""
@@ -150,7 +170,7 @@ class VerifierReplica:
     async def check_health(self) -> None:
         """Raise when this replica can no longer verify."""
         self._host.check()
-        self._links.check()
+        self._drafters.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what the pool is scaled by."""

@@ -140,6 +140,7 @@ def build_gateway(
     tokenizer: PreTrainedTokenizerFast,
     *,
     max_model_len: int = 64,
+    adapters: tuple[str, ...] = (),
     fleet_load: Callable[[], dict[str, Any]] = dict,
 ) -> Gateway:
     model = ModelInfo(
@@ -148,6 +149,7 @@ def build_gateway(
         vocab_size=len(tokenizer),
         eos_token_ids=(tokenizer.eos_token_id,),
         created=1_700_000_000,
+        adapters=adapters,
     )
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
     return Gateway(model, tokenizer, backend, metrics, TickingClock(), fleet_load=fleet_load)

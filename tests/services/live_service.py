@@ -49,11 +49,13 @@ class LiveService:
     def grpc_address(self) -> str:
         return f"{self.config.host}:{self.config.grpc_port}"
 
-    def stream(self, prompt: str, *, on_chunk: Callable[[int], None] = lambda _: None, **body: Any) -> Streamed:
-        """Stream a completion; `on_chunk` is told the number of chunks so far."""
+    def stream(
+        self, prompt: str, *, on_chunk: Callable[[int], None] = lambda _: None, timeout_s: float = 60.0, **body: Any
+    ) -> Streamed:
+        """Stream a completion; `on_chunk` is told the number of chunks so far, `timeout_s` bounds each pause."""
         body = {"model": self.config.model_name, "prompt": prompt, "stream": True, "temperature": 0, **body}
         streamed = Streamed()
-        with httpx.stream("POST", f"{self.base_url}/v1/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{self.base_url}/v1/completions", json=body, timeout=timeout_s) as response:
             if response.is_error:
                 response.read()
             response.raise_for_status()

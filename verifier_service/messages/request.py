@@ -208,6 +208,7 @@ class GenerationRequest:
     output_token_ids: tuple[int, ...] = ()  # published by a verifier that was lost: generation goes on after them
     group_id: str | None = None  # shared by the n choices of one prompt: they share its KV
     cache_salt: str = ""  # prefixes are only shared between requests of one salt
+    adapter: str | None = None  # the LoRA adapter's name, where the engine serves some
     priority: int = 0  # lower is served earlier
     target_inter_token_ms: float | None = None  # a slower request keeps its drafts longer, a far faster one shorter
     trace_parent: str | None = None  # W3C traceparent of the request's span; None: not traced
@@ -314,8 +315,8 @@ class RequestOutput:
         accepted = (TokenOrigin.ACCEPTED,) * self.num_accepted_tokens
         if len(accepted) == len(self.token_ids):
             return accepted  # a stop token within the draft ended the request
-        if self.num_draft_tokens == 0:
-            return (TokenOrigin.PLAIN,)
+        if self.num_draft_tokens == 0:  # of several tokens vLLM does not say which were drafted
+            return (TokenOrigin.PLAIN,) * len(self.token_ids)
         return (*accepted, TokenOrigin.BONUS if self.follows_leaf else TokenOrigin.RECOVERED)
 
 

@@ -110,15 +110,19 @@ def resolve_folder(config: ModelConfig) -> Path:
 
 
 def load_model_description(folder: Path, config: ModelConfig) -> PreTrainedConfig:
-    """Read config.json and refuse what cannot be served; raises `UnsupportedModelError`."""
+    """Read config.json and refuse what our engine cannot serve; raises `UnsupportedModelError`."""
+    description = read_description(folder, config)
+    _require_plain_weights(description)
+    require_supported(description, config.tensor_parallel_size)
+    return description
+
+
+def read_description(folder: Path, config: ModelConfig) -> PreTrainedConfig:
+    """Read config.json, of a model with other parts the text model's."""
     from transformers import AutoConfig  # most of those who know the configuration read no model
 
     description = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    _require_plain_weights(description)
-    if description.model_type in _TEXT_PART_SERVED:
-        description = description.get_text_config()
-    require_supported(description, config.tensor_parallel_size)
-    return description
+    return description.get_text_config() if description.model_type in _TEXT_PART_SERVED else description
 
 
 def _require_plain_weights(description: PreTrainedConfig) -> None:

@@ -100,7 +100,7 @@ class Answer:
         )
 
     def _envelope(self, object_name: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        model = self.gateway.model.name
+        model = self.requests[0].adapter or self.gateway.model.name
         return {"id": self.id, "object": object_name, "created": self.created, "model": model, "choices": choices}
 
     def _chunk_object(self, shown: ShownChoice, chunk: GatewayChunk) -> dict[str, Any]:

@@ -157,12 +157,13 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
 def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_object(gateway)]}
+        names = (gateway.model.name, *gateway.model.adapters)
+        return {"object": "list", "data": [_model_object(gateway, name) for name in names]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         gateway.check_model_name(name)
-        return _model_object(gateway)
+        return _model_object(gateway, name)
 
 
 def _add_status_routes(app: FastAPI, gateway: Gateway, is_healthy: HealthCheck, collector: Collector) -> None:
@@ -191,14 +192,16 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, is_healthy: HealthCheck, 
         return Response(generate_latest(collector), media_type=CONTENT_TYPE_LATEST)
 
 
-def _model_object(gateway: Gateway) -> dict[str, Any]:
+def _model_object(gateway: Gateway, name: str) -> dict[str, Any]:
     model = gateway.model
+    parent = {"parent": model.name} if name != model.name else {}  # of an adapter, as vLLM says it
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "outrider",
         "max_model_len": model.max_model_len,
+        **parent,
     }
 
 

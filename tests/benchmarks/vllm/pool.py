@@ -7,6 +7,7 @@ answers repeat nothing, and texts to be copied, whose answers do. Plain vLLM run
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import statistics
@@ -42,6 +43,8 @@ from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
 PLAIN, AGAIN, LOOKUP, FIXED, ADAPTIVE = "vLLM", "vLLM, again", "vLLM look-up", "pool, fixed", "pool, priced"
+DRAFT_MODEL = "vLLM draft model"
+KINDS = ("chat", "copy")
 COPIED_CHARS = 240
 COPY = "Copy this text word for word, and write nothing else:\n\n{}"
 
@@ -92,15 +95,19 @@ def copy_prompts(encode: Any, count: int) -> list[tuple[int, ...]]:
     return [tuple(encode(COPY.format(text[i * step : i * step + COPIED_CHARS].strip()))) for i in range(count)]
 
 
-def engines(interpreter: Path, pool: str, common: Mapping[str, Any]) -> list[Peer]:
-    """Return vLLM in each of its modes."""
+def engines(
+    interpreter: Path, pool: str, plugin: Mapping[str, Any], draft_model: str | None, common: Mapping[str, Any]
+) -> list[Peer]:
+    """Return vLLM in each of its modes; `plugin` are further options of ours."""
     modes: dict[str, dict[str, Any]] = {
         PLAIN: {},
         AGAIN: {},
         LOOKUP: {"lookup": True},
-        FIXED: {"pool": pool, "plugin": {"speculation": "always"}},
-        ADAPTIVE: {"pool": pool},
+        FIXED: {"pool": pool, "plugin": {**plugin, "speculation": "always"}},
+        ADAPTIVE: {"pool": pool, "plugin": dict(plugin)},
     }
+    if draft_model is not None:
+        modes[DRAFT_MODEL] = {"draft_model": draft_model}
     return [
         Peer(name=name, script="vllm_worker.py", interpreter=interpreter, options={"lookup": False, **common, **mode})
         for name, mode in modes.items()
@@ -112,6 +119,10 @@ def engines(interpreter: Path, pool: str, common: Mapping[str, Any]) -> list[Pee
 @click.option("--pool", required=True, help='"host:port" of a running `outrider drafters`.')
 @click.option("--metrics", required=True, help="URL of its /metrics.")
 @click.option("--environment", type=click.Path(exists=True, path_type=Path), required=True, help="Where vLLM is.")
+@click.option("--plugin", metavar="JSON", default="{}", help='Further options of ours: {"state_taps": [3, 15, 27]}.')
+@click.option("--draft-model", help="Folder of a model that vLLM itself drafts with, in one more mode.")
+@click.option("--enforce-eager", is_flag=True, help="Compile nothing: for equal tokens, where speed does not matter.")
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), default=KINDS, help="Of prompts.")
 @click.option("--concurrency", "concurrencies", default="1,4,16,64", show_default=True)
 @click.option("--num-prompts", type=int, default=16, show_default=True, help="Of a load, at least.")
 @click.option("--max-tokens", type=int, default=64, show_default=True)
@@ -132,8 +143,10 @@ def vllm_pool(model: str, page: Path | None, **options: Any) -> None:
             "max_model_len": 512,
             "num_speculative_tokens": options["num_speculative_tokens"],
             "max_ngram": 3,
+            "enforce_eager": options["enforce_eager"],
         }
-        chosen = engines(options["environment"] / "bin" / "python", options["pool"], common)
+        interpreter = options["environment"] / "bin" / "python"
+        chosen = engines(interpreter, options["pool"], json.loads(options["plugin"]), options["draft_model"], common)
         processes = [
             stack.enter_context(
                 PeerProcess(
@@ -155,7 +168,7 @@ def vllm_pool(model: str, page: Path | None, **options: Any) -> None:
             time.sleep(1.0)  # reports come a few times a second
             for process in processes:
                 rows[process.name, load.name] = _drafted(options["metrics"], process).minus(before[process.name])
-    table = _table(loads, samples, rows)
+    table = _table(loads, samples, rows, [peer.name for peer in chosen])
     text = f"{describe_machine()}, fp32, {options['num_threads']} thread(s) for each engine\n\n{table}"
     click.echo(text)
     if page is not None:
@@ -167,8 +180,8 @@ def _loads(config: ModelConfig, options: Mapping[str, Any]) -> list[Load]:
     loads = []
     for concurrency in (int(part) for part in options["concurrencies"].split(",")):
         count = max(options["num_prompts"], concurrency)
-        kinds = {"chat": chat_prompts(encode)[:count], "copy": copy_prompts(encode, count)}
-        for kind, prompts in kinds.items():
+        for kind in options["kinds"]:
+            prompts = chat_prompts(encode)[:count] if kind == "chat" else copy_prompts(encode, count)
             while len(prompts) < count:
                 prompts = [*prompts, *prompts[: count - len(prompts)]]
             name = f"{kind}, {concurrency} at a time"
@@ -182,13 +195,16 @@ def _drafted(url: str, process: PeerProcess) -> Drafted:
         return drafted(answer.read().decode(), f"vllm-{socket.gethostname()}-{process.pid}")
 
 
-def _table(loads: Sequence[Load], samples: Sequence[Sample], rows: Mapping[tuple[str, str], Drafted]) -> str:
-    headings = ["load", "vLLM tokens/s", *(f"{name} ÷ vLLM" for name in (AGAIN, LOOKUP, FIXED, ADAPTIVE))]
+def _table(
+    loads: Sequence[Load], samples: Sequence[Sample], rows: Mapping[tuple[str, str], Drafted], names: Sequence[str]
+) -> str:
+    others = [name for name in names if name != PLAIN]
+    headings = ["load", "vLLM tokens/s", *(f"{name} ÷ vLLM" for name in others)]
     headings += ["steps drafted, priced", "tokens per verification", "equal, fixed and priced"]
     lines = []
     for load in loads:
         priced = rows[ADAPTIVE, load.name]
-        ratios = [f"{paired_ratio(samples, name, PLAIN, load.name):.2f}" for name in (AGAIN, LOOKUP, FIXED, ADAPTIVE)]
+        ratios = [f"{paired_ratio(samples, name, PLAIN, load.name):.2f}" for name in others]
         per_round = 1.0 + priced.num_accepted_tokens / priced.num_drafts if priced.num_drafts else 1.0
         equal = min(equal_prompts(samples, name, PLAIN, load.name) for name in (FIXED, ADAPTIVE))
         speed = median_speed(samples, PLAIN, load.name)

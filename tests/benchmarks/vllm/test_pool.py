@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.vllm.pool import ADAPTIVE, FIXED, PLAIN, Drafted, copy_prompts, drafted, engines
+from benchmarks.vllm.pool import ADAPTIVE, DRAFT_MODEL, FIXED, PLAIN, Drafted, copy_prompts, drafted, engines
 
 PAGE = """
 # TYPE outrider_verify_committed_tokens_total counter
@@ -31,8 +31,11 @@ def test_texts_to_be_copied_are_all_different():
 
 
 def test_plain_engines_have_no_pool_and_the_others_differ_in_who_decides():
-    modes = {peer.name: peer.options for peer in engines(Path("python"), "host:1", {"model": "m"})}
+    found = engines(Path("python"), "host:1", {"state_taps": [1]}, "drafter", {"model": "m"})
+    modes = {peer.name: peer.options for peer in found}
     assert "pool" not in modes[PLAIN]
     assert modes[FIXED]["pool"] == modes[ADAPTIVE]["pool"] == "host:1"
-    assert modes[FIXED]["plugin"] == {"speculation": "always"}
-    assert modes[ADAPTIVE].get("plugin") is None
+    assert modes[FIXED]["plugin"] == {"state_taps": [1], "speculation": "always"}
+    assert modes[ADAPTIVE]["plugin"] == {"state_taps": [1]}
+    assert modes[DRAFT_MODEL]["draft_model"] == "drafter"
+    assert DRAFT_MODEL not in {peer.name for peer in engines(Path("python"), "host:1", {}, None, {})}

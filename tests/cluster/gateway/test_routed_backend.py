@@ -359,6 +359,7 @@ def test_requests_with_a_common_prefix_or_session_have_an_affinity_key_in_common
     assert affinity_key(dataclasses.replace(request, request_id="x", prompt_token_ids=(*prompt, 2))) == key
     assert affinity_key(dataclasses.replace(request, prompt_token_ids=(7, *prompt))) != key
     assert affinity_key(dataclasses.replace(request, cache_salt="s")) != key
+    assert affinity_key(dataclasses.replace(request, adapter="a")) != key
     assert affinity_key(dataclasses.replace(request, session_id="s")) == "s"
     assert affinity_key(dataclasses.replace(request, group_id="g", session_id="s")) == "s"
     assert affinity_key(dataclasses.replace(request, group_id="g")) == key, "of several choices, too"

@@ -207,7 +207,7 @@ def test_sampled_tokens_keep_the_targets_distribution_and_a_planted_defect_shows
     law = json.loads(found.stdout)
     assert law["num_drafts"] > 1000
     assert min(chi_square(counts) for counts in law["honest"]) > 1e-4, law
-    assert max(chi_square(counts) for counts in law["planted"]) < 1e-6, law
+    assert min(chi_square(counts) for counts in law["planted"]) < 1e-6, law
 
 
 def chi_square(counts: tuple[list[int], list[float]]) -> float:

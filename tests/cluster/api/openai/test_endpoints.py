@@ -205,6 +205,20 @@ async def test_an_error_in_mid_stream_is_an_event_and_the_end(tokenizer):
     assert len(events) == 2
 
 
+async def test_an_adapter_goes_by_its_name_as_a_model(tokenizer, backend):
+    gateway = build_gateway(backend, tokenizer, adapters=("poet",))
+    async with client_to(gateway) as client:
+        models = (await client.get("/v1/models")).json()["data"]
+        assert [(model["id"], model.get("parent")) for model in models] == [("tiny", None), ("poet", "tiny")]
+        assert (await client.get("/v1/models/poet")).json()["parent"] == "tiny"
+        for name in ("poet", "tiny"):
+            answer = await client.post("/v1/completions", json={"prompt": "a", "model": name})
+            assert answer.json()["model"] == name
+        chat = {"messages": [{"role": "user", "content": "fox"}], "model": "poet"}
+        assert (await client.post("/v1/chat/completions", json=chat)).json()["model"] == "poet"
+    assert [request.adapter for request in backend.requests] == ["poet", None, "poet"]
+
+
 async def test_models_health_and_metrics(tokenizer, backend):
     async with client_of(backend, tokenizer) as client:
         answer = await client.post("/v1/completions", json={"prompt": "a", "stream": True})

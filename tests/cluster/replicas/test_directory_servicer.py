@@ -13,7 +13,8 @@ import pytest
 
 from fakes.reports import verifier_report
 from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
-from outrider.cluster.replicas.directory_replica import DirectoryServicer
+from outrider.cluster.common.reports import ask_router
+from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.cluster.router.fleet import Directive, VerifierReport
 from outrider.proto.link_pb2_grpc import DrafterDirectoryStub, add_DrafterDirectoryServicer_to_server
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterEndpoint, Hello, frame_of
@@ -51,7 +52,11 @@ class Router:
 @asynccontextmanager
 async def directory_of(router: Router) -> AsyncIterator[DrafterDirectoryStub]:
     server = grpc.aio.server(interceptors=(MalformedCallInterceptor(),), options=CHANNEL_OPTIONS)
-    add_DrafterDirectoryServicer_to_server(DirectoryServicer(router), server)
+    servicer = DirectoryServicer(
+        lambda report: ask_router(router.report_verifier, report),
+        lambda verifier_id: ask_router(router.remove, verifier_id),
+    )
+    add_DrafterDirectoryServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -1,0 +1,80 @@
+"""vLLM's outputs in the words of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.verifier_service.messages.request import (
+    FinishReason,
+    GenerationRequest,
+    RequestOutput,
+    SpeculationMetrics,
+    TokenLogprobs,
+)
+
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+
+def answer_of(request: GenerationRequest, output: Any, *, is_drafted: bool) -> RequestOutput:
+    """Return one of vLLM's `RequestOutput`s, with the tokens since the last.
+
+    vLLM does not say which tokens were drafted. How many were, of the whole request, comes with its last output.
+    """
+    (choice,) = output.outputs
+    reason, sampling = choice.finish_reason, request.sampling
+    return RequestOutput(
+        request_id=request.request_id,
+        token_ids=tuple(choice.token_ids),
+        logprobs=_logprobs_of(choice, sampling.logprobs),
+        prompt_logprobs=_prompt_logprobs_of(output, sampling.prompt_logprobs),
+        num_cached_tokens=output.num_cached_tokens or 0,
+        finish_reason=None if reason is None else _FINISH.get(reason, FinishReason.ERROR),
+        error=None if reason is None or reason in _FINISH else f"vLLM ended the request: {reason}",
+        speculation=None if reason is None else _speculation_of(choice.spec_decode_metrics, is_drafted=is_drafted),
+    )
+
+
+def _logprobs_of(choice: Any, num_alternatives: int | None) -> tuple[TokenLogprobs, ...] | None:
+    if num_alternatives is None:
+        return None
+    return tuple(
+        _token_of(token_id, entries, num_alternatives)
+        for token_id, entries in zip(choice.token_ids, choice.logprobs, strict=True)
+    )
+
+
+def _prompt_logprobs_of(output: Any, num_alternatives: int | None) -> tuple[TokenLogprobs | None, ...] | None:
+    if num_alternatives is None or not output.prompt_logprobs:  # those after the first output come without
+        return None
+    return tuple(
+        None if entries is None else _token_of(token_id, entries, num_alternatives)
+        for token_id, entries in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+    )
+
+
+def _token_of(token_id: int, entries: Mapping[int, Any], num_alternatives: int) -> TokenLogprobs:
+    """Return a token's entry; vLLM has the token beside the likeliest, among which it may be."""
+    own = entries[token_id]
+    likeliest = sorted(entries.items(), key=lambda item: item[1].rank)[:num_alternatives]
+    return TokenLogprobs(
+        token_id=token_id,
+        logprob=own.logprob,
+        rank=own.rank,
+        top_token_ids=tuple(other_id for other_id, _ in likeliest),
+        top_logprobs=tuple(other.logprob for _, other in likeliest),
+    )
+
+
+def _speculation_of(counted: Any, *, is_drafted: bool) -> SpeculationMetrics | None:
+    """Return what vLLM has counted of one request, which is nothing where it was not drafted."""
+    if counted is None:
+        return SpeculationMetrics() if is_drafted else None
+    by_accepted = counted.histogram  # verifications by how many draft tokens they accepted
+    return SpeculationMetrics(
+        enabled=True,
+        num_drafts=sum(by_accepted),
+        num_draft_tokens=counted.num_draft_tokens,
+        num_accepted_tokens=sum(number * count for number, count in enumerate(by_accepted)),
+        num_accepted_per_position=[sum(by_accepted[number:]) for number in range(1, len(by_accepted))],
+    )

@@ -1,0 +1,138 @@
+"""Host vLLM behind the pipe that our own engine has: requests in, tokens out, a load a few times a second.
+
+vLLM's engine is asynchronous, so that this loop is: a task for each request, one for loads, frames as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from outrider.cluster.vllm_engine.answers import answer_of
+from outrider.cluster.vllm_engine.load import VllmLoad
+from outrider.verifier_service.engine.engine import failure
+from outrider.verifier_service.messages.engine import TO_ENGINE, Cancel, EngineUpdate, RequestLoad
+from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
+from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.model.pipe_writer import PipeWriter
+
+logger = logging.getLogger(__name__)
+
+LOAD_INTERVAL_S = 0.2
+
+
+class HostedEngine(Protocol):
+    """What the loop needs of vLLM."""
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it can take no request any more."""
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Any]:
+        """Yield vLLM's outputs, each with the tokens since the last; closing it early aborts the request.
+
+        Raises `ValueError` for a request that it refuses.
+        """
+
+
+class VllmLoop:
+    """Shovel messages between the pipe and vLLM, until either of them ends."""
+
+    def __init__(self, engine: HostedEngine, load: VllmLoad, pipe: Connection, *, is_drafted: bool) -> None:
+        self._engine = engine
+        self._load = load
+        self._pipe = pipe
+        self._is_drafted = is_drafted
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()  # the shell, or vLLM
+        self._writer = PipeWriter(pipe, self._on_write_error)
+        self._running: dict[str, tuple[GenerationRequest, asyncio.Task[None]]] = {}
+
+    async def run(self) -> None:
+        """Serve until the shell closes the pipe or vLLM dies, which closing the pipe tells the shell."""
+        self._loop.add_reader(self._pipe.fileno(), self._read)
+        loads = asyncio.create_task(self._tell_loads())
+        try:
+            await self._ended.wait()
+        finally:
+            self._loop.remove_reader(self._pipe.fileno())
+            tasks = [loads, *(task for _, task in self._running.values())]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._writer.close()
+
+    def _on_write_error(self, error: OSError) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._loop.call_soon_threadsafe(self._ended.set)
+
+    def _read(self) -> None:
+        try:
+            while self._pipe.poll(0):
+                self._dispatch(decode(self._pipe.recv_bytes(), TO_ENGINE))
+        except (EOFError, OSError):
+            self._ended.set()
+        except Exception:  # a frame is lost: better no engine than a silent stream
+            logger.exception("a frame of the shell could not be handled")
+            self._ended.set()
+
+    def _dispatch(self, message: Any) -> None:
+        match message:
+            case GenerationRequest(request_id=request_id):
+                task = asyncio.create_task(self._serve(message))
+                self._running[request_id] = message, task
+                task.add_done_callback(lambda _: self._running.pop(request_id))
+            case Cancel(request_id=request_id) if request_id in self._running:
+                self._running[request_id][1].cancel()
+            case _:  # plans and links are the plug-in's, which follows the router by itself
+                pass
+
+    async def _serve(self, request: GenerationRequest) -> None:
+        """Pass one request's outputs on. A refusal is its last; an engine that dies takes the loop with it."""
+        try:
+            async with contextlib.aclosing(self._engine.generate(request)) as outputs:
+                async for output in outputs:
+                    self._publish(answer_of(request, output, is_drafted=self._is_drafted))
+        except ValueError as error:
+            self._publish(failure(request.request_id, str(error)))
+        except Exception as error:
+            if self._engine.is_dead:
+                logger.exception("vLLM has died")
+                self._ended.set()
+                return
+            logger.exception("request %s has failed in vLLM", request.request_id)
+            self._publish(failure(request.request_id, f"vLLM failed: {type(error).__name__}: {error}"))
+
+    async def _tell_loads(self) -> None:
+        """Tell the load again and again, unless vLLM has requests and takes no step: then the shell gives it up."""
+        while not self._engine.is_dead:
+            if not self._running or self._load.has_news:
+                requests = [_load_of(request) for request, _ in self._running.values()]
+                self._send(EngineUpdate(load=self._load.describe(requests)))
+            await asyncio.sleep(LOAD_INTERVAL_S)
+        self._ended.set()
+
+    def _publish(self, output: RequestOutput) -> None:
+        self._send(EngineUpdate(outputs=(output,)))
+
+    def _send(self, update: EngineUpdate) -> None:
+        self._writer.write(encode(update))
+
+
+def _load_of(request: GenerationRequest) -> RequestLoad:
+    """Describe a request of which nothing but that it is there is known."""
+    return RequestLoad(
+        request_id=request.request_id,
+        is_running=True,
+        drafter_id=None,
+        draft_length=0,
+        num_drafts=0,
+        num_draft_tokens=0,
+        num_accepted_tokens=0,
+        num_speculative_tokens=request.sampling.num_speculative_tokens,
+        priority=request.priority,
+    )

@@ -1,0 +1,89 @@
+"""What a request says, in the words of vLLM's `SamplingParams`; what those cannot say is refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from outrider.verifier_service.messages.request import (
+    AcceptanceRule,
+    GenerationRequest,
+    SamplingParams,
+    StructuredKind,
+    StructuredOutput,
+)
+
+CAP_KEY = "num_speculative_tokens"  # of vLLM's `extra_args`: our plug-in reads it there
+
+
+def sampling_of(request: GenerationRequest, *, has_drafts: bool) -> dict[str, Any]:
+    """Return the arguments of vLLM's `SamplingParams`; raises `ValueError` naming the field that it cannot serve.
+
+    A request that lost its verifier goes on from prompt and published tokens, which vLLM takes for one prompt.
+    """
+    sampling, num_published = request.sampling, len(request.output_token_ids)
+    _check(sampling, num_published, has_drafts=has_drafts)
+    arguments: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": _seed(sampling, request.output_token_ids),
+        "max_tokens": sampling.max_tokens - num_published,
+        "min_tokens": max(0, sampling.min_tokens - num_published),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logprobs": sampling.logprobs,
+        "prompt_logprobs": sampling.prompt_logprobs,
+        "detokenize": False,  # gateways do that
+    }
+    if sampling.logit_bias:
+        arguments["logit_bias"] = {item.token_id: item.bias for item in sampling.logit_bias}
+    if sampling.num_speculative_tokens is not None:
+        arguments["extra_args"] = {CAP_KEY: sampling.num_speculative_tokens}
+    return arguments
+
+
+def structured_of(structured: StructuredOutput) -> dict[str, Any]:
+    """Return the arguments of vLLM's `StructuredOutputsParams`."""
+    match structured.kind:
+        case StructuredKind.JSON_SCHEMA:
+            return {"json": structured.text}
+        case StructuredKind.JSON_OBJECT:
+            return {"json_object": True}
+        case StructuredKind.REGEX:
+            return {"regex": structured.text}
+        case StructuredKind.GRAMMAR:
+            return {"grammar": structured.text}
+        case StructuredKind.CHOICE:
+            return {"choice": list(structured.choices)}
+
+
+def _check(sampling: SamplingParams, num_published: int, *, has_drafts: bool) -> None:
+    if sampling.acceptance is not AcceptanceRule.STANDARD:
+        raise ValueError(f"acceptance: vLLM verifies by the standard rule, not {sampling.acceptance.value}")
+    if has_drafts and (sampling.min_p > 0.0 or sampling.logit_bias):
+        name = "logit_bias" if sampling.logit_bias else "min_p"
+        raise ValueError(f"{name}: vLLM takes none in a service that drafts")
+    if num_published == 0:
+        return
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        # vLLM would count published tokens as the prompt's, and so change the distribution of what follows
+        name = "presence_penalty" if sampling.presence_penalty else "frequency_penalty"
+        raise ValueError(f"{name}: a request that has lost its verifier cannot go on in vLLM with one")
+    if sampling.structured is not None:
+        raise ValueError("structured: a request that has lost its verifier cannot go on in vLLM in the midst of a form")
+
+
+def _seed(sampling: SamplingParams, published: tuple[int, ...]) -> int | None:
+    """Return vLLM's seed: that of its own n choices; another after a loss, whose tokens are drawn afresh."""
+    if sampling.seed is None:
+        return None
+    seed = sampling.seed + sampling.choice_index
+    if published:
+        digest = hashlib.blake2b(repr((seed, published)).encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, signed=True)
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # 64 bits, whatever was added
