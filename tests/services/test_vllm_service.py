@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,8 +17,9 @@ import openai
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from fakes.hosted.adapter import write_adapter
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.drafter_service import embedded
 from outrider.verifier_service.model.ranks import free_ports
@@ -63,12 +65,21 @@ def _title(process: psutil.Process) -> str:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmService]:
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A LoRA adapter's folder, and what the target with it makes of the prompt."""
+    target, folder = load_target(), tmp_path_factory.mktemp("adapter")
+    write_adapter(folder, target)
+    return folder, greedy(target)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, adapted: tuple[Path, str]) -> Iterator[VllmService]:
     http_port, grpc_port = free_ports(2)
     command = [ENVIRONMENT / "bin" / "outrider", "serve", "embedded", "--engine", "vllm", "--failover-timeout-s", "400"]
     command += ["-sc", '{"method": "suffix"}', "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
     command += ["--kv-cache-memory-bytes", "200000000", "--max-num-seqs", "8", "--threads-per-rank", "1"]
     command += ["--port", str(http_port), "--grpc-port", str(grpc_port), "--drain-timeout-s", "1"]
+    command += ["--lora-modules", json.dumps({"poet": str(adapted[0])})]
     log = (tmp_path_factory.mktemp("vllm") / "log").open("w+")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
@@ -91,15 +102,23 @@ def _is_serving(process: subprocess.Popen[str]) -> bool:
         timer.cancel()
 
 
-@pytest.fixture(scope="module")
-def plain() -> str:
-    """What the target makes of the prompt by itself."""
-    tokenizer = load_tokenizer(ServiceConfig().verifier_spec.model)
+def load_target() -> PreTrainedModel:
     target = AutoModelForCausalLM.from_pretrained(embedded.target_path(), dtype=torch.float32).eval()
     target.generation_config.eos_token_id = None
+    return target
+
+
+def greedy(target: PreTrainedModel) -> str:
+    tokenizer = load_tokenizer(ServiceConfig().verifier_spec.model)
     rows = torch.tensor([tokenizer.encode(PROMPT)])
     found = target.generate(rows, max_new_tokens=MAX_TOKENS, do_sample=False, attention_mask=torch.ones_like(rows))
     return tokenizer.decode(found[0, rows.shape[1] :].tolist())
+
+
+@pytest.fixture(scope="module")
+def plain() -> str:
+    """What the target makes of the prompt by itself."""
+    return greedy(load_target())
 
 
 def stream(service: VllmService, **body: Any) -> Streamed:
@@ -133,6 +152,16 @@ def test_what_vllm_refuses_names_its_field_and_the_next_request_is_served(servic
     assert answer.status_code == 400
     assert "min_p" in answer.text
     assert stream(service).text == plain
+
+
+def test_an_adapter_is_served_by_its_name(service: VllmService, plain: str, adapted: tuple[Path, str]):
+    expected = adapted[1]
+    assert expected != plain
+    for _ in range(2):  # the second time with drafts
+        assert stream(service, model="poet").text == expected
+    assert stream(service).text == plain
+    names = [model["id"] for model in httpx.get(f"{service.live.base_url}/v1/models", timeout=30).json()["data"]]
+    assert names == [service.live.config.model_name, "poet"]
 
 
 def test_log_probabilities_and_forms_come_from_vllm(service: VllmService):
