@@ -120,6 +120,7 @@ def engines(
 @click.option("--metrics", required=True, help="URL of its /metrics.")
 @click.option("--environment", type=click.Path(exists=True, path_type=Path), required=True, help="Where vLLM is.")
 @click.option("--plugin", metavar="JSON", default="{}", help='Further options of ours: {"state_taps": [3, 15, 27]}.')
+@click.option("--mode", "modes", multiple=True, help=f"Beside {PLAIN!r} and {FIXED!r}: these alone. Default: all.")
 @click.option("--draft-model", help="Folder of a model that vLLM itself drafts with, in one more mode.")
 @click.option("--enforce-eager", is_flag=True, help="Compile nothing: for equal tokens, where speed does not matter.")
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), default=KINDS, help="Of prompts.")
@@ -147,6 +148,8 @@ def vllm_pool(model: str, page: Path | None, **options: Any) -> None:
         }
         interpreter = options["environment"] / "bin" / "python"
         chosen = engines(interpreter, options["pool"], json.loads(options["plugin"]), options["draft_model"], common)
+        if options["modes"]:
+            chosen = [peer for peer in chosen if peer.name in (PLAIN, FIXED, *options["modes"])]
         processes = [
             stack.enter_context(
                 PeerProcess(
@@ -199,16 +202,20 @@ def _table(
     loads: Sequence[Load], samples: Sequence[Sample], rows: Mapping[tuple[str, str], Drafted], names: Sequence[str]
 ) -> str:
     others = [name for name in names if name != PLAIN]
+    pools = [name for name in (FIXED, ADAPTIVE) if name in names]
+    drafting = pools[-1]
     headings = ["load", "vLLM tokens/s", *(f"{name} ÷ vLLM" for name in others)]
-    headings += ["steps drafted, priced", "tokens per verification", "equal, fixed and priced"]
+    headings += [f"steps drafted, {drafting}", "tokens per verification", f"equal: {' and '.join(pools)}"]
     lines = []
     for load in loads:
-        priced = rows[ADAPTIVE, load.name]
+        row = rows[drafting, load.name]
         ratios = [f"{paired_ratio(samples, name, PLAIN, load.name):.2f}" for name in others]
-        per_round = 1.0 + priced.num_accepted_tokens / priced.num_drafts if priced.num_drafts else 1.0
-        equal = min(equal_prompts(samples, name, PLAIN, load.name) for name in (FIXED, ADAPTIVE))
+        per_round = 1.0 + row.num_accepted_tokens / row.num_drafts if row.num_drafts else 1.0
+        equal = min(equal_prompts(samples, name, PLAIN, load.name) for name in pools)
         speed = median_speed(samples, PLAIN, load.name)
-        lines.append([load.name, f"{speed:.0f}", *ratios, f"{priced.share:.0%}", f"{per_round:.2f}", f"{equal:.0%}"])
+        lines.append([load.name, f"{speed:.0f}", *ratios, f"{row.share:.0%}", f"{per_round:.2f}", f"{equal:.0%}"])
+    table = "\n".join(markdown_table(headings, lines, num_left=1))
+    if AGAIN not in names:
+        return table
     spread = statistics.median(abs(paired_ratio(samples, AGAIN, PLAIN, load.name) - 1.0) for load in loads)
-    noise = f"The placebo's median distance from 1: {spread:.1%}; {os.cpu_count()} cores."
-    return "\n".join([*markdown_table(headings, lines, num_left=1), "", noise])
+    return f"{table}\n\nThe placebo's median distance from 1: {spread:.1%}; {os.cpu_count()} cores."
