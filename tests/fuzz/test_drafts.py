@@ -16,7 +16,8 @@ from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Dra
 from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams
 from outrider.verifier_service.messages.tree import parents_of
 from outrider.verifier_service.messages.wire import WireError, decode
-from outrider.verifier_service.sampling.verification import VerificationEntry, verify
+from outrider.verifier_service.sampling.entries import VerificationEntry
+from outrider.verifier_service.sampling.verification import verify
 from outrider.verifier_service.scheduling.schedule import first_nodes
 from services.external_drafter import FAULTS, MORE_FAULTS, Fault
 

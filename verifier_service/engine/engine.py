@@ -16,6 +16,7 @@ import torch
 
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.drafting.joining import worth_waiting_until
+from outrider.verifier_service.engine.step_rows import on_device, output_logprobs, sampling_rows
 from outrider.verifier_service.engine.step_stats import StepStats
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.request import (
@@ -34,10 +35,11 @@ from outrider.verifier_service.model.state_pool import StatePool
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.grammar import GrammarCompiler, GrammarState
 from outrider.verifier_service.sampling.logits_processors import LogitsProcessor
 from outrider.verifier_service.sampling.logprobs import LogprobsQuery, encoded_bytes, token_logprobs
-from outrider.verifier_service.sampling.verification import VerificationEntry, verify
+from outrider.verifier_service.sampling.verification import verify
 from outrider.verifier_service.scheduling.outcome import (
     Outcome,
     count_draft,
@@ -212,7 +214,7 @@ class VerifierEngine:
         held = [request for request in self.scheduler.running if request.hold_until_s is not None]
         shape = StepShape(schedule.batch.num_tokens, sum(schedule.batch.context_lengths))
         self.pricing.end_step(PricedStep(outcomes, held, shape, step_s=step_s, exposed_s=exposed_s))
-        logprobs = _output_logprobs(outcomes, logits)
+        logprobs = output_logprobs(outcomes, logits)
         timings = [self._timing(schedule, item, begin_s) for item in schedule.items]
         accepted = ((outcome.item.request, len(outcome.path)) for outcome in outcomes if outcome.path)
         self.drafting.observe_accepted(accepted)
@@ -273,7 +275,7 @@ class VerifierEngine:
     ) -> list[Outcome]:
         """Choose the tokens of every request that reached its end in this step."""
         entries = [self._entry(item) for item in items if item.samples]
-        verified = iter(verify(_sampling_rows(items, first_rows, logits), entries, self._generator))
+        verified = iter(verify(sampling_rows(items, first_rows, logits), entries, self._generator))
         outcomes: list[Outcome] = []
         for item, row in zip(items, first_rows, strict=True):
             tokens = next(verified) if item.samples else _NOTHING
@@ -301,7 +303,7 @@ class VerifierEngine:
         if not wanted:
             return
         rows = [outcome.first_row + index for outcome in wanted for index in range(num_choice_rows(outcome.item))]
-        predicted = iter(logits[torch.tensor(rows, device=logits.device)].argmax(dim=1).tolist())
+        predicted = iter(logits[on_device(rows, logits.device)].argmax(dim=1).tolist())
         for outcome in wanted:
             outcome.item.request.predicted_ids = tuple(islice(predicted, num_choice_rows(outcome.item)))
 
@@ -419,30 +421,6 @@ class VerifierEngine:
 
 
 _NOTHING = VerifiedTokens([], ())
-
-
-def _sampling_rows(items: Sequence[ScheduledRequest], first_rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-    """Leave the prompts' rows out, without a copy where there are none."""
-    if all(item.num_prompt_rows == 0 for item in items):
-        return logits
-    rows = [
-        row + item.num_prompt_rows + offset
-        for item, row in zip(items, first_rows, strict=True)
-        for offset in range(num_choice_rows(item))
-    ]
-    return logits.index_select(0, torch.tensor(rows, dtype=torch.int64, device=logits.device))
-
-
-def _output_logprobs(outcomes: Sequence[Outcome], logits: torch.Tensor) -> list[tuple[TokenLogprobs, ...] | None]:
-    """Look up the committed tokens of the requests that want it, None for the others."""
-    wanted = [outcome.item.request.sampling.logprobs for outcome in outcomes]
-    queries = [
-        LogprobsQuery(rows=outcome.rows, token_ids=outcome.committed, num_top=num_top)
-        for outcome, num_top in zip(outcomes, wanted, strict=True)
-        if num_top is not None
-    ]
-    found = iter(token_logprobs(logits, queries))
-    return [None if num_top is None else tuple(next(found)) for num_top in wanted]
 
 
 def failure(request_id: str, error: str) -> RequestOutput:

@@ -19,7 +19,13 @@ from outrider.verifier_service.messages.batch import ScheduledBatch
 WORD_BITS = 64  # of the trees' ancestor masks
 ALIGNMENT_BYTES = 16  # of each part of an upload: Triton compiles aligned and unaligned pointers apart
 
-TORCH_TYPES = {"int32": torch.int32, "int64": torch.int64}
+TORCH_TYPES = {
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 
 Layout = Sequence[tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of an upload's parts
 

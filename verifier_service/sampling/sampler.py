@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+
+from outrider.verifier_service.model.paged_metadata import upload
 
 NUCLEUS_CANDIDATES = 1024  # top_p alone looks at so many tokens first; a flatter row is sorted whole
 _ID_BITS = 32
@@ -32,21 +36,116 @@ def target_probs(logits: torch.Tensor, sampling: Sequence[SamplingShape]) -> tor
     Equal logits rank by id, lowest first: top_k keeps exactly k tokens and the result is deterministic (transformers
     keeps every tie). Rows that truncate nothing are not sorted.
     """
-    assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
-    assert logits.shape[0] == len(sampling), (logits.shape, len(sampling))
-    assert all(shape.temperature > 0.0 for shape in sampling), "greedy rows have no law to sample from"
-    scaled = logits / _column([shape.temperature for shape in sampling], logits)  # [num_rows, vocab_size]
-    ranked = [_needs_ranking(shape, logits.shape[1]) for shape in sampling]
-    if not any(ranked):
-        return _unranked_probs(scaled, sampling)
-    if all(ranked):
-        return _ranked_probs(scaled, sampling)
-    probs = torch.empty_like(scaled)
-    for law, wanted in ((_unranked_probs, False), (_ranked_probs, True)):
-        rows = [row for row, is_ranked in enumerate(ranked) if is_ranked == wanted]
-        index = torch.tensor(rows, device=logits.device)
-        probs.index_copy_(0, index, law(scaled.index_select(0, index), [sampling[row] for row in rows]))
+    vocab_size, device = logits.shape[1], logits.device
+    probs, is_covered = LawShapes.of(sampling, vocab_size, device).probs(logits)
+    if is_covered is not None and not is_covered.all():
+        rows = (~is_covered).nonzero()[:, 0]
+        flat = [sampling[row] for row in rows.tolist()]
+        again, _ = LawShapes.of(flat, vocab_size, device, whole_rows=range(len(flat))).probs(logits[rows])
+        probs.index_copy_(0, rows, again)
     return probs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShapedRows:
+    """Rows whose laws are made in one way."""
+
+    rows: torch.Tensor | None  # int64 [num_shaped]; None: all
+    num_kept: torch.Tensor  # int64 [num_shaped, 1]
+    top_p: torch.Tensor  # float64 [num_shaped, 1]
+    min_p: torch.Tensor  # float64 [num_shaped, 1]
+    num_candidates: int  # of the likeliest tokens that are looked at; 0: nothing is ranked
+    most_kept: int
+    has_min_p: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LawShapes:
+    """How rows of logits become laws, sent to their device before they are looked at: `probs` waits for nothing."""
+
+    temperatures: torch.Tensor  # float32 [num_rows, 1]
+    groups: tuple[_ShapedRows, ...]  # where one holds rows of another, the later one counts
+
+    @classmethod
+    def of(
+        cls,
+        sampling: Sequence[SamplingShape],
+        vocab_size: int,
+        device: torch.device,
+        whole_rows: Sequence[int] = (),
+    ) -> LawShapes:
+        """`whole_rows` are those of which more than NUCLEUS_CANDIDATES are looked at: of such a one, all tokens are."""
+        assert all(shape.temperature > 0.0 for shape in sampling), "greedy rows have no law to sample from"
+        ranked = [row for row, shape in enumerate(sampling) if _needs_ranking(shape, vocab_size)]
+        plain = [row for row, shape in enumerate(sampling) if not _needs_ranking(shape, vocab_size)]
+        # the others of a step keep the candidates that they had beside whole rows: sums of others round otherwise
+        chosen = [(plain, 0), (ranked, NUCLEUS_CANDIDATES)] if len(whole_rows) < len(sampling) else []
+        chosen.append((list(whole_rows), vocab_size))
+        (temperatures,) = upload([_column([shape.temperature for shape in sampling], np.float32)], device)
+        groups = [
+            _shaped_rows(rows, sampling, num_candidates, vocab_size, device) for rows, num_candidates in chosen if rows
+        ]
+        return cls(temperatures, tuple(groups))
+
+    def probs(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the laws float32 [num_rows, vocab_size], and which rows are right, bool [num_rows]; None: all are.
+
+        Wrong is a row whose nucleus does not lie within its likeliest NUCLEUS_CANDIDATES tokens: it is one of the
+        `whole_rows`, but nobody knew.
+        """
+        assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
+        assert len(logits) == len(self.temperatures), (logits.shape, self.temperatures.shape)
+        scaled = logits / self.temperatures
+        if len(self.groups) == 1 and self.groups[0].rows is None:
+            return _probs_of(scaled, self.groups[0])
+        probs = torch.empty_like(scaled)
+        is_right: torch.Tensor | None = None
+        for group in self.groups:
+            rows = torch.arange(len(scaled), device=scaled.device) if group.rows is None else group.rows
+            own, is_covered = _probs_of(scaled.index_select(0, rows), group)
+            probs.index_copy_(0, rows, own)
+            if is_covered is not None:
+                is_right = rows.new_ones(len(scaled), dtype=torch.bool) if is_right is None else is_right
+                is_right.index_copy_(0, rows, is_covered)
+            elif is_right is not None:
+                is_right.index_fill_(0, rows, True)
+        return probs, is_right
+
+
+def _shaped_rows(
+    rows: Sequence[int],
+    sampling: Sequence[SamplingShape],
+    num_candidates: int,
+    vocab_size: int,
+    device: torch.device,
+) -> _ShapedRows:
+    shapes = [sampling[row] for row in rows]
+    num_kept = [shape.top_k if 0 < shape.top_k < vocab_size else vocab_size for shape in shapes]
+    nucleus = min(num_candidates, vocab_size)
+    parts = [
+        np.array(rows, np.int64),
+        _column(num_kept, np.int64),
+        _column([shape.top_p for shape in shapes], np.float64),
+        _column([shape.min_p for shape in shapes], np.float64),
+    ]
+    index, kept_column, top_p, min_p = upload(parts, device)
+    return _ShapedRows(
+        rows=None if len(rows) == len(sampling) else index,
+        num_kept=kept_column,
+        top_p=top_p,
+        min_p=min_p,
+        num_candidates=max(kept if kept < vocab_size else nucleus for kept in num_kept) if nucleus else 0,
+        most_kept=max(num_kept),
+        has_min_p=any(shape.min_p > 0.0 for shape in shapes),
+    )
+
+
+def _probs_of(scaled: torch.Tensor, group: _ShapedRows) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if group.num_candidates == 0:
+        return _unranked_probs(scaled, group), None
+    probs, is_covered = _nucleus_probs(scaled, group)
+    # top_k's rows are covered whatever they hold: to ask would wait for the device
+    return probs, is_covered if group.most_kept > group.num_candidates else None
 
 
 def top_candidates(values: torch.Tensor, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,55 +186,35 @@ def _needs_ranking(shape: SamplingShape, vocab_size: int) -> bool:
     return 0 < shape.top_k < vocab_size or shape.top_p < 1.0
 
 
-def _column(values: Sequence[float], like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype, device=like.device)[:, None]  # [num_rows, 1]
+def _column(values: Sequence[float], dtype: type[np.generic]) -> np.ndarray:
+    return np.array(values, dtype).reshape(-1, 1)
 
 
-def _unranked_probs(scaled: torch.Tensor, sampling: Sequence[SamplingShape]) -> torch.Tensor:
+def _unranked_probs(scaled: torch.Tensor, group: _ShapedRows) -> torch.Tensor:
     probs = torch.softmax(scaled, dim=1)
-    if any(shape.min_p > 0.0 for shape in sampling):
-        floor = _column([shape.min_p for shape in sampling], probs) * probs.amax(dim=1, keepdim=True)
+    if group.has_min_p:
+        floor = group.min_p.float() * probs.amax(dim=1, keepdim=True)
         probs.masked_fill_(probs < floor, 0.0)
         probs /= probs.sum(dim=1, keepdim=True, dtype=torch.float64)
     return probs
 
 
-def _ranked_probs(scaled: torch.Tensor, sampling: Sequence[SamplingShape]) -> torch.Tensor:
-    vocab_size = scaled.shape[1]
-    num_kept = [shape.top_k if 0 < shape.top_k < vocab_size else vocab_size for shape in sampling]
-    num_candidates = max(kept if kept < vocab_size else min(NUCLEUS_CANDIDATES, vocab_size) for kept in num_kept)
-    probs, is_covered = _nucleus_probs(scaled, sampling, num_kept, num_candidates)
-    # top_k's rows are covered whatever they hold: to ask would wait for the device
-    if max(num_kept) > num_candidates and not is_covered.all():
-        rows = (~is_covered).nonzero()[:, 0]
-        flat = rows.tolist()
-        again, _ = _nucleus_probs(
-            scaled.index_select(0, rows), [sampling[row] for row in flat], [num_kept[row] for row in flat], vocab_size
-        )
-        probs.index_copy_(0, rows, again)
-    return probs
-
-
-def _nucleus_probs(
-    scaled: torch.Tensor, sampling: Sequence[SamplingShape], num_kept: Sequence[int], num_candidates: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Truncate among the best `num_candidates`; also say per row whether those contain its whole nucleus."""
-    vocab_size = scaled.shape[1]
+def _nucleus_probs(scaled: torch.Tensor, group: _ShapedRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Truncate among the likeliest tokens; also say per row whether those contain its whole nucleus."""
+    vocab_size, num_candidates = scaled.shape[1], group.num_candidates
+    kept, top_p = group.num_kept, group.top_p
     values, ids = top_candidates(scaled, num_candidates)  # [num_rows, num_candidates]
-    kept = _column(num_kept, scaled, torch.int64)
     ranks = torch.arange(num_candidates, device=scaled.device)
     values = values.double().masked_fill_(ranks >= kept, float("-inf"))
     log_total = values.logsumexp(dim=1, keepdim=True)
-    if num_candidates < vocab_size and max(num_kept) == vocab_size:
+    if num_candidates < vocab_size and group.most_kept == vocab_size:
         log_total = torch.where(kept < vocab_size, log_total, scaled.double().logsumexp(dim=1, keepdim=True))
     candidates = (values - log_total).exp_()  # float64 [num_rows, num_candidates]
     cumulative = candidates.cumsum(dim=1)
-    top_p = _column([shape.top_p for shape in sampling], scaled, torch.float64)
-    min_p = _column([shape.min_p for shape in sampling], scaled, torch.float64)
     is_covered = (kept <= num_candidates) | (cumulative[:, -1:] >= top_p)
     # the smallest set that reaches top_p: a token stays while what ranks above it falls short
     stays = (cumulative - candidates < top_p) | (top_p >= 1.0)
-    stays &= candidates >= min_p * candidates[:, :1]
+    stays &= candidates >= group.min_p * candidates[:, :1]
     candidates *= stays
     candidates /= candidates.sum(dim=1, keepdim=True)
     return torch.zeros_like(scaled).scatter_(1, ids, candidates.float()), is_covered[:, 0]
