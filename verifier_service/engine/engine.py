@@ -39,7 +39,7 @@ from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.grammar import GrammarCompiler, GrammarState
 from outrider.verifier_service.sampling.logits_processors import LogitsProcessor
 from outrider.verifier_service.sampling.logprobs import LogprobsQuery, encoded_bytes, token_logprobs
-from outrider.verifier_service.sampling.verification import verify
+from outrider.verifier_service.sampling.verification import begin
 from outrider.verifier_service.scheduling.outcome import (
     Outcome,
     count_draft,
@@ -65,7 +65,7 @@ class Runner(Protocol):
     states: StatePool | None  # of the tokens computed so far, where drafters read them
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Return float32 logits [len(batch.logits_indices), vocab_size]."""
+        """Return float32 logits [len(batch.logits_indices), vocab_size], good until the next call."""
 
 
 class VerifierEngine:
@@ -82,11 +82,14 @@ class VerifierEngine:
         wall_clock: Callable[[], float] = time.time,
         grammars: GrammarCompiler | None = None,
         pricing: DraftPricing | None = None,
+        runs_apart: bool = False,
     ) -> None:
         """`grammars`: of the runner's tokens; without it structured output is refused.
 
-        `pricing` is the one that scheduler and drafting go by.
+        `pricing` is the one that scheduler and drafting go by. `runs_apart`: the runner's logits are there before they
+        are computed, as on an accelerator.
         """
+        self.runs_apart = runs_apart
         self.scheduler = scheduler
         self.drafting = drafting
         self.grammars = grammars
@@ -189,9 +192,14 @@ class VerifierEngine:
         kept |= self.pricing.request_ids
         assert kept <= {*self._requests}, f"kept of requests that are gone: {kept - {*self._requests}}"
 
-    def step(self) -> list[RequestOutput] | None:
-        """Run one step; None when nothing could run (no request, or each waits for its draft)."""
-        self.pricing.learn()
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[RequestOutput] | None:
+        """Run one step; None when nothing could run (no request, or each waits for its draft).
+
+        Where the runner `runs_apart`, what changes nothing of this step is done while it does: `meanwhile` is called,
+        which may not call the engine, and the step before is learnt from.
+        """
+        if not self.runs_apart:
+            self.pricing.learn()
         begin_s = self._clock()
         self.drafting.receive(self._requests, begin_s)
         self._joining_until_s = self._worth_waiting_until(begin_s)
@@ -205,8 +213,14 @@ class VerifierEngine:
         logits = self._runner.execute(schedule.batch)
         self.on_phase("forward")
         first_rows = row_starts(schedule.items)
+        entries = [self._entry(item) for item in schedule.items if item.samples]
+        verification = begin(logits, entries, self._generator, sampling_rows(schedule.items, first_rows))
+        if self.runs_apart:
+            meanwhile()
+            self.pricing.learn()
+        outcomes = self._outcomes(schedule.items, first_rows, verification.collect())
         self._keep_prompt_logprobs(schedule.items, first_rows, logits)
-        outcomes = self._verify(schedule.items, first_rows, logits)
+        self._note_predictions(outcomes, logits)
         self.on_phase("verify")
         verified_s = self._clock()
         step_s = verified_s - (self._verified_s or waited_since_s) - exposed_s
@@ -270,15 +284,14 @@ class VerifierEngine:
         for (entries, start), found in zip(kept, token_logprobs(logits, queries), strict=True):
             entries[start : start + len(found)] = found
 
-    def _verify(
-        self, items: Sequence[ScheduledRequest], first_rows: Sequence[int], logits: torch.Tensor
+    def _outcomes(
+        self, items: Sequence[ScheduledRequest], first_rows: Sequence[int], verified: Sequence[VerifiedTokens]
     ) -> list[Outcome]:
-        """Choose the tokens of every request that reached its end in this step."""
-        entries = [self._entry(item) for item in items if item.samples]
-        verified = iter(verify(sampling_rows(items, first_rows, logits), entries, self._generator))
+        """Say what became of every request, given what was verified of those that reached their end in this step."""
+        tokens_of = iter(verified)
         outcomes: list[Outcome] = []
         for item, row in zip(items, first_rows, strict=True):
-            tokens = next(verified) if item.samples else _NOTHING
+            tokens = next(tokens_of) if item.samples else _NOTHING
             committed, finish_reason = self._until_finished(item.request, tokens.token_ids)
             outcomes.append(
                 Outcome(
@@ -290,7 +303,6 @@ class VerifierEngine:
                     finish_reason=finish_reason,
                 )
             )
-        self._note_predictions(outcomes, logits)
         return outcomes
 
     def _note_predictions(self, outcomes: Sequence[Outcome], logits: torch.Tensor) -> None:

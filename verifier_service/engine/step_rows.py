@@ -14,16 +14,15 @@ from outrider.verifier_service.scheduling.outcome import Outcome, num_choice_row
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
 
-def sampling_rows(items: Sequence[ScheduledRequest], first_rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-    """Leave the prompts' rows out, without a copy where there are none."""
+def sampling_rows(items: Sequence[ScheduledRequest], first_rows: Sequence[int]) -> list[int] | None:
+    """Return the rows that tokens are chosen from: all but the prompts'; None: there are no others."""
     if all(item.num_prompt_rows == 0 for item in items):
-        return logits
-    rows = [
+        return None
+    return [
         row + item.num_prompt_rows + offset
         for item, row in zip(items, first_rows, strict=True)
         for offset in range(num_choice_rows(item))
     ]
-    return logits.index_select(0, on_device(rows, logits.device))
 
 
 def on_device(rows: Sequence[int], device: torch.device) -> torch.Tensor:

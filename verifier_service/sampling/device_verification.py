@@ -19,6 +19,7 @@ import torch
 
 from outrider.verifier_service.messages.request import AcceptanceRule, VerificationMode
 from outrider.verifier_service.messages.tree import VerifiedTokens, ancestors, parents_of
+from outrider.verifier_service.model.copy_back import CopyBack
 from outrider.verifier_service.model.paged_metadata import upload
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, noise_keys, noise_of_keys
 from outrider.verifier_service.sampling.draft_rows import DraftRows
@@ -30,25 +31,6 @@ from outrider.verifier_service.sampling.siblings import Blocks, Families, judge_
 from outrider.verifier_service.sampling.typical_acceptance import are_typical
 
 Entries = Sequence[VerificationEntry]
-
-
-class CopyBack:
-    """Numbers on their way from a device to the host."""
-
-    def __init__(self, numbers: torch.Tensor) -> None:
-        on_device = numbers.device.type == "cuda"
-        self._hosted = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_device)
-        self._hosted.copy_(numbers, non_blocking=True)
-        self._arrived = torch.cuda.Event() if on_device else None
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def numbers(self) -> list[int]:
-        """Wait for them."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        numbers: list[int] = self._hosted.tolist()
-        return numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +118,10 @@ class PendingVerification:
 
     def collect(self) -> list[VerifiedTokens]:
         """Wait for the device, and return each entry's committed tokens."""
-        committed, whole_rows = self._read(self._back.numbers())
+        committed, whole_rows = self._read(self._back.wait().tolist())
         if whole_rows:
             self._plan, self._back = self._launched(whole_rows)
-            committed, _ = self._read(self._back.numbers())
+            committed, _ = self._read(self._back.wait().tolist())
         return [committed[index] for index in range(len(self._entries))]
 
     def _launched(self, whole_rows: Mapping[VerificationMode, Sequence[int]]) -> tuple[DevicePlan, CopyBack]:

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 
 from outrider.verifier_service.messages.request import AcceptanceRule, VerificationMode
 from outrider.verifier_service.messages.tree import VerifiedTokens, is_chain, matching_path, parents_of
+from outrider.verifier_service.model.paged_metadata import upload
 from outrider.verifier_service.sampling.block_verification import verify_blocks
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, noise_keys, noise_of_keys
 from outrider.verifier_service.sampling.device_verification import launch
@@ -27,18 +31,50 @@ from outrider.verifier_service.sampling.tree_sampler import verify_trees
 from outrider.verifier_service.sampling.typical_acceptance import typical_paths
 
 
-def verify(logits: torch.Tensor, entries: Sequence[VerificationEntry], rng: torch.Generator) -> list[VerifiedTokens]:
-    """Return each entry's committed tokens: accepted draft tokens, then one recovered or bonus token.
+class Verification(Protocol):
+    """A step's verification that was begun."""
 
-    logits float32 [num_rows, vocab_size], the rows of the entries one after another; they stay as they are, an entry's
-    edits are made to a copy. `rng` gives one uniform number per row of a rejection-sampled request, accepted or not, in
-    row order; the other modes take none.
+    def collect(self) -> list[VerifiedTokens]:
+        """Return each entry's committed tokens: accepted draft tokens, then one recovered or bonus token."""
+
+
+def begin(
+    logits: torch.Tensor,
+    entries: Sequence[VerificationEntry],
+    rng: torch.Generator,
+    rows: Sequence[int] | None = None,
+) -> Verification:
+    """Begin to verify a step without waiting for its logits, which must stay as they are until all is collected.
+
+    logits float32 [num_rows, vocab_size], of which `rows` (None: all) are those of the entries, one after another; an
+    entry's edits are made to a copy. `rng` gives one uniform number per row of a rejection-sampled request, accepted or
+    not, in row order; the other modes take none. On a device all is judged there, on the host when it is collected.
     """
     assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
-    assert logits.shape[0] == sum(entry.num_rows for entry in entries), (logits.shape, len(entries))
-    if logits.device.type != "cpu" and entries:
-        return launch(logits, entries, rng).collect()
-    return verify_on_host(logits, entries, rng)
+    num_rows = logits.shape[0] if rows is None else len(rows)
+    assert num_rows == sum(entry.num_rows for entry in entries), (num_rows, len(entries))
+    if logits.device.type == "cpu" or not entries:
+        return _OnHost(logits, entries, rng, rows)
+    if rows is not None:
+        logits = logits.index_select(0, upload([np.array(rows, np.int64)], logits.device)[0])
+    return launch(logits, entries, rng)
+
+
+def verify(logits: torch.Tensor, entries: Sequence[VerificationEntry], rng: torch.Generator) -> list[VerifiedTokens]:
+    """Verify a step from beginning to end; see `begin`."""
+    return begin(logits, entries, rng).collect()
+
+
+@dataclass(frozen=True, slots=True)
+class _OnHost:
+    logits: torch.Tensor
+    entries: Sequence[VerificationEntry]
+    rng: torch.Generator
+    rows: Sequence[int] | None
+
+    def collect(self) -> list[VerifiedTokens]:
+        rows = None if self.rows is None else torch.tensor(self.rows, dtype=torch.int64)
+        return verify_on_host(self.logits if rows is None else self.logits[rows], self.entries, self.rng)
 
 
 def verify_on_host(
