@@ -77,9 +77,14 @@ class HeadRunner:
         self._models = [HeadModel(heads[index], self._hidden) for index in range(len(heads))]
         self._graphs: list[StepGraphs] = []
         if backend is not None:
-            limits = {"null_block": num_blocks, "max_model_len": max_model_len}
             self._graphs = [
-                StepGraphs(model, self.pool, backend, taps=FEEDBACK, counts=self.graph_counts, **limits)
+                StepGraphs(
+                    *(model, self.pool, backend),
+                    null_block=num_blocks,
+                    max_model_len=max_model_len,
+                    taps=FEEDBACK,
+                    counts=self.graph_counts,
+                )
                 for model in self._models
             ]
 

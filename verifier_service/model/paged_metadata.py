@@ -133,7 +133,9 @@ def _tree_parts(batch: ScheduledBatch) -> list[np.ndarray]:
 
 
 def upload(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Move parts to a device in one copy that nobody waits for."""
+    """Move parts to a device in one copy that nobody waits for; on the host they stay where they are."""
+    if device.type == "cpu":
+        return [torch.from_numpy(part) for part in parts]
     layout = [(TORCH_TYPES[part.dtype.name], part.shape) for part in parts]
     staged = torch.empty(num_bytes(layout), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for place, part in zip(carved(staged, layout), parts, strict=True):

@@ -46,17 +46,88 @@ def target_probs(logits: torch.Tensor, sampling: Sequence[SamplingShape]) -> tor
     return probs
 
 
+@dataclass(frozen=True, slots=True)
+class _PlainRows:
+    """Rows that are not ranked."""
+
+    rows: torch.Tensor | None  # int64 [num_shaped]; None: all
+    min_p: torch.Tensor | None  # float32 [num_shaped, 1]; None: nobody has one
+
+    @classmethod
+    def of(cls, rows: Sequence[int], sampling: Sequence[SamplingShape], device: torch.device) -> _PlainRows:
+        min_p = [sampling[row].min_p for row in rows]
+        column = upload([_column(min_p, np.float32)], device)[0] if any(min_p) else None
+        return cls(_index(rows, sampling, device), column)
+
+    def probs(self, scaled: torch.Tensor) -> tuple[torch.Tensor, None]:
+        probs = torch.softmax(scaled, dim=1)
+        if self.min_p is not None:
+            floor = self.min_p * probs.amax(dim=1, keepdim=True)
+            probs.masked_fill_(probs < floor, 0.0)
+            probs /= probs.sum(dim=1, keepdim=True, dtype=torch.float64)
+        return probs, None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ShapedRows:
-    """Rows whose laws are made in one way."""
+class _RankedRows:
+    """Rows that are truncated by rank or by the probability of what ranks above."""
 
     rows: torch.Tensor | None  # int64 [num_shaped]; None: all
     num_kept: torch.Tensor  # int64 [num_shaped, 1]
     top_p: torch.Tensor  # float64 [num_shaped, 1]
     min_p: torch.Tensor  # float64 [num_shaped, 1]
-    num_candidates: int  # of the likeliest tokens that are looked at; 0: nothing is ranked
+    num_candidates: int  # of the likeliest tokens that are looked at
     most_kept: int
-    has_min_p: bool
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[int],
+        sampling: Sequence[SamplingShape],
+        nucleus: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> _RankedRows:
+        """`nucleus`: how many tokens are looked at where top_k does not say it."""
+        shapes = [sampling[row] for row in rows]
+        num_kept = [shape.top_k if 0 < shape.top_k < vocab_size else vocab_size for shape in shapes]
+        columns = [
+            _column(num_kept, np.int64),
+            _column([shape.top_p for shape in shapes], np.float64),
+            _column([shape.min_p for shape in shapes], np.float64),
+        ]
+        kept, top_p, min_p = upload(columns, device)
+        return cls(
+            rows=_index(rows, sampling, device),
+            num_kept=kept,
+            top_p=top_p,
+            min_p=min_p,
+            num_candidates=max(count if count < vocab_size else min(nucleus, vocab_size) for count in num_kept),
+            most_kept=max(num_kept),
+        )
+
+    def probs(self, scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Truncate among the likeliest tokens; also say per row whether those contain its whole nucleus.
+
+        That of a row with top_k is covered whatever it holds: to ask would wait for the device.
+        """
+        vocab_size, num_candidates, kept = scaled.shape[1], self.num_candidates, self.num_kept
+        values, ids = top_candidates(scaled, num_candidates)  # [num_rows, num_candidates]
+        ranks = torch.arange(num_candidates, device=scaled.device)
+        values = values.double().masked_fill_(ranks >= kept, float("-inf"))
+        log_total = values.logsumexp(dim=1, keepdim=True)
+        if num_candidates < vocab_size and self.most_kept == vocab_size:
+            log_total = torch.where(kept < vocab_size, log_total, scaled.double().logsumexp(dim=1, keepdim=True))
+        candidates = (values - log_total).exp_()  # float64 [num_rows, num_candidates]
+        cumulative = candidates.cumsum(dim=1)
+        is_covered = (kept <= num_candidates) | (cumulative[:, -1:] >= self.top_p)
+        # the smallest set that reaches top_p: a token stays while what ranks above it falls short
+        stays = (cumulative - candidates < self.top_p) | (self.top_p >= 1.0)
+        stays &= candidates >= self.min_p * candidates[:, :1]
+        candidates *= stays
+        candidates /= candidates.sum(dim=1, keepdim=True)
+        probs = torch.zeros_like(scaled).scatter_(1, ids, candidates.float())
+        return probs, is_covered[:, 0] if self.most_kept > num_candidates else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +135,7 @@ class LawShapes:
     """How rows of logits become laws, sent to their device before they are looked at: `probs` waits for nothing."""
 
     temperatures: torch.Tensor  # float32 [num_rows, 1]
-    groups: tuple[_ShapedRows, ...]  # where one holds rows of another, the later one counts
+    groups: tuple[_PlainRows | _RankedRows, ...]  # where one holds rows of another, the later one counts
 
     @classmethod
     def of(
@@ -76,15 +147,19 @@ class LawShapes:
     ) -> LawShapes:
         """`whole_rows` are those of which more than NUCLEUS_CANDIDATES are looked at: of such a one, all tokens are."""
         assert all(shape.temperature > 0.0 for shape in sampling), "greedy rows have no law to sample from"
-        ranked = [row for row, shape in enumerate(sampling) if _needs_ranking(shape, vocab_size)]
-        plain = [row for row, shape in enumerate(sampling) if not _needs_ranking(shape, vocab_size)]
-        # the others of a step keep the candidates that they had beside whole rows: sums of others round otherwise
-        chosen = [(plain, 0), (ranked, NUCLEUS_CANDIDATES)] if len(whole_rows) < len(sampling) else []
-        chosen.append((list(whole_rows), vocab_size))
         (temperatures,) = upload([_column([shape.temperature for shape in sampling], np.float32)], device)
-        groups = [
-            _shaped_rows(rows, sampling, num_candidates, vocab_size, device) for rows, num_candidates in chosen if rows
-        ]
+        groups: list[_PlainRows | _RankedRows] = []
+        if len(whole_rows) < len(sampling):
+            is_ranked = [_needs_ranking(shape, vocab_size) for shape in sampling]
+            plain = [row for row, wanted in enumerate(is_ranked) if not wanted]
+            # whole ones too, beside whose candidates the others' sums are rounded
+            ranked = [row for row, wanted in enumerate(is_ranked) if wanted]
+            if plain:
+                groups.append(_PlainRows.of(plain, sampling, device))
+            if ranked:
+                groups.append(_RankedRows.of(ranked, sampling, NUCLEUS_CANDIDATES, vocab_size, device))
+        if whole_rows:
+            groups.append(_RankedRows.of(whole_rows, sampling, vocab_size, vocab_size, device))
         return cls(temperatures, tuple(groups))
 
     def probs(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -97,12 +172,12 @@ class LawShapes:
         assert len(logits) == len(self.temperatures), (logits.shape, self.temperatures.shape)
         scaled = logits / self.temperatures
         if len(self.groups) == 1 and self.groups[0].rows is None:
-            return _probs_of(scaled, self.groups[0])
+            return self.groups[0].probs(scaled)
         probs = torch.empty_like(scaled)
         is_right: torch.Tensor | None = None
         for group in self.groups:
             rows = torch.arange(len(scaled), device=scaled.device) if group.rows is None else group.rows
-            own, is_covered = _probs_of(scaled.index_select(0, rows), group)
+            own, is_covered = group.probs(scaled.index_select(0, rows))
             probs.index_copy_(0, rows, own)
             if is_covered is not None:
                 is_right = rows.new_ones(len(scaled), dtype=torch.bool) if is_right is None else is_right
@@ -112,40 +187,8 @@ class LawShapes:
         return probs, is_right
 
 
-def _shaped_rows(
-    rows: Sequence[int],
-    sampling: Sequence[SamplingShape],
-    num_candidates: int,
-    vocab_size: int,
-    device: torch.device,
-) -> _ShapedRows:
-    shapes = [sampling[row] for row in rows]
-    num_kept = [shape.top_k if 0 < shape.top_k < vocab_size else vocab_size for shape in shapes]
-    nucleus = min(num_candidates, vocab_size)
-    parts = [
-        np.array(rows, np.int64),
-        _column(num_kept, np.int64),
-        _column([shape.top_p for shape in shapes], np.float64),
-        _column([shape.min_p for shape in shapes], np.float64),
-    ]
-    index, kept_column, top_p, min_p = upload(parts, device)
-    return _ShapedRows(
-        rows=None if len(rows) == len(sampling) else index,
-        num_kept=kept_column,
-        top_p=top_p,
-        min_p=min_p,
-        num_candidates=max(kept if kept < vocab_size else nucleus for kept in num_kept) if nucleus else 0,
-        most_kept=max(num_kept),
-        has_min_p=any(shape.min_p > 0.0 for shape in shapes),
-    )
-
-
-def _probs_of(scaled: torch.Tensor, group: _ShapedRows) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if group.num_candidates == 0:
-        return _unranked_probs(scaled, group), None
-    probs, is_covered = _nucleus_probs(scaled, group)
-    # top_k's rows are covered whatever they hold: to ask would wait for the device
-    return probs, is_covered if group.most_kept > group.num_candidates else None
+def _index(rows: Sequence[int], sampling: Sequence[SamplingShape], device: torch.device) -> torch.Tensor | None:
+    return None if len(rows) == len(sampling) else upload([np.array(rows, np.int64)], device)[0]
 
 
 def top_candidates(values: torch.Tensor, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,33 +231,3 @@ def _needs_ranking(shape: SamplingShape, vocab_size: int) -> bool:
 
 def _column(values: Sequence[float], dtype: type[np.generic]) -> np.ndarray:
     return np.array(values, dtype).reshape(-1, 1)
-
-
-def _unranked_probs(scaled: torch.Tensor, group: _ShapedRows) -> torch.Tensor:
-    probs = torch.softmax(scaled, dim=1)
-    if group.has_min_p:
-        floor = group.min_p.float() * probs.amax(dim=1, keepdim=True)
-        probs.masked_fill_(probs < floor, 0.0)
-        probs /= probs.sum(dim=1, keepdim=True, dtype=torch.float64)
-    return probs
-
-
-def _nucleus_probs(scaled: torch.Tensor, group: _ShapedRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Truncate among the likeliest tokens; also say per row whether those contain its whole nucleus."""
-    vocab_size, num_candidates = scaled.shape[1], group.num_candidates
-    kept, top_p = group.num_kept, group.top_p
-    values, ids = top_candidates(scaled, num_candidates)  # [num_rows, num_candidates]
-    ranks = torch.arange(num_candidates, device=scaled.device)
-    values = values.double().masked_fill_(ranks >= kept, float("-inf"))
-    log_total = values.logsumexp(dim=1, keepdim=True)
-    if num_candidates < vocab_size and group.most_kept == vocab_size:
-        log_total = torch.where(kept < vocab_size, log_total, scaled.double().logsumexp(dim=1, keepdim=True))
-    candidates = (values - log_total).exp_()  # float64 [num_rows, num_candidates]
-    cumulative = candidates.cumsum(dim=1)
-    is_covered = (kept <= num_candidates) | (cumulative[:, -1:] >= top_p)
-    # the smallest set that reaches top_p: a token stays while what ranks above it falls short
-    stays = (cumulative - candidates < top_p) | (top_p >= 1.0)
-    stays &= candidates >= group.min_p * candidates[:, :1]
-    candidates *= stays
-    candidates /= candidates.sum(dim=1, keepdim=True)
-    return torch.zeros_like(scaled).scatter_(1, ids, candidates.float()), is_covered[:, 0]
