@@ -143,6 +143,24 @@ def upload(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tens
     return carved(staged.to(device, non_blocking=True), layout)
 
 
+class CopyBack:
+    """The way back of `upload`: a tensor that goes to the host, whatever becomes of the device's own after this."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        on_device = values.device.type == "cuda"
+        self._hosted = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_device)
+        self._hosted.copy_(values, non_blocking=True)
+        self._arrived = torch.cuda.Event() if on_device else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> torch.Tensor:
+        """Return it, in host memory, once it is there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._hosted
+
+
 def num_bytes(layout: Layout) -> int:
     """Count the bytes of memory that hold such parts one after another, each of them aligned."""
     return sum(_aligned_bytes(dtype, shape) for dtype, shape in layout)

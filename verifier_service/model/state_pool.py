@@ -16,7 +16,7 @@ import torch
 from outrider.verifier_service.messages.batch import slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP, States
 from outrider.verifier_service.messages.request import Request
-from outrider.verifier_service.model.copy_back import CopyBack
+from outrider.verifier_service.model.paged_metadata import CopyBack
 
 MAX_ON_THEIR_WAY = 2  # writes: the copy of the step before the last is there by the time the next one is made
 MAX_MESSAGE_BYTES = 4 << 20  # of states in one message: a long prompt must not hold up the drafts of others

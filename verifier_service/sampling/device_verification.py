@@ -19,8 +19,7 @@ import torch
 
 from outrider.verifier_service.messages.request import AcceptanceRule, VerificationMode
 from outrider.verifier_service.messages.tree import VerifiedTokens, ancestors, parents_of
-from outrider.verifier_service.model.copy_back import CopyBack
-from outrider.verifier_service.model.paged_metadata import upload
+from outrider.verifier_service.model.paged_metadata import CopyBack, upload
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, noise_keys, noise_of_keys
 from outrider.verifier_service.sampling.draft_rows import DraftRows
 from outrider.verifier_service.sampling.entries import VerificationEntry, edits_by_row, first_rows, rows_of_members
