@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from outrider.cluster.offline.engine import OfflineEngine
     from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
     from outrider.verifier_service.model.runner import ParallelRunner
+    from outrider.verifier_service.model.step_graphs import GraphBackend
 
 # Bytes per second of SXM cards, by what the driver calls them: NVIDIA's data sheets of the H100 and the H200, as
 # published on its pages of these products. Other devices, and CPUs, are measured by a copy.
@@ -193,8 +194,17 @@ def forward_s(runner: ParallelRunner, num_rows: int, context_length: int, clock:
     return _mean_s(lambda: runner.execute(batch), runner.device, clock)
 
 
-def head_draft_s(shape: BenchShape, device: torch.device, dtype: torch.dtype, clock: Callable[[], float]) -> float:
-    """Time an EAGLE-3 head of the target's size while it drafts one chain: as many forwards as it has tokens."""
+def head_draft_s(
+    shape: BenchShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    clock: Callable[[], float],
+    backend: GraphBackend | None = None,
+) -> float:
+    """Time an EAGLE-3 head of the target's size while it drafts one chain: as many forwards as it has tokens.
+
+    `backend` is how its steps are captured.
+    """
     import torch
     from transformers import LlamaConfig
 
@@ -213,7 +223,7 @@ def head_draft_s(shape: BenchShape, device: torch.device, dtype: torch.dtype, cl
     with torch.device(device):
         head = Eagle3Head(config).to(dtype).eval().requires_grad_(False)
     make_lean(head)
-    runner = HeadRunner(SwitchedHeads([head]), num_blocks=8, block_size=16, max_model_len=128)
+    runner = HeadRunner(SwitchedHeads([head]), num_blocks=8, block_size=16, max_model_len=128, backend=backend)
     batch = ScheduledBatch(
         token_ids=[1],
         positions=[64],
@@ -266,6 +276,7 @@ def run(
     """Measure everything; an engine is loaded for each way of drafting."""
     from outrider.cluster.bench.pairs import describe_machine, streamed_weight_bytes
     from outrider.cluster.offline.engine import OfflineEngine
+    from outrider.verifier_service.model.runner import graph_backend
 
     options["tensor_parallel_size"] = tensor_parallel_size
     with models(shape) as (target, draft):
@@ -289,7 +300,8 @@ def run(
             result.rates["off"] = [decode(offline, shape, count, clock) for count in shape.streams]
             result.graphs = asdict(offline.runner.graph_counts)
         if tensor_parallel_size == 1:
-            result.head_s = head_draft_s(shape, device, dtype, clock)
+            backend = graph_backend(config.verifier_spec.model, device)
+            result.head_s = head_draft_s(shape, device, dtype, clock, backend)
         for name, is_apart in {"co-located": False, "own process": True}.items():
             if is_apart and not drafter_process:
                 continue

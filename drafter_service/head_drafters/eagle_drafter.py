@@ -62,6 +62,7 @@ class EagleDrafter(AheadDrafter[HeadState]):
         )
         self.vocab_size, self.max_model_len = runner.vocab_size, runner.max_model_len
         self.needs = DraftNeeds(taps=runner.heads.first.taps)
+        self.graph_counts = runner.graph_counts
         self._runner = runner
         self._rng = rng
         self._draft_vocab_size = runner.vocab_size if vocab_size is None else vocab_size

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
@@ -17,14 +18,25 @@ from outrider.drafter_service.heads.head_layer import Attend, DraftHead, HeadErr
 from outrider.drafter_service.heads.mtp import MtpHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.messages.batch import ScheduledBatch
-from outrider.verifier_service.model.attention import AttentionOptions, KVPool, packed
+from outrider.verifier_service.messages.draft import FINAL_TAP
+from outrider.verifier_service.messages.graph_counts import GraphCounts
+from outrider.verifier_service.model.attention import AttentionHandler, AttentionOptions, KVPool, packed
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.cpu_attention import in_place_or_gathered
-from outrider.verifier_service.model.runner import limit_to_pool, resolve_device, resolve_dtype, resolve_num_blocks
+from outrider.verifier_service.model.paged_metadata import upload
+from outrider.verifier_service.model.runner import (
+    attention_context,
+    graph_backend,
+    limit_to_pool,
+    resolve_device,
+    resolve_dtype,
+    resolve_num_blocks,
+)
+from outrider.verifier_service.model.step_graphs import TOKEN_BUCKETS, GraphBackend, StepGraphs
 from outrider.verifier_service.model.weights import Checkpoint, TensorSource
 
 LAYER_INDEX = 0  # of the head's only layer in its KV pool
 METHODS = ("eagle", "eagle3", "mtp")
+FEEDBACK = (FINAL_TAP,)  # what captured steps return beside logits: as wide as one tap
 
 
 class HeadRows(NamedTuple):
@@ -37,7 +49,16 @@ class HeadRows(NamedTuple):
 class HeadRunner:
     """Runs `SwitchedHeads` over one KV pool; the counterpart of a model's `ModelRunner`."""
 
-    def __init__(self, heads: SwitchedHeads, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        heads: SwitchedHeads,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        backend: GraphBackend | None = None,
+    ) -> None:
+        """`backend` says how steps are captured: when first met, unless `capture` comes before. None: they are not."""
         self.heads = heads
         weight = heads.first.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -45,21 +66,47 @@ class HeadRunner:
         self.vocab_size, self.state_size = heads.first.vocab_size, heads.first.state_size
         self.pool = KVPool(
             {LAYER_INDEX: heads.first.layer_shape},
-            num_blocks=num_blocks,
+            num_blocks=num_blocks if backend is None else num_blocks + 1,  # the last is nobody's
             block_size=block_size,
             dtype=self.dtype,
             device=self.device,
         )
+        self.graph_counts = GraphCounts()  # of all parameter sets
+        # what a captured step's pairs start from
+        self._hidden = torch.zeros(TOKEN_BUCKETS[-1], heads.first.hidden_size, dtype=self.dtype, device=self.device)
+        self._models = [HeadModel(heads[index], self._hidden) for index in range(len(heads))]
+        self._graphs: list[StepGraphs] = []
+        if backend is not None:
+            self._graphs = [
+                StepGraphs(
+                    *(model, self.pool, backend),
+                    null_block=num_blocks,
+                    max_model_len=max_model_len,
+                    taps=FEEDBACK,
+                    counts=self.graph_counts,
+                )
+                for model in self._models
+            ]
 
     @classmethod
     def sized_by(cls, heads: SwitchedHeads, config: ModelConfig) -> HeadRunner:
-        """Size the KV pool and bound the context as a model's of the same config."""
+        """Size the KV pool, bound the context and choose how steps are captured as a model's of the same config."""
         weight = heads.first.embed_tokens.weight
         shapes = {LAYER_INDEX: heads.first.layer_shape}
         num_blocks = resolve_num_blocks(config, shapes, weight.dtype, weight.device)
         max_model_len = min(config.max_model_len or heads.first.max_positions, heads.first.max_positions)
-        max_model_len = limit_to_pool(config, max_model_len, num_blocks * config.block_size)
-        return cls(heads, num_blocks=num_blocks, block_size=config.block_size, max_model_len=max_model_len)
+        return cls(
+            heads,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_model_len=limit_to_pool(config, max_model_len, num_blocks * config.block_size),
+            backend=graph_backend(config, weight.device),
+        )
+
+    def capture(self) -> None:
+        """Capture the steps of chains before anything is served, where steps are captured."""
+        for graphs in self._graphs:
+            graphs.capture_chains()
 
     @torch.inference_mode()
     def combine(self, states: torch.Tensor) -> torch.Tensor:
@@ -70,31 +117,77 @@ class HeadRunner:
     def execute(self, batch: ScheduledBatch, hidden: torch.Tensor, set_index: int = 0) -> HeadRows:
         """Run one parameter set over packed pairs: token ids of the batch, states [num_tokens, hidden_size].
 
-        Keys and values are written to the batch's slots; `logits_indices` names the pairs that are wanted.
+        Keys and values are written to the batch's slots; `logits_indices` names the pairs that are wanted. The logits
+        are good until the next call.
         """
         assert hidden.shape[0] == batch.num_tokens, (hidden.shape, batch.num_tokens)
         self.pool.copy_blocks(batch.copy_sources, batch.copy_targets)
-        head = self.heads[set_index]
-        output, feedback = head(
-            torch.tensor([batch.token_ids], device=self.device),
-            hidden[None],
-            torch.tensor([batch.positions], device=self.device),
-            _paged(batch, self.pool),
-        )
-        rows = torch.tensor(batch.logits_indices, dtype=torch.long, device=self.device)
-        logits = head.in_target_ids(head.logits(output[0].index_select(0, rows)).float())
-        return HeadRows(logits=logits, feedback=feedback[0].index_select(0, rows))
+        numbers = [np.array(each, np.int64) for each in (batch.token_ids, batch.positions, batch.logits_indices)]
+        token_ids, positions, rows = upload(numbers, self.device)
+        replayed = self._replayed(batch, hidden, set_index) if self._graphs else None
+        if replayed is None:
+            attend = attention_context(batch, self.pool)
+            replayed = self._models[set_index].compute(token_ids, hidden, positions, rows, attend)
+        logits, feedback = replayed
+        return HeadRows(logits=logits, feedback=feedback.index_select(0, rows))
+
+    def _replayed(
+        self, batch: ScheduledBatch, hidden: torch.Tensor, set_index: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what a captured step computes for all pairs; None: this one has none."""
+        num_held = min(batch.num_tokens, len(self._hidden))  # a step of more runs eagerly
+        self._hidden[:num_held].copy_(hidden[:num_held])
+        found = self._graphs[set_index].run(batch)
+        if found is None:
+            return None
+        logits, feedback = found
+        assert feedback is not None
+        return logits, feedback
 
 
-def _paged(batch: ScheduledBatch, pool: KVPool) -> Attend:
-    context = in_place_or_gathered(batch, pool)
+class HeadModel:
+    """A head as captured steps know a model: its pairs start from states that lie in memory that stays."""
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def __init__(self, head: DraftHead, hidden: torch.Tensor) -> None:
+        self._head, self._hidden = head, hidden
+        self.dtype, self.hidden_size, self.vocab_size = hidden.dtype, head.hidden_size, head.vocab_size
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        attend: AttentionHandler,
+        *,
+        taps: Sequence[int] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert tuple(taps) == FEEDBACK, taps
+        return self.compute(token_ids, self._hidden[: len(token_ids)], positions, rows, attend)
+
+    def compute(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        attend: AttentionHandler,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return float32 logits [num_rows, vocab_size] and the state that follows each pair [num_tokens, hidden_size].
+
+        token_ids and positions int64 [num_tokens], hidden [num_tokens, hidden_size], rows int64 [num_rows].
+        """
+        head = self._head
+        output, feedback = head(token_ids[None], hidden[None], positions[None], _paged(attend))
+        return head.in_target_ids(head.logits(output[0].index_select(0, rows)).float()), feedback[0]
+
+
+def _paged(attend: AttentionHandler) -> Attend:
+    def attend_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         # what a peer's states make overflow must not get into the pool, where it would outlast its session
         key, value = packed(key.nan_to_num()), packed(value.nan_to_num())
-        return context.attend(LAYER_INDEX, packed(query), key, value, AttentionOptions())[None]
+        return attend.attend(LAYER_INDEX, packed(query), key, value, AttentionOptions())[None]
 
-    return attend
+    return attend_packed
 
 
 def load_heads(

@@ -228,8 +228,10 @@ class _Maker:
             target=resolve_folder(self._spec.target),
             num_target_layers=self._spec.num_target_layers(),
         )
+        runner = HeadRunner.sized_by(heads, model)
+        runner.capture()
         return EagleDrafter(
-            HeadRunner.sized_by(heads, model),
+            runner,
             self._rng,
             vocab_size=self._vocab_size,
             trees=self._trees,

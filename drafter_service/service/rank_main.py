@@ -12,6 +12,7 @@ from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfi
 from outrider.drafter_service.engine.forward_cost import ForwardCost, MeteredRunner
 from outrider.drafter_service.engine.messages import TO_DRAFT_ENGINE, DrafterReady, DrafterUpdate
 from outrider.drafter_service.engine.state_transport import StateTransport
+from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.target.target_view import TargetView
@@ -47,14 +48,17 @@ def build_draft_engine(
     )
     drafter = build_drafter(spec, runner=runner, view=view)
     ahead = drafter if isinstance(drafter, AheadDrafter) and drafter.runs_ahead else None
-    return DraftEngine(drafter, clock=time.monotonic, config=config, ahead=ahead, cost=cost)
+    engine = DraftEngine(drafter, clock=time.monotonic, config=config, ahead=ahead, cost=cost)
+    if isinstance(drafter, EagleDrafter):
+        engine.counters.graphs = drafter.graph_counts
+    return engine
 
 
 def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
     """Be one rank of a drafter until its shell, or rank 0, goes away."""
     runner: MeteredRunner | None = None
     cost: ForwardCost | None = None
-    graphs = GraphCounts()
+    graphs: GraphCounts | None = None
     if spec.loads_model:
         assert spec.model is not None
         share, pipes = load_rank(spec.model, rank)
@@ -68,7 +72,8 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
             cost = ForwardCost(time.monotonic, runner)
     shell = connect(rank.shell_address)
     engine = build_draft_engine(spec, runner=runner, cost=cost)
-    engine.counters.graphs = graphs
+    if graphs is not None:
+        engine.counters.graphs = graphs
     keep_loaded()
     store = TensorStore(spec.tensor_host) if spec.tensor_host and engine.needs.taps else None
     ready = DrafterReady(

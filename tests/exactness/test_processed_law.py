@@ -20,9 +20,10 @@ from fakes.processed import processed_row
 from fakes.scripted import softmax, sparse_row
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft
 from outrider.verifier_service.messages.request import LogitBias, SamplingParams
+from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.logits_processors import LogitEdits, LogitsProcessor
 from outrider.verifier_service.sampling.sampler import target_probs
-from outrider.verifier_service.sampling.verification import VerificationEntry, verify
+from outrider.verifier_service.sampling.verification import verify
 
 VOCAB_SIZE = 5
 NUM_DRAWS = 60_000

@@ -21,10 +21,11 @@ from fakes.byte_tokens import UNFORCED, ByteTokens, allowed_ids, matches
 from fakes.scripted import softmax, sparse_row
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft
 from outrider.verifier_service.messages.request import SamplingParams, StructuredKind, StructuredOutput
+from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.grammar import GrammarCompiler
 from outrider.verifier_service.sampling.logits_processors import LogitEdits, LogitsProcessor
 from outrider.verifier_service.sampling.sampler import target_probs
-from outrider.verifier_service.sampling.verification import VerificationEntry, verify
+from outrider.verifier_service.sampling.verification import verify
 
 TOKENS = (b"<eos>", b"a", b"b", b"ab", b"ca")
 EOS, VOCAB_SIZE = 0, len(TOKENS)

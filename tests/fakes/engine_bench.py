@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fakes.runner import FakeRunner, continuation
+from fakes.runner import FakeRunner, LateRunner, continuation
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent, DraftNeeds, VerifierMessage
@@ -22,8 +22,8 @@ def greedy_tokens(length: int, prompt: Sequence[int] = PROMPT) -> tuple[int, ...
     return continuation(list(prompt), length, 97)
 
 
-def make_runner(*, eos_token_ids: tuple[int, ...] = (), **sizes: int) -> FakeRunner:
-    runner = FakeRunner(**sizes)
+def make_runner(*, eos_token_ids: tuple[int, ...] = (), is_late: bool = False, **sizes: int) -> FakeRunner:
+    runner = (LateRunner if is_late else FakeRunner)(**sizes)
     runner.eos_token_ids = eos_token_ids
     return runner
 
@@ -82,6 +82,8 @@ class MemoryDrafts:
 class EngineBench:
     """One engine and everything around it."""
 
+    is_late = False  # the runner's logits are, as on an accelerator
+
     def __init__(
         self,
         *,
@@ -96,7 +98,7 @@ class EngineBench:
         self.drafts.events = [
             DrafterEvent(drafter_id=drafter_id, vocab_size=97, needs=needs) for drafter_id in drafters
         ]
-        self.runner = make_runner(**runner)
+        self.runner = make_runner(is_late=self.is_late, **runner)
         if needs.taps:
             self.runner.keep_states()
         limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
@@ -110,15 +112,21 @@ class EngineBench:
             clock=lambda: self.now_s,
             generator=torch.Generator().manual_seed(0),
             wall_clock=lambda: 1000.0 + self.now_s,
+            runs_apart=isinstance(self.runner, LateRunner),
         )
 
     def add(self, request_id: str = "a", **options: object) -> RequestOutput | None:
         return self.engine.add(make_request(request_id, **options))
 
     def step(self) -> list[RequestOutput] | None:
-        outputs = self.engine.step()
+        outputs = self.engine.step(self.meanwhile)
         self.engine.scheduler.check_integrity()
         return outputs
+
+    def meanwhile(self) -> None:
+        """Do what is done while a step runs: its logits arrive at the end of it."""
+        assert isinstance(self.runner, LateRunner), "nothing runs while the engine waits"
+        self.runner.arrive()
 
     def step_one(self) -> RequestOutput:
         """Run a step that has one output."""

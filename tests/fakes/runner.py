@@ -93,3 +93,28 @@ class TimedRunner(FakeRunner):
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
         self.now_s += self.curve(batch.num_tokens) + self._context_s * sum(batch.context_lengths)
         return super().execute(batch)
+
+
+class LateRunner(FakeRunner):
+    """A device: its logits are there at once and mean nothing before `arrive` is called."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self._on_their_way: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._on_their_way is not None
+
+    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+        assert not self.is_running, "a step begins before the last one's logits are there"
+        logits = super().execute(batch)
+        late = torch.full_like(logits, float("nan"))
+        self._on_their_way = late, logits
+        return late
+
+    def arrive(self) -> None:
+        assert self._on_their_way is not None, "nothing runs"
+        late, logits = self._on_their_way
+        late.copy_(logits)
+        self._on_their_way = None

@@ -8,7 +8,7 @@ of host memory, and in a replay for any operator, shape or outside address that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,8 +23,25 @@ from outrider.verifier_service.model.step_graphs import GraphBackend
 READING_METHODS = {"tolist", "numpy", "item", "__array__", "__bool__", "__int__", "__float__", "__index__"}
 READING_OPERATORS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose"}
 SHAPING_OPERATORS = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::bincount"}
+VIEWS = {
+    f"aten::{name}"
+    for name in (
+        "view",
+        "slice",
+        "select",
+        "unsqueeze",
+        "expand",
+        "detach",
+        "alias",
+        "split",
+        "unbind",
+        "permute",
+        "empty",
+    )
+}
 UPLOADS = {"aten::lift_fresh"}
 
+Result = TypeVar("Result")
 Trace = list[tuple[str, tuple[tuple[int, ...], ...], tuple[int, ...]]]  # operator, shapes, addresses from outside
 
 
@@ -94,12 +111,24 @@ class PlayedCapture:
         return replay
 
 
-def _traced(step: Callable[[], None]) -> Trace:
+def _traced(step: Callable[[], object]) -> Trace:
     with HostReads() as reads, _Recording() as recording:
         step()
     if reads.names:
         raise NotCapturable(", ".join(reads.names))
     return recording.trace
+
+
+def without_host(step: Callable[[], Result]) -> Result:
+    """Return what a step says that runs on a device from end to end; raises `NotCapturable` where it cannot."""
+    said: list[Result] = []
+    _traced(lambda: said.append(step()))
+    return said[0]
+
+
+def num_launches(step: Callable[[], object]) -> int:
+    """Count the operators of a step that a device would have a kernel for: those that make no view."""
+    return sum(name not in VIEWS for name, _, _ in _traced(step))
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -16,6 +16,7 @@ import torch
 
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.drafting.joining import worth_waiting_until
+from outrider.verifier_service.engine.step_rows import on_device, output_logprobs, sampling_rows
 from outrider.verifier_service.engine.step_stats import StepStats
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.request import (
@@ -34,10 +35,11 @@ from outrider.verifier_service.model.state_pool import StatePool
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.grammar import GrammarCompiler, GrammarState
 from outrider.verifier_service.sampling.logits_processors import LogitsProcessor
 from outrider.verifier_service.sampling.logprobs import LogprobsQuery, encoded_bytes, token_logprobs
-from outrider.verifier_service.sampling.verification import VerificationEntry, verify
+from outrider.verifier_service.sampling.verification import begin
 from outrider.verifier_service.scheduling.outcome import (
     Outcome,
     count_draft,
@@ -63,7 +65,7 @@ class Runner(Protocol):
     states: StatePool | None  # of the tokens computed so far, where drafters read them
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Return float32 logits [len(batch.logits_indices), vocab_size]."""
+        """Return float32 logits [len(batch.logits_indices), vocab_size], good until the next call."""
 
 
 class VerifierEngine:
@@ -80,11 +82,14 @@ class VerifierEngine:
         wall_clock: Callable[[], float] = time.time,
         grammars: GrammarCompiler | None = None,
         pricing: DraftPricing | None = None,
+        runs_apart: bool = False,
     ) -> None:
         """`grammars`: of the runner's tokens; without it structured output is refused.
 
-        `pricing` is the one that scheduler and drafting go by.
+        `pricing` is the one that scheduler and drafting go by. `runs_apart`: the runner's logits are there before they
+        are computed, as on an accelerator.
         """
+        self.runs_apart = runs_apart
         self.scheduler = scheduler
         self.drafting = drafting
         self.grammars = grammars
@@ -187,9 +192,14 @@ class VerifierEngine:
         kept |= self.pricing.request_ids
         assert kept <= {*self._requests}, f"kept of requests that are gone: {kept - {*self._requests}}"
 
-    def step(self) -> list[RequestOutput] | None:
-        """Run one step; None when nothing could run (no request, or each waits for its draft)."""
-        self.pricing.learn()
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[RequestOutput] | None:
+        """Run one step; None when nothing could run (no request, or each waits for its draft).
+
+        Where the runner `runs_apart`, what changes nothing of this step is done while it does: `meanwhile` is called,
+        which may not call the engine, and the step before is learnt from.
+        """
+        if not self.runs_apart:
+            self.pricing.learn()
         begin_s = self._clock()
         self.drafting.receive(self._requests, begin_s)
         self._joining_until_s = self._worth_waiting_until(begin_s)
@@ -203,8 +213,14 @@ class VerifierEngine:
         logits = self._runner.execute(schedule.batch)
         self.on_phase("forward")
         first_rows = row_starts(schedule.items)
+        entries = [self._entry(item) for item in schedule.items if item.samples]
+        verification = begin(logits, entries, self._generator, sampling_rows(schedule.items, first_rows))
+        if self.runs_apart:
+            meanwhile()
+            self.pricing.learn()
+        outcomes = self._outcomes(schedule.items, first_rows, verification.collect())
         self._keep_prompt_logprobs(schedule.items, first_rows, logits)
-        outcomes = self._verify(schedule.items, first_rows, logits)
+        self._note_predictions(outcomes, logits)
         self.on_phase("verify")
         verified_s = self._clock()
         step_s = verified_s - (self._verified_s or waited_since_s) - exposed_s
@@ -212,7 +228,7 @@ class VerifierEngine:
         held = [request for request in self.scheduler.running if request.hold_until_s is not None]
         shape = StepShape(schedule.batch.num_tokens, sum(schedule.batch.context_lengths))
         self.pricing.end_step(PricedStep(outcomes, held, shape, step_s=step_s, exposed_s=exposed_s))
-        logprobs = _output_logprobs(outcomes, logits)
+        logprobs = output_logprobs(outcomes, logits)
         timings = [self._timing(schedule, item, begin_s) for item in schedule.items]
         accepted = ((outcome.item.request, len(outcome.path)) for outcome in outcomes if outcome.path)
         self.drafting.observe_accepted(accepted)
@@ -268,15 +284,14 @@ class VerifierEngine:
         for (entries, start), found in zip(kept, token_logprobs(logits, queries), strict=True):
             entries[start : start + len(found)] = found
 
-    def _verify(
-        self, items: Sequence[ScheduledRequest], first_rows: Sequence[int], logits: torch.Tensor
+    def _outcomes(
+        self, items: Sequence[ScheduledRequest], first_rows: Sequence[int], verified: Sequence[VerifiedTokens]
     ) -> list[Outcome]:
-        """Choose the tokens of every request that reached its end in this step."""
-        entries = [self._entry(item) for item in items if item.samples]
-        verified = iter(verify(_sampling_rows(items, first_rows, logits), entries, self._generator))
+        """Say what became of every request, given what was verified of those that reached their end in this step."""
+        tokens_of = iter(verified)
         outcomes: list[Outcome] = []
         for item, row in zip(items, first_rows, strict=True):
-            tokens = next(verified) if item.samples else _NOTHING
+            tokens = next(tokens_of) if item.samples else _NOTHING
             committed, finish_reason = self._until_finished(item.request, tokens.token_ids)
             outcomes.append(
                 Outcome(
@@ -288,7 +303,6 @@ class VerifierEngine:
                     finish_reason=finish_reason,
                 )
             )
-        self._note_predictions(outcomes, logits)
         return outcomes
 
     def _note_predictions(self, outcomes: Sequence[Outcome], logits: torch.Tensor) -> None:
@@ -301,7 +315,7 @@ class VerifierEngine:
         if not wanted:
             return
         rows = [outcome.first_row + index for outcome in wanted for index in range(num_choice_rows(outcome.item))]
-        predicted = iter(logits[torch.tensor(rows, device=logits.device)].argmax(dim=1).tolist())
+        predicted = iter(logits[on_device(rows, logits.device)].argmax(dim=1).tolist())
         for outcome in wanted:
             outcome.item.request.predicted_ids = tuple(islice(predicted, num_choice_rows(outcome.item)))
 
@@ -419,30 +433,6 @@ class VerifierEngine:
 
 
 _NOTHING = VerifiedTokens([], ())
-
-
-def _sampling_rows(items: Sequence[ScheduledRequest], first_rows: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-    """Leave the prompts' rows out, without a copy where there are none."""
-    if all(item.num_prompt_rows == 0 for item in items):
-        return logits
-    rows = [
-        row + item.num_prompt_rows + offset
-        for item, row in zip(items, first_rows, strict=True)
-        for offset in range(num_choice_rows(item))
-    ]
-    return logits.index_select(0, torch.tensor(rows, dtype=torch.int64, device=logits.device))
-
-
-def _output_logprobs(outcomes: Sequence[Outcome], logits: torch.Tensor) -> list[tuple[TokenLogprobs, ...] | None]:
-    """Look up the committed tokens of the requests that want it, None for the others."""
-    wanted = [outcome.item.request.sampling.logprobs for outcome in outcomes]
-    queries = [
-        LogprobsQuery(rows=outcome.rows, token_ids=outcome.committed, num_top=num_top)
-        for outcome, num_top in zip(outcomes, wanted, strict=True)
-        if num_top is not None
-    ]
-    found = iter(token_logprobs(logits, queries))
-    return [None if num_top is None else tuple(next(found)) for num_top in wanted]
 
 
 def failure(request_id: str, error: str) -> RequestOutput:

@@ -54,6 +54,8 @@ class EngineLoop:
         self._clock = clock
         self._checks_integrity = check_integrity
         self._failures: list[RequestOutput] = []
+        self._untold: list[RequestOutput] = []  # of steps
+        self._read: list[ToEngine] = []  # while a step ran, to be taken in after it
         self._compiling = None if engine.grammars is None else GrammarQueue(engine.grammars)
         self._next_load_s = 0.0
         self._num_reported = 0  # requests that ran in the last load told
@@ -61,18 +63,28 @@ class EngineLoop:
 
     def run(self) -> None:
         """Step until the shell closes the pipe."""
-        outputs: list[RequestOutput] | None = None
+        is_idle = True
         with contextlib.suppress(EOFError, ConnectionError):  # the shell is gone
             while True:
-                if outputs is None:
+                if is_idle:
                     self._wait()
                 else:
                     self._receive(patience_s=0.0)
-                outputs = self._engine.step()
-                self._publish(outputs or [])
-                self._engine.pricing.learn()  # tokens and asks are on their way
+                outputs = self._engine.step(self._meanwhile)
+                is_idle = outputs is None
+                self._untold += outputs or []
+                if self._engine.runs_apart and not is_idle:
+                    self._tell_drafters()  # they are waited for; the rest is told while the next step runs
+                else:
+                    self._publish()
+                    self._engine.pricing.learn()  # tokens and asks are on their way
                 if self._checks_integrity:
                     self._engine.check_integrity()
+
+    def _meanwhile(self) -> None:
+        """Do what can be done while a step runs: tell what the one before brought, and read what has arrived."""
+        self._publish()
+        self._read += (decode(frame, TO_ENGINE) for frame in arrived(self._pipe, 0.0))
 
     def _wait(self) -> None:
         """Sleep on the pipe: nothing could run. With requests at hand that is time lost to drafts on their way."""
@@ -89,7 +101,10 @@ class EngineLoop:
 
     def _receive(self, patience_s: float) -> None:
         """Take in all that has arrived, waiting `patience_s` for the first of it."""
-        for frame in arrived(self._pipe, patience_s):
+        read, self._read = self._read, []
+        for message in read:
+            self._dispatch(message)
+        for frame in arrived(self._pipe, 0.0 if read else patience_s):
             self._dispatch(decode(frame, TO_ENGINE))
         if self._compiling is not None:
             for message, error in self._compiling.take_ready():
@@ -118,12 +133,20 @@ class EngineLoop:
             case Relay() | PeerState():
                 self._drafts.feed(message)
 
-    def _publish(self, outputs: list[RequestOutput]) -> None:
-        outputs, self._failures = self._failures + outputs, []
-        update = EngineUpdate(outputs=tuple(outputs), relays=self._drafts.take_outbox(), load=self._due_load())
+    def _tell_drafters(self) -> None:
+        if relays := self._drafts.take_outbox():
+            self._send(EngineUpdate(relays=relays))
+
+    def _publish(self) -> None:
+        outputs = (*self._failures, *self._untold)
+        self._failures, self._untold = [], []
+        update = EngineUpdate(outputs=outputs, relays=self._drafts.take_outbox(), load=self._due_load())
         if update != EngineUpdate():
-            for frame in update_frames(update):
-                self._pipe.send_bytes(frame)
+            self._send(update)
+
+    def _send(self, update: EngineUpdate) -> None:
+        for frame in update_frames(update):
+            self._pipe.send_bytes(frame)
 
     def _due_load(self) -> EngineLoad | None:
         """Return the load now and then, and at once where it has halved: what it kept from drafting may draft again."""

@@ -256,7 +256,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.dtype, self.device = spec, dtype, device
-        self.hidden_size, self.num_layers = spec.hidden_size, len(layers)
+        self.hidden_size, self.vocab_size, self.num_layers = spec.hidden_size, spec.vocab_size, len(layers)
         self.embedding, self.norm, self.head = embedding, norm, head
         self.layers = nn.ModuleList(layers)
         self.kv_shapes = {index: layer.attention.shape for index, layer in enumerate(layers)}  # of this rank

@@ -19,7 +19,13 @@ from outrider.verifier_service.messages.batch import ScheduledBatch
 WORD_BITS = 64  # of the trees' ancestor masks
 ALIGNMENT_BYTES = 16  # of each part of an upload: Triton compiles aligned and unaligned pointers apart
 
-TORCH_TYPES = {"int32": torch.int32, "int64": torch.int64}
+TORCH_TYPES = {
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 
 Layout = Sequence[tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of an upload's parts
 
@@ -127,12 +133,32 @@ def _tree_parts(batch: ScheduledBatch) -> list[np.ndarray]:
 
 
 def upload(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Move parts to a device in one copy that nobody waits for."""
+    """Move parts to a device in one copy that nobody waits for; on the host they stay where they are."""
+    if device.type == "cpu":
+        return [torch.from_numpy(part) for part in parts]
     layout = [(TORCH_TYPES[part.dtype.name], part.shape) for part in parts]
     staged = torch.empty(num_bytes(layout), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for place, part in zip(carved(staged, layout), parts, strict=True):
         place.numpy()[...] = part
     return carved(staged.to(device, non_blocking=True), layout)
+
+
+class CopyBack:
+    """The way back of `upload`: a tensor that goes to the host, whatever becomes of the device's own after this."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        on_device = values.device.type == "cuda"
+        self._hosted = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_device)
+        self._hosted.copy_(values, non_blocking=True)
+        self._arrived = torch.cuda.Event() if on_device else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> torch.Tensor:
+        """Return it, in host memory, once it is there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._hosted
 
 
 def num_bytes(layout: Layout) -> int:

@@ -16,7 +16,9 @@ import torch
 from outrider.verifier_service.messages.batch import slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP, States
 from outrider.verifier_service.messages.request import Request
+from outrider.verifier_service.model.paged_metadata import CopyBack
 
+MAX_ON_THEIR_WAY = 2  # writes: the copy of the step before the last is there by the time the next one is made
 MAX_MESSAGE_BYTES = 4 << 20  # of states in one message: a long prompt must not hold up the drafts of others
 
 
@@ -40,27 +42,39 @@ class StatePool:
     def __init__(self, *, num_blocks: int, block_size: int, width: int, dtype: torch.dtype) -> None:
         self.block_size, self.width = block_size, width
         self._states = torch.zeros(num_blocks * block_size, width, dtype=dtype)
+        self._on_their_way: list[tuple[Sequence[int], CopyBack]] = []  # slots and states, in the order of `write`
 
     def write(self, slots: Sequence[int], states: torch.Tensor) -> None:
-        """Keep the states [num_tokens, width] of the tokens in `slots`."""
+        """Keep the states [num_tokens, width] of the tokens in `slots`, without waiting for their device."""
         assert states.shape == (len(slots), self.width), (states.shape, len(slots), self.width)
-        self._states.index_copy_(0, torch.tensor(slots), states.to("cpu", self._states.dtype))
+        self._settle(max_left=MAX_ON_THEIR_WAY - 1)
+        self._on_their_way.append((tuple(slots), CopyBack(states.to(self._states.dtype))))
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Follow an accepted tree path as soon as it is known: a drafter is told before the next batch moves the KV."""
         if sources:
+            self._settle()
             moved = self._states.index_select(0, torch.tensor(sources))
             self._states.index_copy_(0, torch.tensor(targets), moved)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         if sources:
+            self._settle()
             blocks = self._states.view(-1, self.block_size * self.width)
             blocks.index_copy_(0, torch.tensor(targets), blocks.index_select(0, torch.tensor(sources)))
 
     def read(self, block_table: Sequence[int], start: int, stop: int) -> torch.Tensor:
         """Return the states of a sequence's positions [start, stop): [stop - start, width], a copy."""
+        self._settle()
         slots = slots_of(block_table, range(start, stop), self.block_size)
         return self._states.index_select(0, torch.tensor(slots, dtype=torch.int64))
+
+    def _settle(self, max_left: int = 0) -> None:
+        """Put what was written where it belongs, all but the last `max_left` writes."""
+        num_due = max(0, len(self._on_their_way) - max_left)
+        due, self._on_their_way = self._on_their_way[:num_due], self._on_their_way[num_due:]
+        for slots, states in due:
+            self._states.index_copy_(0, torch.tensor(slots), states.wait())
 
     def messages(self, request: Request, start: int, stop: int) -> Iterator[States]:
         """Say the states of a request's positions [start, stop), in frames that a link carries easily."""

@@ -1,4 +1,4 @@
-"""Captured steps: a decoder's forward recorded once per bucket of (tokens, requests) and replayed without its launches.
+"""Captured steps: a model's forward recorded once per bucket of (tokens, requests) and replayed without its launches.
 
 At batch 1 a GPU needs less time for a layer than a CPU to launch it. A replayed CUDA graph launches all at once, but
 is bound to shapes and addresses. So steps are padded to a bucket, and every input lies in memory that stays:
@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,7 +24,6 @@ import torch
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.model.attention import AttentionHandler, KVPool
-from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.paged_metadata import (
     WORD_BITS,
     Layout,
@@ -41,6 +41,28 @@ MAX_TOKENS_EACH = 16  # of a bucket's requests, on average: more take a bucket o
 NUM_MODEL_PARTS = 3  # token ids, positions, rows; the others are the attention's
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]  # logits and states, as the model returns them
+
+
+class CapturedModel(Protocol):
+    """A forward over packed tokens: a `Decoder`, or a head whose pairs start from states in memory that stays."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        attend: AttentionHandler,
+        *,
+        taps: Sequence[int] = (),
+    ) -> Outputs:
+        """Return float32 logits [num_rows, vocab_size] and, with taps, states [num_tokens, num_taps * hidden_size]."""
 
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]  # of a function that reads and writes memory that stays
@@ -176,11 +198,11 @@ class _Captured:
 
 
 class StepGraphs:
-    """A decoder's captured steps over one KV pool, whose block `null_block` belongs to nobody."""
+    """A model's captured steps over one KV pool, whose block `null_block` belongs to nobody."""
 
     def __init__(
         self,
-        model: Decoder,
+        model: CapturedModel,
         pool: KVPool,
         backend: GraphBackend,
         *,
@@ -188,10 +210,14 @@ class StepGraphs:
         max_model_len: int,
         taps: Sequence[int],
         is_alone: bool = True,
+        counts: GraphCounts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Not `is_alone`: other ranks capture the same steps, and wait for this one where it does not."""
-        self.counts = GraphCounts()
+        """Not `is_alone`: other ranks capture the same steps, and wait for this one where it does not.
+
+        `counts` are those to add to, where others add to them as well.
+        """
+        self.counts = GraphCounts() if counts is None else counts
         self._model, self._pool, self._backend, self._null_block = model, pool, backend, null_block
         self._taps, self._is_alone, self._clock = taps, is_alone, clock
         # as wide as the longest sequence and a tree, or the padding: 1 KiB a request for 4,096 tokens
@@ -199,7 +225,7 @@ class StepGraphs:
         largest = Bucket(TOKEN_BUCKETS[-1], REQUEST_BUCKETS[-1], has_trees=True)
         self._buffers = StepBuffers(num_bytes(step_layout(largest, self._table_width)), pool.device)
         # not the graphs' own, which would have to stay apart from each other's
-        self._logits = torch.zeros(TOKEN_BUCKETS[-1], model.spec.vocab_size, device=pool.device)
+        self._logits = torch.zeros(TOKEN_BUCKETS[-1], model.vocab_size, device=pool.device)
         width = len(taps) * model.hidden_size
         self._states = torch.zeros(TOKEN_BUCKETS[-1], width, dtype=model.dtype, device=pool.device) if taps else None
         self._captured: dict[Bucket, _Captured] = {}

@@ -30,7 +30,8 @@ _MANTISSA_BITS = 52
 _SEGMENT_BITS = 6
 _OFFSET_BITS = 28
 _BRANCH_SIZE = 1 << 12  # table rows per sign: 6 exponent bits and 6 mantissa bits
-_CHUNK_ELEMENTS = 1 << 15  # temporaries stay in the cache and are not returned to the system in between
+CPU_CHUNK_ELEMENTS = 1 << 15  # temporaries stay in the cache and are not returned to the system in between
+DEVICE_CHUNK_ELEMENTS = 1 << 22  # a launch is worth its while, and all temporaries together take 0.3 GB
 _NEVER = -(1 << 62)
 
 
@@ -62,7 +63,7 @@ def noise_of_keys(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     counters = torch.arange(1, vocab_size + 1, device=keys.device) * _GOLDEN  # [vocab_size]
     table = _table_on(keys.device)
     noise = torch.empty(len(keys), vocab_size, dtype=torch.int64, device=keys.device)
-    for rows, columns in _chunks(len(keys), vocab_size):
+    for rows, columns in _chunks(len(keys), vocab_size, chunk_elements(keys.device)):
         noise[rows, columns] = _noise_of_hashes(_mix_(keys[rows, None] + counters[columns]), table)
     return noise
 
@@ -76,7 +77,7 @@ def coupled_choice(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     assert probs.is_floating_point(), probs.dtype
     assert probs.shape == noise.shape, (probs.shape, noise.shape)
     choices = torch.empty(len(probs), dtype=torch.int64, device=probs.device)
-    height = max(1, _CHUNK_ELEMENTS // probs.shape[1])
+    height = max(1, chunk_elements(probs.device) // probs.shape[1])
     for start in range(0, len(probs), height):
         rows = slice(start, start + height)
         log_probs = probs[rows].double().log2_().mul_(1 << NOISE_FRACTION_BITS)
@@ -86,12 +87,17 @@ def coupled_choice(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return choices
 
 
-def _chunks(num_rows: int, vocab_size: int) -> Iterator[tuple[slice, slice]]:
-    """Cut [num_rows, vocab_size] into whole rows, or a row into pieces, of about _CHUNK_ELEMENTS."""
-    height = max(1, _CHUNK_ELEMENTS // vocab_size)
+def chunk_elements(device: torch.device) -> int:
+    """Return how many numbers are hashed at once: a row of a large vocabulary would take a device hundreds of calls."""
+    return CPU_CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
+
+
+def _chunks(num_rows: int, vocab_size: int, num_elements: int) -> Iterator[tuple[slice, slice]]:
+    """Cut [num_rows, vocab_size] into whole rows, or a row into pieces, of about `num_elements`."""
+    height = max(1, num_elements // vocab_size)
     for row in range(0, num_rows, height):
-        for column in range(0, vocab_size, _CHUNK_ELEMENTS):
-            yield slice(row, row + height), slice(column, column + _CHUNK_ELEMENTS)
+        for column in range(0, vocab_size, num_elements):
+            yield slice(row, row + height), slice(column, column + num_elements)
 
 
 def _mix_(values: torch.Tensor) -> torch.Tensor:

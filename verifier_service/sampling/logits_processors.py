@@ -26,6 +26,7 @@ from torch.nn.functional import embedding
 from outrider.verifier_service.messages.draft import ROOT
 from outrider.verifier_service.messages.request import SamplingParams
 from outrider.verifier_service.messages.tree import depths
+from outrider.verifier_service.model.paged_metadata import upload
 
 
 class TokenMask(Protocol):
@@ -178,37 +179,67 @@ def apply_edits(logits: torch.Tensor, edits: Sequence[tuple[int, LogitEdits]]) -
 
     logits float32 [num_rows, vocab_size]; returned as they are, not copied, where there is nothing to edit.
     """
-    assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
-    if not edits:
-        return logits
-    vocab_size = logits.shape[1]
-    cells = _on_device([_cells(first_row, edit, vocab_size) for first_row, edit in edits], logits)
-    biases = _on_device([edit.biases.ravel() for _, edit in edits], logits)
-    divisors = _on_device([edit.divisors.ravel() for _, edit in edits], logits)
-    penalties = _on_device([edit.penalties.ravel() for _, edit in edits], logits)
-    edited = logits.clone(memory_format=torch.contiguous_format)
-    flat = edited.view(-1)
-    values = flat.index_select(0, cells) + biases  # [num_cells]
-    values = torch.where(values > 0.0, values / divisors, values * divisors) - penalties
-    flat.index_copy_(0, cells, values)
-    _mask(edited, logits, [(first_row, edit.allowed) for first_row, edit in edits if edit.allowed is not None])
-    return edited
+    sent = SentEdits.of(edits, logits.shape[1], logits.device) if edits else None
+    return logits if sent is None else sent.applied(logits)
 
 
-def _mask(edited: torch.Tensor, logits: torch.Tensor, masks: Sequence[tuple[int, np.ndarray]]) -> None:
-    """Leave only what is allowed, in place; where the edits bar all of that, the logits stand as they were."""
-    if not masks:
-        return
-    rows = _on_device([np.arange(first_row, first_row + len(mask)) for first_row, mask in masks], logits)
-    packed = _on_device([mask for _, mask in masks], logits)  # uint8 [num_masked_rows, num_bytes]
-    bits = torch.arange(256, device=logits.device).unsqueeze(1) >> torch.arange(8, device=logits.device) & 1
-    of_byte = torch.where(bits == 1, 0.0, -torch.inf)  # [256, 8]; to look bytes up and to add is the fastest way
-    barring = embedding(packed.int(), of_byte).flatten(1)[:, : logits.shape[1]]  # [num_masked_rows, vocab_size]
-    values = edited.index_select(0, rows) + barring
-    is_dead = values.amax(dim=1, keepdim=True) == -torch.inf  # [num_masked_rows, 1]
-    if bool(is_dead.any()):
-        values = torch.where(is_dead, logits.index_select(0, rows) + barring, values)
-    edited.index_copy_(0, rows, values)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentEdits:
+    """The edits of a step on the logits' device, sent before the logits are looked at."""
+
+    cells: torch.Tensor  # int64 [num_cells] row * vocab_size + token id
+    biases: torch.Tensor  # float32 [num_cells], as the next two
+    divisors: torch.Tensor
+    penalties: torch.Tensor
+    masked_rows: torch.Tensor  # int64 [num_masked_rows]
+    allowed: torch.Tensor  # uint8 [num_masked_rows, num_bytes]
+    may_bar_all: bool  # whether edits may leave nothing of what a mask allows
+
+    @classmethod
+    def of(cls, edits: Sequence[tuple[int, LogitEdits]], vocab_size: int, device: torch.device) -> SentEdits:
+        masked = [(row, edit, edit.allowed) for row, edit in edits if edit.allowed is not None]
+        parts = [
+            np.concatenate([_cells(first_row, edit, vocab_size) for first_row, edit in edits]),
+            np.concatenate([edit.biases.ravel() for _, edit in edits]),
+            np.concatenate([edit.divisors.ravel() for _, edit in edits]),
+            np.concatenate([edit.penalties.ravel() for _, edit in edits]),
+            np.concatenate([np.arange(row, row + len(mask)) for row, _, mask in masked] or [np.zeros(0, np.int64)]),
+            np.concatenate([mask for _, _, mask in masked] or [np.zeros((0, 0), np.uint8)]),
+        ]
+        cells, biases, divisors, penalties, masked_rows, allowed = upload(parts, device)
+        return cls(
+            cells=cells,
+            biases=biases,
+            divisors=divisors,
+            penalties=penalties,
+            masked_rows=masked_rows,
+            allowed=allowed,
+            may_bar_all=any(bool(np.isneginf(edit.biases).any()) for _, edit, _ in masked),
+        )
+
+    def applied(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the edited logits float32 [num_rows, vocab_size]."""
+        assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
+        edited = logits.clone(memory_format=torch.contiguous_format)
+        flat = edited.view(-1)
+        values = flat.index_select(0, self.cells) + self.biases  # [num_cells]
+        values = torch.where(values > 0.0, values / self.divisors, values * self.divisors) - self.penalties
+        flat.index_copy_(0, self.cells, values)
+        if len(self.masked_rows):
+            self._mask(edited, logits)
+        return edited
+
+    def _mask(self, edited: torch.Tensor, logits: torch.Tensor) -> None:
+        """Leave only what is allowed, in place; where the edits bar all of that, the logits stand as they were."""
+        bits = torch.arange(256, device=logits.device).unsqueeze(1) >> torch.arange(8, device=logits.device) & 1
+        of_byte = torch.zeros(256, 8, device=logits.device).masked_fill_(bits == 0, -torch.inf)
+        # to look bytes up and to add is the fastest way
+        barring = embedding(self.allowed.int(), of_byte).flatten(1)[:, : logits.shape[1]]  # [num_masked, vocab_size]
+        values = edited.index_select(0, self.masked_rows) + barring
+        if self.may_bar_all:
+            is_dead = values.amax(dim=1, keepdim=True) == -torch.inf  # [num_masked_rows, 1]
+            values = torch.where(is_dead, logits.index_select(0, self.masked_rows) + barring, values)
+        edited.index_copy_(0, self.masked_rows, values)
 
 
 def _cells(first_row: int, edit: LogitEdits, vocab_size: int) -> np.ndarray:
@@ -220,7 +251,3 @@ def _cells(first_row: int, edit: LogitEdits, vocab_size: int) -> np.ndarray:
 def _extended(values: array[int] | array[float], num_zeros: int) -> np.ndarray:
     own = np.array(values)
     return np.concatenate([own, np.zeros(num_zeros, dtype=own.dtype)])
-
-
-def _on_device(parts: Sequence[np.ndarray], like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts)).to(like.device)

@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from outrider.verifier_service.messages.request import TokenLogprobs
+from outrider.verifier_service.model.paged_metadata import upload
 from outrider.verifier_service.sampling.sampler import top_candidates
 
 _ENTRY_BYTES = 80  # of one token on the wire, its field names included
@@ -47,13 +49,17 @@ def token_logprobs(logits: torch.Tensor, queries: Sequence[LogprobsQuery]) -> li
 
 def _entries(logits: torch.Tensor, wanted: Sequence[tuple[int, int, int]]) -> list[TokenLogprobs]:
     """Answer (row, token id, num_top) triples."""
-    rows, ids, num_top = torch.tensor(wanted, device=logits.device).unbind(1)
+    numbers = np.array([(row, token_id) for row, token_id, _ in wanted], np.int64)
+    rows, ids = upload([numbers[:, 0], numbers[:, 1]], logits.device)
     logprobs = torch.log_softmax(logits.index_select(0, rows), dim=1)  # [len(wanted), vocab_size]
     chosen = logprobs.gather(1, ids[:, None])  # [len(wanted), 1]
-    ranks = (logprobs > chosen).sum(dim=1) + 1
+    ranks = (logprobs > chosen).sum(dim=1, keepdim=True) + 1
     most = min(max(count for _, _, count in wanted), logits.shape[1])
     top_logprobs, top_ids = top_candidates(logprobs, most)  # [len(wanted), most]
-    columns = (ids, chosen[:, 0], ranks, num_top, top_ids, top_logprobs)
+    # one read for all: doubles hold the floats and, read as integers, stand beside them
+    floats = torch.cat([chosen, top_logprobs], dim=1).double().view(torch.int64)
+    read = torch.cat([ranks, top_ids, floats], dim=1).cpu()
+    integers, found = read[:, : most + 1].tolist(), read[:, most + 1 :].contiguous().view(torch.float64).tolist()
     return [
         TokenLogprobs(
             token_id=token_id,
@@ -62,5 +68,5 @@ def _entries(logits: torch.Tensor, wanted: Sequence[tuple[int, int, int]]) -> li
             top_token_ids=tuple(best_ids[:count]),
             top_logprobs=tuple(best[:count]),
         )
-        for token_id, logprob, rank, count, best_ids, best in zip(*(column.tolist() for column in columns), strict=True)
+        for (_, token_id, count), (rank, *best_ids), (logprob, *best) in zip(wanted, integers, found, strict=True)
     ]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft
+from outrider.verifier_service.sampling.draft_rows import found_probs
 from outrider.verifier_service.sampling.sampler import choose
 
 
@@ -67,69 +68,15 @@ def verify_batch_by_rejection(
     ]
 
 
-def verify_batch_on_device(
-    target_probs: torch.Tensor, drafts: Sequence[Draft | None], uniforms: torch.Tensor
-) -> list[list[int]]:
-    """As `verify_batch_by_rejection`, bit for bit, but with one copy back from the device.
-
-    All laws that drafts were drawn from go there, not only those of the tokens that are rejected: on a CPU, where
-    nothing is far, that is work for nothing.
-    """
-    if not drafts:
-        return []
-    device, vocab_size = target_probs.device, target_probs.shape[1]
-    drawn: list[float] = []  # of every row; that of a bonus row means nothing
-    requests: list[int] = []  # of every row
-    starts: list[int] = []  # each request's first row
-    entries: list[tuple[int, int, float]] = []  # row, token id and probability of what tokens were drawn from
-    for request, draft in enumerate(drafts):
-        starts.append(len(drawn))
-        for index in range(_num_tokens(draft)):
-            assert draft is not None
-            law = draft_law(draft, index)
-            entries += [(len(drawn), id_, prob) for id_, prob in law.items() if id_ < vocab_size]
-            drawn.append(law[draft.token_ids[index]])
-            requests.append(request)
-        drawn.append(1.0)
-        requests.append(request)
-    places = torch.tensor([entry[:2] for entry in entries], dtype=torch.int64, device=device).view(-1, 2)
-    weights = torch.tensor([entry[2] for entry in entries], dtype=torch.float64, device=device)
-    of_rows = torch.tensor(requests, device=device)  # [num_rows]
-    is_bonus = torch.cat([of_rows.diff() != 0, of_rows.new_ones(1, dtype=torch.bool)])
-    uniforms, draft_probs = uniforms.to(device), torch.tensor(drawn, dtype=torch.float64, device=device)
-    is_accepted = (uniforms * draft_probs < _probs_of_drafts(target_probs, drafts)) & ~is_bonus
-    rows = torch.arange(len(drawn), device=device)
-    # the first row that is not accepted; the bonus row never is
-    stops = rows.new_full((len(drafts),), len(drawn)).scatter_reduce(
-        0, of_rows, rows.masked_fill(is_accepted, len(drawn)), "amin"
-    )
-    target_rows = target_probs.index_select(0, stops).double()
-    entry_rows = places[:, 0]
-    owners = of_rows[entry_rows]
-    taken = torch.where(stops[owners] == entry_rows, weights, 0.0)
-    residual = target_rows.clone().index_put_((owners, places[:, 1]), -taken, accumulate=True)
-    last = _choose_from_rest(target_rows, residual, uniforms[stops + ~is_bonus[stops]])
-    ends, token_ids = torch.stack([stops, last]).tolist()
-    return [
-        [*(() if draft is None else draft.token_ids[: end - start]), token_id]
-        for draft, start, end, token_id in zip(drafts, starts, ends, token_ids, strict=True)
-    ]
-
-
 def target_probs_of_drafts(target_probs: torch.Tensor, drafts: Sequence[Draft | None]) -> list[float]:
     """Look up the target probability of every token of some chains in one go: [num_rows], 0 outside the vocabulary.
 
     That of a bonus row means nothing.
     """
-    return _probs_of_drafts(target_probs, drafts).tolist()
-
-
-def _probs_of_drafts(target_probs: torch.Tensor, drafts: Sequence[Draft | None]) -> torch.Tensor:
     vocab_size = target_probs.shape[1]
     flat = [id_ for draft in drafts for id_ in (*(() if draft is None else draft.token_ids), vocab_size)]
     token_ids = torch.tensor(flat, device=target_probs.device)
-    found = target_probs.gather(1, token_ids.clamp(max=vocab_size - 1)[:, None])[:, 0]
-    return found.double().masked_fill_(token_ids >= vocab_size, 0.0)
+    return found_probs(target_probs, torch.arange(len(flat), device=target_probs.device), token_ids).tolist()
 
 
 def draw_from_rest(
@@ -153,10 +100,11 @@ def draw_from_rest(
     token_ids = torch.tensor([entry[1] for entry in entries], device=device, dtype=torch.int64)
     probs = torch.tensor([entry[2] for entry in entries], device=device, dtype=torch.float64)
     residual.index_put_((requests, token_ids), -probs, accumulate=True)
-    return _choose_from_rest(target_rows, residual, uniforms.to(device)).tolist()
+    return choose_from_rest(target_rows, residual, uniforms.to(device)).tolist()
 
 
-def _choose_from_rest(target_rows: torch.Tensor, residual: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def choose_from_rest(target_rows: torch.Tensor, residual: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Draw from what is left of each row, float64 [num_requests, vocab_size] both; below 0 counts as 0."""
     residual.clamp_(min=0.0)
     # target and draft agree but for rounding: nothing is left to recover from, and the target itself is as good
     weights = torch.where(residual.sum(dim=1, keepdim=True) > 0.0, residual, target_rows)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+
+from outrider.verifier_service.model.paged_metadata import upload
 
 NUCLEUS_CANDIDATES = 1024  # top_p alone looks at so many tokens first; a flatter row is sorted whole
 _ID_BITS = 32
@@ -32,21 +36,159 @@ def target_probs(logits: torch.Tensor, sampling: Sequence[SamplingShape]) -> tor
     Equal logits rank by id, lowest first: top_k keeps exactly k tokens and the result is deterministic (transformers
     keeps every tie). Rows that truncate nothing are not sorted.
     """
-    assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
-    assert logits.shape[0] == len(sampling), (logits.shape, len(sampling))
-    assert all(shape.temperature > 0.0 for shape in sampling), "greedy rows have no law to sample from"
-    scaled = logits / _column([shape.temperature for shape in sampling], logits)  # [num_rows, vocab_size]
-    ranked = [_needs_ranking(shape, logits.shape[1]) for shape in sampling]
-    if not any(ranked):
-        return _unranked_probs(scaled, sampling)
-    if all(ranked):
-        return _ranked_probs(scaled, sampling)
-    probs = torch.empty_like(scaled)
-    for law, wanted in ((_unranked_probs, False), (_ranked_probs, True)):
-        rows = [row for row, is_ranked in enumerate(ranked) if is_ranked == wanted]
-        index = torch.tensor(rows, device=logits.device)
-        probs.index_copy_(0, index, law(scaled.index_select(0, index), [sampling[row] for row in rows]))
+    vocab_size, device = logits.shape[1], logits.device
+    probs, is_covered = LawShapes.of(sampling, vocab_size, device).probs(logits)
+    if is_covered is not None and not is_covered.all():
+        rows = (~is_covered).nonzero()[:, 0]
+        flat = [sampling[row] for row in rows.tolist()]
+        again, _ = LawShapes.of(flat, vocab_size, device, whole_rows=range(len(flat))).probs(logits[rows])
+        probs.index_copy_(0, rows, again)
     return probs
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainRows:
+    """Rows that are not ranked."""
+
+    rows: torch.Tensor | None  # int64 [num_shaped]; None: all
+    min_p: torch.Tensor | None  # float32 [num_shaped, 1]; None: nobody has one
+
+    @classmethod
+    def of(cls, rows: Sequence[int], sampling: Sequence[SamplingShape], device: torch.device) -> _PlainRows:
+        min_p = [sampling[row].min_p for row in rows]
+        column = upload([_column(min_p, np.float32)], device)[0] if any(min_p) else None
+        return cls(_index(rows, sampling, device), column)
+
+    def probs(self, scaled: torch.Tensor) -> tuple[torch.Tensor, None]:
+        probs = torch.softmax(scaled, dim=1)
+        if self.min_p is not None:
+            floor = self.min_p * probs.amax(dim=1, keepdim=True)
+            probs.masked_fill_(probs < floor, 0.0)
+            probs /= probs.sum(dim=1, keepdim=True, dtype=torch.float64)
+        return probs, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankedRows:
+    """Rows that are truncated by rank or by the probability of what ranks above."""
+
+    rows: torch.Tensor | None  # int64 [num_shaped]; None: all
+    num_kept: torch.Tensor  # int64 [num_shaped, 1]
+    top_p: torch.Tensor  # float64 [num_shaped, 1]
+    min_p: torch.Tensor  # float64 [num_shaped, 1]
+    num_candidates: int  # of the likeliest tokens that are looked at
+    most_kept: int
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[int],
+        sampling: Sequence[SamplingShape],
+        nucleus: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> _RankedRows:
+        """`nucleus`: how many tokens are looked at where top_k does not say it."""
+        shapes = [sampling[row] for row in rows]
+        num_kept = [shape.top_k if 0 < shape.top_k < vocab_size else vocab_size for shape in shapes]
+        columns = [
+            _column(num_kept, np.int64),
+            _column([shape.top_p for shape in shapes], np.float64),
+            _column([shape.min_p for shape in shapes], np.float64),
+        ]
+        kept, top_p, min_p = upload(columns, device)
+        return cls(
+            rows=_index(rows, sampling, device),
+            num_kept=kept,
+            top_p=top_p,
+            min_p=min_p,
+            num_candidates=max(count if count < vocab_size else min(nucleus, vocab_size) for count in num_kept),
+            most_kept=max(num_kept),
+        )
+
+    def probs(self, scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Truncate among the likeliest tokens; also say per row whether those contain its whole nucleus.
+
+        That of a row with top_k is covered whatever it holds: to ask would wait for the device.
+        """
+        vocab_size, num_candidates, kept = scaled.shape[1], self.num_candidates, self.num_kept
+        values, ids = top_candidates(scaled, num_candidates)  # [num_rows, num_candidates]
+        ranks = torch.arange(num_candidates, device=scaled.device)
+        values = values.double().masked_fill_(ranks >= kept, float("-inf"))
+        log_total = values.logsumexp(dim=1, keepdim=True)
+        if num_candidates < vocab_size and self.most_kept == vocab_size:
+            log_total = torch.where(kept < vocab_size, log_total, scaled.double().logsumexp(dim=1, keepdim=True))
+        candidates = (values - log_total).exp_()  # float64 [num_rows, num_candidates]
+        cumulative = candidates.cumsum(dim=1)
+        is_covered = (kept <= num_candidates) | (cumulative[:, -1:] >= self.top_p)
+        # the smallest set that reaches top_p: a token stays while what ranks above it falls short
+        stays = (cumulative - candidates < self.top_p) | (self.top_p >= 1.0)
+        stays &= candidates >= self.min_p * candidates[:, :1]
+        candidates *= stays
+        candidates /= candidates.sum(dim=1, keepdim=True)
+        probs = torch.zeros_like(scaled).scatter_(1, ids, candidates.float())
+        return probs, is_covered[:, 0] if self.most_kept > num_candidates else None
+
+
+@dataclass(frozen=True, slots=True)
+class LawShapes:
+    """How rows of logits become laws, sent to their device before they are looked at: `probs` waits for nothing."""
+
+    temperatures: torch.Tensor  # float32 [num_rows, 1]
+    groups: tuple[_PlainRows | _RankedRows, ...]  # where one holds rows of another, the later one counts
+
+    @classmethod
+    def of(
+        cls,
+        sampling: Sequence[SamplingShape],
+        vocab_size: int,
+        device: torch.device,
+        whole_rows: Sequence[int] = (),
+    ) -> LawShapes:
+        """`whole_rows` are those of which more than NUCLEUS_CANDIDATES are looked at: of such a one, all tokens are."""
+        assert all(shape.temperature > 0.0 for shape in sampling), "greedy rows have no law to sample from"
+        (temperatures,) = upload([_column([shape.temperature for shape in sampling], np.float32)], device)
+        groups: list[_PlainRows | _RankedRows] = []
+        if len(whole_rows) < len(sampling):
+            is_ranked = [_needs_ranking(shape, vocab_size) for shape in sampling]
+            plain = [row for row, wanted in enumerate(is_ranked) if not wanted]
+            # whole ones too, beside whose candidates the others' sums are rounded
+            ranked = [row for row, wanted in enumerate(is_ranked) if wanted]
+            if plain:
+                groups.append(_PlainRows.of(plain, sampling, device))
+            if ranked:
+                groups.append(_RankedRows.of(ranked, sampling, NUCLEUS_CANDIDATES, vocab_size, device))
+        if whole_rows:
+            groups.append(_RankedRows.of(whole_rows, sampling, vocab_size, vocab_size, device))
+        return cls(temperatures, tuple(groups))
+
+    def probs(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the laws float32 [num_rows, vocab_size], and which rows are right, bool [num_rows]; None: all are.
+
+        Wrong is a row whose nucleus does not lie within its likeliest NUCLEUS_CANDIDATES tokens: it is one of the
+        `whole_rows`, but nobody knew.
+        """
+        assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
+        assert len(logits) == len(self.temperatures), (logits.shape, self.temperatures.shape)
+        scaled = logits / self.temperatures
+        if len(self.groups) == 1 and self.groups[0].rows is None:
+            return self.groups[0].probs(scaled)
+        probs = torch.empty_like(scaled)
+        is_right: torch.Tensor | None = None
+        for group in self.groups:
+            rows = torch.arange(len(scaled), device=scaled.device) if group.rows is None else group.rows
+            own, is_covered = group.probs(scaled.index_select(0, rows))
+            probs.index_copy_(0, rows, own)
+            if is_covered is not None:
+                is_right = rows.new_ones(len(scaled), dtype=torch.bool) if is_right is None else is_right
+                is_right.index_copy_(0, rows, is_covered)
+            elif is_right is not None:
+                is_right.index_fill_(0, rows, True)
+        return probs, is_right
+
+
+def _index(rows: Sequence[int], sampling: Sequence[SamplingShape], device: torch.device) -> torch.Tensor | None:
+    return None if len(rows) == len(sampling) else upload([np.array(rows, np.int64)], device)[0]
 
 
 def top_candidates(values: torch.Tensor, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,55 +229,5 @@ def _needs_ranking(shape: SamplingShape, vocab_size: int) -> bool:
     return 0 < shape.top_k < vocab_size or shape.top_p < 1.0
 
 
-def _column(values: Sequence[float], like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype, device=like.device)[:, None]  # [num_rows, 1]
-
-
-def _unranked_probs(scaled: torch.Tensor, sampling: Sequence[SamplingShape]) -> torch.Tensor:
-    probs = torch.softmax(scaled, dim=1)
-    if any(shape.min_p > 0.0 for shape in sampling):
-        floor = _column([shape.min_p for shape in sampling], probs) * probs.amax(dim=1, keepdim=True)
-        probs.masked_fill_(probs < floor, 0.0)
-        probs /= probs.sum(dim=1, keepdim=True, dtype=torch.float64)
-    return probs
-
-
-def _ranked_probs(scaled: torch.Tensor, sampling: Sequence[SamplingShape]) -> torch.Tensor:
-    vocab_size = scaled.shape[1]
-    num_kept = [shape.top_k if 0 < shape.top_k < vocab_size else vocab_size for shape in sampling]
-    num_candidates = max(kept if kept < vocab_size else min(NUCLEUS_CANDIDATES, vocab_size) for kept in num_kept)
-    probs, is_covered = _nucleus_probs(scaled, sampling, num_kept, num_candidates)
-    # top_k's rows are covered whatever they hold: to ask would wait for the device
-    if max(num_kept) > num_candidates and not is_covered.all():
-        rows = (~is_covered).nonzero()[:, 0]
-        flat = rows.tolist()
-        again, _ = _nucleus_probs(
-            scaled.index_select(0, rows), [sampling[row] for row in flat], [num_kept[row] for row in flat], vocab_size
-        )
-        probs.index_copy_(0, rows, again)
-    return probs
-
-
-def _nucleus_probs(
-    scaled: torch.Tensor, sampling: Sequence[SamplingShape], num_kept: Sequence[int], num_candidates: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Truncate among the best `num_candidates`; also say per row whether those contain its whole nucleus."""
-    vocab_size = scaled.shape[1]
-    values, ids = top_candidates(scaled, num_candidates)  # [num_rows, num_candidates]
-    kept = _column(num_kept, scaled, torch.int64)
-    ranks = torch.arange(num_candidates, device=scaled.device)
-    values = values.double().masked_fill_(ranks >= kept, float("-inf"))
-    log_total = values.logsumexp(dim=1, keepdim=True)
-    if num_candidates < vocab_size and max(num_kept) == vocab_size:
-        log_total = torch.where(kept < vocab_size, log_total, scaled.double().logsumexp(dim=1, keepdim=True))
-    candidates = (values - log_total).exp_()  # float64 [num_rows, num_candidates]
-    cumulative = candidates.cumsum(dim=1)
-    top_p = _column([shape.top_p for shape in sampling], scaled, torch.float64)
-    min_p = _column([shape.min_p for shape in sampling], scaled, torch.float64)
-    is_covered = (kept <= num_candidates) | (cumulative[:, -1:] >= top_p)
-    # the smallest set that reaches top_p: a token stays while what ranks above it falls short
-    stays = (cumulative - candidates < top_p) | (top_p >= 1.0)
-    stays &= candidates >= min_p * candidates[:, :1]
-    candidates *= stays
-    candidates /= candidates.sum(dim=1, keepdim=True)
-    return torch.zeros_like(scaled).scatter_(1, ids, candidates.float()), is_covered[:, 0]
+def _column(values: Sequence[float], dtype: type[np.generic]) -> np.ndarray:
+    return np.array(values, dtype).reshape(-1, 1)

@@ -15,6 +15,7 @@ import torch
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.request import SamplingParams
 from outrider.verifier_service.messages.tree import longest_path, parents_of
+from outrider.verifier_service.sampling.draft_rows import found_probs
 
 
 def typical_path(target_probs: torch.Tensor, draft: Draft | None, sampling: SamplingParams) -> tuple[int, ...]:
@@ -53,9 +54,25 @@ def typical_paths(
         rows += [start + parent + 1 for parent in parents]
         token_ids += () if draft is None else draft.token_ids
         start += len(parents) + 1
-    judged = iter(_are_typical(target_probs, rows, token_ids, _limits(drafts, samplings)))
+    device = target_probs.device
+    limits = torch.tensor(_limits(drafts, samplings), dtype=torch.float64, device=device).reshape(-1, 2)
+    row_index, wanted = torch.tensor([rows, token_ids], dtype=torch.int64, device=device)
+    judged = iter(are_typical(target_probs, row_index, wanted, limits).tolist())
     all_parents = [parents_of(draft) for draft in drafts]
     return [longest_path(parents, [next(judged) for _ in parents]) for parents in all_parents]
+
+
+def are_typical(
+    target_probs: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, limits: torch.Tensor
+) -> torch.Tensor:
+    """Say of each token whether it is likely enough in its row of target_probs [num_rows, vocab_size].
+
+    rows and token_ids int64 [num_tokens], limits float64 [num_tokens, 2] of epsilon and delta -> bool [num_tokens].
+    """
+    entropies = torch.special.entr(target_probs).sum(dim=1, dtype=torch.float64)  # [num_rows]
+    epsilons, deltas = limits.unbind(1)
+    thresholds = torch.minimum(epsilons, deltas * torch.exp(-entropies[rows]))
+    return (found_probs(target_probs, rows, token_ids) > thresholds) & (token_ids < target_probs.shape[1])
 
 
 def _limits(drafts: Sequence[Draft | None], samplings: Sequence[SamplingParams]) -> list[tuple[float, float]]:
@@ -65,17 +82,3 @@ def _limits(drafts: Sequence[Draft | None], samplings: Sequence[SamplingParams])
         for draft, sampling in zip(drafts, samplings, strict=True)
         for _ in parents_of(draft)
     ]
-
-
-def _are_typical(
-    target_probs: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], limits: Sequence[tuple[float, float]]
-) -> list[bool]:
-    device, vocab_size = target_probs.device, target_probs.shape[1]
-    row_index = torch.tensor(rows, dtype=torch.int64, device=device)  # [num_tokens]
-    wanted = torch.tensor(token_ids, dtype=torch.int64, device=device)
-    found = target_probs[row_index, wanted.clamp(max=vocab_size - 1)].double()
-    entropies = torch.special.entr(target_probs).sum(dim=1, dtype=torch.float64)  # [num_rows]
-    epsilons, deltas = torch.tensor(limits, dtype=torch.float64, device=device).reshape(-1, 2).unbind(1)
-    thresholds = torch.minimum(epsilons, deltas * torch.exp(-entropies[row_index]))
-    is_typical: list[bool] = ((found > thresholds) & (wanted < vocab_size)).tolist()
-    return is_typical

@@ -9,67 +9,79 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 
-from outrider.verifier_service.messages.draft import Draft
-from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams, VerificationMode
-from outrider.verifier_service.messages.tree import VerifiedTokens, depths, is_chain, matching_path, parents_of
+from outrider.verifier_service.messages.request import AcceptanceRule, VerificationMode
+from outrider.verifier_service.messages.tree import VerifiedTokens, is_chain, matching_path, parents_of
+from outrider.verifier_service.model.paged_metadata import upload
 from outrider.verifier_service.sampling.block_verification import verify_blocks
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, noise_keys, noise_of_keys
-from outrider.verifier_service.sampling.logits_processors import LogitEdits, apply_edits
-from outrider.verifier_service.sampling.rejection_sampler import (
-    draw_from_rest,
-    verify_batch_by_rejection,
-    verify_batch_on_device,
-)
+from outrider.verifier_service.sampling.device_verification import launch
+from outrider.verifier_service.sampling.entries import VerificationEntry, edits_by_row, first_rows, rows_of_members
+from outrider.verifier_service.sampling.logits_processors import apply_edits
+from outrider.verifier_service.sampling.rejection_sampler import draw_from_rest, verify_batch_by_rejection
 from outrider.verifier_service.sampling.sampler import target_probs
 from outrider.verifier_service.sampling.tree_sampler import verify_trees
 from outrider.verifier_service.sampling.typical_acceptance import typical_paths
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerificationEntry:
-    """One request's share of a step: `num_rows` consecutive rows of logits.
+class Verification(Protocol):
+    """A step's verification that was begun."""
 
-    Row 0 follows the last committed token, row i + 1 follows draft token i, in a chain and in a tree.
+    def collect(self) -> list[VerifiedTokens]:
+        """Return each entry's committed tokens: accepted draft tokens, then one recovered or bonus token."""
+
+
+def begin(
+    logits: torch.Tensor,
+    entries: Sequence[VerificationEntry],
+    rng: torch.Generator,
+    rows: Sequence[int] | None = None,
+) -> Verification:
+    """Begin to verify a step without waiting for its logits, which must stay as they are until all is collected.
+
+    logits float32 [num_rows, vocab_size], of which `rows` (None: all) are those of the entries, one after another; an
+    entry's edits are made to a copy. `rng` gives one uniform number per row of a rejection-sampled request, accepted or
+    not, in row order; the other modes take none. On a device all is judged there, on the host when it is collected.
     """
-
-    sampling: SamplingParams
-    draft: Draft | None
-    position: int  # absolute position of the first token to be chosen: what row 0 chooses
-    edits: LogitEdits | None = None  # to be made before anything is chosen
-
-    @property
-    def draft_token_ids(self) -> tuple[int, ...]:
-        return () if self.draft is None else self.draft.token_ids
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.draft_token_ids) + 1
-
-    @property
-    def positions(self) -> list[int]:
-        """Return the absolute position of what each row chooses: in a tree, as deep as the token that it follows."""
-        if self.draft is None or self.draft.parents is None:
-            return list(range(self.position, self.position + self.num_rows))
-        return [self.position, *(self.position + depth + 1 for depth in depths(self.draft.parents))]
+    assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
+    num_rows = logits.shape[0] if rows is None else len(rows)
+    assert num_rows == sum(entry.num_rows for entry in entries), (num_rows, len(entries))
+    if logits.device.type == "cpu" or not entries:
+        return _OnHost(logits, entries, rng, rows)
+    if rows is not None:
+        logits = logits.index_select(0, upload([np.array(rows, np.int64)], logits.device)[0])
+    return launch(logits, entries, rng)
 
 
 def verify(logits: torch.Tensor, entries: Sequence[VerificationEntry], rng: torch.Generator) -> list[VerifiedTokens]:
-    """Return each entry's committed tokens: accepted draft tokens, then one recovered or bonus token.
+    """Verify a step from beginning to end; see `begin`."""
+    return begin(logits, entries, rng).collect()
 
-    logits float32 [num_rows, vocab_size], the rows of the entries one after another; they stay as they are, an entry's
-    edits are made to a copy. `rng` gives one uniform number per row of a rejection-sampled request, accepted or not, in
-    row order; the other modes take none.
-    """
-    assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
-    assert logits.shape[0] == sum(entry.num_rows for entry in entries), (logits.shape, len(entries))
-    logits = apply_edits(logits, _edits_by_row(entries))
+
+@dataclass(frozen=True, slots=True)
+class _OnHost:
+    logits: torch.Tensor
+    entries: Sequence[VerificationEntry]
+    rng: torch.Generator
+    rows: Sequence[int] | None
+
+    def collect(self) -> list[VerifiedTokens]:
+        rows = None if self.rows is None else torch.tensor(self.rows, dtype=torch.int64)
+        return verify_on_host(self.logits if rows is None else self.logits[rows], self.entries, self.rng)
+
+
+def verify_on_host(
+    logits: torch.Tensor, entries: Sequence[VerificationEntry], rng: torch.Generator
+) -> list[VerifiedTokens]:
+    """As `verify`, walking down drafts on the host: where nothing is far, that is less work."""
+    logits = apply_edits(logits, edits_by_row(entries))
     indices = {mode: [i for i, entry in enumerate(entries) if entry.sampling.mode is mode] for mode in VerificationMode}
     committed: dict[int, VerifiedTokens] = {}
     for mode, members in indices.items():
@@ -80,23 +92,11 @@ def verify(logits: torch.Tensor, entries: Sequence[VerificationEntry], rng: torc
     return [committed[index] for index in range(len(entries))]
 
 
-def _first_rows(entries: Sequence[VerificationEntry]) -> list[int]:
-    return list(itertools.accumulate((entry.num_rows for entry in entries), initial=0))[:-1]
-
-
-def _edits_by_row(entries: Sequence[VerificationEntry]) -> list[tuple[int, LogitEdits]]:
-    assert all(entry.edits is None or len(entry.edits.biases) == entry.num_rows for entry in entries)
-    starts = _first_rows(entries)
-    return [(row, entry.edits) for row, entry in zip(starts, entries, strict=True) if entry.edits is not None]
-
-
 def _rows_of(values: torch.Tensor, entries: Sequence[VerificationEntry], members: Sequence[int]) -> torch.Tensor:
     """Select the members' rows, without a copy when they are all."""
     if len(members) == len(entries):
         return values
-    starts = _first_rows(entries)
-    rows = [starts[index] + offset for index in members for offset in range(entries[index].num_rows)]
-    return values.index_select(0, torch.tensor(rows, device=values.device))
+    return values.index_select(0, torch.tensor(rows_of_members(entries, members), device=values.device))
 
 
 def _verify_mode(
@@ -129,7 +129,7 @@ def _accept_equal(choices: Sequence[int], entries: Sequence[VerificationEntry]) 
     choices [num_rows], one after the root and one after each draft token.
     """
     committed = []
-    for start, entry in zip(_first_rows(entries), entries, strict=True):
+    for start, entry in zip(first_rows(entries), entries, strict=True):
         own = choices[start : start + entry.num_rows]
         committed.append(_chosen(entry, own, matching_path(entry.draft_token_ids, parents_of(entry.draft), own)))
     return committed
@@ -142,7 +142,7 @@ def _accept_coupled(
     committed = _accept_equal(choices, entries)
     members = [i for i, entry in enumerate(entries) if entry.sampling.acceptance is AcceptanceRule.TYPICAL]
     if members:
-        starts = _first_rows(entries)
+        starts = first_rows(entries)
         chosen = [entries[index] for index in members]
         for index, path in zip(members, _typical_paths(_rows_of(probs, entries, members), chosen), strict=True):
             own = choices[starts[index] : starts[index] + entries[index].num_rows]
@@ -177,19 +177,17 @@ def _accept_sampled(
 
 
 def _judge_of(entry: VerificationEntry) -> _Judge:
-    if entry.sampling.acceptance is AcceptanceRule.TYPICAL:
+    if entry.rule is AcceptanceRule.TYPICAL:
         return _by_typicality
-    parents = None if entry.draft is None else entry.draft.parents
-    if parents is None:
-        return _by_blocks if entry.sampling.acceptance is AcceptanceRule.BLOCK else _by_rejection
-    return _by_rejection if is_chain(parents) else _by_trees
+    if entry.rule is AcceptanceRule.BLOCK:
+        return _by_blocks
+    return _by_rejection if is_chain(parents_of(entry.draft)) else _by_trees
 
 
 def _by_rejection(
     probs: torch.Tensor, entries: Sequence[VerificationEntry], uniforms: torch.Tensor
 ) -> list[VerifiedTokens]:
-    verify_batch = verify_batch_by_rejection if probs.device.type == "cpu" else verify_batch_on_device
-    committed = verify_batch(probs, [entry.draft for entry in entries], uniforms)
+    committed = verify_batch_by_rejection(probs, [entry.draft for entry in entries], uniforms)
     return [VerifiedTokens(token_ids, tuple(range(len(token_ids) - 1))) for token_ids in committed]
 
 
@@ -209,7 +207,7 @@ def _by_typicality(
     probs: torch.Tensor, entries: Sequence[VerificationEntry], uniforms: torch.Tensor
 ) -> list[VerifiedTokens]:
     paths = _typical_paths(probs, entries)
-    starts = _first_rows(entries)
+    starts = first_rows(entries)
     rows = [start + _row_after(path) for start, path in zip(starts, paths, strict=True)]
     last = draw_from_rest(probs, rows, [{}] * len(entries), uniforms[starts])
     return [

@@ -18,6 +18,7 @@ from outrider.verifier_service.messages.draft import FINAL_TAP, ROOT, Draft, Dra
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.sampler import target_probs
 from tiny.heads import VOCAB_SIZE, SlowDrafting, eagle3_head, eagle_head, greedy_chain, mtp_head, states_of
+from tiny.played_graphs import played_backend
 
 GREEDY = DraftSampling(temperature=0.0)
 PROMPT = [5, 17, 3, 40, 22, 9, 31]
@@ -91,6 +92,23 @@ def test_a_greedy_chain_is_the_references(kind: str) -> None:
     assert list(result.token_ids) == greedy_chain([head], PROMPT, states_of(PROMPT, head), 6)
     assert result.parents is None
     assert result.draft_probs is None
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_captured_head_drafts_what_an_eager_one_does(kind: str) -> None:
+    """Chains and trees side by side, and again after more tokens: a played graph for every step."""
+    head = HEADS[kind]()
+    runner = HeadRunner(SwitchedHeads([head]), num_blocks=64, block_size=4, max_model_len=64, backend=played_backend())
+    answers = []
+    for drafter in (drafter_of(head), EagleDrafter(runner, torch.Generator().manual_seed(0))):
+        sessions = Sessions(drafter, head)
+        first = sessions.run(sessions.ask(PROMPT, 4), sessions.ask(PROMPT[::-1], 3, "tree", max_nodes=8))
+        tokens = [*PROMPT, *first[0].token_ids[:2], 12]
+        answers.append([*first, *sessions.run(sessions.ask(tokens, 4), sessions.ask(PROMPT[::-1], 2, "tree"))])
+    for eager, captured in zip(*answers, strict=True):
+        assert (captured.token_ids, captured.parents) == (eager.token_ids, eager.parents)
+    assert runner.graph_counts.num_replayed > 5
+    assert not runner.graph_counts.eager
 
 
 def test_it_asks_for_the_states_its_head_reads() -> None:

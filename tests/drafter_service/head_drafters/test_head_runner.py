@@ -11,7 +11,10 @@ from outrider.drafter_service.heads.head_layer import DraftHead, HeadError
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.runner import graph_backend
+from outrider.verifier_service.model.step_graphs import TOKEN_BUCKETS
 from tiny.heads import HIDDEN_SIZE, VOCAB_SIZE, eagle3_head, eagle_head, llama_layer, mtp_head
+from tiny.played_graphs import played_backend
 
 BLOCK_SIZE = 4
 TABLES = ([3, 0, 5], [1, 2, 4])
@@ -181,3 +184,108 @@ def test_parameter_sets_of_different_shape_are_named() -> None:
 def test_the_last_parameter_set_serves_what_is_longer() -> None:
     heads = SwitchedHeads([eagle3_head(1), eagle3_head(2)])
     assert [heads.set_index(position) for position in range(4)] == [0, 1, 1, 1]
+
+
+# --- captured steps ---
+
+TREE = [-1, -1, 0, 1, 1, 3]
+
+
+def step_batches(tokens: list[list[int]]) -> list[ScheduledBatch]:
+    """Prefills, single pairs, and a tree beside one; what is wanted is not all."""
+    tree = batch_of([range(6, 12), range(8, 9)], tokens, trees=[TREE, []])
+    tree.positions[:6] = [6, 6, 7, 7, 7, 8]
+    tree.logits_indices[:] = [5, 2, 6]
+    return [batch_of(spans, tokens) for spans in ([range(5), range(2)], [range(5, 6), range(2, 8)])] + [tree]
+
+
+@pytest.mark.parametrize("make", [eagle_head, eagle3_head, mtp_head])
+def test_captured_steps_of_a_head_are_the_eager_ones(make: type[DraftHead]) -> None:
+    head = make()
+    eager = runner_of(head)
+    captured = HeadRunner(
+        SwitchedHeads([head]), num_blocks=8, block_size=BLOCK_SIZE, max_model_len=32, backend=played_backend()
+    )
+    rng = torch.Generator().manual_seed(6)
+    tokens = [torch.randint(VOCAB_SIZE, (12,), generator=rng).tolist() for _ in TABLES]
+    batches = step_batches(tokens)
+    for batch in [*batches, batches[1], batches[2]]:
+        hidden = torch.randn(batch.num_tokens, HIDDEN_SIZE, generator=rng)
+        expected, got = eager.execute(batch, hidden), captured.execute(batch, hidden)
+        torch.testing.assert_close(got.logits, expected.logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(got.feedback, expected.feedback, atol=1e-4, rtol=1e-4)
+    assert captured.graph_counts.num_replayed == 5
+    assert captured.graph_counts.num_graphs == 2
+    assert not captured.graph_counts.eager
+
+
+def test_what_follows_a_pair_outlasts_the_next_captured_step() -> None:
+    """A draft goes on from states of earlier steps, which must not lie in the graphs' memory."""
+    head = eagle3_head()
+    runner = HeadRunner(
+        SwitchedHeads([head]), num_blocks=8, block_size=BLOCK_SIZE, max_model_len=32, backend=played_backend()
+    )
+    tokens, states = random_pairs(head, (5, 4))
+    hidden = runner.combine(torch.cat([states[0][:4], states[1][:3]]))
+    first = runner.execute(batch_of([range(4), range(3)], tokens), hidden)
+    kept = first.feedback.clone()
+    runner.execute(batch_of([range(4, 5), range(3, 4)], tokens), torch.ones(2, HIDDEN_SIZE))
+    assert torch.equal(first.feedback, kept)
+
+
+def test_a_step_too_large_for_a_graph_runs_eagerly() -> None:
+    head = eagle3_head()
+    options = {"num_blocks": 80, "block_size": BLOCK_SIZE, "max_model_len": 320}
+    eager = HeadRunner(SwitchedHeads([head]), **options)
+    captured = HeadRunner(SwitchedHeads([head]), **options, backend=played_backend())
+    num_tokens = TOKEN_BUCKETS[-1] + 1
+    batch = ScheduledBatch(
+        token_ids=[index % VOCAB_SIZE for index in range(num_tokens)],
+        positions=[index % 100 for index in range(num_tokens)],
+        slot_mapping=list(range(num_tokens)),
+        query_lengths=[num_tokens],
+        context_lengths=[num_tokens],
+        block_tables=[list(range(-(-num_tokens // BLOCK_SIZE)))],
+        logits_indices=[3, num_tokens - 1],
+    )
+    hidden = torch.randn(num_tokens, HIDDEN_SIZE, generator=torch.Generator().manual_seed(7))
+    expected, got = eager.execute(batch, hidden), captured.execute(batch, hidden)
+    assert torch.equal(got.logits, expected.logits)
+    assert torch.equal(got.feedback, expected.feedback)
+    assert captured.graph_counts.eager == {"many_tokens": 1}
+    assert captured.graph_counts.num_graphs == 0
+
+
+def test_every_parameter_set_has_graphs_of_its_own() -> None:
+    heads = [eagle3_head(1), eagle3_head(2)]
+    eager = runner_of(*heads)
+    captured = HeadRunner(
+        SwitchedHeads(heads), num_blocks=8, block_size=BLOCK_SIZE, max_model_len=32, backend=played_backend()
+    )
+    tokens, _ = random_pairs(heads[0], (4, 3))
+    batch = batch_of([range(2), range(1)], tokens)
+    hidden = torch.randn(3, HIDDEN_SIZE, generator=torch.Generator().manual_seed(8))
+    for set_index in (0, 1, 0):
+        expected, got = eager.execute(batch, hidden, set_index), captured.execute(batch, hidden, set_index)
+        torch.testing.assert_close(got.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    assert captured.graph_counts.num_graphs == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [eagle_head, eagle3_head, mtp_head])
+def test_a_gpus_graphs_replay_a_heads_eager_steps(make: type[DraftHead]) -> None:
+    device = torch.device("cuda", 0)
+    backend = graph_backend(ModelConfig(path="unused"), device)
+    heads = SwitchedHeads([make().to(device)])
+    options = {"num_blocks": 8, "block_size": BLOCK_SIZE, "max_model_len": 32}
+    eager, captured = HeadRunner(heads, **options), HeadRunner(heads, **options, backend=backend)
+    captured.capture()
+    rng = torch.Generator().manual_seed(6)
+    tokens = [torch.randint(VOCAB_SIZE, (12,), generator=rng).tolist() for _ in TABLES]
+    for batch in step_batches(tokens):
+        hidden = torch.randn(batch.num_tokens, HIDDEN_SIZE, generator=rng).to(device)
+        expected, got = eager.execute(batch, hidden), captured.execute(batch, hidden)
+        torch.testing.assert_close(got.logits, expected.logits, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(got.feedback, expected.feedback, atol=1e-3, rtol=1e-3)
+    assert captured.graph_counts.num_replayed == len(step_batches(tokens))
+    assert not captured.graph_counts.eager

@@ -47,6 +47,12 @@ def bench_before_draft(**options) -> EngineBench:
     return bench
 
 
+@pytest.fixture(params=[False, True], ids=["", "late"], autouse=True)
+def is_late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine of this module is one whose logits are there at once, and one whose mean nothing for a while."""
+    monkeypatch.setattr(EngineBench, "is_late", request.param)
+
+
 def test_the_scripts_tokens_are_distinct():
     assert len(set(EXPECTED[:6])) == 6, "or the stop tokens below would come earlier than meant"
 

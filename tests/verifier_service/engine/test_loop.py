@@ -44,8 +44,26 @@ def wait_for_drafts(num_tokens: int) -> dict[str, Any]:
     return {"draft_length": num_tokens, "drafter_id": "d"}
 
 
+class LateEngine(VerifierEngine):
+    """An engine whose logits come once all is done that is done meanwhile and, where there is a gate, it is opened."""
+
+    gate: threading.Semaphore | None = None
+
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[RequestOutput] | None:
+        def act() -> None:
+            assert self._runner.is_running
+            meanwhile()
+            if self.gate is not None:
+                assert self.gate.acquire(timeout=PATIENCE_S)
+            self._runner.arrive()
+
+        return super().step(act)
+
+
 class Loop:
     """The shell's end of the pipe to a loop on a thread."""
+
+    is_late = False  # the runner's logits are
 
     def __init__(
         self,
@@ -55,18 +73,19 @@ class Loop:
     ) -> None:
         self.clock = clock
         self.pipe, far = Pipe()
-        self.runner = make_runner()
+        self.runner = make_runner(is_late=self.is_late)
         self.drafts = RelayDraftClient()
         limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
         deadlines = dict.fromkeys(("first_deadline_s", "min_deadline_s", "max_deadline_s"), deadline_s)
         speculation = CoordinatorConfig(**limits, **deadlines)
-        self.engine = VerifierEngine(
+        self.engine = (LateEngine if self.is_late else VerifierEngine)(
             self.runner,
             Scheduler(SchedulerConfig(**limits), BlockPool(self.runner.num_blocks, self.runner.block_size)),
             DraftCoordinator(self.drafts, speculation),
             clock=time.monotonic,
             generator=torch.Generator().manual_seed(0),
             pricing=make_pricing(self.drafts),
+            runs_apart=self.is_late,
         )
         self.outputs: list[RequestOutput] = []
         self.relays: list[Relay] = []
@@ -136,6 +155,13 @@ def draft_for(ask: Commit, token_ids: tuple[int, ...]) -> Relay:
         token_ids=token_ids,
     )
     return Relay(peer="d", payload=encode(draft))
+
+
+@pytest.fixture(params=[False, True], ids=["", "late"], autouse=True)
+def is_late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Every loop of this module is one whose logits are there at once, and one whose are late."""
+    monkeypatch.setattr(Loop, "is_late", request.param)
+    return request.param
 
 
 class LearningLast(DraftPricing):
@@ -333,6 +359,34 @@ def test_loads_count_what_drafters_did():
         (of_d,) = load.drafters
         assert of_d.drafter_id == "d"
         assert 0 < of_d.round_trip_s < PATIENCE_S
+
+
+def test_while_a_step_runs_the_one_before_is_told_and_what_arrives_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loop, "is_late", True)
+    with looping() as loop:
+        loop.engine.gate = threading.Semaphore(1)
+        loop.say(make_request("a", max_tokens=3))
+        loop.hear_until(lambda: loop.outputs)  # of the first step: the second one's gate is closed
+        assert loop.runner.is_running
+        assert loop.tokens("a") == greedy_tokens(1)
+        loop.say(Cancel(request_id="a"), make_request("b", prompt=(1,), max_tokens=3))
+        loop.engine.gate.release(20)
+        loop.hear_until(lambda: "b" in loop.finished())
+        assert loop.tokens("b") == greedy_tokens(3, (1,))
+        assert "a" not in loop.finished()
+        assert loop.tokens("a") == greedy_tokens(len(loop.tokens("a")))
+
+
+def test_asks_are_told_before_the_next_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loop, "is_late", True)
+    with looping() as loop:
+        loop.engine.gate = threading.Semaphore(1)
+        loop.say(PeerState(peer="d", is_up=True), make_request("a", max_tokens=4, **wait_for_drafts(2)))
+        loop.say(make_request("b", prompt=(1,), max_tokens=3))
+        loop.hear_until(loop.asks)
+        assert not loop.outputs, "the step's tokens wait for the next to run, its asks do not"
+        loop.engine.gate.release(20)
+        loop.hear_until(lambda: "b" in loop.finished())
 
 
 def test_a_load_says_which_requests_run():

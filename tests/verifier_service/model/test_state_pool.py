@@ -8,6 +8,7 @@ import torch
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
 from outrider.verifier_service.model.state_pool import MAX_MESSAGE_BYTES, StatePool, require_taps
+from tiny.played_graphs import without_host
 
 BLOCK_SIZE, WIDTH = 4, 3
 
@@ -84,3 +85,31 @@ def test_a_layer_that_is_not_there_is_refused():
     require_taps((0, 1, FINAL_TAP), num_layers=2)
     with pytest.raises(ValueError, match="state_taps: layer 2, the model has 2"):
         require_taps((2,), num_layers=2)
+
+
+def test_writes_that_nobody_has_read_yet_are_those_of_their_step() -> None:
+    """The device's memory is another step's by the time that a write is put where it belongs."""
+    pool = StatePool(num_blocks=4, block_size=2, width=1, dtype=torch.float32)
+    held = torch.zeros(2, 1)
+    for step in range(5):
+        held.fill_(step)
+        pool.write([step, 7], held)
+        held.fill_(-1.0)
+    assert pool.read([0, 1, 2, 3], 0, 8)[:, 0].tolist() == [0, 1, 2, 3, 4, 0, 0, 4]
+
+
+def test_moves_and_copies_come_after_the_writes_before_them() -> None:
+    pool = StatePool(num_blocks=4, block_size=2, width=1, dtype=torch.float32)
+    pool.write([0, 1], torch.tensor([[5.0], [6.0]]))
+    pool.move_slots([1], [2])
+    pool.write([1], torch.tensor([[7.0]]))
+    pool.copy_blocks([0], [3])
+    pool.write([0], torch.tensor([[8.0]]))
+    assert pool.read([0, 1, 2, 3], 0, 8)[:, 0].tolist() == [8, 7, 6, 0, 0, 0, 5, 7]
+
+
+def test_a_write_reads_nothing_back() -> None:
+    pool = StatePool(num_blocks=4, block_size=2, width=1, dtype=torch.float32)
+    states = torch.ones(1, 1)
+    without_host(lambda: pool.write([3], states))
+    assert pool.read([1], 1, 2).tolist() == [[1.0]]

@@ -10,6 +10,7 @@ import torch
 from outrider.verifier_service.messages.request import RequestOutput, TokenLogprobs
 from outrider.verifier_service.messages.wire import encode
 from outrider.verifier_service.sampling.logprobs import LogprobsQuery, encoded_bytes, token_logprobs
+from tiny.played_graphs import HostReads
 
 
 def test_one_row_by_hand():
@@ -61,3 +62,15 @@ def test_the_bytes_of_entries_are_bounded_tightly(num_top: int):
     full = RequestOutput(request_id="a", token_ids=(), prompt_logprobs=(entry,) * 1000)
     num_bytes = len(encode(full)) - len(encode(empty))
     assert 0.8 * encoded_bytes(1000, num_top) < num_bytes <= encoded_bytes(1000, num_top)
+
+
+def test_all_is_read_back_in_one_copy() -> None:
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(2))
+    queries = [
+        LogprobsQuery(rows=(0, 1), token_ids=(3, 4), num_top=2),
+        LogprobsQuery(rows=(3,), token_ids=(0,), num_top=0),
+    ]
+    with HostReads() as reads:
+        token_logprobs(logits, queries)
+    assert [name for name in reads.names if name not in ("numpy", "tolist")] == ["cpu"]
+    assert reads.names.index("cpu") < reads.names.index("tolist")

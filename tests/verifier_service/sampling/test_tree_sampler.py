@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from exactness.law import assert_law, rejects_law
 from fakes.enumerated import (
     Drawn,
     Laws,
@@ -24,8 +25,10 @@ from fakes.enumerated import (
 )
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow, check_draft
 from outrider.verifier_service.messages.tree import VerifiedTokens, parents_of
+from outrider.verifier_service.sampling.device_verification import SampledRows
 from outrider.verifier_service.sampling.rejection_sampler import verify_batch_by_rejection
 from outrider.verifier_service.sampling.tree_sampler import RandomChoices, tree_choices, verify_tree, verify_trees
+from tiny.device_judging import Plant, verify_as_on_device
 
 HIGHEST = 1 - 2**-53
 VOCAB_SIZE = 3
@@ -56,10 +59,16 @@ def by_batch(target: list[list[float]], draft: Draft | None, uniforms: list[floa
     return verified.token_ids, list(verified.path)
 
 
+def on_device(target: list[list[float]], draft: Draft | None, uniforms: list[float]) -> tuple[list[int], list[int]]:
+    padded = torch.tensor((uniforms + [0.0] * len(target))[: len(target)], dtype=torch.float64)
+    (verified,) = verify_as_on_device(torch.tensor(target, dtype=torch.float64), [draft], padded)
+    return verified.token_ids, list(verified.path)
+
+
 Verified = Callable[[list[list[float]], Draft | None, list[float]], tuple[list[int], list[int]]]
 
 
-@pytest.fixture(params=[by_reference, by_batch], ids=["reference", "batch"])
+@pytest.fixture(params=[by_reference, by_batch, on_device], ids=["reference", "batch", "device"])
 def verified(request: pytest.FixtureRequest) -> Verified:
     return request.param
 
@@ -345,6 +354,7 @@ def test_the_batch_matches_the_reference() -> None:
         num_second += any(draft.parents[index] in draft.parents[:index] for index in tokens.path)
     assert num_accepted > 200
     assert num_second > 50
+    assert verify_as_on_device(torch.from_numpy(np.concatenate(targets)), drafts, torch.from_numpy(uniforms)) == batch
     assert verify_trees(torch.zeros(0, 4), [], torch.zeros(0, dtype=torch.float64)) == []
 
 
@@ -361,22 +371,80 @@ def test_a_chain_commits_what_the_chain_sampler_commits() -> None:
     assert [tokens.token_ids for tokens in verify_trees(probs, chains, uniforms)] == expected
 
 
-def test_enumeration_is_what_uniforms_do() -> None:
-    """The reference's choices, made by many uniforms, come out as often as enumeration says."""
-    draft = tree((ROOT, 0), (ROOT, 1), (1, 2), rows=[{0: 0.75, 1: 0.125, 2: 0.125}, {0: 0.5, 2: 0.5}])
+# a tree whose second branch is met with what the first one left, and uniforms that make every choice
+SMALL_TREE = tree((ROOT, 0), (ROOT, 1), (1, 2), rows=[{0: 0.75, 1: 0.125, 2: 0.125}, {0: 0.5, 2: 0.5}])
+POINTS = tree((ROOT, 0), (ROOT, 1), (1, 2))
+Outcomes = dict[tuple[int, ...], float]
+
+
+def enumerated_outcomes(draft: Draft) -> tuple[torch.Tensor, Outcomes]:
+    """Return the target's rows along a draft and the probability of everything that the reference may commit."""
     target = torch.from_numpy(np.stack([TARGET(prefix) for prefix in prefixes_of(draft)]))
-    expected: dict[tuple[int, ...], float] = {}
+    expected: Outcomes = {}
     for tokens, prob in outcomes_of(lambda: tree_choices(target, draft)):
         key = tuple(tokens.token_ids)
         expected[key] = expected.get(key, 0.0) + prob
-    num_draws = 5_000
-    uniforms = torch.from_numpy(np.random.default_rng(2).random(num_draws * 4))
-    drawn = verify_trees(target.repeat(num_draws, 1), [draft] * num_draws, uniforms)
+    return target, expected
+
+
+def counted(drawn: list[VerifiedTokens], expected: Outcomes) -> tuple[np.ndarray, np.ndarray]:
+    """Return how often each outcome came, and its probability; any other came last."""
     counts = dict.fromkeys(expected, 0)
     for tokens in drawn:
-        counts[tuple(tokens.token_ids)] += 1
-    for key, prob in expected.items():
-        assert counts[key] / num_draws == pytest.approx(prob, abs=5 * np.sqrt(prob * (1 - prob) / num_draws) + 1e-9)
+        counts[tuple(tokens.token_ids)] = counts.get(tuple(tokens.token_ids), 0) + 1
+    others = sum(count for key, count in counts.items() if key not in expected)
+    return np.array([*(counts[key] for key in expected), others]), np.array([*expected.values(), 0.0])
+
+
+def test_enumeration_is_what_uniforms_do() -> None:
+    """The reference's choices, made by many uniforms, come out as often as enumeration says."""
+    target, expected = enumerated_outcomes(SMALL_TREE)
+    num_draws = 5_000
+    uniforms = torch.from_numpy(np.random.default_rng(2).random(num_draws * 4))
+    assert_law(*counted(verify_trees(target.repeat(num_draws, 1), [SMALL_TREE] * num_draws, uniforms), expected))
+
+
+def on_device_counts(draft: Draft, plant: Plant = lambda rows: rows) -> tuple[np.ndarray, np.ndarray]:
+    target, expected = enumerated_outcomes(draft)
+    num_draws = 20_000
+    uniforms = torch.from_numpy(np.random.default_rng(3).random(num_draws * 4))
+    drafts = [draft] * num_draws
+    return counted(verify_as_on_device(target.repeat(num_draws, 1), drafts, uniforms, plant=plant), expected)
+
+
+@pytest.mark.parametrize("draft", [SMALL_TREE, POINTS], ids=["sampled", "points"])
+def test_the_device_keeps_the_law_of_trees(draft: Draft) -> None:
+    assert_law(*on_device_counts(draft))
+
+
+def used_twice(rows: SampledRows) -> SampledRows:
+    """Mistake: the last token is drawn by the number that judged the last sibling."""
+    return replace(rows, last_uniforms=(rows.last_uniforms - 1).clamp(min=0))
+
+
+def same_for_siblings(rows: SampledRows) -> SampledRows:
+    """Mistake: siblings are judged by one number."""
+    uniforms = rows.families.uniforms[:1].expand_as(rows.families.uniforms).contiguous()
+    return replace(rows, families=replace(rows.families, uniforms=uniforms))
+
+
+def as_points(rows: SampledRows) -> SampledRows:
+    """Mistake: the row that siblings were drawn from is forgotten."""
+    return replace(rows, families=replace(rows.families, weights=torch.zeros_like(rows.families.weights)))
+
+
+def taking_nothing(rows: SampledRows) -> SampledRows:
+    """Mistake: nothing is taken out of the target's law after the last sibling."""
+    nobody = torch.full_like(rows.families.of_rows, len(rows.families.rows) - 1)
+    return replace(rows, families=replace(rows.families, of_rows=nobody))
+
+
+@pytest.mark.parametrize(
+    ("draft", "plant"),
+    [(SMALL_TREE, used_twice), (POINTS, same_for_siblings), (SMALL_TREE, as_points), (SMALL_TREE, taking_nothing)],
+)
+def test_the_law_of_trees_on_a_device_can_fail(draft: Draft, plant: Plant) -> None:
+    assert rejects_law(*on_device_counts(draft, plant))
 
 
 def test_shapes_are_checked() -> None:

@@ -31,11 +31,12 @@ from outrider.verifier_service.messages.request import AcceptanceRule, SamplingP
 from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.sampling.block_verification import verify_blocks
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
+from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.rejection_sampler import verify_batch_by_rejection
 from outrider.verifier_service.sampling.sampler import choose, target_probs
 from outrider.verifier_service.sampling.tree_sampler import verify_trees
 from outrider.verifier_service.sampling.typical_acceptance import typical_path
-from outrider.verifier_service.sampling.verification import VerificationEntry, verify
+from outrider.verifier_service.sampling.verification import verify
 
 VOCAB_SIZE = 5
 DRAFT_VOCAB_SIZE = 6  # one id of padding, which a careless drafter draws

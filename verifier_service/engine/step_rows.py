@@ -1,0 +1,42 @@
+"""Which rows of a step's logits the engine looks at, and what it reads of them besides the verified tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from outrider.verifier_service.messages.request import TokenLogprobs
+from outrider.verifier_service.model.paged_metadata import upload
+from outrider.verifier_service.sampling.logprobs import LogprobsQuery, token_logprobs
+from outrider.verifier_service.scheduling.outcome import Outcome, num_choice_rows
+from outrider.verifier_service.scheduling.schedule import ScheduledRequest
+
+
+def sampling_rows(items: Sequence[ScheduledRequest], first_rows: Sequence[int]) -> list[int] | None:
+    """Return the rows that tokens are chosen from: all but the prompts'; None: there are no others."""
+    if all(item.num_prompt_rows == 0 for item in items):
+        return None
+    return [
+        row + item.num_prompt_rows + offset
+        for item, row in zip(items, first_rows, strict=True)
+        for offset in range(num_choice_rows(item))
+    ]
+
+
+def on_device(rows: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Send rows to the logits' device, int64, without waiting for it."""
+    return upload([np.array(rows, np.int64)], device)[0]
+
+
+def output_logprobs(outcomes: Sequence[Outcome], logits: torch.Tensor) -> list[tuple[TokenLogprobs, ...] | None]:
+    """Look up the committed tokens of the requests that want it, None for the others."""
+    wanted = [outcome.item.request.sampling.logprobs for outcome in outcomes]
+    queries = [
+        LogprobsQuery(rows=outcome.rows, token_ids=outcome.committed, num_top=num_top)
+        for outcome, num_top in zip(outcomes, wanted, strict=True)
+        if num_top is not None
+    ]
+    found = iter(token_logprobs(logits, queries))
+    return [None if num_top is None else tuple(next(found)) for num_top in wanted]

@@ -1,0 +1,66 @@
+"""What one request brings to a step's verification."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.verifier_service.messages.draft import Draft
+from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams
+from outrider.verifier_service.messages.tree import depths
+from outrider.verifier_service.sampling.logits_processors import LogitEdits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerificationEntry:
+    """One request's share of a step: `num_rows` consecutive rows of logits.
+
+    Row 0 follows the last committed token, row i + 1 follows draft token i, in a chain and in a tree.
+    """
+
+    sampling: SamplingParams
+    draft: Draft | None
+    position: int  # absolute position of the first token to be chosen: what row 0 chooses
+    edits: LogitEdits | None = None  # to be made before anything is chosen
+
+    @property
+    def draft_token_ids(self) -> tuple[int, ...]:
+        return () if self.draft is None else self.draft.token_ids
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.draft_token_ids) + 1
+
+    @property
+    def positions(self) -> list[int]:
+        """Return the absolute position of what each row chooses: in a tree, as deep as the token that it follows."""
+        if self.draft is None or self.draft.parents is None:
+            return list(range(self.position, self.position + self.num_rows))
+        return [self.position, *(self.position + depth + 1 for depth in depths(self.draft.parents))]
+
+    @property
+    def rule(self) -> AcceptanceRule:
+        """By what the draft is judged: whatever was drawn as a tree, never by blocks; see block_verification.py."""
+        is_tree = self.draft is not None and self.draft.parents is not None
+        if self.sampling.acceptance is AcceptanceRule.BLOCK and is_tree:
+            return AcceptanceRule.STANDARD
+        return self.sampling.acceptance
+
+
+def first_rows(entries: Sequence[VerificationEntry]) -> list[int]:
+    """Return each entry's first row."""
+    return list(itertools.accumulate((entry.num_rows for entry in entries), initial=0))[:-1]
+
+
+def rows_of_members(entries: Sequence[VerificationEntry], members: Sequence[int]) -> list[int]:
+    """Return the rows of some of the entries, one entry's after the other's."""
+    starts = first_rows(entries)
+    return [starts[index] + offset for index in members for offset in range(entries[index].num_rows)]
+
+
+def edits_by_row(entries: Sequence[VerificationEntry]) -> list[tuple[int, LogitEdits]]:
+    """Return the edits of the entries that have any, with their first rows."""
+    assert all(entry.edits is None or len(entry.edits.biases) == entry.num_rows for entry in entries)
+    starts = first_rows(entries)
+    return [(row, entry.edits) for row, entry in zip(starts, entries, strict=True) if entry.edits is not None]
