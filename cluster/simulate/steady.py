@@ -15,6 +15,7 @@ from outrider.cluster.simulate.load import LengthLaw
 from outrider.cluster.simulate.simulation import FleetShape
 
 MAX_ITERATIONS = 24  # rows in flight and prompts depend on the round, which depends on them: errors halve in each
+NUM_AVERAGED = 12  # of the last rounds, where a drafter that gets as far as a position in one does not in the next
 TOLERANCE = 1e-3  # of the rows of a round, from which on they are taken as found
 
 
@@ -71,8 +72,9 @@ def _settled(
     """Return the state of one way to run rounds; None: without drafts."""
     timing = fleet.verifier.timing
     context = lengths.num_prompt_tokens + lengths.num_output_tokens / 2  # of a request, half-way
-    rows_in_flight, num_prefill = 0.0, 0.0
-    for _ in range(MAX_ITERATIONS):
+    rows_in_flight, num_prefill = 0.0, num_decoding * lengths.num_prompt_tokens / lengths.num_output_tokens
+    committed = seconds = 0.0
+    for iteration in range(MAX_ITERATIONS):
         load = RoundLoad(
             num_decoding=num_decoding,
             num_at_least=(num_decoding,) * draft_length,
@@ -84,19 +86,22 @@ def _settled(
             found = choose_round(load, timing, None, acceptance)
         else:
             found = way(load, timing, speed)
-        committed = num_decoding + found.share * load.expected_accepted(acceptance)[found.longest]
+        committed_now = num_decoding + found.share * load.expected_accepted(acceptance)[found.longest]
         # requests end as fast as others begin, each with its prompt
-        prefill_error = committed * lengths.num_prompt_tokens / lengths.num_output_tokens - num_prefill
+        prefill_error = committed_now * lengths.num_prompt_tokens / lengths.num_output_tokens - num_prefill
         rows_error = found.rows_in_flight - rows_in_flight
         if max(abs(prefill_error), abs(rows_error)) <= TOLERANCE * num_decoding:
+            committed, seconds = committed_now, found.seconds
             break
+        if iteration >= MAX_ITERATIONS - NUM_AVERAGED:
+            committed, seconds = committed + committed_now, seconds + found.seconds
         num_prefill += prefill_error / 2
         rows_in_flight += rows_error / 2
     return SteadyState(
         num_decoding=num_decoding,
         draft_length=draft_length,
-        tokens_per_s=fleet.num_verifiers * committed / found.seconds,
-        tpot_s=found.seconds * num_decoding / committed,
+        tokens_per_s=fleet.num_verifiers * committed / seconds,
+        tpot_s=seconds * num_decoding / committed,
     )
 
 

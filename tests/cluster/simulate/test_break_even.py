@@ -30,7 +30,7 @@ BOUNDS = LatencyBounds(tpot_s=0.02)
 def few_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(break_even, "ACCEPTANCES", (0.5, 0.7))
     monkeypatch.setattr(break_even, "LINKS_MS", (0.5, 10.0))
-    monkeypatch.setattr(break_even, "POOL_SIZES", (1, 2))
+    monkeypatch.setattr(break_even, "POOL_SIZES", (2, 4))
 
 
 def study(drafter_price: float) -> BreakEven:
@@ -47,10 +47,9 @@ def test_drafters_pay_below_the_break_even_price_and_not_above_it() -> None:
         assert found.price_ratio == pytest.approx(ratio * factor)
 
 
-def test_more_acceptance_and_a_nearer_drafter_pay_at_higher_prices() -> None:
-    ratios = study(1.0).ratios
-    assert (ratios[0.7][0.5] or 0.0) > (ratios[0.5][0.5] or 0.0)
-    assert (ratios[0.7][0.5] or 0.0) > (ratios[0.7][10.0] or 0.0)
+def test_a_nearer_drafter_pays_at_higher_prices() -> None:
+    for row in study(1.0).ratios.values():
+        assert (row[0.5] or 0.0) > (row[10.0] or 0.0)
 
 
 def test_prices_move_no_break_even() -> None:
