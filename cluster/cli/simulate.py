@@ -6,7 +6,7 @@ import contextlib
 import gc
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +24,30 @@ if TYPE_CHECKING:
 PLAIN_WIDTH = 170
 SELDOM = 100  # times as many new objects until the garbage collector looks
 NAME = "simulate"  # of the work, as it is shown
-PLAN, FLEET, LOAD, DAY = "plan", "fleet", "load", "day"
+PLAN, BREAK_EVEN, FLEET, LOAD, DAY = "plan", "break-even", "fleet", "load", "day"
+# The names of `ACCELERATORS`: a test compares them, since that module is imported when the verb runs.
+BIG, SMALL = ("H100", "H200", "B200"), ("L4", "A10G", "L40S", "CPU")
 
 _OPTIONS = (
     click.option(
         "--study",
-        type=click.Choice([PLAN, FLEET, LOAD, DAY]),
+        type=click.Choice([PLAN, BREAK_EVEN, FLEET, LOAD, DAY]),
         default=PLAN,
         show_default=True,
-        help="plan: how many of each for --qps. fleet: one fleet. load: every way to set draft lengths at --loads. "
-        "day: pools that scale over a day of --qps on average.",
+        help="plan: how many of each for --qps, and at what price. break-even: from which price, acceptance and link "
+        "on drafters of their own pay, by the arithmetic of a round. fleet: one fleet. load: every way to set draft "
+        "lengths at --loads. day: pools that scale over a day of --qps on average.",
     ),
-    click.option("--accelerator", type=click.Choice(["H100", "H200", "B200"]), default="H100", show_default=True),
+    click.option("--accelerator", type=click.Choice(BIG), default="H100", show_default=True),
+    click.option(
+        "--draft-accelerator", type=click.Choice((*BIG, *SMALL)), help="Of drafters. Default: as --accelerator."
+    ),
+    click.option(
+        "--price-per-hour",
+        multiple=True,
+        metavar="NAME=PRICE",
+        help="Of one accelerator, such as H100=2.5; may be repeated. Defaults: docs/results/money.md.",
+    ),
     click.option("--target-params", type=float, default=70e9, show_default=True, help="Parameters of the target."),
     click.option("--draft-params", type=float, default=1e9, show_default=True, help="Parameters of the draft model."),
     click.option("--tensor-parallel-size", "-tp", type=click.IntRange(min=1), help="Default: the least that holds it."),
@@ -144,6 +156,16 @@ def _plan(plot_file: Path | None, *, qps: float, seed: int, duration_s: float, *
     return plan_table(plan), plan
 
 
+def _break_even(plot_file: Path | None, **options: Any) -> tuple[Any, Any]:
+    from outrider.cluster.simulate.break_even import study_break_even
+    from outrider.cluster.simulate.report import break_even_table
+
+    if plot_file is not None:
+        raise ValueError("--plot: a break-even has none")
+    found = study_break_even(_system(**options), _load(**options), _bounds(**options))
+    return break_even_table(found), found
+
+
 def _fleet(
     plot_file: Path | None,
     *,
@@ -246,12 +268,20 @@ def _day(
     return day_table(found), found
 
 
-_STUDIES: dict[str, Callable[..., tuple[Any, Any]]] = {PLAN: _plan, FLEET: _fleet, LOAD: _loads, DAY: _day}
+_STUDIES: dict[str, Callable[..., tuple[Any, Any]]] = {
+    PLAN: _plan,
+    BREAK_EVEN: _break_even,
+    FLEET: _fleet,
+    LOAD: _loads,
+    DAY: _day,
+}
 
 
 def _system(
     *,
     accelerator: str,
+    draft_accelerator: str | None,
+    price_per_hour: Sequence[str],
     target_params: float,
     draft_params: float,
     tensor_parallel_size: int | None,
@@ -266,6 +296,7 @@ def _system(
     from dataclasses import replace
 
     from outrider.cluster.simulate.accelerators import ACCELERATORS, StepTiming
+    from outrider.cluster.simulate.money import prices_with
     from outrider.cluster.simulate.system import System
 
     system = replace(
@@ -279,6 +310,8 @@ def _system(
         num_speculative_tokens=num_speculative_tokens,
         link_s=link_ms / 1e3,
         hit_rate=hit_rate,
+        draft_accelerator=None if draft_accelerator is None else ACCELERATORS[draft_accelerator],
+        prices_per_hour=prices_with(price_per_hour),
     )
 
     def fit(option: str, text: str | None, timing: StepTiming) -> StepTiming | None:
@@ -290,7 +323,7 @@ def _system(
         return replace(timing, base_s=numbers[0], token_s=numbers[1], context_token_s=numbers[2])
 
     roofline = StepTiming.roofline(system.accelerator, system.target, system.tensor_parallel_size)
-    draft_roofline = StepTiming.roofline(system.accelerator, system.draft, draft_tensor_parallel_size)
+    draft_roofline = StepTiming.roofline(system.drafters_on, system.draft, draft_tensor_parallel_size)
     return replace(
         system,
         step_fit=fit("--step-fit", step_fit, roofline),

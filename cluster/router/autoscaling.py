@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 FIRST_POOL = "default"  # of drafters: the one that `speculative_config` and `num_drafters` describe
 DOWNSCALE_SHARE = 0.8  # of the targets: fewer replicas must hold the load with this much to spare
 SPARE_FILL = 0.5  # of the knee: filled to less, verifiers may go whatever the price says
+# Settings by which loads are divided.
 _POSITIVE = ("requests_per_verifier", "kv_usage", "sessions_per_drafter", "queue_per_drafter", "max_late_share")
 
 

@@ -25,7 +25,7 @@ from outrider.verifier_service.messages.engine import (
 from outrider.verifier_service.messages.link import DrafterEndpoint
 from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 
-UNKNOWN_POOL = ""
+UNKNOWN_POOL = ""  # of drafters that only a verifier's links tell of: the router has just started
 
 
 class PlacementReason(enum.StrEnum):
@@ -38,6 +38,7 @@ class PlacementReason(enum.StrEnum):
     SPREAD = "spread"  # what is known of loads is too old, so that requests go anywhere alike
 
 
+# Reasons that more drafters would end: they count for the autoscaler.
 LACKS_DRAFTER = frozenset({DisabledReason.DRAFTER_UNAVAILABLE, DisabledReason.DRAFTER_TIMEOUT})
 
 

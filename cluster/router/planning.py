@@ -38,7 +38,7 @@ from outrider.cluster.router.judging import Entrant, Judge, Verdict
 from outrider.cluster.router.routing import DrafterDesk
 from outrider.verifier_service.messages.request import DisabledReason, EnabledReason, SpeculationPlan
 
-URGENT_WORTH = 2.0  # of a token of an urgent request; of a lesser one's the inverse
+URGENT_WORTH = 2.0  # of a token of an urgent request; of a lesser one's the inverse: a nudge, for prices differ by more
 AMPLE_SHARE = 0.5  # of its target inter-token time: a request that takes less can afford to lose its drafts
 
 

@@ -43,12 +43,12 @@ from outrider.verifier_service.messages.engine import DrafterPerformance
 from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 
 WAITING_WEIGHT = 4.0  # a request in the queue delays the next one more than one that runs
-KV_WEIGHT = 16.0  # a full KV cache counts as much as so many running requests
-PRICE_WEIGHT = 8.0  # so does a price of 1
-AFFINITY_LOAD_FACTOR = 1.25
+KV_WEIGHT = 16.0  # a full KV cache counts as much as so many running requests: beyond it they are preempted
+PRICE_WEIGHT = 8.0  # so does a price of 1: compute-bound, one more request slows all others down
+AFFINITY_LOAD_FACTOR = 1.25  # times the least load: a cached prefix saves less than a longer wait would cost
 AFFINITY_SLACK = 4.0  # in running requests; without it an idle fleet would never keep a prefix together
 MIN_ROUND_TRIP_S = 0.001  # shorter ones do not tell drafters apart
-WORSE_POOL = 1.25  # times the time per token in the best pool: requests leave it
+WORSE_POOL = 1.25  # times the time per token in the best pool: requests leave it; less is what loads do to either
 MIN_SHARE_IN_TIME = 0.1  # of a drafter's drafts: with less it seems ten times as slow as it is, and no slower
 
 

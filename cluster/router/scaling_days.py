@@ -34,9 +34,9 @@ class Moment:
     sizes: PoolSizes
 
 
-_MOMENT: TypeAdapter[Moment] = TypeAdapter(Moment)
-INTERVAL_S = 1.0
-_GZIP_MAGIC = b"\x1f\x8b"
+_MOMENT: TypeAdapter[Moment] = TypeAdapter(Moment)  # made once: making one takes longer than reading a line
+INTERVAL_S = 1.0  # between moments in which only figures changed: a day has then 86,400 lines at most
+_GZIP_MAGIC = b"\x1f\x8b"  # which a day that was packed since begins with (RFC 1952)
 
 
 class DayRecorder:

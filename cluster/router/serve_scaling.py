@@ -32,10 +32,10 @@ from outrider.cluster.router.scaling_days import DayRecorder, Moment
 from outrider.cluster.router.scaling_figures import Figures, pools_load
 
 logger = logging.getLogger("ray.serve")  # the one that the controller, where policies run, writes to its log
-GATEWAY_TARGETS = {"num_requests": 256.0}
+GATEWAY_TARGETS = {"num_requests": 256.0}  # streams of one gateway: as many as a verifier runs at once
 
 
-_DRAFTERS = "Drafter"
+_DRAFTERS = "Drafter"  # the deployment of the first pool, as users of one pool know it
 _JOINT = "-"  # between that and the name of a pool, but of the first
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from outrider.verifier_service.messages.engine import StepTime
 
 BYTES_PER_PARAM = 2  # bf16
-USABLE_HBM = 0.9  # what servers hand out by default (vLLM's gpu_memory_utilization)
+USABLE_MEMORY = 0.9  # what servers hand out by default (vLLM's gpu_memory_utilization)
 MAX_WEIGHT_SHARE = 0.6  # of the usable memory, where the tensor-parallel size is not given: KV needs room
-# Published peaks are not reached. Matrix products come to about 80 % of the bf16 peak on these three (mamf-finder,
+# Published peaks are not reached. Matrix products come to about 80 % of the bf16 peak on the first three (mamf-finder,
 # https://github.com/stas00/ml-engineering/tree/master/compute/accelerator), copies to about 90 % of the bandwidth; a
 # step is not made of large products alone.
 COMPUTE_EFFICIENCY = 0.7
@@ -32,21 +32,32 @@ class Accelerator:
 
     name: str
     flops_per_s: float  # bf16, dense (data sheets that say "with sparsity" give twice as much)
-    hbm_bytes_per_s: float
-    hbm_bytes: float
-    link_bytes_per_s: float  # NVLink, one direction
+    bytes_per_s: float  # of its memory
+    memory_bytes: float
+    link_bytes_per_s: float  # between two of them, one direction: NVLink, PCIe or UPI
 
 
 ACCELERATORS = {
     accelerator.name: accelerator
     for accelerator in (
         # https://www.nvidia.com/en-us/data-center/h100/ (SXM: 1,979 TFLOP/s with sparsity, 3.35 TB/s, 80 GB, 900 GB/s)
-        Accelerator(name="H100", flops_per_s=989e12, hbm_bytes_per_s=3.35e12, hbm_bytes=80e9, link_bytes_per_s=450e9),
+        Accelerator(name="H100", flops_per_s=989e12, bytes_per_s=3.35e12, memory_bytes=80e9, link_bytes_per_s=450e9),
         # https://www.nvidia.com/en-us/data-center/h200/ (SXM: 1,979 TFLOP/s with sparsity, 4.8 TB/s, 141 GB, 900 GB/s)
-        Accelerator(name="H200", flops_per_s=989e12, hbm_bytes_per_s=4.8e12, hbm_bytes=141e9, link_bytes_per_s=450e9),
+        Accelerator(name="H200", flops_per_s=989e12, bytes_per_s=4.8e12, memory_bytes=141e9, link_bytes_per_s=450e9),
         # https://www.nvidia.com/en-us/data-center/dgx-b200/ (eight of them: 64 TB/s, 1,440 GB, 14.4 TB/s of NVLink);
         # bf16 dense 2,250 TFLOP/s: the table of https://github.com/stas00/ml-engineering (compute/accelerator)
-        Accelerator(name="B200", flops_per_s=2250e12, hbm_bytes_per_s=8e12, hbm_bytes=180e9, link_bytes_per_s=900e9),
+        Accelerator(name="B200", flops_per_s=2250e12, bytes_per_s=8e12, memory_bytes=180e9, link_bytes_per_s=900e9),
+        # https://www.nvidia.com/en-us/data-center/l4/ (242 TFLOP/s with sparsity, 300 GB/s, 24 GB, PCIe 4.0 x16)
+        Accelerator(name="L4", flops_per_s=121e12, bytes_per_s=300e9, memory_bytes=24e9, link_bytes_per_s=32e9),
+        # https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf (bf16 dense 70
+        # TFLOP/s, below the A10's 125; 600 GB/s, 24 GB, PCIe 4.0 x16)
+        Accelerator(name="A10G", flops_per_s=70e12, bytes_per_s=600e9, memory_bytes=24e9, link_bytes_per_s=32e9),
+        # https://www.nvidia.com/en-us/data-center/l40s/ (362.05 TFLOP/s dense, 864 GB/s, 48 GB, PCIe 4.0 x16)
+        Accelerator(name="L40S", flops_per_s=362e12, bytes_per_s=864e9, memory_bytes=48e9, link_bytes_per_s=32e9),
+        # One socket of an Intel Xeon Platinum 8480+ (Intel's product page: 56 cores, 2.0 GHz, 8 channels of DDR5-4800,
+        # which is 307.2 GB/s, UPI of 16 GT/s on 24 lanes). AMX does 1,024 bf16 operations per cycle and core: a
+        # TDPBF16PS is 16 x 16 x 32 products and as many sums in 16 cycles. Memory: 8 modules of 64 GB, an assumption.
+        Accelerator(name="CPU", flops_per_s=115e12, bytes_per_s=307e9, memory_bytes=512e9, link_bytes_per_s=48e9),
     )
 }
 
@@ -117,7 +128,7 @@ class StepTiming:
         num_all_reduces = 2 * model.num_layers if tensor_parallel_size > 1 else 0.0
         ring = 2 * (tensor_parallel_size - 1) / tensor_parallel_size * model.hidden_size * BYTES_PER_PARAM
         compute_flops_per_s = tensor_parallel_size * COMPUTE_EFFICIENCY * accelerator.flops_per_s
-        memory_bytes_per_s = tensor_parallel_size * MEMORY_EFFICIENCY * accelerator.hbm_bytes_per_s
+        memory_bytes_per_s = tensor_parallel_size * MEMORY_EFFICIENCY * accelerator.bytes_per_s
         return cls(
             compute_token_s=2 * model.num_params / compute_flops_per_s,
             base_s=model.weight_bytes / memory_bytes_per_s,
@@ -143,14 +154,21 @@ class StepTiming:
 
 
 def kv_capacity(
-    accelerator: Accelerator, model: ModelShape, tensor_parallel_size: int, *, other_bytes: float = 0.0
+    accelerator: Accelerator,
+    model: ModelShape,
+    tensor_parallel_size: int,
+    *,
+    other_bytes: float = 0.0,
+    option: str = "tensor_parallel_size",
 ) -> int:
-    """Return the tokens of KV that fit beside the weights and `other_bytes`; raise `ValueError` when none does."""
-    free = USABLE_HBM * tensor_parallel_size * accelerator.hbm_bytes - model.weight_bytes - other_bytes
+    """Return the tokens of KV that fit beside the weights and `other_bytes`.
+
+    Raises `ValueError` naming `option` when none does.
+    """
+    free = USABLE_MEMORY * tensor_parallel_size * accelerator.memory_bytes - model.weight_bytes - other_bytes
     if free < model.kv_bytes_per_token:
         raise ValueError(
-            f"tensor_parallel_size: {model.num_params:.3g} parameters do not fit on {tensor_parallel_size} x "
-            f"{accelerator.name}"
+            f"{option}: {model.num_params:.3g} parameters do not fit on {tensor_parallel_size} x {accelerator.name}"
         )
     return int(free / model.kv_bytes_per_token)
 
@@ -158,7 +176,7 @@ def kv_capacity(
 def smallest_tensor_parallel_size(accelerator: Accelerator, model: ModelShape) -> int:
     """Return the fewest accelerators (1, 2, 4, 8) that hold the weights and leave room; raise `ValueError` if none."""
     size = 1
-    while model.weight_bytes > MAX_WEIGHT_SHARE * USABLE_HBM * size * accelerator.hbm_bytes:
+    while model.weight_bytes > MAX_WEIGHT_SHARE * USABLE_MEMORY * size * accelerator.memory_bytes:
         size *= 2
         if size > MAX_TENSOR_PARALLEL_SIZE:
             raise ValueError(f"num_params: {model.num_params:.3g} parameters do not fit on 8 x {accelerator.name}")

@@ -16,6 +16,7 @@ What is made anew in every round is a named tuple: a frozen dataclass takes thre
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,6 +101,20 @@ class SimulatedRound(NamedTuple):
         return self.share * sum(load.num_at_least[: self.longest])
 
 
+Way = Callable[[RoundLoad, StepTiming, DraftSpeed], SimulatedRound]
+
+
+def ways_of(num_decoding: int, speed: DraftSpeed) -> list[Way]:
+    """Return the ways to run a round of so many rows, some of which draft."""
+    ways: list[Way] = [_wait]
+    if not speed.is_local:
+        if speed.hit_rate > 0.0:
+            ways.append(_ahead)
+        if num_decoding >= 2:
+            ways.append(_groups)
+    return ways
+
+
 def choose_round(
     load: RoundLoad, timing: StepTiming, speed: DraftSpeed | None, acceptance_rate: float
 ) -> SimulatedRound:
@@ -107,13 +122,7 @@ def choose_round(
     if speed is None or load.num_drafting == 0:
         step_s = _step_s(load, timing, 0.0)
         return SimulatedRound(seconds=step_s, step_s=step_s)
-    ways = [_wait(load, timing, speed)]
-    if not speed.is_local:
-        if speed.hit_rate > 0.0:
-            ways.append(_ahead(load, timing, speed))
-        if load.num_decoding >= 2:
-            ways.append(_groups(load, timing, speed))
-
+    ways = [way(load, timing, speed) for way in ways_of(load.num_decoding, speed)]
     accepted = load.expected_accepted(acceptance_rate)
 
     def rate(way: SimulatedRound) -> float:

@@ -13,7 +13,9 @@ from rich.text import Text
 
 from outrider.cluster.common.terminal import NOTHING
 from outrider.cluster.simulate import figures as simulate_figures
+from outrider.cluster.simulate.break_even import BreakEven
 from outrider.cluster.simulate.figures import RunFigures
+from outrider.cluster.simulate.money import Worth
 from outrider.cluster.simulate.studies import DayStudy, FleetStudy, Plan
 
 FORMAT_VERSION = 1
@@ -73,31 +75,75 @@ def _num_turns(sizes: Sequence[int]) -> int:
     return sum(before != after for before, after in itertools.pairwise(moves))
 
 
+WORTHS: tuple[tuple[str, Callable[[Worth], float]], ...] = (
+    ("tokens/s per verifier device", lambda worth: worth.per_verifier_device),
+    ("per device", lambda worth: worth.per_device),
+    ("per price/h", lambda worth: worth.per_price),
+)
+WORTH_NOTE = (
+    "Tokens/s at the highest load within the bounds, with the best number of drafters; per price/h: for each unit of "
+    "price that is paid per hour."
+)
+
+
 def plan_table(plan: Plan) -> RenderableType:
-    """Draw what each layout needs for the rate, and what it gives on the same accelerators."""
+    """Draw what each layout needs for the rate, and what it gives for a device and for a price."""
     table = Table(title=f"{plan.qps:g} requests/s, {plan.share:.0%} of them within the bounds", title_justify="left")
-    for heading in ("layout", "verifiers", "drafters", "accelerators", "tokens/s per accelerator", "TPOT p50 ms"):
+    bought = ("verifiers", "drafters", "accelerators", "price/h")
+    for heading in ("layout", *bought, *(heading for heading, _ in WORTHS), "TPOT p50 ms"):
         table.add_column(heading, justify="left" if heading == "layout" else "right")
     for layout in plan.layouts:
         name, best = layout.name, layout.capacity
         if best is None:
-            table.add_row(name, *([NOTHING] * 3), "0", NOTHING)
+            table.add_row(name, *([NOTHING] * len(bought)), *(["0"] * len(WORTHS)), NOTHING)
             continue
+        purchase = plan.purchases[name]
         table.add_row(
             name,
-            str(plan.num_verifiers[name]),
-            str(plan.num_drafters[name]),
-            str(plan.num_accelerators[name]),
-            _number(plan.tokens_per_s_per_accelerator[name], 0),
+            str(purchase.num_verifiers),
+            str(purchase.num_drafters),
+            str(purchase.num_accelerators),
+            _number(purchase.price_per_hour, 2),
+            *(_number(value(plan.worths[name]), 0) for _, value in WORTHS),
             _number(best.tpot_p50_s, 1, 1e3),
         )
-    note = (
-        "Tokens/s per accelerator: at the highest load within the bounds, on as many accelerators as the first needs."
+    return Group(table, Text(WORTH_NOTE), Text(plan.verdict))
+
+
+def break_even_table(study: BreakEven) -> RenderableType:
+    """Draw what layouts give in steady states, and up to which price drafters of their own pay."""
+    table = Table(title=f"{study.num_verifiers} verifiers in a steady state", title_justify="left")
+    for heading in ("layout", "drafters", *(heading for heading, _ in WORTHS), "requests each", "draft", "TPOT ms"):
+        table.add_column(heading, justify="left" if heading == "layout" else "right")
+    for layout in study.layouts:
+        state = layout.state
+        table.add_row(
+            layout.name,
+            str(layout.num_drafters),
+            *(_number(value(layout.worth), 0) for _, value in WORTHS),
+            *((NOTHING,) * 3 if state is None else (str(state.num_decoding), str(state.draft_length))),
+            *(() if state is None else (_number(state.tpot_s, 1, 1e3),)),
+        )
+    return Group(table, Text(WORTH_NOTE), Text(study.verdict), Text(), _ratios_table(study))
+
+
+def _ratios_table(study: BreakEven) -> RenderableType:
+    title = (
+        f"A drafter's {study.draft_accelerator} may cost so much of a verifier's accelerator until drafters stop paying"
     )
-    return Group(table, Text(note), Text(plan.verdict))
+    table = Table(title=title, title_justify="left")
+    table.add_column("acceptance")
+    for link_ms in next(iter(study.ratios.values())):
+        table.add_column(f"link {link_ms:g} ms", justify="right")
+    for acceptance, row in study.ratios.items():
+        table.add_row(f"{acceptance:g}", *("never" if at is None else _number(at, 2) for at in row.values()))
+    wins = sum(at is not None and at >= study.price_ratio for row in study.ratios.values() for at in row.values())
+    places = sum(len(row) for row in study.ratios.values())
+    note = f"At the prices given it costs {study.price_ratio:.2f}: drafters pay at {wins} of {places} places."
+    return Group(table, Text(note))
 
 
-def to_json(value: FleetStudy | DayStudy | Plan | Sequence[RunFigures]) -> dict[str, Any]:
+def to_json(value: FleetStudy | DayStudy | Plan | BreakEven | Sequence[RunFigures]) -> dict[str, Any]:
     """Describe a study for programs: times in seconds, rates as fractions."""
     if isinstance(value, Sequence):
         body: dict[str, Any] = {"runs": [dataclasses.asdict(row) for row in value]}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from outrider.cluster.simulate.figures import LatencyBounds, RunFigures
 from outrider.cluster.simulate.load import Day, Workload, day_arrivals
+from outrider.cluster.simulate.money import Bill, Worth
 from outrider.cluster.simulate.scaling import ScalingOptions
 from outrider.cluster.simulate.simulation import FleetShape, PoolSample, Simulation
 from outrider.cluster.simulate.system import Arm, LoadLaw, System, adaptive_arm, arms, off_arm
@@ -22,6 +23,7 @@ NUM_BISECTIONS = 5
 MIN_REQUESTS = 200
 CELL_VERIFIERS = 4  # of the fleets that plans are made from
 DRAFTERS_PER_CELL = (1, 2, 4)
+DISAGGREGATED, CO_LOCATED, NO_DRAFTING = "disaggregated", "co-located", "no drafting"  # what layouts are called
 PAYS_FROM = 1.02  # ratios below are within the simulation's noise
 
 
@@ -55,25 +57,37 @@ class Layout:
     name: str
     num_verifiers: int  # of the fleet that was simulated
     num_drafters: int
-    num_accelerators: int
+    bill: Bill
     capacity: RunFigures | None  # at the highest rate that keeps the bounds; None: none does
 
     @property
     def capacity_qps(self) -> float:
         return 0.0 if self.capacity is None else self.capacity.qps
 
+    @property
+    def worth(self) -> Worth:
+        return Worth.of(0.0 if self.capacity is None else self.capacity.tokens_per_s, self.bill)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Purchase:
+    """What a layout takes for a rate, in whole replicas."""
+
+    num_verifiers: int
+    num_drafters: int
+    num_accelerators: int
+    price_per_hour: float
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How many of each are needed, and what else the same accelerators would give."""
+    """How many of each are needed, and what each layout gives for a device and for a price."""
 
     qps: float
     share: float
-    layouts: tuple[Layout, ...]  # one of a kind, the best of it
-    num_verifiers: dict[str, int]  # by layout; without those that never keep the bounds
-    num_drafters: dict[str, int]
-    num_accelerators: dict[str, int]
-    tokens_per_s_per_accelerator: dict[str, float]  # on the accelerators of the disaggregated layout
+    layouts: tuple[Layout, ...]  # the disaggregated ones first, each with the best number of drafters
+    purchases: dict[str, Purchase]  # by layout; without those that never keep the bounds
+    worths: dict[str, Worth]
     verdict: str
 
 
@@ -157,74 +171,92 @@ def make_plan(
     Fleets are taken to scale in proportion: requests share nothing but their verifier and its drafters.
     """
 
-    def capacity(name: str, fleet: FleetShape, arm: Arm) -> Layout:
+    def capacity(name: str, on: System, fleet: FleetShape, arm: Arm) -> Layout:
         found = _capacity(fleet, load, arm, bounds, share=share, duration_s=duration_s, seed=seed, on_run=on_run)
         return Layout(
             name=name,
             num_verifiers=fleet.num_verifiers,
             num_drafters=fleet.num_drafters,
-            num_accelerators=fleet.num_accelerators,
+            bill=on.bill(fleet),
             capacity=found,
         )
 
     adaptive = adaptive_arm(system.num_speculative_tokens)
     pools = [
-        capacity("disaggregated", system.disaggregated(CELL_VERIFIERS, num_drafters), adaptive)
-        for num_drafters in DRAFTERS_PER_CELL
+        max(
+            (
+                capacity(name, on, on.disaggregated(CELL_VERIFIERS, num_drafters), adaptive)
+                for num_drafters in DRAFTERS_PER_CELL
+            ),
+            key=lambda layout: layout.worth.per_price,
+        )
+        for name, on in with_pools(system).items()
     ]
-    layouts = (
-        max(pools, key=lambda layout: layout.capacity_qps / layout.num_accelerators),
-        capacity("co-located", system.colocated(CELL_VERIFIERS), adaptive),
-        capacity("no drafting", system.plain(CELL_VERIFIERS), off_arm()),
+    others = (
+        capacity(CO_LOCATED, system, system.colocated(CELL_VERIFIERS), adaptive),
+        capacity(NO_DRAFTING, system, system.plain(CELL_VERIFIERS), off_arm()),
     )
-    return plan_of(layouts, qps, share, system)
+    return plan_of((*pools, *others), qps, share)
 
 
-def plan_of(layouts: tuple[Layout, ...], qps: float, share: float, system: System) -> Plan:
-    """Scale the layouts to a rate; the first is the one that the others are compared with."""
-    reachable = [layout for layout in layouts if layout.capacity is not None]
-    verifiers = {item.name: math.ceil(item.num_verifiers * qps / item.capacity_qps) for item in reachable}
-    drafters = {item.name: math.ceil(item.num_drafters * qps / item.capacity_qps) for item in reachable}
-    accelerators = {
-        name: verifiers[name] * system.tensor_parallel_size + drafters[name] * system.draft_tensor_parallel_size
-        for name in verifiers
+def with_pools(system: System) -> dict[str, System]:
+    """Return the system with drafters on the verifiers' accelerators, and on others where they are named."""
+    accelerators = dict.fromkeys((system.accelerator, system.drafters_on))
+    return {
+        f"{DISAGGREGATED}, drafters on {accelerator.name}": replace(
+            system,
+            draft_accelerator=accelerator,
+            draft_fit=system.draft_fit if accelerator == system.drafters_on else None,
+        )
+        for accelerator in accelerators
     }
-    budget = accelerators.get(layouts[0].name) or max(accelerators.values(), default=1)
-    speeds = {layout.name: _speed_on(layout, budget, system) for layout in layouts}
+
+
+def plan_of(layouts: tuple[Layout, ...], qps: float, share: float) -> Plan:
+    """Scale the layouts to a rate and compare them by what a price brings."""
+    worths = {layout.name: layout.worth for layout in layouts}
     return Plan(
         qps=qps,
         share=share,
         layouts=layouts,
-        num_verifiers=verifiers,
-        num_drafters=drafters,
-        num_accelerators=accelerators,
-        tokens_per_s_per_accelerator=speeds,
-        verdict=_verdict(speeds, layouts[0].name),
+        purchases={layout.name: _purchase(layout, qps) for layout in layouts if layout.capacity is not None},
+        worths=worths,
+        verdict=verdict({name: worth.per_price for name, worth in worths.items()}),
     )
 
 
-def _speed_on(layout: Layout, budget: int, system: System) -> float:
-    """Return tokens per second and accelerator at the bounds, those of `budget` that stay idle included."""
-    if layout.capacity is None:
-        return 0.0
-    speed = layout.capacity.tokens_per_s
-    if layout.num_drafters:
-        return speed / layout.num_accelerators
-    return speed / layout.num_verifiers * (budget // system.tensor_parallel_size) / budget
+def _purchase(layout: Layout, qps: float) -> Purchase:
+    bill, scale = layout.bill, qps / layout.capacity_qps
+    num_verifiers, num_drafters = math.ceil(layout.num_verifiers * scale), math.ceil(layout.num_drafters * scale)
+    scaled = replace(
+        bill,
+        num_verifier_devices=num_verifiers * bill.num_verifier_devices // layout.num_verifiers,
+        num_drafter_devices=num_drafters * bill.num_drafter_devices // max(1, layout.num_drafters),
+    )
+    return Purchase(
+        num_verifiers=num_verifiers,
+        num_drafters=num_drafters,
+        num_accelerators=scaled.num_devices,
+        price_per_hour=scaled.price_per_hour,
+    )
 
 
-def _verdict(speeds: dict[str, float], disaggregated: str) -> str:
-    """Say whether a pool of drafters pays."""
-    name, best = max(((name, speed) for name, speed in speeds.items() if name != disaggregated), key=lambda at: at[1])
-    own = speeds[disaggregated]
-    if own == 0.0 and best == 0.0:
+def verdict(per_price: Mapping[str, float]) -> str:
+    """Say whether a pool of drafters pays, by each layout's tokens per price."""
+
+    def best(is_pool: bool) -> tuple[str, float]:
+        rows = [(name, at) for name, at in per_price.items() if name.startswith(DISAGGREGATED) == is_pool]
+        return max(rows, key=lambda row: row[1])
+
+    (pool, own), (name, other) = best(True), best(False)
+    if own == 0.0 and other == 0.0:
         return "No layout keeps the bounds at any load: relax them or take faster accelerators."
-    if own >= best * PAYS_FROM:
-        gain = f"{own / best - 1:.0%} more tokens per accelerator than {name}" if best else f"{name} misses the bounds"
-        return f"Disaggregation pays: {gain}."
-    if own >= best / PAYS_FROM:
-        return f"Disaggregation makes no difference: as many tokens per accelerator as {name}."
-    return f"Disaggregation does not pay: {1 - own / best:.0%} fewer tokens per accelerator than {name}."
+    if own >= other * PAYS_FROM:
+        gain = f"{own / other - 1:.0%} more tokens for the price than {name}" if other else f"{name} misses the bounds"
+        return f"Disaggregation pays ({pool}): {gain}."
+    if own >= other / PAYS_FROM:
+        return f"Disaggregation makes no difference ({pool}): as many tokens for the price as {name}."
+    return f"Disaggregation does not pay ({pool}): {1 - own / other:.0%} fewer tokens for the price than {name}."
 
 
 def _capacity(

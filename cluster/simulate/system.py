@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,6 +26,7 @@ from outrider.cluster.simulate.load import (
     poisson_arrivals,
     trace_workload,
 )
+from outrider.cluster.simulate.money import PRICES_PER_HOUR, Bill
 from outrider.cluster.simulate.simulation import FleetShape, LengthMode, SimulationOptions
 
 
@@ -66,7 +68,13 @@ class System:
     hit_rate: float = HIT_RATE
     num_branches: int = 8
     step_fit: StepTiming | None = None
-    draft_fit: StepTiming | None = None
+    draft_fit: StepTiming | None = None  # on `drafters_on`
+    draft_accelerator: Accelerator | None = None  # of a pool of drafters; None: as the verifiers'
+    prices_per_hour: Mapping[str, float] = field(default_factory=lambda: PRICES_PER_HOUR)  # by accelerator
+
+    @property
+    def drafters_on(self) -> Accelerator:
+        return self.draft_accelerator or self.accelerator
 
     @classmethod
     def of(
@@ -101,7 +109,7 @@ class System:
         # per token of context both models keep KV
         both = replace(self.target, kv_bytes_per_token=self.target.kv_bytes_per_token + self.draft.kv_bytes_per_token)
         shape = self._verifier(kv_capacity(self.accelerator, both, size, other_bytes=self.draft.weight_bytes))
-        own = self.draft_fit or StepTiming.roofline(self.accelerator, self.draft, size)
+        own = self._draft_timing(self.accelerator, size)
         return FleetShape(
             verifier=replace(shape, own_drafter=own, own_draft_length=self.num_speculative_tokens),
             num_verifiers=num_verifiers,
@@ -109,12 +117,13 @@ class System:
         )
 
     def disaggregated(self, num_verifiers: int, num_drafters: int, num_cells: int = 1) -> FleetShape:
-        """Return a fleet with a pool of drafters."""
+        """Return a fleet with a pool of drafters; raise `ValueError` where the draft model does not fit on one."""
         size = self.draft_tensor_parallel_size
+        kv_capacity(self.drafters_on, self.draft, size, option="draft_tensor_parallel_size")
         return replace(
             self.plain(num_verifiers),
             drafter=DrafterShape(
-                timing=self.draft_fit or StepTiming.roofline(self.accelerator, self.draft, size),
+                timing=self._draft_timing(self.drafters_on, size),
                 link_s=self.link_s,
                 hit_rate=self.hit_rate,
                 num_branches=self.num_branches,
@@ -124,6 +133,20 @@ class System:
             num_cells=num_cells,
             accelerators_per_drafter=size,
         )
+
+    def bill(self, fleet: FleetShape) -> Bill:
+        """Return what a fleet of this system consists of and costs."""
+        return Bill(
+            num_verifier_devices=fleet.num_verifiers * fleet.accelerators_per_verifier,
+            num_drafter_devices=fleet.num_drafters * fleet.accelerators_per_drafter,
+            verifier_price=self.prices_per_hour[self.accelerator.name],
+            drafter_price=self.prices_per_hour[self.drafters_on.name],
+        )
+
+    def _draft_timing(self, accelerator: Accelerator, size: int) -> StepTiming:
+        if self.draft_fit is not None and accelerator == self.drafters_on:
+            return self.draft_fit
+        return StepTiming.roofline(accelerator, self.draft, size)
 
     def _verifier(self, kv_tokens: int) -> VerifierShape:
         return VerifierShape(

@@ -18,12 +18,16 @@ from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.expert_shape import ExpertShape
 
 FADE = 0.98  # of what earlier steps say, per step: a memory of about 50
-PRIOR_STEPS = (1.0, 0.1, 0.1, 0.1, 0.1)  # how many steps the profile is worth against each factor
+# How many steps the profile is worth against each factor: one for its own times, which were measured, and a tenth for
+# slope, context, contention and experts, which it says nothing of.
+PRIOR_STEPS = (1.0, 0.1, 0.1, 0.1, 0.1)
 CONTEXT_UNIT = 1 << 14  # KV positions that are guessed to take about as long to read as the weights
-NUM_SPREADS = 3.0  # residuals beyond so many times their usual size count linearly
-MIN_SPREAD, FIRST_SPREAD = 0.02, 0.25  # relative residuals that are usual
-SPREAD_SMOOTHING = 0.1
-MIN_SCALE = 0.02
+NUM_SPREADS = 3.0  # residuals beyond so many times their usual size count linearly: a machine stands still now and then
+# Relative residuals that are usual: at least a fiftieth, or a quiet machine would take every step for an outlier; at
+# first a quarter, as far as a profile may be off.
+MIN_SPREAD, FIRST_SPREAD = 0.02, 0.25
+SPREAD_SMOOTHING = 0.1  # of the last residual: ten steps tell a noisy machine
+MIN_SCALE = 0.02  # of the profile: a step that takes no time would make every draft free
 BEYOND = 1.25  # times what is known: with every token a request's context is the longest ever
 
 

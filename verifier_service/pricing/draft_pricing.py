@@ -46,12 +46,12 @@ from outrider.verifier_service.pricing.token_worth import TokenWorth
 from outrider.verifier_service.scheduling.outcome import Outcome, num_draft_tokens
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest, first_nodes, kept_nodes
 
-PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rounds, at most
-PROBE_LENGTH = 2
+PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rounds, at most: others probe, too
+PROBE_LENGTH = 2  # of a probe: the first position says whether drafts are right, the second what one more costs
 PROBE_SHARE = 0.01  # of the time of steps of one request; of n, over the root of n: there are more to probe
-STALL = 4.0  # times what a step should have taken: beyond that the machine stood still
+STALL = 4.0  # times what a step should have taken: beyond that the machine stood still, which no draft is to blame for
 SLOW = 1.5  # times what a step with drafts usually takes: beyond that they are not what slows it down
-MAX_SAVED_STEPS = 50.0  # of that share: what is left over does not pile up
+MAX_SAVED_STEPS = 50.0  # of that share: what is left over does not pile up to end in a burst of probes
 UNPLANNED_LENGTH = 4  # of a draft: priced until a plan has named a drafter, so that drafts have a price by then
 LOW_SURVIVAL = 0.25  # of a first position: below, a request is off for what it drafts and not for the load
 

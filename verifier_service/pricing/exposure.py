@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from outrider.verifier_service.pricing.cost_model import CostModel, StepShape
 from outrider.verifier_service.pricing.step_price import MIN_GAIN, fade_over
 
-FADE = 0.95  # per step that waited for drafts
+FADE = 0.95  # per step that waited for drafts: a memory of 20, in which the load at the drafters changes
 FORGET = 1.0 - 1.0 / 512.0  # per step that did not: what is not seen again is tried again
-STALE = 0.01  # less is not left of anything
-FIRST_LENGTH = 2  # of drafts that nobody knows the time of
+STALE = 0.01  # less is not left of anything: sums that fade for ever would underflow
+FIRST_LENGTH = 2  # of drafts that nobody knows the time of: cheap to be wrong with, and the shortest that can be cut
 ROUND_TRIP_WEIGHT = 0.01  # how firmly a round trip is taken to last as long as a token, until lengths have varied
 MIN_SPREAD = 0.5  # of that weight: lengths that vary less say less of what a position adds than the assumption does
 

@@ -16,7 +16,7 @@ from outrider.verifier_service.scheduling.outcome import Outcome
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
 FIRST_PLAIN_STEPS = 2  # in a row that are all taken in: the first is the one after a draft
-PLAIN_STRIDE = 8  # plain steps after those, of which one is taken in for all of them
+PLAIN_STRIDE = 8  # plain steps after those, of which one is taken in for all: pricing where nothing pays is loss
 
 
 class Offer(NamedTuple):

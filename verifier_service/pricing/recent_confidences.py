@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-NUM_DRAFTS = 32  # of a drafter that are remembered
-MAX_DRAFTERS = 64  # remembered; the one unheard of for longest goes first
+NUM_DRAFTS = 32  # of a drafter that are remembered: as many as a price looks back on steps
+MAX_DRAFTERS = 64  # remembered, for they come and go; the one unheard of for longest goes first
 
 
 class RecentConfidences:

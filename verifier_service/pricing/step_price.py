@@ -28,10 +28,11 @@ from itertools import accumulate
 from outrider.verifier_service.pricing.cost_model import CostModel, StepShape
 
 NEVER = 1.0  # no survival exceeds it
+# Prices that are tried: 3 % apart, closer below 0.1, where one request on a memory-bound machine has its long drafts.
 GRID = (*(0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08), *(0.1 + 0.03 * step for step in range(30)), NEVER)
-WINDOW_STEPS = 32.0  # how many steps count, in all: each one less than the next
-FADE = 1.0 - 1.0 / WINDOW_STEPS
-MIN_GAIN = 1e-3  # of tokens per second: drafts that gain less are not worth drafting
+WINDOW_STEPS = 32.0  # how many steps count, in all: about a second of a large model, in which a load may have changed
+FADE = 1.0 - 1.0 / WINDOW_STEPS  # per step: each one counts less than the next
+MIN_GAIN = 1e-3  # of tokens per second: drafts that gain less are not worth it: step times are no better known
 TIE = 2e-4  # prices whose tokens per second differ by less are equals: of those the middle one holds
 Settle = Callable[[float, float, float], float]
 Slot = tuple[float, float]  # what a draft position is worth, and what it seemed to be before its draft was there

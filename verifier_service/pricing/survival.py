@@ -18,18 +18,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-INITIAL_HAZARD = 0.4  # of a drafter that nothing is known about
-INITIAL_TOKENS = 16.0  # how many judged tokens that is worth
+INITIAL_HAZARD = 0.4  # of a drafter that nothing is known about: such as pays at one request, so that it is tried
+INITIAL_TOKENS = 16.0  # how many judged tokens that is worth: a handful of drafts overrule it
 POSITION_TOKENS = 16.0  # what the pool's mean is worth against one position's, or one confidence's, own counts
 AFTER_TOKENS = 16.0  # what a position's hazard is worth against its own counts after such a round
-POOL_FADE = 0.9995  # per judged token of a position or bin: a memory of 2000
-REQUEST_FADE = 0.98  # per judged token, or round without a draft: a memory of about 50
-FRAILTY_REJECTIONS = 10.0  # how many rejections as expected a request starts with
+POOL_FADE = 0.9995  # per judged token of a position or bin: a memory of 2000, beyond the runs of one request
+REQUEST_FADE = 0.98  # per judged token, or round without a draft: a memory of about 50, as a text turns
+FRAILTY_REJECTIONS = 10.0  # how many rejections as expected a request starts with: one bad draft makes no bad request
 CLAIMED_REJECTIONS = 20.0  # the same against claims, which know a part of what sets a request apart
 POOL_REJECTIONS = 4.0  # the same of a drafter, whose confidences may be too low or too high throughout
-MAX_POOLS = 64  # drafters remembered; the one unheard of for longest goes first
+MAX_POOLS = 64  # drafters remembered, for they come and go; the one unheard of for longest goes first
 NUM_BINS = 16  # of confidence: narrow near 1, where most of what is worth verifying is
-MIN_HAZARD, MAX_HAZARD = 0.002, 0.998
+MIN_HAZARD, MAX_HAZARD = 0.002, 0.998  # nothing is certain, whatever a factor makes of it: the longest copy ends
 
 
 _BIN_STARTS = tuple(1.0 - (1.0 - index / NUM_BINS) ** 2 for index in range(1, NUM_BINS))  # of all but the first
@@ -189,7 +189,7 @@ class _RequestHistory:
         return self.last if drafter_id == self.last_drafter_id else LastRound.UNDRAFTED
 
 
-_NO_HISTORY = _RequestHistory()
+_NO_HISTORY = _RequestHistory()  # of a request that has not drafted: as its pool
 
 
 class SurvivalEstimator:

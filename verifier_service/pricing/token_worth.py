@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-SHARE = 0.1  # of a round in its request's means
-POOL_SHARE = 0.001  # of a round in the means that a new request starts with
+SHARE = 0.1  # of a round in its request's means: ten rounds, since a request is short
+POOL_SHARE = 0.001  # of a round in the means that a new request starts with: a thousand rounds, of many requests
 MAX_WORTH = 0.999  # below the price that nothing exceeds
-MIN_WEIGHT, MAX_WEIGHT = 0.2, 5.0
-EQUAL = 0.02  # weights that differ from 1 by less are taken for it
+MIN_WEIGHT, MAX_WEIGHT = 0.2, 5.0  # as far as means of ten rounds can be trusted
+EQUAL = 0.02  # weights that differ from 1 by less are taken for it: equals cost nothing to price
 
 
 @dataclass(slots=True)

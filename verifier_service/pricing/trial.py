@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from outrider.verifier_service.pricing.step_price import NEVER
 
-TRIAL_DRAFTS = 16  # that were asked for
-MAX_LOSS = 2.0  # until drafting ends, in steps without drafts
+TRIAL_DRAFTS = 16  # that were asked for: enough to overrule what a new drafter is taken for
+MAX_LOSS = 2.0  # until drafting ends, in steps without drafts: a late draft or two are chance
 FIRST_CREDIT = 4.0  # the same: how much more the first trial may lose, when all is cold and nothing is known
 MAX_CREDIT = 16.0  # the same: what was gained beyond it excuses no loss
 MAX_DEBT = 8.0  # the same: what is to be paid back at most; steps at a load's begin were asked for at another price
-PAYBACK = 0.005  # of every step without drafts
+PAYBACK = 0.005  # of every step without drafts: so much drafts that never pay may cost in the long run
 
 
 @dataclass(slots=True)

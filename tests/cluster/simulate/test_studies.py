@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -12,14 +14,25 @@ from rich.console import Console
 
 from outrider.cluster.cli.main import main
 from outrider.cluster.cli.simulate import simulate
-from outrider.cluster.simulate.accelerators import ACCELERATORS
+from outrider.cluster.simulate.accelerators import ACCELERATORS, StepTiming
 from outrider.cluster.simulate.drafting import HIT_RATE
 from outrider.cluster.simulate.figures import LatencyBounds, RunFigures
 from outrider.cluster.simulate.load import Day, LengthLaw
+from outrider.cluster.simulate.money import PRICES_PER_HOUR, Bill
 from outrider.cluster.simulate.plots import plot_day, plot_loads
 from outrider.cluster.simulate.report import day_table, fleet_table, plan_table, to_json
 from outrider.cluster.simulate.simulation import PoolSample
-from outrider.cluster.simulate.studies import DayStudy, Layout, Plan, plan_of, study_fleet, study_loads
+from outrider.cluster.simulate.studies import (
+    DayStudy,
+    Layout,
+    Plan,
+    Purchase,
+    plan_of,
+    study_fleet,
+    study_loads,
+    verdict,
+    with_pools,
+)
 from outrider.cluster.simulate.system import LoadLaw, System, adaptive_arm, arms
 
 SYSTEM = System.of(ACCELERATORS["H100"], target_params=8e9, draft_params=1e9)
@@ -49,14 +62,14 @@ def at_capacity(name: str, qps: float, num_accelerators: int) -> RunFigures:
 
 
 def layouts(pool_qps: float | None, own_qps: float | None, plain_qps: float | None) -> tuple[Layout, ...]:
-    """Return 4 verifiers of 4 accelerators, the first with 2 drafters on one each."""
-    rows = (("disaggregated", 2, pool_qps), ("co-located", 0, own_qps), ("no drafting", 0, plain_qps))
+    """Return 4 verifiers of 4 accelerators, the first with 2 drafters on one each, which cost a quarter."""
+    rows = (("disaggregated, drafters on L4", 2, pool_qps), ("co-located", 0, own_qps), ("no drafting", 0, plain_qps))
     return tuple(
         Layout(
             name=name,
             num_verifiers=4,
             num_drafters=num_drafters,
-            num_accelerators=16 + num_drafters,
+            bill=Bill(num_verifier_devices=16, num_drafter_devices=num_drafters, verifier_price=2.0, drafter_price=0.5),
             capacity=None if qps is None else at_capacity(name, qps, 16 + num_drafters),
         )
         for name, num_drafters, qps in rows
@@ -64,43 +77,80 @@ def layouts(pool_qps: float | None, own_qps: float | None, plain_qps: float | No
 
 
 def plan(pool_qps: float | None, own_qps: float | None, plain_qps: float | None) -> Plan:
-    return plan_of(layouts(pool_qps, own_qps, plain_qps), 100.0, 0.95, BIG)
+    return plan_of(layouts(pool_qps, own_qps, plain_qps), 100.0, 0.95)
 
 
-def test_the_verb_assumes_the_hit_rate_that_was_measured():
-    """The number stands in the verb, too, which imports no simulation before it runs."""
-    (option,) = (parameter for parameter in simulate.params if parameter.name == "hit_rate")
-    assert option.default == HIT_RATE
+def test_the_verb_assumes_what_was_measured_and_knows_every_accelerator() -> None:
+    """Both stand in the verb, too, which imports no simulation before it runs."""
+    options = {parameter.name: parameter for parameter in simulate.params}
+    assert options["hit_rate"].default == HIT_RATE
+    choice = options["draft_accelerator"].type
+    assert isinstance(choice, click.Choice)
+    assert list(choice.choices) == list(ACCELERATORS)
 
 
 def test_a_plan_scales_small_fleets_to_the_rate() -> None:
-    found = plan(36.0, 16.0, 10.0)
+    pool, own, plain = plan(36.0, 16.0, 10.0).purchases.values()
     # 4 x 100 / 36 = 11.1 and 2 x 100 / 36 = 5.6, each rounded up
-    assert found.num_verifiers == {"disaggregated": 12, "co-located": 25, "no drafting": 40}
-    assert found.num_drafters == {"disaggregated": 6, "co-located": 0, "no drafting": 0}
-    assert found.num_accelerators == {"disaggregated": 54, "co-located": 100, "no drafting": 160}
+    assert pool == Purchase(num_verifiers=12, num_drafters=6, num_accelerators=54, price_per_hour=48 * 2.0 + 6 * 0.5)
+    assert own == Purchase(num_verifiers=25, num_drafters=0, num_accelerators=100, price_per_hour=200.0)
+    assert plain == Purchase(num_verifiers=40, num_drafters=0, num_accelerators=160, price_per_hour=320.0)
 
 
-def test_layouts_are_compared_on_the_same_accelerators() -> None:
-    found = plan(36.0, 16.0, 10.0)
-    # 54 accelerators hold 13 verifiers of 4, two stay idle: 13 x 400 tokens/s over 54
-    assert found.tokens_per_s_per_accelerator["disaggregated"] == pytest.approx(3600 / 18)
-    assert found.tokens_per_s_per_accelerator["co-located"] == pytest.approx(13 * 400 / 54)
+def test_layouts_are_compared_by_device_and_price() -> None:
+    worths = plan(36.0, 16.0, 10.0).worths
+    pool, own = worths["disaggregated, drafters on L4"], worths["co-located"]
+    assert (pool.per_verifier_device, pool.per_device) == (3600 / 16, 3600 / 18)
+    assert (pool.per_price, own.per_price) == (3600 / (16 * 2.0 + 2 * 0.5), 1600 / 32.0)
 
 
 @pytest.mark.parametrize(
-    ("rates", "verdict"),
+    ("rates", "found"),
     [
-        ((36.0, 16.0, 10.0), "Disaggregation pays: 108% more"),
-        ((18.0, 20.0, 10.0), "Disaggregation does not pay: 20% fewer tokens per accelerator than co-located"),
-        ((18.0, 16.0, 10.0), "no difference"),
+        ((36.0, 16.0, 10.0), "Disaggregation pays (disaggregated, drafters on L4): 118% more"),  # 3600 / 33, 1600 / 32
+        ((18.0, 20.0, 10.0), "does not pay (disaggregated, drafters on L4): 13% fewer tokens for the price than co-l"),
+        ((16.5, 16.0, 10.0), "no difference"),
         ((18.0, None, None), "misses the bounds"),
-        ((None, None, 10.0), "does not pay: 100% fewer tokens per accelerator than no drafting"),
+        ((None, None, 10.0), "100% fewer tokens for the price than no drafting"),
         ((None, None, None), "No layout keeps the bounds"),
     ],
 )
-def test_a_plan_says_whether_a_pool_pays(rates: tuple[float | None, ...], verdict: str) -> None:
-    assert verdict in plan(*rates).verdict
+def test_a_plan_says_whether_a_pool_pays(rates: tuple[float | None, ...], found: str) -> None:
+    assert found in plan(*rates).verdict
+
+
+def test_the_best_pool_is_compared_with_the_best_of_the_others() -> None:
+    rows = {"disaggregated, drafters on H100": 90.0, "disaggregated, drafters on L4": 120.0, "a": 100.0, "b": 50.0}
+    assert verdict(rows) == "Disaggregation pays (disaggregated, drafters on L4): 20% more tokens for the price than a."
+
+
+def test_drafters_have_an_accelerator_of_their_own() -> None:
+    cheap = replace(BIG, draft_accelerator=ACCELERATORS["L4"])
+    shape = cheap.disaggregated(4, 2).drafter
+    assert shape is not None
+    assert shape.timing == StepTiming.roofline(ACCELERATORS["L4"], BIG.draft)
+    assert cheap.bill(cheap.disaggregated(4, 2)) == Bill(
+        num_verifier_devices=16,
+        num_drafter_devices=2,
+        verifier_price=PRICES_PER_HOUR["H100"],
+        drafter_price=PRICES_PER_HOUR["L4"],
+    )
+    assert list(with_pools(cheap)) == ["disaggregated, drafters on H100", "disaggregated, drafters on L4"]
+    assert list(with_pools(BIG)) == ["disaggregated, drafters on H100"]
+
+
+def test_a_fit_of_the_drafter_holds_where_it_was_made() -> None:
+    fit = StepTiming(compute_token_s=0.0, base_s=0.1, context_token_s=0.0)
+    cheap = replace(BIG, draft_accelerator=ACCELERATORS["L4"], draft_fit=fit)
+    shapes = [on.disaggregated(1, 1).drafter for on in with_pools(cheap).values()]
+    assert [shape is not None and shape.timing == fit for shape in shapes] == [False, True]
+    assert cheap.colocated(1).verifier.own_drafter != fit
+    assert replace(BIG, draft_fit=fit).colocated(1).verifier.own_drafter == fit
+
+
+def test_a_draft_model_has_to_fit_on_its_accelerator() -> None:
+    with pytest.raises(ValueError, match="draft_tensor_parallel_size"):
+        System.of(ACCELERATORS["H100"], target_params=70e9, draft_params=50e9).disaggregated(1, 1)
 
 
 def test_colocated_drafters_take_memory_and_pools_take_accelerators() -> None:
@@ -178,6 +228,8 @@ def test_the_verb_simulates_a_fleet(tmp_path: Path) -> None:
         (["--hit-rate", "2"], "hit_rate"),
         (["--slo-tpot-ms", "0"], "tpot_s"),
         (["--step-fit", "1,2"], "--step-fit"),
+        (["--price-per-hour", "H100=free"], "price_per_hour"),
+        (["--draft-accelerator", "L4", "--draft-params", "20e9"], "draft_tensor_parallel_size"),
         (["--num-cells", "3", "--num-verifiers", "2"], "num_cells"),
         (["--report-interval-s", "5"], "report_interval_s"),
     ],
