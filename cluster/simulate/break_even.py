@@ -45,9 +45,7 @@ class BreakEven:
     verdict: str
     draft_accelerator: str
     price_ratio: float  # of a drafter's device to a verifier's, as assumed
-    ratios: dict[
-        float, dict[float, float | None]
-    ]  # by acceptance and link in ms; None: never pays
+    ratios: dict[float, dict[float, float | None]]  # by acceptance and link in ms; None: never pays
 
 
 def study_break_even(system: System, load: LoadLaw, bounds: LatencyBounds) -> BreakEven:

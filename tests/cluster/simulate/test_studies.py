@@ -14,6 +14,7 @@ from rich.console import Console
 
 from outrider.cluster.cli.main import main
 from outrider.cluster.cli.simulate import simulate
+from outrider.cluster.simulate import studies
 from outrider.cluster.simulate.accelerators import ACCELERATORS, StepTiming
 from outrider.cluster.simulate.drafting import HIT_RATE
 from outrider.cluster.simulate.figures import LatencyBounds, RunFigures
@@ -254,3 +255,32 @@ def test_tables_of_fleets_have_their_figures() -> None:
     workload = LOAD.steady(50.0, 20, np.random.default_rng(0))
     found = study_fleet(SYSTEM.plain(1), workload, adaptive_arm(8), LatencyBounds(), seed=0)
     assert "events/s" in text_of(fleet_table(found))
+
+
+def test_the_verb_plans_with_drafters_on_cheaper_accelerators(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in (
+        ("MIN_REQUESTS", 20),
+        ("NUM_BISECTIONS", 1),
+        ("DRAFTERS_PER_CELL", (1,)),
+        ("CELL_VERIFIERS", 1),
+    ):
+        monkeypatch.setattr(studies, name, value)
+    json_file = tmp_path / "plan.json"
+    arguments = ["simulate", "--target-params", "8e9", "--draft-accelerator", "L4", "--price-per-hour", "L4=0.5"]
+    arguments += [
+        "--duration-s",
+        "3",
+        "--num-prompt-tokens",
+        "2000",
+        "--num-output-tokens",
+        "16",
+        "--json",
+        str(json_file),
+    ]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    for text in ("drafters on H100", "drafters on L4", "co-located", "no drafting", "per verifier device", "price/h"):
+        assert text in result.output
+    plan = json.loads(json_file.read_text())
+    assert plan["layouts"][1]["bill"]["drafter_price"] == 0.5
+    assert "Disaggregation" in plan["verdict"]
