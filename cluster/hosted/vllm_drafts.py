@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from outrider.cluster.hosted.plugin import HostStep
 from outrider.cluster.hosted.vllm_hook import RunnerView, install_hook, rows_of
-from outrider.cluster.hosted.vllm_plugin import RankPlugin
+from outrider.cluster.hosted.vllm_plugin import RankPlugin, plugin_of
 from outrider.cluster.hosted.vllm_sampling import mend_expansion
 from outrider.cluster.hosted.vllm_settings import UntriedVersionError, options_of
 from outrider.cluster.hosted.vllm_states import StepStates
@@ -41,10 +41,12 @@ class Drafts:
         self._states = StepStates(options.state_taps) if options.state_taps else None
         self._plugin = RankPlugin(
             get_tp_group(),
-            vllm_config,
-            options,
-            known_ids=lambda: () if self._runner is None else list(self._runner.requests),
-            states=self._states,
+            lambda: plugin_of(
+                vllm_config,
+                options,
+                known_ids=lambda: () if self._runner is None else list(self._runner.requests),
+                states=self._states,
+            ),
         )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

@@ -17,20 +17,10 @@ from outrider.verifier_service.model.tokenizer import fingerprint_of
 class RankPlugin:
     """The plug-in on one rank: the first of a tensor-parallel group talks to the drafters, the others follow."""
 
-    def __init__(
-        self,
-        group: Any,
-        vllm_config: Any,
-        options: PluginOptions,
-        *,
-        known_ids: Callable[[], Iterable[str]],
-        states: StepStates | None,
-    ) -> None:
-        """`group` is vLLM's tensor-parallel one; `known_ids` are the requests that vLLM holds now."""
+    def __init__(self, group: Any, make: Callable[[], Plugin]) -> None:
+        """`group` is vLLM's tensor-parallel one; the plug-in is made on its first rank alone."""
         self._group = group
-        self._plugin: Plugin | None = None
-        if group.rank_in_group == 0:
-            self._plugin = _new_plugin(vllm_config, options, known_ids, states)
+        self._plugin = make() if group.rank_in_group == 0 else None
 
     def propose(self, num_rows: int, read: Callable[[], HostStep]) -> list[list[int]]:
         """Return what to verify next, for every row of a step; `read` is called on the first rank alone."""
@@ -41,9 +31,10 @@ class RankPlugin:
         return drafts
 
 
-def _new_plugin(
-    vllm_config: Any, options: PluginOptions, known_ids: Callable[[], Iterable[str]], states: StepStates | None
+def plugin_of(
+    vllm_config: Any, options: PluginOptions, *, known_ids: Callable[[], Iterable[str]], states: StepStates | None
 ) -> Plugin:
+    """Return the plug-in of a vLLM that is configured so; `known_ids` are the requests that it holds now."""
     model = vllm_config.model_config
     config = HostedConfig(
         vocab_size=model.get_vocab_size(),

@@ -9,7 +9,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 
-from outrider.cluster.hosted.vllm_plugin import RankPlugin
+from outrider.cluster.hosted.vllm_plugin import RankPlugin, plugin_of
 from outrider.cluster.hosted.vllm_scheduled import ScheduledRequests
 from outrider.cluster.hosted.vllm_settings import options_of, refuse_untried, refuse_v2_configuration
 from outrider.cluster.hosted.vllm_speculator import PoolSpeculator, attach, parameters_of_propose
@@ -34,7 +34,7 @@ class Worker(GpuWorker):
         states = StepStates(options.state_taps) if options.state_taps else None
         speculator = PoolSpeculator(
             runner,
-            RankPlugin(get_tp_group(), config, options, known_ids=requests.ids, states=states),
+            RankPlugin(get_tp_group(), lambda: plugin_of(config, options, known_ids=requests.ids, states=states)),
             requests,
             num_speculative_tokens=config.speculative_config.num_speculative_tokens,
             draft_seeded=options.draft_seeded,
