@@ -1,4 +1,4 @@
-"""The plug-in of vLLM: the proposer that its `--speculative-config` names."""
+"""The door for vLLM's V1 model runner: the proposer that its `--speculative-config` names."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from vllm.logger import init_logger
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from outrider.cluster.hosted.drafting import HostedConfig
-from outrider.cluster.hosted.metrics import HostedMetrics
-from outrider.cluster.hosted.options import PluginOptions
-from outrider.cluster.hosted.plugin import HostStep, Plugin
-from outrider.cluster.hosted.vllm_hook import RunnerView, UntriedVersionError, install_hook, options_of, rows_of
+from outrider.cluster.hosted.plugin import HostStep
+from outrider.cluster.hosted.vllm_hook import RunnerView, install_hook, rows_of
+from outrider.cluster.hosted.vllm_plugin import RankPlugin, plugin_of
 from outrider.cluster.hosted.vllm_sampling import mend_expansion
+from outrider.cluster.hosted.vllm_settings import UntriedVersionError, options_of
 from outrider.cluster.hosted.vllm_states import StepStates
-from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.tokenizer import fingerprint_of
 
 logger = init_logger(__name__)
 
@@ -42,30 +39,14 @@ class Drafts:
         self.state_taps = options.state_taps
         self._runner: Any = None
         self._states = StepStates(options.state_taps) if options.state_taps else None
-        self._plugin: Plugin | None = None
-        if get_tp_group().rank_in_group == 0:
-            self._plugin = self._new_plugin(options, vllm_config)
-
-    def _new_plugin(self, options: PluginOptions, vllm_config: Any) -> Plugin:
-        model = vllm_config.model_config
-        config = HostedConfig(
-            vocab_size=model.get_vocab_size(),
-            max_model_len=model.max_model_len,
-            num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
-            is_pinned=options.speculation == "always",
-            max_wait_s=options.max_wait_ms / 1000.0,
-        )
-        tokenizer = ModelConfig(
-            path=model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
-        )
-        return Plugin(
-            options,
-            config,
-            vocab_fingerprint=fingerprint_of(tokenizer),
-            engine="vllm",
-            known_ids=lambda: () if self._runner is None else list(self._runner.requests),
-            metrics=HostedMetrics(),
-            states=self._states,
+        self._plugin = RankPlugin(
+            get_tp_group(),
+            lambda: plugin_of(
+                vllm_config,
+                options,
+                known_ids=lambda: () if self._runner is None else list(self._runner.requests),
+                states=self._states,
+            ),
         )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -85,21 +66,14 @@ class Drafts:
     ) -> list[Any]:
         """Return what to verify in the next step, for every request of the runner's batch, in its order."""
         self._runner = runner
-        tensor_parallel = get_tp_group()
-        drafts: list[list[int]] | None = None
-        if self._plugin is not None:
 
-            def read() -> HostStep:
-                if self._states is not None:
-                    self._states.write(runner, scheduler_output, hidden_states, layer_inputs)
-                return (
-                    rows_of(runner.input_batch, scheduler_output, sampled_token_ids),
-                    scheduler_output.finished_req_ids,
-                    RunnerView(runner, draft_seeded=self._draft_seeded),
-                )
+        def read() -> HostStep:
+            if self._states is not None:
+                self._states.write(runner, scheduler_output, hidden_states, layer_inputs)
+            return (
+                rows_of(runner.input_batch, scheduler_output, sampled_token_ids),
+                scheduler_output.finished_req_ids,
+                RunnerView(runner, draft_seeded=self._draft_seeded),
+            )
 
-            drafts = self._plugin.propose(len(runner.input_batch.req_ids), read)
-        if tensor_parallel.world_size > 1:
-            drafts = tensor_parallel.broadcast_object(drafts, src=0)
-        assert drafts is not None
-        return drafts
+        return self._plugin.propose(len(runner.input_batch.req_ids), read)

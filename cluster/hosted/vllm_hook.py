@@ -1,4 +1,4 @@
-"""The hooks that vLLM's plug-in needs, and how its model runner is read; without vLLM itself.
+"""The hooks of our plug-in in vLLM's V1 model runner, and how that is read; without vLLM itself.
 
 vLLM's `custom_class` proposer is told neither request ids nor parameters. So the proposer that vLLM makes inside its
 model runner puts itself in the way of the one method that calls proposers, `propose_draft_token_ids`, and passes
@@ -9,28 +9,18 @@ those that were tried.
 from __future__ import annotations
 
 import functools
-import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.cluster.hosted.drafting import HostRequest, HostRow
-from outrider.cluster.hosted.options import PluginOptions
+from outrider.cluster.hosted.vllm_settings import give_out_layers, refuse_untried, request_of
 from outrider.cluster.hosted.vllm_states import block_table_of
-from outrider.verifier_service.messages.draft import FINAL_TAP
-from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
 
-OPTIONS_KEY = "outrider"  # of vLLM's --additional-config
-CAP_KEY = "num_speculative_tokens"  # of a request's vllm_xargs: a cap on its drafts; 0: none
-TRIED_VERSIONS = ("0.32.",)
 PARAMETERS = (
     *("self", "scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states", "sample_hidden_states"),
     *("aux_hidden_states", "spec_decode_metadata", "common_attn_metadata", "slot_mappings"),
 )
-
-
-class UntriedVersionError(RuntimeError):
-    """A vLLM that the plug-in was not tried with, or whose method is another one now."""
 
 
 class RunnerView:
@@ -43,35 +33,13 @@ class RunnerView:
 
     def describe(self, row: int) -> HostRequest:
         state = self._requests[self._batch.req_ids[row]]
-        sampling = state.sampling_params
-        cap = _cap_of(sampling.extra_args)
-        if sampling.seed is not None and sampling.temperature > GREEDY_TEMPERATURE and not self._draft_seeded:
-            cap = 0  # vLLM's generator of a request advances by as many steps as the draft has tokens
-        # vLLM's own set has the model's end in it whether that ends the request or not
-        stop_token_ids = sampling.stop_token_ids if sampling.ignore_eos else sampling.all_stop_token_ids
-        return HostRequest(
-            num_prompt_tokens=state.num_prompt_tokens,
-            max_tokens=sampling.max_tokens or 1 << 30,
-            num_speculative_tokens=cap,
-            stop_token_ids=frozenset(stop_token_ids or ()),
-        )
+        return request_of(state.sampling_params, state.num_prompt_tokens, draft_seeded=self._draft_seeded)
 
     def block_table(self, row: int) -> list[int]:
         return block_table_of(self._batch, row)
 
     def token_ids(self, row: int, start: int, stop: int) -> list[int]:
         return self._batch.token_ids_cpu[row, start:stop].tolist()
-
-
-def _cap_of(extra_args: Mapping[str, Any] | None) -> int | None:
-    """Return a client's cap on its drafts; one that is no number is 0: vLLM has let the request in unseen."""
-    cap = (extra_args or {}).get(CAP_KEY)
-    if cap is None:
-        return None
-    try:
-        return max(0, int(cap))
-    except (TypeError, ValueError, OverflowError):
-        return 0
 
 
 def rows_of(batch: Any, scheduler_output: Any, sampled_token_ids: Sequence[list[int]]) -> list[HostRow]:
@@ -89,29 +57,12 @@ def rows_of(batch: Any, scheduler_output: Any, sampled_token_ids: Sequence[list[
     ]
 
 
-def options_of(vllm_config: Any) -> PluginOptions:
-    """Return the plug-in's options; raises `ValueError` naming what is wrong in vLLM's configuration."""
-    values = vllm_config.additional_config
-    found = values.get(OPTIONS_KEY) if isinstance(values, dict) else None
-    if not isinstance(found, dict):
-        raise ValueError(
-            f'--additional-config must say where the pool is: {{"{OPTIONS_KEY}": {{"pool": "host:port"}}}}'
-        )
-    try:
-        return PluginOptions.of(found)
-    except ValueError as error:
-        raise ValueError(f"--additional-config: {OPTIONS_KEY}: {error}") from error
-
-
 def install_hook(runner: type, version: str, proposer: type) -> None:
     """Let a runner's steps ask a proposer of ours, where it has one; once, and only where that was tried."""
     original = runner.propose_draft_token_ids  # type: ignore[attr-defined]
     if getattr(original, "is_outriders", False):
         return
-    if not version.startswith(TRIED_VERSIONS):
-        raise UntriedVersionError(f"vLLM {version}: the plug-in was tried with {', '.join(TRIED_VERSIONS)}x alone")
-    if (found := tuple(inspect.signature(original).parameters)) != PARAMETERS:
-        raise UntriedVersionError(f"vLLM {version}: propose_draft_token_ids takes {found}, not {PARAMETERS}")
+    refuse_untried(version, runner, {"propose_draft_token_ids": PARAMETERS})
     runner.propose_draft_token_ids = _hooked(original, proposer)  # type: ignore[attr-defined]
     runner._input_fits_in_drafter = _fitting(runner._input_fits_in_drafter, proposer)  # type: ignore[attr-defined]
     setup = "_setup_eagle3_aux_hidden_state_outputs"
@@ -163,13 +114,7 @@ def _tapping(original: Callable[..., None], proposer: type) -> Callable[..., Non
         drafter = getattr(self, "drafter", None)
         if drafter is None or not issubclass(type(drafter), proposer):
             return original(self)
-        if layers := tuple(sorted({tap for tap in drafter.state_taps if tap != FINAL_TAP})):
-            model = self.get_model()
-            if not hasattr(model, "set_aux_hidden_state_layers"):
-                raise ValueError(f"state_taps: vLLM's {type(model).__name__} does not give out its layers' inputs")
-            self.use_aux_hidden_state_outputs = True
-            model.set_aux_hidden_state_layers(layers)
-        return None
+        return give_out_layers(self, drafter.state_taps)
 
     return _setup_eagle3_aux_hidden_state_outputs
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,23 +31,48 @@ class StepStates:
         hidden_states: torch.Tensor,
         layer_inputs: Sequence[torch.Tensor] | None,
     ) -> None:
-        """Keep the states of a step of vLLM's runner: `layer_inputs` are those of the tapped layers, in their order.
-
-        Raises `ValueError` where layers keep their KV apart: a token then has a slot for each kind of them.
-        """
+        """Keep the states of a step of vLLM's V1 runner; raises what `keep` does."""
         batch = runner.input_batch
+        spans = [
+            (int(batch.num_computed_tokens_cpu[row]), scheduler_output.num_scheduled_tokens[request_id])
+            for row, request_id in enumerate(batch.req_ids)
+        ]
+        # of the kernels, which may split vLLM's own blocks
+        block_size = batch.block_table[0].block_size
+        self.keep(
+            runner.kv_cache_config,
+            block_size,
+            spans,
+            lambda row, first: block_table_of(batch, row, first),
+            hidden_states,
+            layer_inputs,
+        )
+
+    def keep(
+        self,
+        kv_cache_config: Any,
+        block_size: int,
+        spans: Sequence[tuple[int, int]],
+        blocks: Callable[[int, int], Sequence[int]],
+        hidden_states: torch.Tensor,
+        layer_inputs: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """Keep the states of a step: `layer_inputs` are those of the tapped layers, in their order.
+
+        Of each row, `spans` has its first computed position and how many were computed, and `blocks(row, first)`
+        returns the KV blocks from its `first` on. Raises `ValueError` where layers keep their KV apart: a token then
+        has a slot for each kind of them.
+        """
         by_tap = {FINAL_TAP: hidden_states, **dict(zip(self._layers, layer_inputs or (), strict=True))}
-        num_tokens = sum(scheduler_output.num_scheduled_tokens[request_id] for request_id in batch.req_ids)
+        num_tokens = sum(count for _, count in spans)
         states = torch.cat([by_tap[tap][:num_tokens] for tap in self._taps], dim=-1)
         if self._pool is None:
-            self._pool = _new_pool(runner, states)
+            self._pool = _new_pool(kv_cache_config, block_size, states)
         slots: list[int] = []
-        block_size = self._pool.block_size
-        for row, request_id in enumerate(batch.req_ids):
-            first_block, place = divmod(int(batch.num_computed_tokens_cpu[row]), block_size)
-            places = range(place, place + scheduler_output.num_scheduled_tokens[request_id])
+        for row, (start, count) in enumerate(spans):
+            first_block, place = divmod(start, block_size)
             # of the blocks that the step writes alone: a table is as long as its context
-            slots += slots_of(block_table_of(batch, row, first_block), places, block_size)
+            slots += slots_of(blocks(row, first_block), range(place, place + count), block_size)
         self._pool.write(slots, states)
 
     def messages(self, request: Request, start: int, stop: int) -> Iterator[States]:
@@ -57,18 +82,17 @@ class StepStates:
 
 
 def block_table_of(batch: Any, row: int, first: int = 0) -> list[int]:
-    """Return the KV blocks of a row of vLLM's batch, from its `first` on."""
+    """Return the KV blocks of a row of the V1 runner's batch, from its `first` on."""
     table = batch.block_table[0]
     blocks: list[int] = table.block_table.np[row, first : table.num_blocks_per_row[row]].tolist()
     return blocks
 
 
-def _new_pool(runner: Any, states: torch.Tensor) -> StatePool:
-    groups = runner.kv_cache_config.kv_cache_groups
+def _new_pool(kv_cache_config: Any, block_size: int, states: torch.Tensor) -> StatePool:
+    groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise ValueError("state_taps: vLLM keeps this model's KV in several groups, with which states are not kept")
-    block_size = runner.input_batch.block_table[0].block_size  # of the kernels, which may split vLLM's own blocks
-    num_slots = runner.kv_cache_config.num_blocks * groups[0].kv_cache_spec.block_size
+    num_slots = kv_cache_config.num_blocks * groups[0].kv_cache_spec.block_size
     return StatePool(
         num_blocks=num_slots // block_size, block_size=block_size, width=states.shape[-1], dtype=states.dtype
     )

@@ -24,7 +24,9 @@ PARTS = {
     "outrider.cluster.peers.half_gguf": "gguf",
 }
 # they are loaded by another engine, which is in an environment of its own and no extra of ours
-WITHIN_VLLM = frozenset({"outrider.cluster.vllm", "outrider.cluster.hosted.vllm_drafts"})
+WITHIN_VLLM = frozenset(
+    {"outrider.cluster.vllm", "outrider.cluster.hosted.vllm_drafts", "outrider.cluster.hosted.vllm_worker"}
+)
 MODULES = [path for layer in LAYERS for path in sources(ROOT / layer)]
 
 

@@ -12,15 +12,8 @@ import numpy as np
 import pytest
 
 from outrider.cluster.hosted.drafting import HostRow
-from outrider.cluster.hosted.vllm_hook import (
-    CAP_KEY,
-    PARAMETERS,
-    RunnerView,
-    UntriedVersionError,
-    install_hook,
-    options_of,
-    rows_of,
-)
+from outrider.cluster.hosted.vllm_hook import PARAMETERS, RunnerView, install_hook, rows_of
+from outrider.cluster.hosted.vllm_settings import UntriedVersionError
 
 VERSION = "0.32.0"
 
@@ -242,70 +235,6 @@ def test_tokens_are_plain_integers_of_the_requests_row():
 def test_a_request_is_described_by_its_parameters():
     description = view(Sampling()).describe(0)
     assert (description.num_prompt_tokens, description.max_tokens) == (3, 16)
-    assert description.num_speculative_tokens is None
-    assert description.stop_token_ids == {2, 7}
-    assert view(Sampling(max_tokens=None)).describe(0).max_tokens > 1 << 20
-
-
-def test_seeded_requests_get_no_drafts_unless_the_operator_allows_it():
     seeded = Sampling(temperature=0.7, seed=3)
     assert view(seeded).describe(0).num_speculative_tokens == 0
     assert view(seeded, draft_seeded=True).describe(0).num_speculative_tokens is None
-
-
-def test_a_seed_that_decides_nothing_and_sampling_without_one_are_drafted():
-    assert view(Sampling(temperature=0.7)).describe(0).num_speculative_tokens is None
-    assert view(Sampling(seed=3)).describe(0).num_speculative_tokens is None
-
-
-@pytest.mark.parametrize(
-    ("said", "cap"),
-    [
-        (0, 0),
-        (3, 3),
-        (2.9, 2),
-        ("2", 2),
-        (-1, 0),
-        (None, None),
-        ("none", 0),
-        ([2], 0),
-        (float("inf"), 0),
-        (float("nan"), 0),
-    ],
-)
-def test_a_clients_cap_is_read_and_one_that_is_no_number_harms_only_its_own_drafts(said: Any, cap: int | None):
-    """An exception would end everybody's drafts, and for ever after the third."""
-    assert view(Sampling(extra_args={CAP_KEY: said})).describe(0).num_speculative_tokens == cap
-    assert view(Sampling(extra_args={"other": said})).describe(0).num_speculative_tokens is None
-
-
-def test_the_models_end_is_no_stop_token_where_it_is_ignored_but_the_clients_own_are():
-    assert view(Sampling(ignore_eos=True)).describe(0).stop_token_ids == {7}
-    assert view(Sampling(ignore_eos=True, stop_token_ids=None)).describe(0).stop_token_ids == frozenset()
-
-
-# The options.
-
-
-def config_with(additional_config: Any) -> Any:
-    return SimpleNamespace(additional_config=additional_config)
-
-
-def test_options_are_of_vllms_additional_config():
-    assert options_of(config_with({"outrider": {"pool": "h:1"}, "other": 1})).pool == "h:1"
-
-
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        ({}, "--additional-config must say where the pool is"),
-        (None, "--additional-config must say where the pool is"),
-        ("outrider", "--additional-config must say where the pool is"),
-        ({"outrider": "h:1"}, "--additional-config must say where the pool is"),
-        ({"outrider": {}}, "--additional-config: outrider: pool is missing"),
-        ({"outrider": {"pol": "h:1"}}, "did you mean 'pool'"),
-    ],
-)
-def test_a_bad_additional_config_is_named(found: Any, said: str):
-    with pytest.raises(ValueError, match=said):
-        options_of(config_with(found))

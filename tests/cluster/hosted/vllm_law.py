@@ -1,5 +1,7 @@
 """The distribution of vLLM's sampled tokens with drafts from a pool, beside the target's own; prints JSON.
 
+    PYTHONPATH=tests ~/.cache/outrider/vllm-0.32.0/bin/python tests/cluster/hosted/vllm_law.py [v2]
+
 Runs in vLLM's environment. The next token of many unseeded answers that have followed the likeliest path so far, which
 is what the pool drafts, is counted beside what the model's probabilities say; then again with a planted defect: point
 masses that claim to have been drawn uniformly, which vLLM's rejection sampling then accepts too often.
@@ -18,18 +20,20 @@ os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "0-0",
 }
+if sys.argv[1:] == ["v2"]:
+    import vllm_v2  # noqa: F401 - it has vLLM run V2 here
 
 import torch
 import vllm
 from transformers import AutoModelForCausalLM
 
 from fakes.played_pool import PlayedPool
-from outrider.cluster.hosted.vllm_drafts import Drafts
 from outrider.drafter_service import embedded
 
+IS_V2 = sys.argv[1:] == ["v2"]
 PROMPT = [5, 80, 90, 12, 7, 300, 41, 9]
 DEPTHS = (2, 3, 4)  # tokens before it: a session has been opened by then
-NUM_SAMPLES, MIN_EXPECTED, TEMPERATURE = 3000, 5.0, 0.7
+NUM_SAMPLES, MIN_EXPECTED, TEMPERATURE = 1500 if IS_V2 else 3000, 5.0, 0.7
 
 
 class Target:
@@ -63,8 +67,17 @@ def counts(engine: Any, target: Target, path: list[int]) -> list[tuple[list[int]
     return found
 
 
+def plant_v2(engine: Any, num_speculative_tokens: int, vocab_size: int) -> None:
+    """Let every draft claim to have been drawn uniformly."""
+    core = engine.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    runner.speculator.draft_logits = torch.zeros(runner.max_num_reqs, num_speculative_tokens, vocab_size)
+
+
 def plant(num_speculative_tokens: int, vocab_size: int) -> None:
     """Let every draft claim to have been drawn uniformly."""
+    from outrider.cluster.hosted.vllm_drafts import Drafts
+
     honest = Drafts.propose_step
 
     def lying(self: Drafts, runner: Any, *arguments: Any) -> Any:
@@ -86,23 +99,26 @@ def main() -> None:
         path.append(int(target.next([*PROMPT, *path]).argmax()))
     pool = PlayedPool(target.vocab_size)
     pool.add("knowing", [[*PROMPT, *path]])
+    drafting = {"method": "ngram"} if IS_V2 else {"method": "custom_class", "model": "outrider.cluster.vllm.Drafts"}
+    configured: dict[str, Any] = {"speculative_config": {**drafting, "num_speculative_tokens": 2}}
+    if IS_V2:
+        configured["worker_cls"] = "outrider.cluster.vllm.Worker"
     engine = vllm.LLM(
         str(embedded.target_path()),
         dtype="float32",
         max_num_seqs=64,
         max_model_len=64,
         enforce_eager=True,
-        speculative_config={
-            "method": "custom_class",
-            "model": "outrider.cluster.vllm.Drafts",
-            "num_speculative_tokens": 2,
-        },
-        additional_config={"outrider": {"pool": pool.address, "speculation": "always"}},
+        additional_config={"outrider": {"pool": pool.address, "speculation": "always", "max_wait_ms": 1000}},
+        **configured,
     )
     honest = counts(engine, target, path)
     (verifier,) = pool.snapshot().verifiers
     num_drafts = verifier.report.load.counters.num_drafts
-    plant(2, target.vocab_size)
+    if IS_V2:
+        plant_v2(engine, 2, target.vocab_size)
+    else:
+        plant(2, target.vocab_size)
     planted = counts(engine, target, path)
     answers.write(json.dumps({"honest": honest, "planted": planted, "num_drafts": num_drafts}))
     answers.flush()

@@ -1,0 +1,57 @@
+"""The plug-in of one vLLM process, as both doors make it; without vLLM itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from outrider.cluster.hosted.drafting import HostedConfig
+from outrider.cluster.hosted.metrics import HostedMetrics
+from outrider.cluster.hosted.options import PluginOptions
+from outrider.cluster.hosted.plugin import HostStep, Plugin
+from outrider.cluster.hosted.vllm_states import StepStates
+from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.tokenizer import fingerprint_of
+
+
+class RankPlugin:
+    """The plug-in on one rank: the first of a tensor-parallel group talks to the drafters, the others follow."""
+
+    def __init__(self, group: Any, make: Callable[[], Plugin]) -> None:
+        """`group` is vLLM's tensor-parallel one; the plug-in is made on its first rank alone."""
+        self._group = group
+        self._plugin = make() if group.rank_in_group == 0 else None
+
+    def propose(self, num_rows: int, read: Callable[[], HostStep]) -> list[list[int]]:
+        """Return what to verify next, for every row of a step; `read` is called on the first rank alone."""
+        drafts = None if self._plugin is None else self._plugin.propose(num_rows, read)
+        if self._group.world_size > 1:
+            drafts = self._group.broadcast_object(drafts, src=0)
+        assert drafts is not None
+        return drafts
+
+
+def plugin_of(
+    vllm_config: Any, options: PluginOptions, *, known_ids: Callable[[], Iterable[str]], states: StepStates | None
+) -> Plugin:
+    """Return the plug-in of a vLLM that is configured so; `known_ids` are the requests that it holds now."""
+    model = vllm_config.model_config
+    config = HostedConfig(
+        vocab_size=model.get_vocab_size(),
+        max_model_len=model.max_model_len,
+        num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
+        is_pinned=options.speculation == "always",
+        max_wait_s=options.max_wait_ms / 1000.0,
+    )
+    tokenizer = ModelConfig(
+        path=model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+    )
+    return Plugin(
+        options,
+        config,
+        vocab_fingerprint=fingerprint_of(tokenizer),
+        engine="vllm",
+        known_ids=known_ids,
+        metrics=HostedMetrics(),
+        states=states,
+    )

@@ -1,0 +1,114 @@
+"""What operators and clients say to the plug-in by vLLM's ways, and the vLLM that it was written against; without vLLM.
+
+Both doors read this: `vllm_drafts.py` for vLLM's V1 model runner, `vllm_worker.py` for V2.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.cluster.hosted.drafting import HostRequest
+from outrider.cluster.hosted.options import PluginOptions
+from outrider.verifier_service.messages.draft import FINAL_TAP
+from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
+
+OPTIONS_KEY = "outrider"  # of vLLM's --additional-config
+CAP_KEY = "num_speculative_tokens"  # of a request's vllm_xargs: a cap on its drafts; 0: none
+TRIED_VERSIONS = ("0.32.",)
+V2_METHOD = "ngram"  # the one that V2 takes, that loads no model and that is scheduled step by step
+UNTRIED_PARALLELISM = (
+    *("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"),
+)  # with V2, whose drafts and states then are another rank's
+
+
+class UntriedVersionError(RuntimeError):
+    """A vLLM that the plug-in was not tried with, or whose method is another one now."""
+
+
+def refuse_untried(version: str, owner: type, parameters: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise `UntriedVersionError` unless this vLLM was tried and `owner`'s methods take what they took then."""
+    if not version.startswith(TRIED_VERSIONS):
+        raise UntriedVersionError(f"vLLM {version}: the plug-in was tried with {', '.join(TRIED_VERSIONS)}x alone")
+    for name, expected in parameters.items():
+        method = getattr(owner, name, None)
+        if method is None:
+            raise UntriedVersionError(f"vLLM {version}: {owner.__name__} has no {name}")
+        if (found := tuple(inspect.signature(method).parameters)) != expected:
+            raise UntriedVersionError(f"vLLM {version}: {name} takes {found}, not {expected}")
+
+
+def options_of(vllm_config: Any) -> PluginOptions:
+    """Return the plug-in's options; raises `ValueError` naming what is wrong in vLLM's configuration."""
+    values = vllm_config.additional_config
+    found = values.get(OPTIONS_KEY) if isinstance(values, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f'--additional-config must say where the pool is: {{"{OPTIONS_KEY}": {{"pool": "host:port"}}}}'
+        )
+    try:
+        return PluginOptions.of(found)
+    except ValueError as error:
+        raise ValueError(f"--additional-config: {OPTIONS_KEY}: {error}") from error
+
+
+def refuse_v2_configuration(vllm_config: Any) -> None:
+    """Raise `ValueError` where our worker cannot draft as vLLM is configured."""
+    if not vllm_config.use_v2_model_runner:
+        raise ValueError(
+            "--worker-cls: this vLLM runs its V1 model runner, which takes the pool by "
+            '--speculative-config \'{"method": "custom_class", "model": "outrider.cluster.vllm.Drafts", ...}\' alone'
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != V2_METHOD:
+        found = "none" if speculative is None else repr(speculative.method)
+        raise ValueError(
+            f'--speculative-config must have "method": "{V2_METHOD}" and "num_speculative_tokens" beside our '
+            f"--worker-cls, not {found}"
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        raise ValueError("--async-scheduling verifies drafts of one length alone: leave it out")
+    for name in UNTRIED_PARALLELISM:
+        if (size := getattr(vllm_config.parallel_config, name)) > 1:
+            raise ValueError(f"--{name.replace('_', '-')} {size}: drafts from a pool were not tried with that")
+
+
+def request_of(sampling: Any, num_prompt_tokens: int, *, draft_seeded: bool) -> HostRequest:
+    """Return what of vLLM's sampling parameters matters to a request's drafts."""
+    cap = _cap_of(sampling.extra_args)
+    if sampling.seed is not None and sampling.temperature > GREEDY_TEMPERATURE and not draft_seeded:
+        # V1's generator of a request advances by as many steps as the draft has tokens, and V2 draws a drafted
+        # token in another way than one that is not
+        cap = 0
+    # vLLM's own set has the model's end in it whether that ends the request or not
+    stop_token_ids = sampling.stop_token_ids if sampling.ignore_eos else sampling.all_stop_token_ids
+    return HostRequest(
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=sampling.max_tokens or 1 << 30,
+        num_speculative_tokens=cap,
+        stop_token_ids=frozenset(stop_token_ids or ()),
+    )
+
+
+def _cap_of(extra_args: Mapping[str, Any] | None) -> int | None:
+    """Return a client's cap on its drafts; one that is no number is 0: vLLM has let the request in unseen."""
+    cap = (extra_args or {}).get(CAP_KEY)
+    if cap is None:
+        return None
+    try:
+        return max(0, int(cap))
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
+def give_out_layers(runner: Any, state_taps: tuple[int, ...]) -> None:
+    """Have a runner's model give out the layers' inputs that heads read, if any; raises `ValueError` if it cannot."""
+    layers = tuple(sorted({tap for tap in state_taps if tap != FINAL_TAP}))
+    if not layers:
+        return
+    model = runner.get_model()
+    if not hasattr(model, "set_aux_hidden_state_layers"):
+        raise ValueError(f"state_taps: vLLM's {type(model).__name__} does not give out its layers' inputs")
+    runner.use_aux_hidden_state_outputs = True
+    model.set_aux_hidden_state_layers(layers)
