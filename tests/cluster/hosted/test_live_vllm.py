@@ -199,13 +199,17 @@ def test_of_two_ranks_one_asks_and_both_verify_the_same(plain, tmp_path):
 
 
 @pytest.mark.soak
-def test_sampled_tokens_keep_the_targets_distribution_and_a_planted_defect_shows():
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize(("arguments", "min_drafts"), [([], 1000), (["v2"], 200)], ids=["V1", "V2"])
+def test_sampled_tokens_keep_the_targets_distribution_and_a_planted_defect_shows(arguments, min_drafts):
     script, tests = Path(__file__).with_name("vllm_law.py"), Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
-    found = subprocess.run([INTERPRETER, script], env=environment, capture_output=True, text=True, timeout=500)
+    found = subprocess.run(
+        [INTERPRETER, script, *arguments], env=environment, capture_output=True, text=True, timeout=1800
+    )
     assert found.returncode == 0, found.stderr[-3000:]
     law = json.loads(found.stdout)
-    assert law["num_drafts"] > 1000
+    assert law["num_drafts"] > min_drafts
     assert min(chi_square(counts) for counts in law["honest"]) > 1e-4, law
     assert min(chi_square(counts) for counts in law["planted"]) < 1e-6, law
 

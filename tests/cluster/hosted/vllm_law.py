@@ -33,7 +33,7 @@ from outrider.drafter_service import embedded
 IS_V2 = sys.argv[1:] == ["v2"]
 PROMPT = [5, 80, 90, 12, 7, 300, 41, 9]
 DEPTHS = (2, 3, 4)  # tokens before it: a session has been opened by then
-NUM_SAMPLES, MIN_EXPECTED, TEMPERATURE = 1500 if IS_V2 else 3000, 5.0, 0.7
+NUM_SAMPLES, MIN_EXPECTED, TEMPERATURE = 400 if IS_V2 else 3000, 5.0, 0.7
 
 
 class Target:

@@ -54,13 +54,14 @@ def note_preemptions() -> None:
 
 
 def warm_up(engine: Any) -> None:
-    """Have vLLM do what it does before it serves on a GPU: a dummy step and steps of requests of its own making."""
-    from vllm.v1.worker.gpu.warmup import warmup_kernels
+    """Have vLLM do what it does before it serves on a GPU: a dummy step, and steps of requests of its own making."""
+    from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
     worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    worker.model_runner.profile_run()
-    with worker.model_runner.speculator.resting():
-        warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+    runner = worker.model_runner
+    runner._dummy_run(16, skip_attn=True, is_profile=True)
+    with runner.speculator.resting():
+        assert run_mixed_prefill_decode_warmup(runner, worker.execute_model, worker.sample_tokens, num_tokens=16)
 
 
 def load(options: dict[str, Any]) -> tuple[str, Any]:

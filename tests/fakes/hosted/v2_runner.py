@@ -1,7 +1,6 @@
 """vLLM's V2 model runner, played: its books and its calls on CPU tensors, with a greedy target that is known.
 
-What it keeps has vLLM's names and types, which `tests/cluster/hosted/vllm_interface.py` compares with the installed
-wheel. It takes the outputs of `fakes.hosted.v2_scheduler` and of vLLM's own scheduler.
+What it keeps has vLLM's names, which `tests/cluster/hosted/test_vllm_interface.py` compares with the installed wheel's.
 """
 
 from __future__ import annotations
