@@ -85,13 +85,14 @@ class Kernels:
         )
         return output
 
-    def rotate(self, heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
-        """Turn [num_tokens, num_heads, head_dim] in place; see `decoder.Rotary`."""
+    def rotate(self, heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+        """Turn [num_tokens, num_heads, head_dim] in place and return it; see `decoder.Rotary`."""
         num_tokens, num_heads, size = heads.shape
         self._rotate(
             *(heads.data_ptr(), cosines.data_ptr(), sines.data_ptr()),
             *(num_tokens, heads.stride(0), num_heads, size, torch.get_num_threads()),
         )
+        return heads
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """Map [..., 2 * size] to activation(gate) * up [..., size]; the activation is one of `activations`."""

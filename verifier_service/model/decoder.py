@@ -12,16 +12,21 @@ once and replayed. `decoder_spec` says what a model computes, `decoder_weights` 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from outrider.verifier_service.cpu.kernels import kernels_of
+from outrider.verifier_service.cpu import kernels as cpu
+from outrider.verifier_service.gpu import kernels as gpu
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.attention import AttentionHandler, AttentionOptions, LayerShape
 from outrider.verifier_service.model.decoder_spec import DecoderSpec, ExpertsSpec, RotarySpec
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
+
+if TYPE_CHECKING:
+    from outrider.verifier_service.gpu.rows import RowKernels
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -32,17 +37,22 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines, [num_tokens, 1, head_dim] each
 
 
+def _kernels_of(rows: torch.Tensor) -> cpu.Kernels | RowKernels | None:
+    """Return the kernels of the device of a tensor; None: torch's operators."""
+    return cpu.kernels_of(rows) or gpu.kernels_of(rows)
+
+
 class Norm(nn.Module):
     """x / rms(x) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467); a float32 weight has it computed in float32."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
         self.weight, self.eps, self._shape = weight, eps, tuple(weight.shape)
-        self._wide = weight.float()[None]
+        self.wide = weight.float()[None]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        if (kernels := kernels_of(rows)) is not None:
-            return kernels.rms_norm(rows, self._wide, self.eps)
+        if (kernels := _kernels_of(rows)) is not None:
+            return kernels.rms_norm(rows, self.wide, self.eps)
         return F.rms_norm(rows.to(self.weight.dtype), self._shape, self.weight, self.eps).to(rows.dtype)
 
 
@@ -52,11 +62,11 @@ class HeadNorm(nn.Module):
     def __init__(self, weight: torch.Tensor, eps: float) -> None:  # weight [num_heads + num_kv_heads, head_dim]
         super().__init__()
         self.weight, self.eps, self._shape = weight, eps, (weight.shape[1],)
-        self._wide = weight.float()
+        self.wide = weight.float()
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:  # [num_tokens, num_heads + num_kv_heads, head_dim]
-        if (kernels := kernels_of(heads)) is not None:
-            return kernels.rms_norm(heads, self._wide, self.eps)
+        if (kernels := _kernels_of(heads)) is not None:
+            return kernels.rms_norm(heads, self.wide, self.eps)
         normed = F.rms_norm(heads.to(self.weight.dtype), self._shape, None, self.eps)
         return (normed * self.weight).to(heads.dtype)
 
@@ -97,10 +107,27 @@ class Rotary(nn.Module):
 def rotated(heads: torch.Tensor, turn: Turn) -> torch.Tensor:
     """Turn every head of [num_tokens, num_heads, head_dim], which may be overwritten."""
     cos, sin = turn
-    if (kernels := kernels_of(heads)) is not None:
-        kernels.rotate(heads, cos, sin)
-        return heads
+    if (kernels := _kernels_of(heads)) is not None:
+        return kernels.rotate(heads, cos, sin)
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
+
+
+def normed_and_turned(heads: torch.Tensor, norm: nn.Module | None, turn: Turn | None) -> torch.Tensor:
+    """Norm and turn [num_tokens, num_heads, head_dim], as far as a layer does; they may be overwritten."""
+    if isinstance(norm, HeadNorm) and turn is not None and (kernels := gpu.kernels_of(heads)) is not None:
+        return kernels.norm_and_rotate(heads, *turn, norm.wide, norm.eps)
+    normed = heads if norm is None else norm(heads)
+    return normed if turn is None else rotated(normed, turn)
+
+
+def added_and_normed(
+    hidden: torch.Tensor, update: torch.Tensor, scale: float, norm: nn.Module
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden + scale * update and its norm, [num_tokens, hidden_size] each; hidden stays: it may be tapped."""
+    if isinstance(norm, Norm) and (kernels := gpu.kernels_of(hidden)) is not None:
+        return kernels.add_and_norm(hidden, update, scale, norm.wide, norm.eps)
+    total = torch.add(hidden, update, alpha=scale)
+    return total, norm(total)
 
 
 def head_order(spec: RotarySpec, head_dim: int) -> list[int]:
@@ -136,11 +163,7 @@ class Attention(nn.Module):
         """Map [num_tokens, hidden_size] to the same shape."""
         num_kv_heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
         heads = self.qkv(rows).unflatten(-1, (-1, head_dim))  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-        turned, value = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
-        if self.norm is not None:
-            turned = self.norm(turned)
-        if turn is not None:
-            turned = rotated(turned, turn)
+        turned, value = normed_and_turned(heads[:, :-num_kv_heads], self.norm, turn), heads[:, -num_kv_heads:]
         query, key = turned[:, :-num_kv_heads], turned[:, -num_kv_heads:]
         attended = attend.attend(self._layer_index, query, key, value, self._options)
         return self._group.all_reduce(self.output(attended.flatten(1)))
@@ -159,7 +182,7 @@ class GatedMLP(nn.Module):
 
 def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """Map [..., 2 * size] to activation(gate) * up [..., size]."""
-    kernels = kernels_of(gate_up)
+    kernels = _kernels_of(gate_up)
     if kernels is not None and activation in kernels.activations:
         return kernels.gated(gate_up, activation)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -236,8 +259,8 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden: torch.Tensor, turn: Turn | None, attend: AttentionHandler) -> torch.Tensor:
         """Map [num_tokens, hidden_size] to the same shape."""
         attended = self.attention(self.before_attention(hidden), turn, attend)
-        hidden = torch.add(hidden, self.after_attention(attended), alpha=self._scale)
-        return torch.add(hidden, self.after_mlp(self.mlp(self.before_mlp(hidden))), alpha=self._scale)
+        hidden, normed = added_and_normed(hidden, self.after_attention(attended), self._scale, self.before_mlp)
+        return torch.add(hidden, self.after_mlp(self.mlp(normed)), alpha=self._scale)
 
 
 class Decoder(nn.Module):

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.verifier_service.gpu.attention_kernels import attention_kernel, join_kernel
+from outrider.verifier_service.gpu.language import triton
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.attention import AttentionOptions, KVPool
 from outrider.verifier_service.model.paged_metadata import PagedMetadata
-from outrider.verifier_service.model.triton_kernels import attention_kernel, join_kernel, triton
 
 MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
 TILE_ROWS = (16, 64, 128)  # decode, verification, prefill: few sizes, since each is compiled apart

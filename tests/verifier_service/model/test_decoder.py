@@ -6,13 +6,16 @@ That their logits agree over mixed schedules is `test_runner`'s, over several ra
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from transformers import PreTrainedModel
 
-from outrider.verifier_service.cpu import kernels
+from outrider.verifier_service.cpu import kernels as cpu
+from outrider.verifier_service.gpu import kernels as gpu
+from outrider.verifier_service.gpu.rows import RowKernels
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.architectures import UnsupportedModelError
@@ -22,9 +25,11 @@ from outrider.verifier_service.model.decoder_spec import FAMILIES, RotarySpec, r
 from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.library_model import LibraryModel, finish, load_library_model
 from outrider.verifier_service.model.runner import PackedModel, forward_packed
+from outrider.verifier_service.model.start_check import require_equal_logits
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource, WeightReader
 from tiny.models import TINY_ARCHITECTURES, make_model
+from tiny.triton_kernels import interpreted
 
 TOKEN_IDS = [5, 9, 200, 17, 3, 3, 44, 128, 7, 90, 11, 250]
 BLOCK_SIZE = 4
@@ -67,9 +72,13 @@ def whole_batch(num_layers: int | None = None) -> ScheduledBatch:
 
 @torch.inference_mode()
 def run(
-    model: PackedModel, *, num_layers: int | None = None, taps: tuple[int, ...] = ()
+    model: PackedModel,
+    *,
+    num_layers: int | None = None,
+    taps: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    pool = KVPool(model.kv_shapes, num_blocks=3, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU)
+    pool = KVPool(model.kv_shapes, num_blocks=3, block_size=BLOCK_SIZE, dtype=dtype, device=CPU)
     batch = whole_batch(num_layers)
     return forward_packed(model, batch, AttentionContext.of(batch, pool), taps)
 
@@ -117,11 +126,11 @@ def fake_step(model: Decoder, mode: FakeTensorMode) -> torch.Tensor:
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on an accelerator: torch's operators alone, which know the shapes of tensors without memory."""
-    monkeypatch.setenv(kernels.DISABLING_VARIABLE, "0")
-    for cached in (kernels.load_kernels, kernels._library):
+    monkeypatch.setenv(cpu.DISABLING_VARIABLE, "0")
+    for cached in (cpu.load_kernels, cpu._library):
         cached.cache_clear()
     yield
-    for cached in (kernels.load_kernels, kernels._library):
+    for cached in (cpu.load_kernels, cpu._library):
         cached.cache_clear()
 
 
@@ -141,6 +150,48 @@ def test_a_model_that_reads_back_is_found_out(reads) -> None:
     found = (DataDependentOutputException, DynamicOutputShapeException)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(found):
         fake_step(model, mode)
+
+
+class NotingKernels:
+    """Notes which kernels are called."""
+
+    def __init__(self, own: RowKernels) -> None:
+        self._own, self.called = own, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.called.add(name)
+        return getattr(self._own, name)
+
+
+@pytest.fixture
+def noting() -> Iterator[NotingKernels]:
+    """A CUDA device's kernels, interpreted; a decoder calls them once it is told that its tensors are there."""
+    pytest.importorskip("triton", reason="needs the package triton")
+    with interpreted("outrider.verifier_service.gpu.rows", "outrider.verifier_service.gpu.row_kernels") as module:
+        yield NotingKernels(module.RowKernels())
+
+
+CALLED = {
+    "qwen3": {"rms_norm", "add_and_norm", "norm_and_rotate", "gated", "activations"},
+    "olmo2": {"rms_norm", "rotate", "gated", "activations"},  # norms what is added
+}
+
+
+HALF = [(name, dtype) for name in ("qwen3", "gemma2") for dtype in (torch.float16, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in sorted(FAMILIES)), *HALF])
+def test_a_devices_kernels_leave_the_logits_as_they_are(noting, monkeypatch, name: str, dtype: torch.dtype) -> None:
+    model = decoder_of(make_model(name), dtype)
+    monkeypatch.setattr(cpu, "kernels_of", lambda rows: None)
+    expected, states = run(model, taps=(1, FINAL_TAP), dtype=dtype)
+    monkeypatch.setattr(gpu, "kernels_of", lambda rows: noting)
+    got, own_states = run(model, taps=(1, FINAL_TAP), dtype=dtype)
+    assert noting.called >= CALLED.get(name, {"rms_norm", "gated"})
+    require_equal_logits(name, expected, got, dtype)
+    assert states is not None
+    assert own_states is not None
+    require_equal_logits(name, states.float(), own_states.float(), dtype)
 
 
 @pytest.mark.parametrize("count", [4, 8])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -25,38 +24,25 @@ from outrider.verifier_service.model.step_graphs import (
     step_layout,
     step_parts,
 )
+from tiny.triton_kernels import compiled_for_hopper, forget, interpreted
 
 triton = pytest.importorskip("triton", reason="needs the package triton")
 
-from outrider.verifier_service.model import triton_attention, triton_kernels  # noqa: E402
+from outrider.verifier_service.gpu import attention_kernels, language  # noqa: E402
+from outrider.verifier_service.model import triton_attention  # noqa: E402
 
 BLOCK_SIZE = 4
-MODULES = ("outrider.verifier_service.model.triton_attention", "outrider.verifier_service.model.triton_kernels")
+MODULES = (
+    "outrider.verifier_service.model.triton_attention",
+    "outrider.verifier_service.gpu.attention_kernels",
+    "outrider.verifier_service.gpu.language",
+)
 
 
-@pytest.fixture
-def interpreted() -> Iterator[ModuleType]:
-    """The module anew with kernels that run in numpy; Triton's own helpers have been imported as compiled ones.
-
-    The interpreter leaves parts of the language patched behind, which the compiler must not find.
-    """
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
-    language, core = triton.language, triton.language.core
-    patched = (language, core, language.math, core.tensor, core.dtype, core.tensor_descriptor_base)
-    before = [dict(vars(target)) for target in patched]
-    helper = functools.cache(InterpretedFunction)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton.knobs.runtime, "interpret", True)
-        patch.setattr(JITFunction, "__call__", lambda self, *args, **kwargs: helper(self.fn)(*args, **kwargs))
-        for name in MODULES:
-            patch.delitem(sys.modules, name)
-        yield importlib.import_module(MODULES[0])
-    for target, names in zip(patched, before, strict=True):
-        for name, value in names.items():
-            if vars(target).get(name) is not value:
-                setattr(target, name, value)
+@pytest.fixture(name="interpreted")
+def interpreted_module() -> Iterator[ModuleType]:
+    with interpreted(*MODULES) as module:
+        yield module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,9 +344,8 @@ def test_tiles_hold_a_token_and_fit_the_memory(group_size, dim, element_bytes):
 
 def test_without_triton_the_module_imports_and_says_what_is_missing():
     with pytest.MonkeyPatch.context() as patch:
+        forget(patch, *MODULES)
         patch.setitem(sys.modules, "triton", None)
-        for name in MODULES:
-            patch.delitem(sys.modules, name)
         module = importlib.import_module(MODULES[0])
         with pytest.raises(RuntimeError, match="needs the package triton"):
             attend(module, make_step([Sequence()], Shape()), AttentionOptions())
@@ -371,8 +356,8 @@ def test_without_triton_the_module_imports_and_says_what_is_missing():
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET leaves nothing to compile")
 def test_nothing_is_compiled_anew_for_other_lengths():
-    kernel = triton_kernels.attention_kernel
-    assert {param.name for param in kernel.params if param.do_not_specialize} == set(triton_kernels.PER_STEP)
+    kernel = attention_kernels.attention_kernel
+    assert {param.name for param in kernel.params if param.do_not_specialize} == set(language.PER_STEP)
 
 
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET leaves nothing to compile")
@@ -383,34 +368,19 @@ def test_both_kernels_compile_for_an_h100(tmp_path, monkeypatch):
     sizes = {"GROUP": 4, "HEAD_DIM": 64, "VALUE_DIM": 64, "BLOCK_D": 64, "BLOCK_V": 64, "BLOCK_SIZE": 16}
     sizes |= {"TOKENS": tile.num_tokens, "ROWS": tile.num_rows, "KEYS": tile.num_keys}
     flags = dict.fromkeys(("HAS_WINDOW", "HAS_SOFTCAP", "HAS_SINKS", "HAS_TREES", "IS_SPLIT"), True)
-    compiled = compile_for_hopper(triton_kernels.attention_kernel, {**sizes, **flags}, tile.num_warps, tile.num_stages)
+    kernel = attention_kernels.attention_kernel
+    compiled = compile_for_hopper(kernel, {**sizes, **flags}, tile.num_warps, tile.num_stages)
     assert "wgmma" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= 227 << 10
-    compile_for_hopper(triton_kernels.join_kernel, {"VALUE_DIM": 64, "BLOCK_V": 64, "AT_ONCE": 16}, 4, 3)
+    compile_for_hopper(attention_kernels.join_kernel, {"VALUE_DIM": 64, "BLOCK_V": 64, "AT_ONCE": 16}, 4, 3)
 
 
 def compile_for_hopper(kernel, constants: dict[str, int], num_warps: int, num_stages: int):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    pointers = {"log_weights": "*fp32", "parts": "*fp32", "ancestors": "*i64"}
-    pointers |= dict.fromkeys(("output", "query", "key_cache", "value_cache", "sinks"), "*bf16")
-    pointers |= dict.fromkeys(("query_starts", "context_lengths", "block_tables", "tree_sizes", "positions"), "*i32")
-    floats = {"inner_scale": "fp32", "outer_scale": "fp32"}
-    names = kernel.arg_names
-    types = {**pointers, **floats, **dict.fromkeys(constants, "constexpr")}
-    source = ASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "i32") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (place,): [["tt.divisibility", 16]]
-            for place, name in enumerate(names)
-            if name in pointers or name.endswith("stride")
-        },
-    )
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    types = {"log_weights": "*fp32", "parts": "*fp32", "ancestors": "*i64"}
+    types |= {"inner_scale": "fp32", "outer_scale": "fp32"}
+    types |= dict.fromkeys(("output", "query", "key_cache", "value_cache", "sinks"), "*bf16")
+    types |= dict.fromkeys(("query_starts", "context_lengths", "block_tables", "tree_sizes", "positions"), "*i32")
+    return compiled_for_hopper(kernel, types, constants, num_warps, num_stages)
 
 
 # The device.

@@ -1,4 +1,4 @@
-"""The device side of `triton_attention`: two Triton kernels and what they are made of.
+"""The device side of `model/triton_attention.py`: two Triton kernels and what they are made of.
 
 Sizes in capitals are compiled in: what the model fixes, and flags. Everything that changes from step to step is an
 argument. Scores are in powers of two (`inner_scale` and `outer_scale` carry log2 e) and in float32 throughout.
@@ -6,26 +6,10 @@ argument. Scores are in powers of two (`inner_scale` and `outer_scale` carry log
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU installs have no Triton and need none
-    triton = None
-
-# to specialise on what changes from step to step would compile anew while requests wait
-PER_STEP = ("num_sequences", "table_width", "num_words", "window", "num_splits")
+from outrider.verifier_service.gpu.language import jit, tl
 
 
-def _jit(function: Callable[..., Any]) -> Any:
-    if triton is None:
-        return function
-    return triton.jit(do_not_specialize=[name for name in PER_STEP if name in function.__annotations__])(function)
-
-
-@_jit
+@jit
 def _find_tile(tile: tl.tensor, query_starts: tl.tensor, num_sequences: tl.tensor, TOKENS: tl.constexpr) -> tl.tensor:
     """Find the sequence of a tile, and the first tile of that sequence.
 
@@ -42,7 +26,7 @@ def _find_tile(tile: tl.tensor, query_starts: tl.tensor, num_sequences: tl.tenso
     return low, tl.load(query_starts + low) // TOKENS + low
 
 
-@_jit
+@jit
 def _seen_in_tree(
     row_words: tl.tensor, is_tree_row: tl.tensor, first: tl.tensor, tree_start: tl.tensor, num_words: tl.tensor,
     KEYS: tl.constexpr,
@@ -62,7 +46,7 @@ def _seen_in_tree(
     return ((bits[:, None] >> bit.to(tl.uint64)[None, :]) & 1) != 0
 
 
-@_jit
+@jit
 def _visible(
     rows: tl.tensor, row_positions: tl.tensor, row_words: tl.tensor, first: tl.tensor, end: tl.tensor,
     tree_start: tl.tensor, own_positions: tl.tensor, num_words: tl.tensor, window: tl.tensor, KEYS: tl.constexpr,
@@ -84,7 +68,7 @@ def _visible(
     return visible
 
 
-@_jit
+@jit
 def _attend_keys(
     sums: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor, begin: tl.tensor, end: tl.tensor, query: tl.tensor,
     key_base: tl.tensor, value_base: tl.tensor, key_stride: tl.tensor, value_stride: tl.tensor, table: tl.tensor,
@@ -132,7 +116,7 @@ def _attend_keys(
     return sums, row_max, row_sum
 
 
-@_jit
+@jit
 def _key_range(
     first: tl.tensor, last: tl.tensor, tree_start: tl.tensor, window: tl.tensor, split: tl.tensor,
     num_splits: tl.tensor, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -153,7 +137,7 @@ def _key_range(
     return begin, begin + num_unmasked, end
 
 
-@_jit
+@jit
 def _load_queries(query_base: tl.tensor, is_row: tl.tensor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr) -> tl.tensor:
     """Return [ROWS, BLOCK_D], 0 where there is no query and beyond the head's size."""
     dims = tl.arange(0, BLOCK_D)
@@ -161,7 +145,7 @@ def _load_queries(query_base: tl.tensor, is_row: tl.tensor, HEAD_DIM: tl.constex
     return tl.load(query_base[:, None] + dims[None, :], mask=mask, other=0.0)
 
 
-@_jit
+@jit
 def attention_kernel(
     output: tl.tensor, log_weights: tl.tensor, query: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor,
     sinks: tl.tensor, query_starts: tl.tensor, context_lengths: tl.tensor, block_tables: tl.tensor,
@@ -224,7 +208,7 @@ def attention_kernel(
     )  # fmt: skip
 
 
-@_jit
+@jit
 def _store(
     output: tl.tensor, log_weights: tl.tensor, sums: tl.tensor, row_max: tl.tensor, row_sum: tl.tensor,
     row_index: tl.tensor, is_row: tl.tensor, split: tl.tensor, num_splits: tl.tensor, VALUE_DIM: tl.constexpr,
@@ -243,7 +227,7 @@ def _store(
     )
 
 
-@_jit
+@jit
 def join_kernel(
     output: tl.tensor, parts: tl.tensor, log_weights: tl.tensor, num_splits: tl.tensor, VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr, AT_ONCE: tl.constexpr,

@@ -1,0 +1,1 @@
+"""Kernels for a CUDA device, in Triton."""
