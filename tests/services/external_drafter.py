@@ -101,22 +101,22 @@ def _confidences(value: float, *, more: int = 0) -> Callable[[Draft], list[bytes
 
 HONEST = Fault("honest")
 # each is met by another part of the verifier: deadlines, the link, what a draft must be before it is verified
-FAULTS = (
-    Fault("slow", delay_s=3.0),
+FAULTS = (  # one of each kind: late, wrong, unreadable, of another target
     Fault("silent", change=lambda _: []),
     Fault("garbage tokens", change=_garbage),
+    Fault("malformed frames", change=lambda draft: [b"\x93" + encode(draft)]),
+    Fault("wrong vocabulary", vocab_fingerprint="another tokenizer's"),
+)
+
+MORE_FAULTS = (
+    Fault("slow", delay_s=3.0),
     Fault("stale rounds", change=_changed(round_id=0)),
     Fault("ids out of range", change=_changed(token_ids=(1 << 40,), draft_probs=None)),
     Fault("too many tokens", change=_too_long),
     Fault("oversized frames", change=lambda draft: [encode(draft) + bytes(64 << 20)]),
-    Fault("malformed frames", change=lambda draft: [b"\x93" + encode(draft)]),
     Fault("draft_probs that do not sum", change=_bad_sums),
-    Fault("wrong vocabulary", vocab_fingerprint="another tokenizer's"),
     Fault("parents in a circle", change=_tree(lambda count: [(index + 1) % count for index in range(count)])),
     Fault("confidences that are no numbers", change=_confidences(float("nan"))),
-)
-# other drafts that the same checks refuse: tests/fuzz/test_drafts.py plays them without a service, `make soak` with one
-MORE_FAULTS = (
     Fault("wrong position", change=_changed(position=0)),
     Fault("parents out of range", change=_tree(lambda count: [ROOT - 1 - index for index in range(count)])),
     Fault("parents of another number", change=_tree(lambda count: [ROOT] * (count + 1))),
