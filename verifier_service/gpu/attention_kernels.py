@@ -1,4 +1,4 @@
-"""The device side of `model/triton_attention.py`: two Triton kernels and what they are made of.
+"""The device side of `triton_attention`: two Triton kernels and what they are made of.
 
 Sizes in capitals are compiled in: what the model fixes, and flags. Everything that changes from step to step is an
 argument. Scores are in powers of two (`inner_scale` and `outer_scale` carry log2 e) and in float32 throughout.

@@ -1,6 +1,6 @@
 """Norms, rotary turns and gates on a CUDA device, each one launch that reads its rows once.
 
-Torch's operators, of which `model/decoder.py` is made elsewhere, are the reference. Shapes and launches follow from the
+Torch's operators, of which `decoder` is made elsewhere, are the reference. Shapes and launches follow from the
 shapes of the arguments, nothing is read back and every output is new memory: all can be captured. `TRITON_INTERPRET=1`
 runs the kernels without a GPU.
 """
@@ -18,7 +18,7 @@ VALUES_PER_WARP = 512  # of a normed row, 16 a thread
 
 
 class RowKernels:
-    """The kernels under the names of `cpu/kernels.py`, and those that do two things at once.
+    """The kernels under the names that a CPU has them by, and those that do two things at once.
 
     They take float32, float16 and bfloat16, unchecked; the last dimension is contiguous, tokens may lie apart.
     """
