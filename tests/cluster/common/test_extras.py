@@ -23,9 +23,14 @@ PARTS = {
     "outrider.cluster.api.vllm_grpc": "vllm-grpc",
     "outrider.cluster.peers.half_gguf": "gguf",
 }
-# they are loaded by another engine, which is in an environment of its own and no extra of ours
+# they are loaded by another engine, or beside it, in an environment of its own, which is no extra of ours
 WITHIN_VLLM = frozenset(
-    {"outrider.cluster.vllm", "outrider.cluster.hosted.vllm_drafts", "outrider.cluster.hosted.vllm_worker"}
+    {
+        "outrider.cluster.vllm",
+        "outrider.cluster.hosted.vllm_drafts",
+        "outrider.cluster.hosted.vllm_worker",
+        "outrider.cluster.vllm_engine.process",
+    }
 )
 MODULES = [path for layer in LAYERS for path in sources(ROOT / layer)]
 
