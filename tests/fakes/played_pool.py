@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from outrider.cluster.replicas.directory_replica import DirectoryServicer
-from outrider.cluster.router.fleet import DrafterReport, FleetSnapshot, RouterPolicy, VerifierReport
+from outrider.cluster.replicas.directory_servicer import DirectoryServicer
+from outrider.cluster.router.fleet import Directive, DrafterReport, FleetSnapshot, RouterPolicy, VerifierReport
 from outrider.cluster.router.router import RouterCore
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterDirectoryServicer_to_server, add_DrafterLinkServicer_to_server
@@ -118,28 +118,6 @@ class KnowingDrafter:
         return DrafterLoad(num_sessions=len(self.sessions))
 
 
-class _Remote:
-    """A method as a deployment's handle has it."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    async def remote(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
-
-
-class _RouterHandle:
-    """The router's deployment, in this process."""
-
-    def __init__(self, core: RouterCore) -> None:
-        self._core = core
-        self.report_verifier = _Remote(self._report)
-        self.remove = _Remote(core.remove)
-
-    def _report(self, report: VerifierReport) -> Any:
-        return self._core.report_verifier(report, time.time())
-
-
 class PlayedPool:
     """Drafters by name, and the directory that names them."""
 
@@ -194,11 +172,17 @@ class PlayedPool:
 
     async def _start(self) -> str:
         self._directory = grpc.aio.server(options=CHANNEL_OPTIONS)
-        add_DrafterDirectoryServicer_to_server(DirectoryServicer(_RouterHandle(self._core)), self._directory)
+        add_DrafterDirectoryServicer_to_server(DirectoryServicer(self._answer, self._forget), self._directory)
         port = self._directory.add_insecure_port("127.0.0.1:0")
         await self._directory.start()
         self._reporting = asyncio.ensure_future(self._report_forever())
         return f"127.0.0.1:{port}"
+
+    async def _answer(self, report: VerifierReport) -> Directive:
+        return self._core.report_verifier(report, time.time())
+
+    async def _forget(self, verifier_id: str) -> None:
+        self._core.remove(verifier_id)
 
     async def _report_forever(self) -> None:
         while True:
