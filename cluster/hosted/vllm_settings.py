@@ -18,9 +18,8 @@ OPTIONS_KEY = "outrider"  # of vLLM's --additional-config
 CAP_KEY = "num_speculative_tokens"  # of a request's vllm_xargs: a cap on its drafts; 0: none
 TRIED_VERSIONS = ("0.32.",)
 V2_METHOD = "ngram"  # the one that V2 takes, that loads no model and that is scheduled step by step
-UNTRIED_PARALLELISM = (
-    *("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"),
-)  # with V2, whose drafts and states then are another rank's
+# with V2, whose drafts and states then are another rank's
+UNTRIED_PARALLELISM = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
 
 
 class UntriedVersionError(RuntimeError):

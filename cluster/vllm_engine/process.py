@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
@@ -17,6 +18,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from outrider.cluster.hosted.vllm_settings import OPTIONS_KEY
 from outrider.cluster.vllm_engine.load import VllmLoad
 from outrider.cluster.vllm_engine.loop import VllmLoop
 from outrider.cluster.vllm_engine.sampling import sampling_of, structured_of
@@ -71,7 +73,7 @@ def engine_arguments(spec: VllmSpec) -> dict[str, Any]:
             "model": PROPOSER,
             "num_speculative_tokens": spec.drafts.num_speculative_tokens,
         }
-        arguments["additional_config"] = {"outrider": spec.drafts.options}
+        arguments["additional_config"] = {OPTIONS_KEY: spec.drafts.options}
         arguments["per_request_spec_decode_metrics"] = "summary"
     if spec.lora_modules:
         arguments |= {"enable_lora": True, "max_loras": len(spec.lora_modules)}
@@ -134,7 +136,7 @@ async def _ready(spec: VllmSpec, engine: AsyncLLM) -> EngineReady:
     return EngineReady(
         vocab_size=config.model_config.get_vocab_size(),
         max_model_len=config.model_config.max_model_len,
-        eos_token_ids=read_eos_token_ids(resolve_folder(spec.model), config.model_config.hf_text_config),
+        eos_token_ids=read_eos_token_ids(Path(config.model_config.model), config.model_config.hf_text_config),
         num_kv_blocks=config.cache_config.num_gpu_blocks or 0,
         step_times=(),
         vocab_fingerprint=fingerprint_of(spec.model),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from outrider.cluster.hosted.vllm_settings import CAP_KEY
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     GenerationRequest,
@@ -12,8 +13,6 @@ from outrider.verifier_service.messages.request import (
     StructuredKind,
     StructuredOutput,
 )
-
-CAP_KEY = "num_speculative_tokens"  # of vLLM's `extra_args`: our plug-in reads it there
 
 
 def sampling_of(request: GenerationRequest, *, has_drafts: bool) -> dict[str, Any]:

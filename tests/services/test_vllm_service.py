@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import threading
@@ -20,22 +19,20 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fakes.hosted.adapter import write_adapter
+from fakes.hosted.vllm_environment import ENVIRONMENT, needs_vllm
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.drafter_service import embedded
 from outrider.verifier_service.model.ranks import free_ports
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 from services.live_service import LiveService, Streamed, wait_for
 
-ENVIRONMENT = Path(os.environ.get("OUTRIDER_VLLM_ENV", Path.home() / ".cache" / "outrider" / "vllm-0.32.0"))
 START_TIMEOUT_S, MAX_TOKENS = 400.0, 96
 PROMPT = "def add(first, second):\n    "
 
 pytestmark = [
     pytest.mark.service,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        not (ENVIRONMENT / ".ready").is_file(), reason=f"vLLM is not in {ENVIRONMENT}: make vllm installs it"
-    ),
+    needs_vllm,
 ]
 
 

@@ -16,7 +16,7 @@ import torch
 
 from outrider.verifier_service.drafting.coordinator import DraftCoordinator
 from outrider.verifier_service.drafting.joining import worth_waiting_until
-from outrider.verifier_service.engine.step_rows import on_device, output_logprobs, sampling_rows
+from outrider.verifier_service.engine.step_rows import output_logprobs, sampling_rows
 from outrider.verifier_service.engine.step_stats import StepStats
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.request import (
@@ -31,6 +31,7 @@ from outrider.verifier_service.messages.request import (
 )
 from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES
+from outrider.verifier_service.model.paged_metadata import upload_rows
 from outrider.verifier_service.model.state_pool import StatePool
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
@@ -315,7 +316,7 @@ class VerifierEngine:
         if not wanted:
             return
         rows = [outcome.first_row + index for outcome in wanted for index in range(num_choice_rows(outcome.item))]
-        predicted = iter(logits[on_device(rows, logits.device)].argmax(dim=1).tolist())
+        predicted = iter(logits[upload_rows(rows, logits.device)].argmax(dim=1).tolist())
         for outcome in wanted:
             outcome.item.request.predicted_ids = tuple(islice(predicted, num_choice_rows(outcome.item)))
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from outrider.verifier_service.messages.request import TokenLogprobs
-from outrider.verifier_service.model.paged_metadata import upload
 from outrider.verifier_service.sampling.logprobs import LogprobsQuery, token_logprobs
 from outrider.verifier_service.scheduling.outcome import Outcome, num_choice_rows
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
@@ -23,11 +21,6 @@ def sampling_rows(items: Sequence[ScheduledRequest], first_rows: Sequence[int]) 
         for item, row in zip(items, first_rows, strict=True)
         for offset in range(num_choice_rows(item))
     ]
-
-
-def on_device(rows: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Send rows to the logits' device, int64, without waiting for it."""
-    return upload([np.array(rows, np.int64)], device)[0]
 
 
 def output_logprobs(outcomes: Sequence[Outcome], logits: torch.Tensor) -> list[tuple[TokenLogprobs, ...] | None]:

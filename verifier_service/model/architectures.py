@@ -111,17 +111,25 @@ def resolve_folder(config: ModelConfig) -> Path:
 
 def load_model_description(folder: Path, config: ModelConfig) -> PreTrainedConfig:
     """Read config.json and refuse what our engine cannot serve; raises `UnsupportedModelError`."""
-    description = read_description(folder, config)
-    _require_plain_weights(description)
+    whole = _read_whole(folder, config)
+    _require_plain_weights(whole)  # which says it of all parts together
+    description = _text_part(whole)
     require_supported(description, config.tensor_parallel_size)
     return description
 
 
 def read_description(folder: Path, config: ModelConfig) -> PreTrainedConfig:
-    """Read config.json, of a model with other parts the text model's."""
+    """Read config.json, of a model with other parts the text model's; whether it can be served is not asked."""
+    return _text_part(_read_whole(folder, config))
+
+
+def _read_whole(folder: Path, config: ModelConfig) -> PreTrainedConfig:
     from transformers import AutoConfig  # most of those who know the configuration read no model
 
-    description = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    return AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+
+
+def _text_part(description: PreTrainedConfig) -> PreTrainedConfig:
     return description.get_text_config() if description.model_type in _TEXT_PART_SERVED else description
 
 

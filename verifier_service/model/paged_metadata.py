@@ -143,6 +143,11 @@ def upload(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tens
     return carved(staged.to(device, non_blocking=True), layout)
 
 
+def upload_rows(rows: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Move the numbers of some rows to a device: int64 [num_rows]; see `upload`."""
+    return upload([np.array(rows, np.int64)], device)[0]
+
+
 class CopyBack:
     """The way back of `upload`: a tensor that goes to the host, whatever becomes of the device's own after this."""
 

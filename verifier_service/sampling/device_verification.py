@@ -19,7 +19,7 @@ import torch
 
 from outrider.verifier_service.messages.request import AcceptanceRule, VerificationMode
 from outrider.verifier_service.messages.tree import VerifiedTokens, ancestors, parents_of
-from outrider.verifier_service.model.paged_metadata import CopyBack, upload
+from outrider.verifier_service.model.paged_metadata import CopyBack, upload, upload_rows
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, noise_keys, noise_of_keys
 from outrider.verifier_service.sampling.draft_rows import DraftRows
 from outrider.verifier_service.sampling.entries import VerificationEntry, edits_by_row, first_rows, rows_of_members
@@ -86,7 +86,7 @@ class DevicePlan:
             own = [entries[index] for index in members]
             rows = None
             if len(members) < len(entries):
-                (rows,) = upload([np.array(rows_of_members(entries, members), np.int64)], device)
+                rows = upload_rows(rows_of_members(entries, members), device)
             if mode is VerificationMode.GREEDY:
                 judge = _greedy(own, device)
             else:

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from outrider.verifier_service.model.paged_metadata import upload
+from outrider.verifier_service.model.paged_metadata import upload, upload_rows
 
 NUCLEUS_CANDIDATES = 1024  # top_p alone looks at so many tokens first; a flatter row is sorted whole
 _ID_BITS = 32
@@ -188,7 +188,7 @@ class LawShapes:
 
 
 def _index(rows: Sequence[int], sampling: Sequence[SamplingShape], device: torch.device) -> torch.Tensor | None:
-    return None if len(rows) == len(sampling) else upload([np.array(rows, np.int64)], device)[0]
+    return None if len(rows) == len(sampling) else upload_rows(rows, device)
 
 
 def top_candidates(values: torch.Tensor, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:

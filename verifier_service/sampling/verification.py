@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from outrider.verifier_service.messages.request import AcceptanceRule, VerificationMode
 from outrider.verifier_service.messages.tree import VerifiedTokens, is_chain, matching_path, parents_of
-from outrider.verifier_service.model.paged_metadata import upload
+from outrider.verifier_service.model.paged_metadata import upload_rows
 from outrider.verifier_service.sampling.block_verification import verify_blocks
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, noise_keys, noise_of_keys
 from outrider.verifier_service.sampling.device_verification import launch
@@ -56,7 +55,7 @@ def begin(
     if logits.device.type == "cpu" or not entries:
         return _OnHost(logits, entries, rng, rows)
     if rows is not None:
-        logits = logits.index_select(0, upload([np.array(rows, np.int64)], logits.device)[0])
+        logits = logits.index_select(0, upload_rows(rows, logits.device))
     return launch(logits, entries, rng)
 
 

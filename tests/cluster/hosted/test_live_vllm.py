@@ -19,22 +19,19 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
+from fakes.hosted.vllm_environment import INTERPRETER, needs_vllm
 from fakes.played_pool import KnowingDrafter, Mood, PlayedPool
 from outrider.cluster.peers.process import Peer, PeerProcess
 from outrider.drafter_service import embedded
 from outrider.verifier_service.messages.draft import FINAL_TAP
 
-ENVIRONMENT = Path(os.environ.get("OUTRIDER_VLLM_ENV", Path.home() / ".cache" / "outrider" / "vllm-0.32.0"))
-INTERPRETER = ENVIRONMENT / "bin" / "python"
 VOCAB_SIZE, PROMPT_LENGTH, MAX_TOKENS, NUM_PROMPTS = 2048, 24, 48, 8
 MAX_MODEL_LEN = 256
 STATE_TAPS = (1, 5, FINAL_TAP)
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not (ENVIRONMENT / ".ready").is_file(), reason=f"vLLM is not in {ENVIRONMENT}: make vllm installs it"
-    ),
+    needs_vllm,
 ]
 
 

@@ -5,7 +5,6 @@ Its tokens are compared with those of the transformers library. The interpreter 
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fakes.hosted.vllm_environment import INTERPRETER, needs_vllm
 from fakes.played_pool import Mood, PlayedPool
 from outrider.cluster.peers.process import Peer, PeerError, PeerProcess
 from outrider.drafter_service import embedded
 from outrider.verifier_service.messages.draft import FINAL_TAP
 
-ENVIRONMENT = Path(os.environ.get("OUTRIDER_VLLM_ENV", Path.home() / ".cache" / "outrider" / "vllm-0.32.0"))
 SCRIPT = Path(__file__).with_name("vllm_v2.py")
 PREEMPTED, SEEDED_START = "a request was preempted", 0  # as the script has them
 VOCAB_SIZE, PROMPT_LENGTH, MAX_TOKENS, NUM_PROMPTS = 2048, 24, 32, 6
@@ -28,9 +27,7 @@ STATE_TAPS = (1, 5, FINAL_TAP)
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        not (ENVIRONMENT / ".ready").is_file(), reason=f"vLLM is not in {ENVIRONMENT}: make vllm installs it"
-    ),
+    needs_vllm,
 ]
 
 
@@ -59,7 +56,7 @@ def vllm_v2(log: Path, pool: str, **options: object) -> PeerProcess:
     peer = Peer(
         name="vLLM V2",
         script=str(SCRIPT),
-        interpreter=ENVIRONMENT / "bin" / "python",
+        interpreter=INTERPRETER,
         options={**common, **options},
     )
     return PeerProcess(peer, num_threads=1, log=log, clock=time.monotonic)

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import ast
-import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,19 +14,17 @@ import pytest
 from fakes.hosted.engine import Clock
 from fakes.hosted.v2_runner import RequestStates, V2Runner
 from fakes.hosted.v2_scheduler import Sampling, Scheduler
+from fakes.hosted.vllm_environment import ENVIRONMENT, needs_vllm
 from outrider.cluster.hosted.vllm_settings import UNTRIED_PARALLELISM, V2_METHOD
 from outrider.cluster.hosted.vllm_speculator import RUNNER_PARAMETERS, PoolSpeculator, parameters_of_propose
 
-ENVIRONMENT = Path(os.environ.get("OUTRIDER_VLLM_ENV", Path.home() / ".cache" / "outrider" / "vllm-0.32.0"))
 # what the runner asks of draft models, of watermarks and of adaptive verification, with a look at the type or a flag
 OTHERS = {
     *("load_model", "dcp_size", "draft_attn_layer_names", "set_attn", "observe_verification"),
     *("prepare_watermarking", "draft_token_confidence_probs"),
 }
 
-pytestmark = pytest.mark.skipif(
-    not (ENVIRONMENT / ".ready").is_file(), reason=f"vLLM is not in {ENVIRONMENT}: make vllm installs it"
-)
+pytestmark = needs_vllm
 
 
 def source(path: str) -> ast.Module:

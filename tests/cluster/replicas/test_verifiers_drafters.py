@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from fakes.hosted.engine import Clock
 from fakes.reports import changed, verifier_report
 from outrider.cluster.replicas.verifiers_drafters import FRESH_S, PluginsDrafters
 from outrider.cluster.router.fleet import Directive
 from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterPerformance, EngineCounters, StepTime
 from outrider.verifier_service.messages.link import DrafterEndpoint
 from outrider.verifier_service.messages.request import SpeculationPlan
-
-
-class Clock:
-    now_s = 50.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

@@ -6,15 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from fakes.hosted.engine import Clock
 from fakes.hosted.vllm_outputs import iteration_stats, scheduler_stats
 from outrider.cluster.vllm_engine.load import MAX_STEP_S, VllmLoad
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

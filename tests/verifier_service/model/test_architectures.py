@@ -86,6 +86,14 @@ def test_quantised_checkpoints_are_refused(tmp_path):
         load_model_description(tmp_path, ModelConfig(path=str(tmp_path)))
 
 
+def test_they_are_of_a_model_with_other_parts_whose_text_part_does_not_say_so(tmp_path):
+    whole = AutoConfig.for_model("gemma3", text_config={**COMMON}).to_dict()
+    whole["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(UnsupportedModelError, match=r"gemma3: .*quantised"):
+        load_model_description(tmp_path, ModelConfig(path=str(tmp_path)))
+
+
 def test_the_description_is_read_and_checked(tmp_path):
     describe("llama").save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path))
