@@ -188,6 +188,15 @@ def prints(source: str) -> list[str]:
     ]
 
 
+def swallowed_cancellations(source: str) -> list[str]:
+    """Find `asyncio.wait_for`: on Python 3.11 it returns a result that comes with a cancellation, and forgets that."""
+    return [
+        f"{node.lineno} asyncio.wait_for may swallow a cancellation; asyncio.timeout does not"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.wait_for"
+    ]
+
+
 def long_functions(source: str) -> list[str]:
     return [
         f"{node.lineno}: {node.name} has {size} lines, at most {MAX_FUNCTION_LINES} are allowed"
@@ -315,7 +324,9 @@ def test_imports_point_left_only(layer: str) -> None:
     assert not complaints(sources(ROOT / layer), lambda source: arrow_violations(source, layer))
 
 
-@pytest.mark.parametrize("rule", [pickles, pickling_pipes, prints, long_file, unprefixed_imports, long_functions])
+@pytest.mark.parametrize(
+    "rule", [pickles, pickling_pipes, prints, swallowed_cancellations, long_file, unprefixed_imports, long_functions]
+)
 def test_packages_keep_the_house_rules(rule: Rule) -> None:
     assert not complaints(PACKAGED, rule)
 
@@ -475,6 +486,11 @@ def test_what_does_not_pickle_passes() -> None:
 def test_a_print_is_caught() -> None:
     assert prints("def f():\n    print('x')")
     assert not prints("console.print('x')")
+
+
+def test_a_wait_that_may_swallow_a_cancellation_is_caught() -> None:
+    assert swallowed_cancellations("async def f():\n    await asyncio.wait_for(g(), 1)")
+    assert not swallowed_cancellations("lock.wait_for(ready)")
 
 
 def test_a_long_function_is_caught_and_named() -> None:

@@ -60,7 +60,8 @@ async def _watch(
                 state = replace(state, age_s=clock() - answered_s)
                 live.update(_frame(state), refresh=True)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(quitting.wait(), interval_s)
+                    async with asyncio.timeout(interval_s):
+                        await quitting.wait()
     return state
 
 

@@ -20,7 +20,8 @@ ROUTER_ERRORS = (RayError, RayServeException, TimeoutError)
 async def ask_router(method: Any, *arguments: Any, timeout_s: float = REPORT_TIMEOUT_S) -> Any | None:
     """Call a method of the router's deployment handle; None when it does not answer in time."""
     try:
-        return await asyncio.wait_for(_awaited(method, arguments), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await method.remote(*arguments)
     except ROUTER_ERRORS as error:
         logger.warning("the router did not answer: %s: %s", type(error).__name__, error)
     except asyncio.CancelledError:
@@ -33,7 +34,8 @@ async def ask_router(method: Any, *arguments: Any, timeout_s: float = REPORT_TIM
 async def news_or_interval(news: asyncio.Event) -> None:
     """Wait until there is something new to report, but no longer than `REPORT_INTERVAL_S`; `news` is taken note of."""
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(news.wait(), REPORT_INTERVAL_S)
+        async with asyncio.timeout(REPORT_INTERVAL_S):
+            await news.wait()
     news.clear()
 
 
@@ -44,7 +46,3 @@ def is_being_cancelled() -> bool:
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-async def _awaited(method: Any, arguments: tuple[Any, ...]) -> Any:
-    return await method.remote(*arguments)

@@ -140,7 +140,8 @@ class DrafterLinkServicer:
     async def _handshake(self, context: Any) -> Hello:
         """Read and judge the first frame; a stream that does not begin with a fitting `Hello` ends here."""
         try:
-            frame = await asyncio.wait_for(context.read(), self._config.hello_timeout_s)
+            async with asyncio.timeout(self._config.hello_timeout_s):
+                frame = await context.read()
         except TimeoutError:
             await self._refuse(context, None, f"no Hello within {self._config.hello_timeout_s} s")
         if frame is grpc.aio.EOF:

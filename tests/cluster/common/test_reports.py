@@ -67,6 +67,23 @@ async def test_a_caller_that_is_cancelled_stops():
     assert method.was_cancelled
 
 
+async def test_a_caller_that_is_cancelled_as_the_answer_comes_stops_too():
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    class Answering:
+        async def remote(self) -> str:
+            asked.set()
+            await answered.wait()
+            return "plan"
+
+    call = asyncio.create_task(ask_router(Answering()))
+    await asked.wait()
+    answered.set()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
 async def test_a_handle_that_fails_before_it_gives_an_awaitable_is_away_too():
     class Broken:
         def remote(self) -> Any:
