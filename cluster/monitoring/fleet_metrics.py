@@ -254,7 +254,7 @@ _DRAFTING = (
         "price",
         "gauge",
         "Committed tokens that one more draft position costs a verifier: drafts go on while their survival exceeds it; "
-        "its own, or the router's estimate where it has none for this load; no sample where there is neither",
+        "what the router goes by, so never below its min_price; no sample while nobody decodes",
         lambda state: state.price,
     ),
     of_verifiers(

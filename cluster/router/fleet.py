@@ -133,7 +133,7 @@ class VerifierState:
     reported_s: float
     default_plan: SpeculationPlan
     num_assigned: int = 0  # requests sent there since its last report
-    price: float | None = None  # by which was decided: the verifier's own, or an estimate; None: there is neither
+    price: float | None = None  # by which was decided; None: nobody decodes, or none was reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
