@@ -296,7 +296,7 @@ class ServiceConfig:
     def draft_path(self) -> str | None:
         """Where the draft model or head is; None: the method needs none, or there is none."""
         if self.draft_model is not None:
-            return self.draft_model
+            return path_of(self.draft_model)
         if self.speculative.models:
             return self.speculative.models[0]
         shipped = drafter_paths(self.model)

@@ -36,6 +36,7 @@ def test_smollm2_is_the_hubs_where_its_package_is_not_installed(no_package: None
     assert path_of("smollm2") == SMOLLM2_HUB_ID
     config = ServiceConfig(model="smollm2")
     assert (config.target_path, config.model_name) == (SMOLLM2_HUB_ID, "smollm2")
+    assert ServiceConfig(model="bigger", draft_model="smollm2").draft_path == SMOLLM2_HUB_ID
 
 
 @pytest.mark.parametrize("name", [SMOLLM2, SMOLLM2_HUB_ID])
