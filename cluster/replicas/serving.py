@@ -231,12 +231,12 @@ def fetch_models(config: ServiceConfig) -> None:
 def check_models(config: ServiceConfig) -> None:
     """Refuse a model that cannot be served before any replica starts; raises `UnsupportedModelError` or `OSError`.
 
-    What vLLM serves, vLLM knows.
+    Which target another engine serves, that engine knows.
     """
     models = models_of(config)
-    if config.engine == VLLM:
-        if not is_installed("vllm"):
-            raise ValueError("engine: vLLM is not installed in this environment: docs/vllm.md says how")
+    if config.engine == VLLM and not is_installed("vllm"):
+        raise ValueError("engine: vLLM is not installed in this environment: docs/vllm.md says how")
+    if config.engine == VLLM or isinstance(config, DraftersConfig):
         models -= {config.verifier_spec.model}
     for model in models:
         description = load_model_description(resolve_folder(model), model)

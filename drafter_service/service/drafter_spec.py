@@ -16,7 +16,7 @@ from outrider.drafter_service.service.speculative_config import (
 from outrider.drafter_service.target.scratch_blocks import MAX_DRAFTS_TOGETHER, scratch_blocks_per_draft
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.draft import FINAL_TAP
-from outrider.verifier_service.model.architectures import load_model_description, resolve_folder
+from outrider.verifier_service.model.architectures import read_description, resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.ranks import RankSpec
 
@@ -50,7 +50,7 @@ class DrafterSpec:
 
     def num_target_layers(self) -> int:
         """Read how many layers the target has from its files."""
-        return int(load_model_description(resolve_folder(self.target), self.target).num_hidden_layers)
+        return int(read_description(resolve_folder(self.target), self.target).num_hidden_layers)
 
     def run_rank(self, rank: RankSpec) -> None:
         """Be one rank of this drafter until its shell, or rank 0, goes away."""

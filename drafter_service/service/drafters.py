@@ -43,7 +43,7 @@ from outrider.drafter_service.target.sparse_drafter import sparse_drafter
 from outrider.drafter_service.target.target_view import TargetView
 from outrider.verifier_service.engine.engine import Runner
 from outrider.verifier_service.messages.seeds import derive_seed
-from outrider.verifier_service.model.architectures import load_model_description, resolve_folder
+from outrider.verifier_service.model.architectures import read_description, resolve_folder
 from outrider.verifier_service.model.runner import resolve_device
 from outrider.verifier_service.model.weights import Checkpoint
 
@@ -82,7 +82,7 @@ class _Maker:
         self._spec, self._runner, self._view, self._plugins = spec, runner, view, plugins
         self._config = spec.speculative
         self._rng = torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "drafter"))
-        description = load_model_description(resolve_folder(spec.target), spec.target)
+        description = read_description(resolve_folder(spec.target), spec.target)  # another engine may serve it
         self._vocab_size: int = description.vocab_size
         self._state_width: int = description.hidden_size
         self._device = resolve_device(spec.target.device)

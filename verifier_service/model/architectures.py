@@ -113,24 +113,20 @@ def load_model_description(folder: Path, config: ModelConfig) -> PreTrainedConfi
     """Read config.json and refuse what our engine cannot serve; raises `UnsupportedModelError`."""
     whole = _read_whole(folder, config)
     _require_plain_weights(whole)  # which says it of all parts together
-    description = _text_part(whole)
+    description = whole.get_text_config() if whole.model_type in _TEXT_PART_SERVED else whole
     require_supported(description, config.tensor_parallel_size)
     return description
 
 
 def read_description(folder: Path, config: ModelConfig) -> PreTrainedConfig:
-    """Read config.json, of a model with other parts the text model's; whether it can be served is not asked."""
-    return _text_part(_read_whole(folder, config))
+    """Read config.json, of a model with other parts the text model's; whether our engine can serve it is not asked."""
+    return _read_whole(folder, config).get_text_config()
 
 
 def _read_whole(folder: Path, config: ModelConfig) -> PreTrainedConfig:
     from transformers import AutoConfig  # most of those who know the configuration read no model
 
     return AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-
-
-def _text_part(description: PreTrainedConfig) -> PreTrainedConfig:
-    return description.get_text_config() if description.model_type in _TEXT_PART_SERVED else description
 
 
 def _require_plain_weights(description: PreTrainedConfig) -> None:

@@ -27,11 +27,13 @@ from ray.serve.schema import (
     ServeStatus,
 )
 
+from outrider.cluster.config.drafters_config import DraftersConfig
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
 from outrider.cluster.replicas.app import build
 from outrider.cluster.replicas.serving import (
     NUM_START_ATTEMPTS,
     DeployError,
+    check_models,
     check_ports,
     deploy,
     own_ray_options,
@@ -39,6 +41,7 @@ from outrider.cluster.replicas.serving import (
     stop_serve,
     tell_phases,
 )
+from outrider.verifier_service.model.architectures import UnsupportedModelError
 from outrider.verifier_service.model.ranks import free_ports
 
 pytestmark = pytest.mark.service
@@ -162,6 +165,14 @@ def test_unsupported_model_is_refused_by_name_before_anything_starts(tmp_path: P
     assert server.returncode == 2
     assert "gptj" in server.stderr
     assert "Traceback" not in server.stderr
+
+
+def test_the_target_of_a_pool_alone_is_checked_by_the_engine_that_serves_it(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "gptj", "vocab_size": 64, "n_layer": 1}')
+    options = {"model": str(tmp_path), "speculative_config": {"method": "suffix"}}
+    check_models(DraftersConfig(**options))
+    with pytest.raises(UnsupportedModelError, match="gptj"):
+        check_models(ServiceConfig(**options))
 
 
 class FakeRay:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoConfig
 
 from fakes.drafter_play import ask_of
 from outrider.drafter_service.lookup.lookahead_drafter import LookaheadDrafter
@@ -74,6 +76,14 @@ def test_a_method_is_built_as_its_drafter_within_the_targets_limits(folder: Path
 
 def test_the_targets_own_context_is_the_limit_where_nothing_is_said(folder: Path):
     assert build_drafter(spec_of(folder, method=Method.NGRAM)).max_model_len == 256
+
+
+def test_it_drafts_for_a_target_that_another_engine_serves(tmp_path: Path):
+    whole = AutoConfig.for_model("llava", text_config={"model_type": "llama", "vocab_size": 96}).to_dict()
+    whole["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    spec = spec_of(tmp_path, method=Method.SUFFIX)
+    assert (build_drafter(spec).vocab_size, spec.num_target_layers()) == (96, 32)
 
 
 def test_options_reach_the_drafter(folder: Path):

@@ -16,6 +16,7 @@ from outrider.verifier_service.model.architectures import (
     UnsupportedModelError,
     expert_shape,
     load_model_description,
+    read_description,
     require_supported,
     resolve_folder,
 )
@@ -92,6 +93,13 @@ def test_they_are_of_a_model_with_other_parts_whose_text_part_does_not_say_so(tm
     (tmp_path / "config.json").write_text(json.dumps(whole))
     with pytest.raises(UnsupportedModelError, match=r"gemma3: .*quantised"):
         load_model_description(tmp_path, ModelConfig(path=str(tmp_path)))
+
+
+def test_what_another_engine_serves_is_described_too(tmp_path):
+    whole = AutoConfig.for_model("llava", text_config={"model_type": "llama", "vocab_size": 96}).to_dict()
+    whole["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert read_description(tmp_path, ModelConfig(path=str(tmp_path))).vocab_size == 96
 
 
 def test_the_description_is_read_and_checked(tmp_path):
