@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.verifier_service.messages.request import (
+    DisabledReason,
     FinishReason,
     GenerationRequest,
     RequestOutput,
@@ -31,7 +32,7 @@ def answer_of(request: GenerationRequest, output: Any, *, is_drafted: bool) -> R
         num_cached_tokens=output.num_cached_tokens or 0,
         finish_reason=None if reason is None else _FINISH.get(reason, FinishReason.ERROR),
         error=None if reason is None or reason in _FINISH else f"vLLM ended the request: {reason}",
-        speculation=None if reason is None else _speculation_of(choice.spec_decode_metrics, is_drafted=is_drafted),
+        speculation=None if reason is None else _speculation_of(request, choice, is_drafted=is_drafted),
     )
 
 
@@ -66,8 +67,11 @@ def _token_of(token_id: int, entries: Mapping[int, Any], num_alternatives: int) 
     )
 
 
-def _speculation_of(counted: Any, *, is_drafted: bool) -> SpeculationMetrics | None:
+def _speculation_of(request: GenerationRequest, choice: Any, *, is_drafted: bool) -> SpeculationMetrics | None:
     """Return what vLLM has counted of one request, which is nothing where it was not drafted."""
+    if is_drafted and request.sampling.num_speculative_tokens == 0:
+        return SpeculationMetrics(disabled_reason=DisabledReason.REQUEST_OPT_OUT)
+    counted = choice.spec_decode_metrics
     if counted is None:
         return SpeculationMetrics() if is_drafted else None
     by_accepted = counted.histogram  # verifications by how many draft tokens they accepted

@@ -10,6 +10,7 @@ import pytest
 from fakes.hosted.vllm_outputs import logprob, output
 from outrider.cluster.vllm_engine.answers import answer_of
 from outrider.verifier_service.messages.request import (
+    DisabledReason,
     FinishReason,
     GenerationRequest,
     SamplingParams,
@@ -53,6 +54,13 @@ def test_the_last_output_says_what_drafts_brought():
         enabled=True, num_drafts=5, num_draft_tokens=9, num_accepted_tokens=6, num_accepted_per_position=[3, 3]
     )
     assert answer_of(request(), output([4], "length"), is_drafted=True).speculation == SpeculationMetrics()
+
+
+def test_a_request_that_wanted_no_drafts_is_told_so():
+    counted = SimpleNamespace(histogram=[0, 0], num_draft_tokens=0)
+    said = output([4], "length", spec_decode_metrics=counted)
+    found = answer_of(request(num_speculative_tokens=0), said, is_drafted=True)
+    assert found.speculation == SpeculationMetrics(disabled_reason=DisabledReason.REQUEST_OPT_OUT)
 
 
 def test_the_likeliest_are_those_asked_for_whether_the_token_is_among_them_or_not():
