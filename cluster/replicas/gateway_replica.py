@@ -30,7 +30,7 @@ from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.monitoring.shared_metrics import SharedMetrics
 from outrider.verifier_service.messages.request import AcceptanceRule
-from outrider.verifier_service.model.architectures import read_description, read_eos_token_ids, resolve_folder
+from outrider.verifier_service.model.architectures import read_description, read_eos_token_ids, resolve_description
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
@@ -160,7 +160,7 @@ def model_info(
     name: str, model: ModelConfig, max_model_len: int, acceptance: AcceptanceRule, adapters: tuple[str, ...] = ()
 ) -> ModelInfo:
     """Describe a model from its files, without loading its weights; its verifiers know how long a sequence may be."""
-    folder = resolve_folder(model)
+    folder = resolve_description(model)
     description = read_description(folder, model)  # whether it is served, its verifiers know
     return ModelInfo(
         name=name,

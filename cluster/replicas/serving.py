@@ -33,7 +33,12 @@ from outrider.cluster.replicas.stopping import (
     interrupt_at_signals,
     sigterm_blocked,
 )
-from outrider.verifier_service.model.architectures import load_model_description, require_supported, resolve_folder
+from outrider.verifier_service.model.architectures import (
+    load_model_description,
+    require_supported,
+    resolve_description,
+    resolve_folder,
+)
 from outrider.verifier_service.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -224,8 +229,13 @@ def models_of(config: ServiceConfig) -> set[ModelConfig]:
 
 def fetch_models(config: ServiceConfig) -> None:
     """Download or convert what is not on this machine yet; raises `ValueError` or `OSError` for what is nowhere."""
+    target = config.verifier_spec.model
+    is_target_read = not isinstance(config, DraftersConfig) or any(one.reads_target for one in config.drafter_specs)
     for model in models_of(config):
-        resolve_folder(model)
+        if model == target and not is_target_read:
+            resolve_description(model)  # a target's weights may fill the disk of a machine that looks drafts up
+        else:
+            resolve_folder(model)
 
 
 def check_models(config: ServiceConfig) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from outrider.drafter_service.service.speculative_config import (
+    MODEL_FREE,
     STATE_READING,
     TARGET_DERIVED,
     WHOLE_MODELS,
@@ -16,7 +17,7 @@ from outrider.drafter_service.service.speculative_config import (
 from outrider.drafter_service.target.scratch_blocks import MAX_DRAFTS_TOGETHER, scratch_blocks_per_draft
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.draft import FINAL_TAP
-from outrider.verifier_service.model.architectures import read_description, resolve_folder
+from outrider.verifier_service.model.architectures import read_description, resolve_description, resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.ranks import RankSpec
 
@@ -40,6 +41,11 @@ class DrafterSpec:
         return any(method in WHOLE_MODELS for method in self.speculative.all_methods)
 
     @property
+    def reads_target(self) -> bool:
+        """Whether it takes tensors of the target's, an embedding or layers, and not its vocabulary alone."""
+        return not {*self.speculative.all_methods} <= {*MODEL_FREE, *WHOLE_MODELS}
+
+    @property
     def vocabulary(self) -> ModelConfig:
         """The model in whose vocabulary drafts are made.
 
@@ -50,7 +56,7 @@ class DrafterSpec:
 
     def num_target_layers(self) -> int:
         """Read how many layers the target has from its files."""
-        return int(read_description(resolve_folder(self.target), self.target).num_hidden_layers)
+        return int(read_description(resolve_description(self.target), self.target).num_hidden_layers)
 
     def run_rank(self, rank: RankSpec) -> None:
         """Be one rank of this drafter until its shell, or rank 0, goes away."""

@@ -43,7 +43,7 @@ from outrider.drafter_service.target.sparse_drafter import sparse_drafter
 from outrider.drafter_service.target.target_view import TargetView
 from outrider.verifier_service.engine.engine import Runner
 from outrider.verifier_service.messages.seeds import derive_seed
-from outrider.verifier_service.model.architectures import read_description, resolve_folder
+from outrider.verifier_service.model.architectures import read_description, resolve_description, resolve_folder
 from outrider.verifier_service.model.runner import resolve_device
 from outrider.verifier_service.model.weights import Checkpoint
 
@@ -82,7 +82,7 @@ class _Maker:
         self._spec, self._runner, self._view, self._plugins = spec, runner, view, plugins
         self._config = spec.speculative
         self._rng = torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "drafter"))
-        description = read_description(resolve_folder(spec.target), spec.target)  # another engine may serve it
+        description = read_description(resolve_description(spec.target), spec.target)  # another engine may serve it
         self._vocab_size: int = description.vocab_size
         self._state_width: int = description.hidden_size
         self._device = resolve_device(spec.target.device)
@@ -150,7 +150,7 @@ class _Maker:
 
     def _tokenizers(self) -> tuple[FileTokenizer, FileTokenizer]:
         assert self._spec.model is not None
-        folders = (resolve_folder(self._spec.target), resolve_folder(self._spec.model))
+        folders = (resolve_description(self._spec.target), resolve_description(self._spec.model))
         return FileTokenizer.from_folder(folders[0]), FileTokenizer.from_folder(folders[1])
 
     def _parallel_draft(self) -> Drafter:

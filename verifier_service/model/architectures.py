@@ -14,7 +14,8 @@ from outrider.verifier_service.model.gguf import local_path
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-CHECKPOINT_PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt"]
+DESCRIPTION_PATTERNS = ["*.json", "tokenizer*", "*.model", "*.txt"]  # of files that a model hub has
+CHECKPOINT_PATTERNS = ["*.safetensors", *DESCRIPTION_PATTERNS]
 
 
 class UnsupportedModelError(ValueError):
@@ -94,6 +95,18 @@ def resolve_folder(config: ModelConfig) -> Path:
 
     Raises `FileNotFoundError` for a path that is none of these.
     """
+    return _resolve(config, CHECKPOINT_PATTERNS)
+
+
+def resolve_description(config: ModelConfig) -> Path:
+    """Return a folder with config.json and what else is small, for those who read no tensor: no weights are downloaded.
+
+    Raises like `resolve_folder`.
+    """
+    return _resolve(config, DESCRIPTION_PATTERNS)
+
+
+def _resolve(config: ModelConfig, patterns: list[str]) -> Path:
     folder = Path(local_path(config.path)).expanduser()
     if folder.is_dir():
         return folder
@@ -106,7 +119,7 @@ def resolve_folder(config: ModelConfig) -> Path:
         validate_repo_id(config.path)
     except HFValidationError as error:
         raise FileNotFoundError(f"model: there is no folder {config.path}, nor can a model hub have it") from error
-    return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=CHECKPOINT_PATTERNS))
+    return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=patterns))
 
 
 def load_model_description(folder: Path, config: ModelConfig) -> PreTrainedConfig:

@@ -18,6 +18,7 @@ from outrider.verifier_service.model.architectures import (
     load_model_description,
     read_description,
     require_supported,
+    resolve_description,
     resolve_folder,
 )
 from outrider.verifier_service.model.config import ModelConfig
@@ -143,6 +144,18 @@ def test_code_that_comes_with_a_checkpoint_is_not_run_unless_asked_for(tmp_path)
         with refusal or contextlib.nullcontext():
             load_model_description(tmp_path, ModelConfig(path=str(tmp_path)))
         assert not trace.exists()
+
+
+def test_who_reads_no_tensor_downloads_none(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **options: asked.append((name, options)) or str(tmp_path)
+    )
+    config = ModelConfig(path="maker/model", revision="main")
+    assert resolve_description(config) == resolve_folder(config) == tmp_path
+    (name, small), (_, whole) = asked
+    assert (name, small["revision"]) == ("maker/model", "main")
+    assert {*whole["allow_patterns"]} - {*small["allow_patterns"]} == {"*.safetensors"}
 
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./model", "../model", "~/model", "a/b/c", "my model"])
