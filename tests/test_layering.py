@@ -191,7 +191,7 @@ def prints(source: str) -> list[str]:
 def swallowed_cancellations(source: str) -> list[str]:
     """Find `asyncio.wait_for`: on Python 3.11 it returns a result that comes with a cancellation, and forgets that."""
     return [
-        f"{node.lineno} asyncio.wait_for may swallow a cancellation; asyncio.timeout does not"
+        f"{node.lineno}: asyncio.wait_for may swallow a cancellation; asyncio.timeout does not"
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.wait_for"
     ]

@@ -221,21 +221,21 @@ def check_ports(config: ServiceConfig) -> None:
                 raise OSError(f"{name}: cannot listen on {config.host}:{port}: {error.strerror}") from error
 
 
-def models_of(config: ServiceConfig) -> set[ModelConfig]:
-    """Return every checkpoint that a service reads."""
-    drafters = {drafter.model for drafter in config.drafter_specs if drafter.model is not None}
-    return {config.verifier_spec.model, *drafters}
+def draft_models_of(config: ServiceConfig) -> set[ModelConfig]:
+    """Return the checkpoints of a service's drafters."""
+    return {drafter.model for drafter in config.drafter_specs if drafter.model is not None}
 
 
 def fetch_models(config: ServiceConfig) -> None:
     """Download or convert what is not on this machine yet; raises `ValueError` or `OSError` for what is nowhere."""
     target = config.verifier_spec.model
     is_target_read = not isinstance(config, DraftersConfig) or any(one.reads_target for one in config.drafter_specs)
-    for model in models_of(config):
-        if model == target and not is_target_read:
-            resolve_description(model)  # a target's weights may fill the disk of a machine that looks drafts up
-        else:
-            resolve_folder(model)
+    if is_target_read:
+        resolve_folder(target)
+    else:
+        resolve_description(target)  # its weights may fill the disk of a machine that looks drafts up
+    for model in draft_models_of(config):
+        resolve_folder(model)
 
 
 def check_models(config: ServiceConfig) -> None:
@@ -243,11 +243,12 @@ def check_models(config: ServiceConfig) -> None:
 
     Which target another engine serves, that engine knows.
     """
-    models = models_of(config)
-    if config.engine == VLLM and not is_installed("vllm"):
-        raise ValueError("engine: vLLM is not installed in this environment: docs/vllm.md says how")
-    if config.engine == VLLM or isinstance(config, DraftersConfig):
-        models -= {config.verifier_spec.model}
+    models = draft_models_of(config)
+    if config.engine == VLLM:
+        if not is_installed("vllm"):
+            raise ValueError("engine: vLLM is not installed in this environment: docs/vllm.md says how")
+    elif not isinstance(config, DraftersConfig):
+        models.add(config.verifier_spec.model)
     for model in models:
         description = load_model_description(resolve_folder(model), model)
         require_supported(description, model.tensor_parallel_size)

@@ -17,7 +17,7 @@ from outrider.drafter_service.service.speculative_config import (
 from outrider.drafter_service.target.scratch_blocks import MAX_DRAFTS_TOGETHER, scratch_blocks_per_draft
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.draft import FINAL_TAP
-from outrider.verifier_service.model.architectures import read_description, resolve_description, resolve_folder
+from outrider.verifier_service.model.architectures import read_description, resolve_description
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.ranks import RankSpec
 
@@ -89,7 +89,7 @@ def state_taps(spec: DrafterSpec) -> tuple[int, ...]:
     assert spec.model is not None
     from outrider.drafter_service.heads import dflash, eagle3
 
-    config = json.loads((resolve_folder(spec.model) / "config.json").read_text())
+    config = json.loads((resolve_description(spec.model) / "config.json").read_text())
     if methods[0] is Method.DFLASH:
         return dflash.parse_config(config, spec.num_target_layers()).taps
     return eagle3.parse_config(config, spec.num_target_layers()).taps
