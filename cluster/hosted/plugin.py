@@ -14,7 +14,7 @@ from outrider.cluster.hosted.metrics import HostedMetrics
 from outrider.cluster.hosted.options import PluginOptions
 from outrider.cluster.hosted.pool_connection import PoolConnection
 from outrider.cluster.router.fleet import VerifierReport
-from outrider.verifier_service.drafting.coordinator import StateSource
+from outrider.verifier_service.drafting.state_source import StateSource
 from outrider.verifier_service.messages.link import Hello
 
 logger = logging.getLogger(__name__)

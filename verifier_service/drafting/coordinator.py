@@ -8,20 +8,19 @@ drafter, late draft, stale draft, bad draft: each ends in an empty draft, which 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from outrider.verifier_service.drafting.drafter_record import (
     AnsweredRound,
     DrafterRecord,
     DraftSession,
     OutstandingRound,
+    WantedDraft,
 )
 from outrider.verifier_service.drafting.joining import DueDraft
 from outrider.verifier_service.drafting.predicted_text import PREDICTION, Predictions
-from outrider.verifier_service.drafting.round_timer import RoundTimer
-from outrider.verifier_service.links.circuit_breaker import CircuitBreaker
+from outrider.verifier_service.drafting.state_source import StateSource
 from outrider.verifier_service.messages.draft import (
     Close,
     Commit,
@@ -44,13 +43,6 @@ from outrider.verifier_service.pricing.step_price import NEVER
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _NO_NEEDS = DraftNeeds()
-
-
-class StateSource(Protocol):
-    """Where the target's tapped states are; `StatePool` fits."""
-
-    def messages(self, request: Request, start: int, stop: int) -> Iterable[States]:
-        """Say the states of a running request's positions [start, stop)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,24 +135,19 @@ class DraftCoordinator:
             self._lose_drafter(event.drafter_id, requests)
             return
         if event.drafter_id not in self._drafters:
-            self._drafters[event.drafter_id] = self._new_drafter(event)
+            self._drafters[event.drafter_id] = DrafterRecord.new(
+                event.vocab_size or self._config.vocab_size,
+                event.needs,
+                first_s=self._config.first_deadline_s,
+                min_s=self._config.min_deadline_s,
+                max_s=self._config.max_deadline_s,
+            )
         match event.message:
             case Draft() as draft:
                 received_s = now_s if event.received_s is None else min(event.received_s, now_s)
                 self._on_draft(event.drafter_id, draft, requests, received_s)
             case Resync(request_id=request_id):
                 self._on_resync(event.drafter_id, request_id, requests, now_s)
-
-    def _new_drafter(self, event: DrafterEvent) -> DrafterRecord:
-        config = self._config
-        first_s, max_s = config.first_deadline_s, config.max_deadline_s
-        return DrafterRecord(
-            event.vocab_size or config.vocab_size,
-            event.needs,
-            timer=RoundTimer(first_s=first_s, min_s=config.min_deadline_s, max_s=max_s),
-            opening_timer=RoundTimer(first_s=first_s, min_s=max_s / 4, max_s=max_s),
-            breaker=CircuitBreaker(),
-        )
 
     def _on_draft(self, drafter_id: str, draft: Draft, requests: Mapping[str, Request], now_s: float) -> None:
         request, session = requests.get(draft.request_id), self._sessions.get(draft.request_id)
@@ -266,6 +253,14 @@ class DraftCoordinator:
 
     def ask(self, requests: Iterable[Request], now_s: float) -> None:
         """Send each request's new tokens to its drafter and hold the request until the draft's deadline."""
+        self.send(self.choose(requests, now_s), now_s)
+
+    def choose(self, requests: Iterable[Request], now_s: float) -> list[WantedDraft]:
+        """Say who is to be asked for how much; what drafters have of requests that the plan switches off ends.
+
+        Tokens count where a request has a prediction, and else not: the last one of each may still stand open.
+        """
+        wanted: list[WantedDraft] = []
         outbox: dict[str, list[VerifierMessage]] = {}
         num_rounds: collections.Counter[str] = collections.Counter()
         # while nobody's drafts can pay, rounds without any say nothing of a drafter; nor do those that none could make
@@ -284,13 +279,32 @@ class DraftCoordinator:
             if request.plan.is_off:
                 self._end_session(request.request_id, outbox)
             elif drafter_id is not None and length > 0:
-                self._ask_one(request, drafter_id, length, now_s, outbox)
-                self.num_asked_tokens += length
+                is_allowed = self._drafters[drafter_id].breaker.allow(now_s)
+                assert is_allowed, "a drafter was chosen that may not be asked"
+                wanted.append(WantedDraft(request, self._session_at(request, drafter_id, outbox), length))
             else:
                 self._end_round(request)
         self._num_steps += bool(num_rounds)
         for drafter_id in num_rounds.keys() & self._drafters.keys():
             self._drafters[drafter_id].draft_yield.observe_rounds(num_rounds[drafter_id], self._num_steps)
+        self._send(outbox)
+        return wanted
+
+    def send(self, wanted: Iterable[WantedDraft], now_s: float) -> None:
+        """Ask for what was chosen, once the tokens that it follows are known."""
+        outbox: dict[str, list[VerifierMessage]] = {}
+        for request, session, length in wanted:
+            self.num_asked_tokens += length
+            request.metrics.enabled = True
+            opening_s = None if session.has_answered else self._config.background_opening_s
+            until_s = None if opening_s is None else now_s + opening_s
+            messages = self._messages(request, session, length, now_s, until_s)
+            outbox.setdefault(session.drafter_id, []).extend(messages)
+            if until_s is None:
+                request.hold_until_s = now_s + self._drafters[session.drafter_id].timer_of(session).deadline_s
+        self._send(outbox)
+
+    def _send(self, outbox: Mapping[str, Sequence[VerifierMessage]]) -> None:
         for drafter_id, messages in outbox.items():
             self._client.send(drafter_id, messages)
 
@@ -309,20 +323,6 @@ class DraftCoordinator:
             )
             request.metrics.enabled = True
 
-    def _ask_one(
-        self, request: Request, drafter_id: str, length: int, now_s: float, outbox: dict[str, list[VerifierMessage]]
-    ) -> None:
-        """Ask a drafter for `length` tokens."""
-        is_allowed = self._drafters[drafter_id].breaker.allow(now_s)
-        assert is_allowed, "a drafter was chosen that may not be asked"
-        request.metrics.enabled = True
-        session = self._session_at(request, drafter_id, outbox)
-        opening_s = None if session.has_answered else self._config.background_opening_s
-        until_s = None if opening_s is None else now_s + opening_s
-        outbox.setdefault(drafter_id, []).extend(self._messages(request, session, length, now_s, until_s))
-        if until_s is None:
-            request.hold_until_s = now_s + self._drafters[drafter_id].timer_of(session).deadline_s
-
     def _is_opening(self, request: Request) -> bool:
         """Return whether a request's drafter still reads its prompt while the request goes on without drafts."""
         session = self._sessions.get(request.request_id)
@@ -339,8 +339,7 @@ class DraftCoordinator:
         self._answered.pop(request.request_id, None)
         self._predictions.forget(request.request_id)
         self._end_session(request.request_id, outbox)
-        for drafter_id, messages in outbox.items():
-            self._client.send(drafter_id, messages)
+        self._send(outbox)
 
     def _choose_drafter(self, request: Request, now_s: float) -> str | None:
         """Return the planned drafter if it may be asked, else the one that has a session, else the least busy one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.verifier_service.drafting.draft_yield import DraftYield
 from outrider.verifier_service.drafting.joining import DueDraft
@@ -10,6 +11,7 @@ from outrider.verifier_service.drafting.round_timer import LateShare, RoundTimer
 from outrider.verifier_service.links.circuit_breaker import CircuitBreaker
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.engine import DrafterPerformance
+from outrider.verifier_service.messages.request import Request
 
 
 @dataclass(slots=True)
@@ -51,6 +53,14 @@ class DraftSession:
         return None if self.round is None else self.round.background_until_s
 
 
+class WantedDraft(NamedTuple):
+    """What a request will ask for."""
+
+    request: Request
+    session: DraftSession
+    length: int
+
+
 @dataclass(slots=True)
 class DrafterRecord:
     """What the verifier knows of one drafter that is up."""
@@ -59,10 +69,20 @@ class DrafterRecord:
     needs: DraftNeeds
     timer: RoundTimer
     opening_timer: RoundTimer  # of rounds that contain the drafter's prefill
-    breaker: CircuitBreaker
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     late_share: LateShare = field(default_factory=LateShare)  # of the other rounds
     draft_yield: DraftYield = field(default_factory=DraftYield)
     session_ids: set[str] = field(default_factory=set)
+
+    @classmethod
+    def new(cls, vocab_size: int, needs: DraftNeeds, *, first_s: float, min_s: float, max_s: float) -> DrafterRecord:
+        """Return that of a drafter that has not answered yet; `first_s`, `min_s` and `max_s` bound its deadlines."""
+        return cls(
+            vocab_size,
+            needs,
+            timer=RoundTimer(first_s=first_s, min_s=min_s, max_s=max_s),
+            opening_timer=RoundTimer(first_s=first_s, min_s=max_s / 4, max_s=max_s),
+        )
 
     def timer_of(self, session: DraftSession) -> RoundTimer:
         return self.timer if session.has_answered else self.opening_timer

@@ -14,7 +14,7 @@ class ScheduledBatch:
     the blocks of `block_tables[i]`. Prefill chunk, decode and verification differ only in these numbers.
     """
 
-    token_ids: list[int]  # [num_tokens]
+    token_ids: list[int]  # [num_tokens] a negative one stands open: see `open_token`
     positions: list[int]  # [num_tokens] absolute position of each token in its sequence
     slot_mapping: list[int]  # [num_tokens] block_id * block_size + offset: where the token's KV is written
     query_lengths: list[int]  # [num_sequences]
@@ -33,6 +33,11 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+
+def open_token(place: int) -> int:
+    """Return what stands for a token that its step has not chosen yet: it will be the number at `place` there."""
+    return -1 - place
 
 
 def slot_of(block_table: Sequence[int], place: int, block_size: int) -> int:

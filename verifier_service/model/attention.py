@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.model.paged_metadata import upload_rows
 
 IMPLEMENTATION_NAME = "outrider_paged"
 MAX_SHORT_QUERY = 16  # up to here queries of several sequences share a padded call; longer prefill chunks go alone
@@ -160,7 +161,7 @@ class KVPool:
         """Copy the keys and values of single tokens, in every layer; all are read before the first is written."""
         if not sources:
             return
-        source_ids, target_ids = torch.tensor(sources, device=self.device), torch.tensor(targets, device=self.device)
+        source_ids, target_ids = upload_rows(sources, self.device), upload_rows(targets, self.device)
         for cache in (*self.keys.values(), *self.values.values()):
             cache.index_copy_(0, target_ids, cache.index_select(0, source_ids))
 
@@ -168,7 +169,7 @@ class KVPool:
         """Copy whole blocks of keys and values, in every layer; all are read before the first is written."""
         if not sources:
             return
-        source_ids, target_ids = torch.tensor(sources, device=self.device), torch.tensor(targets, device=self.device)
+        source_ids, target_ids = upload_rows(sources, self.device), upload_rows(targets, self.device)
         for cache in (*self.keys.values(), *self.values.values()):
             blocks = cache.view(self.num_blocks, -1)
             blocks.index_copy_(0, target_ids, blocks.index_select(0, source_ids))

@@ -148,6 +148,15 @@ def upload_rows(rows: Sequence[int], device: torch.device) -> torch.Tensor:
     return upload([np.array(rows, np.int64)], device)[0]
 
 
+def close_tokens(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Put what the step before has chosen in the place of tokens that stand open (`open_token`), without reading it.
+
+    token_ids int64 [num_tokens], changed in place; chosen int64 [num_numbers].
+    """
+    places = (-1 - token_ids).clamp_(min=0)
+    token_ids.copy_(torch.where(token_ids < 0, chosen[places], token_ids))
+
+
 class CopyBack:
     """The way back of `upload`: a tensor that goes to the host, whatever becomes of the device's own after this."""
 

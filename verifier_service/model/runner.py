@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
@@ -34,6 +35,7 @@ from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.decoder_spec import DecoderSpec, read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.library_model import finish, load_library_model, round_linears
+from outrider.verifier_service.model.paged_metadata import close_tokens, upload
 from outrider.verifier_service.model.random_weights import read_recipe
 from outrider.verifier_service.model.start_check import (
     engine_logits,
@@ -192,25 +194,31 @@ def run_batch(
     batch: ScheduledBatch,
     taps: Sequence[int] = (),
     graphs: StepGraphs | None = None,
+    chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the model over a packed batch: float32 logits [num_rows, vocab_size], tapped states [num_tokens, width].
 
-    With `graphs`, which are of this model, pool and taps, the results are good until the next batch.
+    With `graphs`, which are of this model, pool and taps, the results are good until the next batch. `chosen` are the
+    tokens that stand open in the batch, int64 on the model's device.
     """
     pool.move_slots(batch.move_sources, batch.move_targets)
     pool.copy_blocks(batch.copy_sources, batch.copy_targets)
-    replayed = None if graphs is None else graphs.run(batch)
-    return forward_packed(model, batch, attention_context(batch, pool), taps) if replayed is None else replayed
+    replayed = None if graphs is None else graphs.run(batch, chosen)
+    return forward_packed(model, batch, attention_context(batch, pool), taps, chosen) if replayed is None else replayed
 
 
 def forward_packed(
-    model: PackedModel, batch: ScheduledBatch, attend: AttentionHandler, taps: Sequence[int] = ()
+    model: PackedModel,
+    batch: ScheduledBatch,
+    attend: AttentionHandler,
+    taps: Sequence[int] = (),
+    chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the model with this attention; see `run_batch`."""
-    token_ids, positions, rows = (
-        torch.tensor(numbers, dtype=torch.long, device=model.device)
-        for numbers in (batch.token_ids, batch.positions, batch.logits_indices)
-    )
+    numbers = (batch.token_ids, batch.positions, batch.logits_indices)
+    token_ids, positions, rows = upload([np.array(each, np.int64) for each in numbers], model.device)
+    if chosen is not None:
+        close_tokens(token_ids, chosen)
     return model(token_ids, positions, rows, attend, num_layers=batch.num_layers, taps=taps)
 
 
@@ -295,19 +303,29 @@ class ModelRunner:
                 is_alone=group.size == 1,
             )
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+    def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         """Run one step and return float32 logits [num_rows, vocab_size] of `batch.logits_indices`.
 
-        Token ids must lie in the vocabulary and slots in the pool. With several ranks the logits are the same on all.
-        Where steps are captured, the logits are good until the next step.
+        Token ids must lie in the vocabulary, or stand open where rank 0 has what was `chosen`, and slots in the pool.
+        With several ranks the logits are the same on all. Where steps are captured, they are good until the next step.
         """
         taps = self._taps if batch.num_layers is None else ()
-        logits, states = run_batch(self.model, self.pool, batch, taps, self.graphs)
+        chosen = self._on_every_rank(batch, chosen)
+        logits, states = run_batch(self.model, self.pool, batch, taps, self.graphs, chosen)
         if self.states is not None:
             self.states.copy_blocks(batch.copy_sources, batch.copy_targets)
             if states is not None:
                 self.states.write(batch.slot_mapping, states)
         return logits
+
+    def _on_every_rank(self, batch: ScheduledBatch, chosen: torch.Tensor | None) -> torch.Tensor | None:
+        """Return what closes a batch's open tokens; None: it has none."""
+        num_numbers = max(0, -min(batch.token_ids))
+        if num_numbers == 0:
+            return None
+        if chosen is None:  # this rank knows how many there are, and is told which
+            chosen = torch.empty(num_numbers, dtype=torch.int64, device=self.device)
+        return self.group.broadcast(chosen[:num_numbers])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,13 +346,13 @@ class ParallelRunner:
         self.model = runner.model  # rank 0's part
         self.graph_counts = GraphCounts() if runner.graphs is None else runner.graphs.counts
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+    def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         """Run one step on all ranks: float32 logits [num_rows, vocab_size] on rank 0's device."""
         if self._followers:
             payload = encode(batch)
             for follower in self._followers:
                 follower.send_bytes(payload)
-        return self._runner.execute(batch)
+        return self._runner.execute(batch, chosen)
 
     def close(self) -> None:
         """Tell the followers to stop; one that is gone already needs no telling."""

@@ -29,6 +29,7 @@ from outrider.verifier_service.model.paged_metadata import (
     Layout,
     PagedMetadata,
     carved,
+    close_tokens,
     metadata_parts,
     num_bytes,
 )
@@ -241,10 +242,11 @@ class StepGraphs:
             self._captured_at(bucket)
         logger.info("captured %d steps in %.1f s", self.counts.num_graphs, self.counts.capture_s)
 
-    def run(self, batch: ScheduledBatch) -> Outputs | None:
+    def run(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> Outputs | None:
         """Replay a step: logits [num_rows, vocab_size] and states [num_tokens, width], good until the next one.
 
-        None: it has no graph and must run eagerly, which is counted. Moves and copies of KV are the caller's.
+        `chosen` are the tokens that stand open. None: the step has no graph and must run eagerly, which is counted.
+        Moves and copies of KV are the caller's.
         """
         bucket = bucket_of(batch, self._table_width)
         captured = self._captured_at(bucket) if isinstance(bucket, Bucket) else None
@@ -253,6 +255,8 @@ class StepGraphs:
             self.counts.eager[reason] = self.counts.eager.get(reason, 0) + 1
             return None
         self._fill(captured.place, bucket, batch)
+        if chosen is not None:
+            close_tokens(captured.place.parts[0], chosen)
         captured.replay()
         self.counts.num_replayed += 1
         states = None if self._states is None else self._states[: batch.num_tokens]

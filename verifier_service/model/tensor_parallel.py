@@ -70,6 +70,12 @@ class TensorParallelGroup:
         self._process_group.allreduce([tensor], options).wait()
         return int(tensor.item())
 
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give every rank what rank 0 has, in place; returns `tensor`."""
+        if self._process_group is not None:
+            self._process_group.broadcast([tensor]).wait()
+        return tensor
+
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Concatenate the ranks' equally shaped tensors along `dim`."""
         if self._process_group is None:

@@ -126,6 +126,10 @@ class DraftPricing:
         """The requests of which anything is kept here."""
         return ({*self._requests} | self.survival.request_ids | self.worth.request_ids) - self._gone
 
+    def knows(self, num_requests: int) -> bool:
+        """Return whether a step of so many requests can be learnt from later than they ask again."""
+        return self._levels is None or not self._levels.at(num_requests).price.is_new
+
     def length(self, request: Request, drafter_id: str, bound: int, *, has_predictions: bool = False) -> int:
         """Return how many of `bound` tokens to ask a drafter for: those expected to be worth the price.
 

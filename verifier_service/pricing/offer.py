@@ -62,7 +62,7 @@ class PricedRound:
     after: LastRound = LastRound.UNDRAFTED  # how the round before it had gone
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PricedStep:
     """A step, and what its requests had asked for before it: they may have asked again since."""
 
@@ -70,8 +70,8 @@ class PricedStep:
     held: Sequence[Request]  # could have been in it, but still waited for their drafts
     shape: StepShape  # drafts included
     _: KW_ONLY
-    step_s: float
-    exposed_s: float  # how long its drafts held it up before that
+    step_s: float = 0.0  # set before it is learnt from
+    exposed_s: float = 0.0  # how long its drafts held it up before that
     rounds: dict[str, PricedRound] = field(default_factory=dict)  # by request
 
     def asking(self, requests: Iterable[Request]) -> list[PricedRound]:

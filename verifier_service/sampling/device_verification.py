@@ -11,6 +11,7 @@ judged again with those rows sorted whole. verification.py does the same on the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -98,6 +99,22 @@ class DevicePlan:
                     judge = _sampled(SampledRows.of(own, uniforms, vocab_size, device), shapes)
             self.groups.append(_Group(mode, members, rows, judge))
 
+    @property
+    def may_be_wrong(self) -> bool:
+        """Whether some of what was judged may have to be judged again."""
+        return any(size > 2 * len(group.members) for group, size in zip(self.groups, self.sizes, strict=True))
+
+    @property
+    def places(self) -> list[int]:
+        """Return where in what was judged each entry's last token stands."""
+        starts = itertools.accumulate(self.sizes, initial=0)
+        found = {
+            index: start + len(group.members) + offset
+            for group, start in zip(self.groups, starts, strict=False)
+            for offset, index in enumerate(group.members)
+        }
+        return [found[index] for index in range(len(found))]
+
     def judge(self, logits: torch.Tensor) -> torch.Tensor:
         """Return what `Judged.packed` has of each group, one after the other: int64."""
         logits = logits if self._edits is None else self._edits.applied(logits)
@@ -107,26 +124,52 @@ class DevicePlan:
         return torch.cat(said)
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenTokens:
+    """The last tokens of a step's entries, on the device before anybody has read them."""
+
+    numbers: torch.Tensor  # int64, tokens among others
+    places: Sequence[int]  # of each entry's token
+
+
 class PendingVerification:
     """A step that the device is judging."""
 
     def __init__(self, logits: torch.Tensor, entries: Entries, uniforms: torch.Tensor) -> None:
-        """`logits` must stay as they are until `collect` has returned."""
+        """`logits` must stay as they are until `collect` has returned, or until `keep_logits` has."""
         self._logits, self._entries, self._uniforms = logits, entries, uniforms
-        self._plan, self._back = self._launched({})
+        self.judged_again: frozenset[int] = frozenset()
+        self._plan, numbers = self._launched({})
+        self.chosen = ChosenTokens(numbers, self._plan.places)
+        self._back = CopyBack(numbers)
+
+    def keep_logits(self) -> None:
+        """Let the logits change from now on: kept is what a second judgement may look at."""
+        if self._plan.may_be_wrong:
+            self._logits = self._logits.clone()
 
     def collect(self) -> list[VerifiedTokens]:
         """Wait for the device, and return each entry's committed tokens."""
         committed, whole_rows = self._read(self._back.wait().tolist())
         if whole_rows:
-            self._plan, self._back = self._launched(whole_rows)
-            committed, _ = self._read(self._back.wait().tolist())
+            self.judged_again = self._owners(whole_rows)
+            self._plan, numbers = self._launched(whole_rows)
+            again, _ = self._read(CopyBack(numbers).wait().tolist())
+            committed |= {index: again[index] for index in self.judged_again}  # the other tokens may be in use
         return [committed[index] for index in range(len(self._entries))]
 
-    def _launched(self, whole_rows: Mapping[VerificationMode, Sequence[int]]) -> tuple[DevicePlan, CopyBack]:
+    def _launched(self, whole_rows: Mapping[VerificationMode, Sequence[int]]) -> tuple[DevicePlan, torch.Tensor]:
         device, vocab_size = self._logits.device, self._logits.shape[1]
         plan = DevicePlan(self._entries, self._uniforms, vocab_size, device, whole_rows)
-        return plan, CopyBack(plan.judge(self._logits))
+        return plan, plan.judge(self._logits)
+
+    def _owners(self, whole_rows: Mapping[VerificationMode, Sequence[int]]) -> frozenset[int]:
+        """Return the entries that these rows are of."""
+        owners: set[int] = set()
+        for group in self._plan.groups:
+            own = [index for index in group.members for _ in range(self._entries[index].num_rows)]
+            owners |= {own[row] for row in whole_rows.get(group.mode, ())}
+        return frozenset(owners)
 
     def _read(self, numbers: Sequence[int]) -> tuple[dict[int, VerifiedTokens], dict[VerificationMode, list[int]]]:
         """Return each entry's tokens, and by mode the rows whose laws were not right."""

@@ -21,7 +21,7 @@ from outrider.verifier_service.messages.tree import VerifiedTokens, is_chain, ma
 from outrider.verifier_service.model.paged_metadata import upload_rows
 from outrider.verifier_service.sampling.block_verification import verify_blocks
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, noise_keys, noise_of_keys
-from outrider.verifier_service.sampling.device_verification import launch
+from outrider.verifier_service.sampling.device_verification import ChosenTokens, launch
 from outrider.verifier_service.sampling.entries import VerificationEntry, edits_by_row, first_rows, rows_of_members
 from outrider.verifier_service.sampling.logits_processors import apply_edits
 from outrider.verifier_service.sampling.rejection_sampler import draw_from_rest, verify_batch_by_rejection
@@ -33,6 +33,17 @@ from outrider.verifier_service.sampling.typical_acceptance import typical_paths
 class Verification(Protocol):
     """A step's verification that was begun."""
 
+    @property
+    def chosen(self) -> ChosenTokens | None:
+        """The last tokens that it commits, before they are read; None: nowhere but here."""
+
+    @property
+    def judged_again(self) -> frozenset[int]:
+        """The entries for which `chosen` turned out to be wrong, once all is collected."""
+
+    def keep_logits(self) -> None:
+        """Let the logits change from now on."""
+
     def collect(self) -> list[VerifiedTokens]:
         """Return each entry's committed tokens: accepted draft tokens, then one recovered or bonus token."""
 
@@ -43,7 +54,8 @@ def begin(
     rng: torch.Generator,
     rows: Sequence[int] | None = None,
 ) -> Verification:
-    """Begin to verify a step without waiting for its logits, which must stay as they are until all is collected.
+    """Begin to verify a step without waiting for its logits, which must stay as they are until all is collected
+    or `keep_logits` was called.
 
     logits float32 [num_rows, vocab_size], of which `rows` (None: all) are those of the entries, one after another; an
     entry's edits are made to a copy. `rng` gives one uniform number per row of a rejection-sampled request, accepted or
@@ -70,6 +82,11 @@ class _OnHost:
     entries: Sequence[VerificationEntry]
     rng: torch.Generator
     rows: Sequence[int] | None
+    chosen: None = None
+    judged_again: frozenset[int] = frozenset()
+
+    def keep_logits(self) -> None:
+        raise NotImplementedError("nothing is chosen before the logits are looked at")
 
     def collect(self) -> list[VerifiedTokens]:
         rows = None if self.rows is None else torch.tensor(self.rows, dtype=torch.int64)
