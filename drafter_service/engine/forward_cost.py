@@ -18,7 +18,7 @@ from outrider.verifier_service.pricing.cost_model import CostModel, StepShape, S
 if TYPE_CHECKING:
     import torch
 
-    from outrider.verifier_service.engine.engine import Runner
+    from outrider.verifier_service.engine.runners import Runner
     from outrider.verifier_service.messages.batch import ScheduledBatch
 
 NUM_TIMED_FORWARDS = 15  # whose median is the time of one: a few long prefills among them do not count

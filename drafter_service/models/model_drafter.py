@@ -34,7 +34,7 @@ from outrider.drafter_service.engine.tree_growth import (
     grow_all,
     start_growth,
 )
-from outrider.verifier_service.engine.engine import Runner
+from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.draft import DraftNeeds
 
 

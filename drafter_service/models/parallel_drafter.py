@@ -18,7 +18,7 @@ import torch
 from outrider.drafter_service.engine.engine import Ask
 from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, TreeConfig
 from outrider.drafter_service.models.one_pass_drafter import Canvas, Chunk, OnePassDrafter
-from outrider.verifier_service.engine.engine import Runner
+from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import DraftNeeds
 

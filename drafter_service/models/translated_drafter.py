@@ -23,7 +23,7 @@ from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, TreeConfig, empty_answer
 from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.drafter_service.models.vocabulary_map import MappedRunner, TextTokenizer, VocabularyMap
-from outrider.verifier_service.engine.engine import Runner
+from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.draft import DraftNeeds, DraftSampling
 
 GREEDY = DraftSampling(temperature=0.0)  # a guess that is compared as text is best the likeliest one

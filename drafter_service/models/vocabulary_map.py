@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from outrider.verifier_service.engine.engine import Runner
+from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.state_pool import StatePool
 

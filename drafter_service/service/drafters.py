@@ -41,7 +41,7 @@ from outrider.drafter_service.service.speculative_config import (
 from outrider.drafter_service.target.early_exit_drafter import early_exit_drafter
 from outrider.drafter_service.target.sparse_drafter import sparse_drafter
 from outrider.drafter_service.target.target_view import TargetView
-from outrider.verifier_service.engine.engine import Runner
+from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.seeds import derive_seed
 from outrider.verifier_service.model.architectures import read_description, resolve_description, resolve_folder
 from outrider.verifier_service.model.runner import resolve_device

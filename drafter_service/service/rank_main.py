@@ -16,8 +16,8 @@ from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.target.target_view import TargetView
-from outrider.verifier_service.engine.engine import Runner
 from outrider.verifier_service.engine.factory import load_rank
+from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.links.tensor_channel import TensorStore
 from outrider.verifier_service.messages.draft import DrafterMessage
 from outrider.verifier_service.messages.engine import PeerState, Relay

@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from outrider.verifier_service.engine.engine import Runner, VerifierEngine
+from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.model.attention import KVPool

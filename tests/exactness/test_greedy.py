@@ -144,7 +144,8 @@ class AlteredRunner:
         self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
         self.eos_token_ids, self.states = runner.eos_token_ids, runner.states
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+    def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        assert chosen is None
         return self._execute(self._runner, batch)
 
 

@@ -67,11 +67,11 @@ class TimedTarget(ScriptedTarget):
         super().__init__(TARGET_LAWS, num_blocks=4096, block_size=4)
         self.clock, self.num_steps = VirtualClock(), 0
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+    def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         self.num_steps += 1
         slowdown = 1.0 + 0.5 * (self.num_steps % 60 > 40)
         self.clock.now_s += 0.02 * max(1.0, batch.num_tokens * slowdown / KNEE)
-        return super().execute(batch)
+        return super().execute(batch, chosen)
 
 
 class ByTheDrawnToken(DraftPricing):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,8 @@ from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, Dr
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent, DraftNeeds, VerifierMessage
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
+from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.sampling.verification import begin
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -20,6 +23,14 @@ PROMPT = (5, 9, 2)
 def greedy_tokens(length: int, prompt: Sequence[int] = PROMPT) -> tuple[int, ...]:
     """What the fake target says after `prompt`."""
     return continuation(list(prompt), length, 97)
+
+
+class Pace(enum.Enum):
+    """When a step's logits are there, and when the next one is launched."""
+
+    AT_ONCE = enum.auto()
+    LATE = enum.auto()  # as on an accelerator
+    AHEAD = enum.auto()  # the same, and the next step is launched before one is read, where that can be
 
 
 def make_runner(*, eos_token_ids: tuple[int, ...] = (), is_late: bool = False, **sizes: int) -> FakeRunner:
@@ -82,7 +93,7 @@ class MemoryDrafts:
 class EngineBench:
     """One engine and everything around it."""
 
-    is_late = False  # the runner's logits are, as on an accelerator
+    pace = Pace.AT_ONCE
 
     def __init__(
         self,
@@ -91,6 +102,7 @@ class EngineBench:
         needs: DraftNeeds = DraftNeeds(),
         max_num_batched_tokens: int = 256,
         max_tree_nodes: int = 0,
+        pricing: DraftPricing | None = None,
         **runner: object,
     ) -> None:
         self.now_s = 0.0
@@ -98,7 +110,7 @@ class EngineBench:
         self.drafts.events = [
             DrafterEvent(drafter_id=drafter_id, vocab_size=97, needs=needs) for drafter_id in drafters
         ]
-        self.runner = make_runner(is_late=self.is_late, **runner)
+        self.runner = make_runner(is_late=self.pace is not Pace.AT_ONCE, **runner)
         if needs.taps:
             self.runner.keep_states()
         limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
@@ -107,12 +119,15 @@ class EngineBench:
             self.runner,
             Scheduler(config, BlockPool(self.runner.num_blocks, self.runner.block_size)),
             DraftCoordinator(
-                self.drafts, CoordinatorConfig(max_tree_nodes=max_tree_nodes, **limits), self.runner.states
+                self.drafts, CoordinatorConfig(max_tree_nodes=max_tree_nodes, **limits), self.runner.states, pricing
             ),
             clock=lambda: self.now_s,
             generator=torch.Generator().manual_seed(0),
             wall_clock=lambda: 1000.0 + self.now_s,
+            pricing=pricing,
             runs_apart=isinstance(self.runner, LateRunner),
+            runs_ahead=True,
+            verify=self.runner.verify if self.pace is Pace.AHEAD else begin,
         )
 
     def add(self, request_id: str = "a", **options: object) -> RequestOutput | None:

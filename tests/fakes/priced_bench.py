@@ -128,10 +128,10 @@ class Bench:
         self.runner.execute = self._timed_execute
         drafts.poll = self._timed_poll
 
-    def _timed_execute(self, batch) -> torch.Tensor:
+    def _timed_execute(self, batch, chosen=None) -> torch.Tensor:
         is_drafted = any(request.draft is not None for request in self.engine.requests.values())
         self.now_s += self._true.t(batch.num_tokens) * (1.0 + self._slowdown * is_drafted)
-        return self._execute(batch)
+        return self._execute(batch, chosen)
 
     def _timed_poll(self) -> list[DrafterEvent]:
         events = self._poll()
@@ -230,10 +230,10 @@ class FarBench(Bench):
     def _timed_poll(self) -> list[DrafterEvent]:
         return self._poll()
 
-    def _timed_execute(self, batch) -> torch.Tensor:
+    def _timed_execute(self, batch, chosen=None) -> torch.Tensor:
         if self.drafts.is_busy:
             self.now_s += self._contention * self._true.t(batch.num_tokens)
-        return super()._timed_execute(batch)
+        return super()._timed_execute(batch, chosen)
 
     def speed(self, concurrency: int, *, num_requests: int, max_tokens: int = 48, **plan: object) -> float:
         """Return the tokens per second of so many requests, `concurrency` at a time."""

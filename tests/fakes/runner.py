@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.messages.request import VerificationMode
+from outrider.verifier_service.messages.tree import VerifiedTokens
+from outrider.verifier_service.model.paged_metadata import close_tokens
 from outrider.verifier_service.model.state_pool import StatePool
+from outrider.verifier_service.sampling.device_verification import PendingVerification
+from outrider.verifier_service.sampling.entries import VerificationEntry
+from outrider.verifier_service.sampling.verification import Verification, begin
 
 _MASK = (1 << 61) - 1
 
@@ -50,7 +59,7 @@ class FakeRunner:
             num_blocks=self.num_blocks, block_size=self.block_size, width=1, dtype=torch.float32
         )
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+    def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         self.batches.append(batch)
         moved = [self._kv[source] for source in batch.move_sources]
         for target, token_id in zip(batch.move_targets, moved, strict=True):
@@ -90,31 +99,97 @@ class TimedRunner(FakeRunner):
         super().__init__(**sizes)
         self.now_s, self.curve, self._context_s = 0.0, curve, context_s
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+    def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         self.now_s += self.curve(batch.num_tokens) + self._context_s * sum(batch.context_lengths)
         return super().execute(batch)
 
 
 class LateRunner(FakeRunner):
-    """A device: its logits are there at once and mean nothing before `arrive` is called."""
+    """A device: it does what it was told in order, one step each time that `arrive` is called.
+
+    Logits are there at once, mean nothing before their step has arrived, and nothing any more once the next one has.
+    """
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
-        self._on_their_way: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._steps: deque[list[Callable[[], object]]] = deque()  # what is still to be done in each
+        self._last = torch.zeros(0)  # logits
+        self.num_ahead = 0  # steps that were launched while another ran
 
     @property
     def is_running(self) -> bool:
-        return self._on_their_way is not None
+        return bool(self._steps)
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
-        assert not self.is_running, "a step begins before the last one's logits are there"
-        logits = super().execute(batch)
-        late = torch.full_like(logits, float("nan"))
-        self._on_their_way = late, logits
+    def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        assert len(self._steps) < 2, "more than one step is launched ahead"
+        assert (min(batch.token_ids) < 0) <= (chosen is not None and self.is_running), "nobody closes the open tokens"
+        self.num_ahead += self.is_running
+        late = torch.full((len(batch.logits_indices), self.vocab_size), float("nan"))
+        sent = copy.deepcopy(batch)  # what the scheduler does to its lists later is too late
+
+        def forward() -> None:
+            token_ids = torch.tensor(sent.token_ids)
+            if chosen is not None:
+                close_tokens(token_ids, chosen)
+            self._last.fill_(float("nan"))
+            late.copy_(super(LateRunner, self).execute(replace(sent, token_ids=token_ids.tolist())))
+            self._last = late
+
+        self._steps.append([forward])
         return late
 
     def arrive(self) -> None:
-        assert self._on_their_way is not None, "nothing runs"
-        late, logits = self._on_their_way
-        late.copy_(logits)
-        self._on_their_way = None
+        """Let the first step that runs end."""
+        assert self.is_running, "nothing runs"
+        for do in self._steps.popleft():
+            do()
+
+    def verify(
+        self,
+        logits: torch.Tensor,
+        entries: Sequence[VerificationEntry],
+        rng: torch.Generator,
+        rows: Sequence[int] | None = None,
+    ) -> Verification:
+        """As `begin` on a device, in the order of the last step that was launched."""
+        if not entries:
+            return begin(logits, entries, rng, rows)
+        return LateVerification(self._steps[-1], logits, entries, rng, rows)
+
+
+class LateVerification:
+    """A device's verification that judges when its step arrives."""
+
+    def __init__(
+        self,
+        step: list[Callable[[], object]],
+        logits: torch.Tensor,
+        entries: Sequence[VerificationEntry],
+        rng: torch.Generator,
+        rows: Sequence[int] | None,
+    ) -> None:
+        uniforms = torch.rand(sum(entry.num_rows for entry in entries), dtype=torch.float64, generator=rng)
+        num_sampled = sum(entry.num_rows for entry in entries if entry.sampling.mode is VerificationMode.REJECTION)
+        every_row = slice(None) if rows is None else list(rows)
+
+        def judge(judged: torch.Tensor) -> PendingVerification:
+            return PendingVerification(judged, entries, uniforms[:num_sampled])
+
+        self.chosen = judge(torch.zeros_like(logits)[every_row]).chosen  # places, and memory that is filled later
+        self.chosen.numbers.fill_(-1)
+        self._step = step
+        step.append(lambda: self._take(judge(logits[every_row])))
+
+    def _take(self, pending: PendingVerification) -> None:
+        self._pending = pending
+        self.chosen.numbers.copy_(pending.chosen.numbers)
+
+    @property
+    def judged_again(self) -> frozenset[int]:
+        return self._pending.judged_again
+
+    def keep_logits(self) -> None:
+        self._step.append(lambda: self._pending.keep_logits())
+
+    def collect(self) -> list[VerifiedTokens]:
+        return self._pending.collect()

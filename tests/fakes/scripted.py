@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import dataclasses
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -39,6 +40,7 @@ from outrider.verifier_service.messages.link import (
 )
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
 from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.model.paged_metadata import close_tokens
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -88,8 +90,12 @@ class ScriptedTarget:
         self._logits = torch.tensor(np.log(laws), dtype=torch.float32)
         self._kv = np.zeros(num_blocks * block_size, dtype=np.int64)
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+    def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         """Look the logits up: float32 [num_rows, vocab_size]."""
+        if chosen is not None:
+            token_ids = torch.tensor(batch.token_ids)
+            close_tokens(token_ids, chosen)
+            batch = dataclasses.replace(batch, token_ids=token_ids.tolist())
         blocks = self._kv.reshape(-1, self.block_size)
         self._kv[batch.move_targets] = self._kv[batch.move_sources]
         blocks[batch.copy_targets] = blocks[batch.copy_sources]

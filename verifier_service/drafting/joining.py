@@ -9,9 +9,12 @@ Only counts and earlier rounds' times decide, never what was drafted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+
+from outrider.verifier_service.messages.request import Request
+from outrider.verifier_service.pricing.cost_model import CostModel, StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,36 @@ class DueDraft:
     due_s: float  # when its draft usually comes
     latest_s: float  # when it has nearly always come
     num_tokens: int  # of its part of a step, draft included
+
+
+def joining_until_s(
+    now_s: float,
+    running: Sequence[Request],
+    waiting: Sequence[Request],
+    due: Callable[[Request], DueDraft | None],
+    cost: CostModel,
+) -> float | None:
+    """Return until when a step that could run should wait for more drafts; None: it should not.
+
+    `due` says when a held request's draft is expected; None: earlier rounds do not tell.
+    """
+    held = [draft for request in running if (draft := due(request)) is not None]
+    if not held:
+        return None
+    ready = [request for request in (*running, *waiting) if request.hold_until_s is None]
+    if not ready:
+        return None
+    num_tokens = sum(request.num_tokens - request.num_computed_tokens for request in ready)
+    num_tokens += sum(len(request.draft.token_ids) for request in ready if request.draft is not None)
+    num_context_tokens = sum(request.num_computed_tokens for request in running)
+    until_s = worth_waiting_until(
+        now_s,
+        held,
+        num_ready=len(ready),
+        num_ready_tokens=num_tokens,
+        step_s=lambda count: cost.seconds(StepShape(count, num_context_tokens, is_drafting=True)),
+    )
+    return until_s if until_s > now_s else None
 
 
 def worth_waiting_until(

@@ -11,8 +11,9 @@ from multiprocessing.connection import Connection
 import torch
 
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
-from outrider.verifier_service.engine.engine import Runner, VerifierEngine
+from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.loop import EngineLoop
+from outrider.verifier_service.engine.runners import VerifierRunner
 from outrider.verifier_service.engine.step_profile import measure_step_profile
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.links.relay_client import RelayDraftClient
@@ -35,7 +36,7 @@ COLLECTIVE_TIMEOUT_S = 60.0  # a rank that is this late is dead: the group fails
 MAX_PROFILED_TOKENS = 512  # beyond, the refitted slope goes on
 
 
-def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> VerifierEngine:
+def build_engine(runner: VerifierRunner, spec: VerifierSpec, drafts: DraftClient) -> VerifierEngine:
     """Put scheduler, KV pool and drafting around a loaded model."""
     pool = BlockPool(runner.num_blocks, runner.block_size, spec.enable_prefix_caching)
     config = SchedulerConfig(
@@ -62,6 +63,7 @@ def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> Ver
         generator=torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "verifier")),
         grammars=GrammarCompiler.of_model(spec.model, vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids),
         pricing=pricing,
+        runs_ahead=spec.runs_ahead,
         runs_apart=resolve_device(spec.model.device).type == "cuda",
     )
 

@@ -19,7 +19,7 @@ from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.pricing.cost_model import ContextTime, StepTimeModel
 
 if TYPE_CHECKING:
-    from outrider.verifier_service.engine.engine import Runner
+    from outrider.verifier_service.engine.runners import Runner
 
 NUM_REPEATS = 5
 NUM_ALWAYS = 64  # tokens up to which powers of two are measured however long they take …

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 import torch
 
-from outrider.verifier_service.messages.request import TokenLogprobs
+from outrider.verifier_service.messages.request import Request, TokenLogprobs
+from outrider.verifier_service.model.paged_metadata import upload_rows
 from outrider.verifier_service.sampling.logprobs import LogprobsQuery, token_logprobs
 from outrider.verifier_service.scheduling.outcome import Outcome, num_choice_rows
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
@@ -33,3 +35,18 @@ def output_logprobs(outcomes: Sequence[Outcome], logits: torch.Tensor) -> list[t
     ]
     found = iter(token_logprobs(logits, queries))
     return [None if num_top is None else tuple(next(found)) for num_top in wanted]
+
+
+def note_predictions(outcomes: Sequence[Outcome], logits: torch.Tensor, wants: Callable[[Request], bool]) -> None:
+    """Keep the likeliest token of every row for the drafters that want to know."""
+    wanted: list[Outcome] = []
+    for outcome in outcomes:
+        outcome.item.request.predicted_ids = ()
+        if outcome.item.samples and wants(outcome.item.request):
+            wanted.append(outcome)
+    if not wanted:
+        return
+    rows = [outcome.first_row + index for outcome in wanted for index in range(num_choice_rows(outcome.item))]
+    predicted = iter(logits[upload_rows(rows, logits.device)].argmax(dim=1).tolist())
+    for outcome in wanted:
+        outcome.item.request.predicted_ids = tuple(islice(predicted, num_choice_rows(outcome.item)))

@@ -86,7 +86,7 @@ class _OnHost:
     judged_again: frozenset[int] = frozenset()
 
     def keep_logits(self) -> None:
-        raise NotImplementedError("nothing is chosen before the logits are looked at")
+        assert not self.entries, "nothing is chosen before the logits are looked at"
 
     def collect(self) -> list[VerifiedTokens]:
         rows = None if self.rows is None else torch.tensor(self.rows, dtype=torch.int64)

@@ -9,8 +9,8 @@ import pytest
 
 from fakes.engine_bench import MemoryDrafts
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
-from outrider.verifier_service.drafting.state_source import StateSource
 from outrider.verifier_service.drafting.draft_yield import RETRY_STEPS
+from outrider.verifier_service.drafting.state_source import StateSource
 from outrider.verifier_service.links.circuit_breaker import BreakerConfig
 from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,

@@ -66,9 +66,9 @@ def sizes_of_steps(drafts: FarDrafts) -> list[int]:
         for batch in [[message] for message in messages] if num_asks == 5 else [messages]:
             send(drafter_id, batch)
 
-    def counted(batch):
+    def counted(batch, chosen):
         sizes.append(len(batch.query_lengths))
-        return execute(batch)
+        return execute(batch, chosen)
 
     bench.drafts.send, bench.runner.execute = parting, counted
     bench.speed(2, num_requests=2, max_tokens=200, draft_length=2, is_pinned=True)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fakes.engine_bench import PROMPT, EngineBench, greedy_tokens, make_request, make_runner, tokens_of
+from fakes.engine_bench import PROMPT, EngineBench, Pace, greedy_tokens, make_request, make_runner, tokens_of
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.loop import EngineLoop, engine_load, update_frames
@@ -33,6 +33,7 @@ from outrider.verifier_service.messages.request import DisabledReason, FinishRea
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.sampling.verification import begin
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -63,7 +64,7 @@ class LateEngine(VerifierEngine):
 class Loop:
     """The shell's end of the pipe to a loop on a thread."""
 
-    is_late = False  # the runner's logits are
+    pace = Pace.AT_ONCE
 
     def __init__(
         self,
@@ -73,19 +74,21 @@ class Loop:
     ) -> None:
         self.clock = clock
         self.pipe, far = Pipe()
-        self.runner = make_runner(is_late=self.is_late)
+        self.runner = make_runner(is_late=self.pace is not Pace.AT_ONCE)
         self.drafts = RelayDraftClient()
         limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
         deadlines = dict.fromkeys(("first_deadline_s", "min_deadline_s", "max_deadline_s"), deadline_s)
         speculation = CoordinatorConfig(**limits, **deadlines)
-        self.engine = (LateEngine if self.is_late else VerifierEngine)(
+        self.engine = (VerifierEngine if self.pace is Pace.AT_ONCE else LateEngine)(
             self.runner,
             Scheduler(SchedulerConfig(**limits), BlockPool(self.runner.num_blocks, self.runner.block_size)),
             DraftCoordinator(self.drafts, speculation),
             clock=time.monotonic,
             generator=torch.Generator().manual_seed(0),
             pricing=make_pricing(self.drafts),
-            runs_apart=self.is_late,
+            runs_apart=self.pace is not Pace.AT_ONCE,
+            runs_ahead=True,
+            verify=self.runner.verify if self.pace is Pace.AHEAD else begin,
         )
         self.outputs: list[RequestOutput] = []
         self.relays: list[Relay] = []
@@ -157,11 +160,10 @@ def draft_for(ask: Commit, token_ids: tuple[int, ...]) -> Relay:
     return Relay(peer="d", payload=encode(draft))
 
 
-@pytest.fixture(params=[False, True], ids=["", "late"], autouse=True)
-def is_late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Every loop of this module is one whose logits are there at once, and one whose are late."""
-    monkeypatch.setattr(Loop, "is_late", request.param)
-    return request.param
+@pytest.fixture(params=Pace, ids=lambda pace: pace.name.lower(), autouse=True)
+def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every loop of this module is one whose logits are there at once, one whose are late, one that runs ahead."""
+    monkeypatch.setattr(Loop, "pace", request.param)
 
 
 class LearningLast(DraftPricing):
@@ -362,7 +364,7 @@ def test_loads_count_what_drafters_did():
 
 
 def test_while_a_step_runs_the_one_before_is_told_and_what_arrives_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Loop, "is_late", True)
+    monkeypatch.setattr(Loop, "pace", Pace.LATE)
     with looping() as loop:
         loop.engine.gate = threading.Semaphore(1)
         loop.say(make_request("a", max_tokens=3))
@@ -378,7 +380,7 @@ def test_while_a_step_runs_the_one_before_is_told_and_what_arrives_is_read(monke
 
 
 def test_asks_are_told_before_the_next_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Loop, "is_late", True)
+    monkeypatch.setattr(Loop, "pace", Pace.LATE)
     with looping() as loop:
         loop.engine.gate = threading.Semaphore(1)
         loop.say(PeerState(peer="d", is_up=True), make_request("a", max_tokens=4, **wait_for_drafts(2)))
@@ -450,10 +452,10 @@ def test_the_loop_ends_quietly_when_the_pipe_closes_between_steps():
     loop = Loop(NEVER_S)
     execute, entered, release = loop.runner.execute, threading.Event(), threading.Event()
 
-    def slow(batch):
+    def slow(batch, chosen):
         entered.set()
         release.wait(PATIENCE_S)
-        return execute(batch)
+        return execute(batch, chosen)
 
     loop.runner.execute = slow
     loop.say(make_request("a"))
@@ -466,7 +468,7 @@ def test_the_loop_ends_quietly_when_the_pipe_closes_between_steps():
 def test_an_engine_that_fails_ends_the_loop_and_the_shell_sees_the_end_of_the_pipe():
     loop = Loop(NEVER_S)
 
-    def fail(batch):
+    def fail(batch, chosen):
         raise ArithmeticError("no device")
 
     loop.runner.execute = fail

@@ -201,12 +201,12 @@ class PausingBench(Bench):
 
     paused_s = 0.0
 
-    def _timed_execute(self, batch):
+    def _timed_execute(self, batch, chosen=None):
         is_verifying = batch.num_tokens > len(batch.query_lengths)
         if len(self.runner.batches) > 100 and is_verifying and not self.paused_s:
             self.paused_s = 60.0
             self.now_s += self.paused_s
-        return super()._timed_execute(batch)
+        return super()._timed_execute(batch, chosen)
 
 
 def test_a_pause_of_the_machine_does_not_end_probing():

@@ -28,8 +28,8 @@ class StallingBench(FarBench):
 
     num_steps = 0
 
-    def _timed_execute(self, batch) -> torch.Tensor:
-        begin_s, logits = self.now_s, super()._timed_execute(batch)
+    def _timed_execute(self, batch, chosen=None) -> torch.Tensor:
+        begin_s, logits = self.now_s, super()._timed_execute(batch, chosen)
         self.num_steps += 1
         if self.num_steps % 60 >= 56:
             self.now_s += 1.5 * (self.now_s - begin_s)

@@ -1,0 +1,55 @@
+"""A step on its way: what was sent to the runner, and what must be known of it when its outcome is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from outrider.verifier_service.drafting.drafter_record import WantedDraft
+from outrider.verifier_service.messages.request import Request
+from outrider.verifier_service.pricing.cost_model import StepShape
+from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.sampling.verification import Verification
+from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest
+
+
+@dataclass(slots=True, kw_only=True)
+class LaunchedStep:
+    """One step between its launch and its end.
+
+    It is *foreseen* when the next one is planned before it is read: every request then has its next token already,
+    which stands open.
+    """
+
+    schedule: Schedule
+    first_rows: Sequence[int]  # where each item's rows begin in the logits
+    logits: torch.Tensor
+    verification: Verification
+    began_s: float
+    waited_since_s: float  # when it could have begun, but for drafts
+    exposed_s: float  # how long it was held up since
+    void: set[str] = field(default_factory=set)  # requests whose open tokens were not what it was given
+    foreseen: PricedStep | None = None  # what pricing was told of it then; None: it is not foreseen
+    wanted: Sequence[WantedDraft] = ()  # what is to be asked for after it, known when it is foreseen
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape(self.schedule.batch.num_tokens, sum(self.schedule.batch.context_lengths))
+
+    def counts_for(self, item: ScheduledRequest, requests: Mapping[str, Request]) -> bool:
+        """Return whether an item's outcome is its request's: not if that is gone, or began with another token."""
+        request = item.request
+        return requests.get(request.request_id) is request and request.request_id not in self.void
+
+    def places(self) -> Sequence[int | None]:
+        """Return where among the numbers that the step chooses each item's token is; None: it samples none."""
+        chosen = self.verification.chosen
+        places = iter(() if chosen is None else chosen.places)
+        return [next(places) if item.samples else None for item in self.schedule.items]
+
+    def judged_again(self) -> set[str]:
+        """Return the requests whose tokens turned out to be others than the device had chosen first."""
+        sampled = [item.request.request_id for item in self.schedule.items if item.samples]
+        return {sampled[index] for index in self.verification.judged_again}

@@ -1,0 +1,112 @@
+"""What an engine keeps of the requests that want more than the likeliest tokens: edits, grammars, prompt logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.verifier_service.engine.request_limits import RequestLimits
+from outrider.verifier_service.messages.draft import Draft
+from outrider.verifier_service.messages.request import GenerationRequest, Request, SamplingParams, TokenLogprobs
+from outrider.verifier_service.sampling.grammar import GrammarCompiler, GrammarState
+from outrider.verifier_service.sampling.logits_processors import LogitEdits, LogitsProcessor
+from outrider.verifier_service.sampling.logprobs import LogprobsQuery, token_logprobs
+from outrider.verifier_service.scheduling.schedule import ScheduledRequest
+
+
+class RequestExtras:
+    """Those of all requests of one engine; most have none."""
+
+    def __init__(self, limits: RequestLimits, grammars: GrammarCompiler | None) -> None:
+        """`grammars`: of the model's tokens; without it structured output is refused."""
+        self._limits, self._grammars = limits, grammars
+        self._processors: dict[str, LogitsProcessor] = {}
+        self._grammar_states: dict[str, GrammarState] = {}
+        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}  # of those whose first output is to come
+
+    @property
+    def request_ids(self) -> set[str]:
+        """The requests of which anything is kept here."""
+        return {*self._processors, *self._grammar_states, *self._prompt_logprobs}
+
+    def open_grammar(self, sampling: SamplingParams) -> GrammarState | None:
+        """Return the state before the first token; raises `ValueError` where there can be none."""
+        if sampling.structured is None:
+            return None
+        if self._grammars is None:
+            raise ValueError("structured: this engine does not know the text of its tokens")
+        return self._grammars.open(sampling.structured, (*sampling.stop_token_ids, *self._limits.eos_token_ids))
+
+    def add(self, message: GenerationRequest, grammar_state: GrammarState | None) -> None:
+        """Keep what a request wants besides tokens."""
+        request_id, sampling, num_prompt_tokens = message.request_id, message.sampling, len(message.prompt_token_ids)
+        if grammar_state is not None:
+            self._grammar_states[request_id] = grammar_state
+        if LogitsProcessor.is_needed(sampling):
+            self._processors[request_id] = LogitsProcessor(
+                sampling,
+                num_prompt_tokens=num_prompt_tokens,
+                stop_token_ids=self._limits.stop_token_ids(sampling),
+                vocab_size=self._limits.vocab_size,
+                mask=grammar_state,
+            )
+        if sampling.prompt_logprobs is not None and not message.output_token_ids:
+            self._prompt_logprobs[request_id] = [None] * num_prompt_tokens
+
+    def forget(self, request_id: str) -> None:
+        """Forget what is kept of a request."""
+        self._processors.pop(request_id, None)
+        self._grammar_states.pop(request_id, None)
+        self._prompt_logprobs.pop(request_id, None)
+
+    def are_due(self, request: Request) -> bool:
+        """Return whether the rows of a request's next steps are edited, or read for more than a token."""
+        request_id = request.request_id
+        wants_logprobs = request.sampling.logprobs is not None or request_id in self._prompt_logprobs
+        return wants_logprobs or request_id in self._processors
+
+    def edits(self, request: Request, draft: Draft | None) -> LogitEdits | None:
+        """Return what is to be done to a request's rows before anything is chosen from them."""
+        processor = self._processors.get(request.request_id)
+        if processor is None:
+            return None
+        draft_token_ids, parents = ((), None) if draft is None else (draft.token_ids, draft.parents)
+        return processor.edits(request.token_ids, draft_token_ids, parents)
+
+    def error(self, request: Request) -> str | None:
+        """Return why a request's output cannot go on."""
+        state = self._grammar_states.get(request.request_id)
+        return None if state is None else state.error
+
+    def note_forced(self, request: Request) -> None:
+        """Look up what the grammar forces next, for the drafter."""
+        state = self._grammar_states.get(request.request_id)
+        if state is not None and request.plan.draft_length > 0:
+            request.forced_ids = state.forced_ids(request.token_ids[request.num_prompt_tokens :])
+        else:
+            request.forced_ids = ()
+
+    def keep_prompt_logprobs(
+        self, items: Sequence[ScheduledRequest], first_rows: Sequence[int], logits: torch.Tensor
+    ) -> None:
+        """Look up the prompt tokens that a step's rows predict; a chunk computed again gives the same again."""
+        kept: list[tuple[list[TokenLogprobs | None], int]] = []
+        queries: list[LogprobsQuery] = []
+        for item, row in zip(items, first_rows, strict=True):
+            entries = self._prompt_logprobs.get(item.request.request_id)
+            if entries is None:
+                continue
+            start = item.request.num_computed_tokens + 1
+            token_ids = item.request.token_ids[start : start + item.num_prompt_rows]
+            kept.append((entries, start))
+            num_top = item.request.sampling.prompt_logprobs or 0
+            rows = range(row, row + len(token_ids))
+            queries.append(LogprobsQuery(rows=rows, token_ids=token_ids, num_top=num_top))
+        for (entries, start), found in zip(kept, token_logprobs(logits, queries), strict=True):
+            entries[start : start + len(found)] = found
+
+    def take_prompt_logprobs(self, request: Request) -> tuple[TokenLogprobs | None, ...] | None:
+        """Hand over what was found of a request's prompt, once; None: it wants nothing of that, or has it."""
+        found = self._prompt_logprobs.pop(request.request_id, None)
+        return None if found is None else tuple(found)

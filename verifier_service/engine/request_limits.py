@@ -1,0 +1,58 @@
+"""What a request may ask of an engine, and where its output ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, Request, SamplingParams
+from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES
+from outrider.verifier_service.sampling.logprobs import encoded_bytes
+
+MAX_PROMPT_LOGPROBS_BYTES = MAX_FRAME_BYTES * 3 // 4  # they come in one output, and an output in one frame
+
+
+class RequestLimits:
+    """Those of one model."""
+
+    def __init__(self, *, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]) -> None:
+        self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
+
+    def check(self, message: GenerationRequest) -> None:
+        """Raise `ValueError` naming the field that the model cannot serve."""
+        for name in ("prompt_token_ids", "output_token_ids"):
+            self._check_token_ids(name, getattr(message, name))
+        self._check_token_ids("logit_bias", (item.token_id for item in message.sampling.logit_bias))
+        num_top = message.sampling.prompt_logprobs
+        if num_top is not None and encoded_bytes(len(message.prompt_token_ids), num_top) > MAX_PROMPT_LOGPROBS_BYTES:
+            raise ValueError(f"prompt_logprobs: too many for a prompt of {len(message.prompt_token_ids)} tokens")
+        vocabulary = range(self.vocab_size)
+        num_stops = sum(token_id in vocabulary for token_id in self.stop_token_ids(message.sampling))
+        if message.sampling.min_tokens and num_stops == len(vocabulary):
+            raise ValueError("min_tokens: every token of the vocabulary is a stop token")
+
+    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        if any(not 0 <= token_id < self.vocab_size for token_id in token_ids):
+            raise ValueError(f"{name}: ids must be in [0, {self.vocab_size})")
+
+    def stop_token_ids(self, sampling: SamplingParams) -> set[int]:
+        """Return the tokens that end a request's output."""
+        return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
+
+    def room(self, request: Request, num_tokens: int) -> int:
+        """Return how many tokens a request may still get when it has `num_tokens`."""
+        left = request.num_prompt_tokens + request.sampling.max_tokens - num_tokens
+        return min(left, self.max_model_len - num_tokens)
+
+    def until_finished(
+        self, request: Request, verified: Sequence[int], num_tokens: int
+    ) -> tuple[list[int], FinishReason | None]:
+        """Return verified tokens up to the first that ends the request, which had `num_tokens` before, and why."""
+        stops, room = self.stop_token_ids(request.sampling), self.room(request, num_tokens)
+        committed: list[int] = []
+        for token_id in verified:
+            committed.append(token_id)
+            if token_id in stops:
+                return committed, FinishReason.STOP
+            if len(committed) == room:
+                return committed, FinishReason.LENGTH
+        return committed, None

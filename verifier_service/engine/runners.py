@@ -1,0 +1,31 @@
+"""What engines ask of the models that they run."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from outrider.verifier_service.messages.batch import ScheduledBatch
+from outrider.verifier_service.model.state_pool import StatePool
+
+
+class Runner(Protocol):
+    """Executes a scheduled batch on every rank of a model."""
+
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    eos_token_ids: tuple[int, ...]
+    states: StatePool | None  # of the tokens computed so far, where drafters read them
+
+    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+        """Return float32 logits [len(batch.logits_indices), vocab_size], good until the next call."""
+
+
+class VerifierRunner(Runner, Protocol):
+    """Executes those of a target, whose tokens may stand open."""
+
+    def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        """As `Runner`; `chosen` are the numbers among which the batch's open tokens are (`open_token`)."""
