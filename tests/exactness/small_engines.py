@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -150,8 +151,8 @@ class Limits:
     num_blocks: int = NUM_BLOCKS
 
 
-def make_engine(runner: VerifierRunner, drafts: Drafts, limits: Limits) -> VerifierEngine:
-    """Put an engine around a runner, which may be shared with engines that have finished."""
+def make_engine(runner: VerifierRunner, drafts: Drafts, limits: Limits, **options: Any) -> VerifierEngine:
+    """Put an engine with these options around a runner, which may be shared with engines that have finished."""
     assert limits.num_blocks <= runner.num_blocks
     model = {"max_model_len": runner.max_model_len, "vocab_size": runner.vocab_size}
     config = SchedulerConfig(
@@ -163,6 +164,7 @@ def make_engine(runner: VerifierRunner, drafts: Drafts, limits: Limits) -> Verif
         DraftCoordinator(drafts, CoordinatorConfig(**model)),
         clock=lambda: 0.0,
         generator=torch.Generator().manual_seed(0),
+        **options,
     )
 
 

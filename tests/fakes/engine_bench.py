@@ -30,7 +30,7 @@ class Pace(enum.Enum):
 
     AT_ONCE = enum.auto()
     LATE = enum.auto()  # as on an accelerator
-    AHEAD = enum.auto()  # the same, and the next step is launched before one is read, where that can be
+    ASYNC = enum.auto()  # the same, and the next step is launched before one is read, where that can be
 
 
 def make_runner(*, eos_token_ids: tuple[int, ...] = (), is_late: bool = False, **sizes: int) -> FakeRunner:
@@ -126,8 +126,8 @@ class EngineBench:
             wall_clock=lambda: 1000.0 + self.now_s,
             pricing=pricing,
             runs_apart=isinstance(self.runner, LateRunner),
-            runs_ahead=True,
-            verify=self.runner.verify if self.pace is Pace.AHEAD else begin,
+            async_scheduling=True,
+            verify=self.runner.verify if self.pace is Pace.ASYNC else begin,
         )
 
     def add(self, request_id: str = "a", **options: object) -> RequestOutput | None:

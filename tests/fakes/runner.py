@@ -114,16 +114,16 @@ class LateRunner(FakeRunner):
         super().__init__(**sizes)
         self._steps: deque[list[Callable[[], object]]] = deque()  # what is still to be done in each
         self._last = torch.zeros(0)  # logits
-        self.num_ahead = 0  # steps that were launched while another ran
+        self.num_early = 0  # steps that were launched while another ran
 
     @property
     def is_running(self) -> bool:
         return bool(self._steps)
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
-        assert len(self._steps) < 2, "more than one step is launched ahead"
+        assert len(self._steps) < 2, "more than two steps run at once"
         assert (min(batch.token_ids) < 0) <= (chosen is not None and self.is_running), "nobody closes the open tokens"
-        self.num_ahead += self.is_running
+        self.num_early += self.is_running
         late = torch.full((len(batch.logits_indices), self.vocab_size), float("nan"))
         sent = copy.deepcopy(batch)  # what the scheduler does to its lists later is too late
 

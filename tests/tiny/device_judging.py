@@ -12,8 +12,9 @@ import torch
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams
 from outrider.verifier_service.messages.tree import VerifiedTokens
-from outrider.verifier_service.sampling.device_verification import SampledRows, path_to
+from outrider.verifier_service.sampling.device_verification import SampledRows, launch, path_to
 from outrider.verifier_service.sampling.entries import VerificationEntry, first_rows
+from outrider.verifier_service.sampling.verification import Verification, begin
 from tiny.played_graphs import without_host
 
 Plant = Callable[[SampledRows], SampledRows]  # a mistake in what is sent to the device
@@ -36,3 +37,15 @@ def verify_as_on_device(
         VerifiedTokens.along(entry.draft, path_to(entry, end - start), token_id)
         for entry, start, end, token_id in zip(entries, first_rows(entries), ends.tolist(), last.tolist(), strict=True)
     ]
+
+
+def begin_on_device(
+    logits: torch.Tensor,
+    entries: Sequence[VerificationEntry],
+    rng: torch.Generator,
+    rows: Sequence[int] | None = None,
+) -> Verification:
+    """As `begin`, by what judges on a device, wherever the logits are."""
+    if not entries:
+        return begin(logits, entries, rng, rows)
+    return launch(logits if rows is None else logits[list(rows)], entries, rng)

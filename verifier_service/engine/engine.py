@@ -62,17 +62,17 @@ class VerifierEngine:
         grammars: GrammarCompiler | None = None,
         pricing: DraftPricing | None = None,
         runs_apart: bool = False,
-        runs_ahead: bool = False,
+        async_scheduling: bool = False,
         verify: Callable[..., Verification] = begin,
     ) -> None:
         """`grammars`: of the runner's tokens; without it structured output is refused.
 
         `pricing` is the one that scheduler and drafting go by. `runs_apart`: the runner's logits are there before they
-        are computed, as on an accelerator. `runs_ahead`: there the next step is launched before one is read, where that
-        can be planned. `verify` is called as `begin` is.
+        are computed, as on an accelerator; with `async_scheduling` the next step is then launched before one is read,
+        where that can be planned. `verify` is called as `begin` is.
         """
         self.runs_apart = runs_apart
-        self._runs_ahead = runs_apart and runs_ahead
+        self.async_scheduling = async_scheduling
         self._verify = verify
         self.scheduler = scheduler
         self.drafting = drafting
@@ -84,7 +84,7 @@ class VerifierEngine:
         self._limits = RequestLimits(
             vocab_size=runner.vocab_size, max_model_len=runner.max_model_len, eos_token_ids=runner.eos_token_ids
         )
-        self._ahead: LaunchedStep | None = None  # the step after the one that was read last, where it is on its way
+        self._next: LaunchedStep | None = None  # the step after the one that was read last, where it is on its way
         self._clock = clock
         self._generator = generator
         self._wall_clock = wall_clock
@@ -149,11 +149,11 @@ class VerifierEngine:
         """
         if not self.runs_apart:
             self.pricing.learn()
-        step, self._ahead = self._ahead or self._launch(), None
+        step, self._next = self._next or self._launch(), None
         if step is None:
             return None
-        if self._runs_ahead:
-            self._ahead = self._launch_after(step)
+        if self.runs_apart and self.async_scheduling:
+            self._next = self._launch_after(step)
         if self.runs_apart:
             meanwhile()
             if step.foreseen is None:  # else pricing has the step already, but not how long it takes
@@ -244,8 +244,8 @@ class VerifierEngine:
         verified = step.verification.collect()
         step.began_s = max(step.began_s, self._ended_s)
         outcomes = self._outcomes(step, verified)
-        if self._ahead is not None:
-            self._ahead.void |= step.judged_again()
+        if self._next is not None:
+            self._next.void |= step.judged_again()
         else:  # nobody looks at logits that the next step may have overwritten
             self._extras.keep_prompt_logprobs(step.schedule.items, step.first_rows, step.logits)
             note_predictions(outcomes, step.logits, wants=self._wants_predictions)

@@ -63,7 +63,7 @@ def build_engine(runner: VerifierRunner, spec: VerifierSpec, drafts: DraftClient
         generator=torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "verifier")),
         grammars=GrammarCompiler.of_model(spec.model, vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids),
         pricing=pricing,
-        runs_ahead=spec.runs_ahead,
+        async_scheduling=spec.async_scheduling,
         runs_apart=resolve_device(spec.model.device).type == "cuda",
     )
 

@@ -21,7 +21,7 @@ class VerifierSpec:
     max_draft_deadline_s: float = 1.0
     max_tree_nodes: int = 0  # of a draft; 0: chains alone
     prices_drafts: bool = True  # verify what pays, below the plans' lengths; needs a profile of step times
-    runs_ahead: bool = True  # on an accelerator: launch the next step before one is read, where it can be planned
+    async_scheduling: bool = True  # on an accelerator: launch the next step before one is read, where it can be planned
     check_integrity: bool = False  # after every step: for tests
 
     def run_rank(self, rank: RankSpec) -> None:

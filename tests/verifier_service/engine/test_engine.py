@@ -433,7 +433,7 @@ def test_a_tree_that_was_not_asked_for_is_a_bad_draft():
 def test_predictions_follow_every_row_and_only_who_needs_them_gets_them():
     bench = bench_before_draft(max_tree_nodes=5, needs=DraftNeeds(predictions=True))
     # who drafts is chosen before a step is read that the next one might have followed unread
-    known = EXPECTED[:1] if EngineBench.pace is Pace.AHEAD else ()
+    known = EXPECTED[:1] if EngineBench.pace is Pace.ASYNC else ()
     assert bench.drafts.last_ask()[1].predicted_ids == known
     bench.drafts.answer([TREE[node] for node in RIGHT_LAST], RIGHT_LAST_PARENTS)
     bench.step()

@@ -87,8 +87,8 @@ class Loop:
             generator=torch.Generator().manual_seed(0),
             pricing=make_pricing(self.drafts),
             runs_apart=self.pace is not Pace.AT_ONCE,
-            runs_ahead=True,
-            verify=self.runner.verify if self.pace is Pace.AHEAD else begin,
+            async_scheduling=True,
+            verify=self.runner.verify if self.pace is Pace.ASYNC else begin,
         )
         self.outputs: list[RequestOutput] = []
         self.relays: list[Relay] = []

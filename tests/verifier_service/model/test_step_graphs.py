@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.verifier_service.cpu import kernels
-from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
+from outrider.verifier_service.messages.batch import ScheduledBatch, open_token, slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.attention import AttentionContext, KVPool
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.decoder_spec import read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
-from outrider.verifier_service.model.paged_metadata import TORCH_TYPES, num_bytes
+from outrider.verifier_service.model.paged_metadata import TORCH_TYPES, close_tokens, num_bytes
 from outrider.verifier_service.model.runner import forward_packed, graph_backend, run_batch
 from outrider.verifier_service.model.step_graphs import (
     REQUEST_BUCKETS,
@@ -38,7 +38,7 @@ from outrider.verifier_service.model.step_graphs import (
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource, WeightReader
 from tiny.models import VOCAB_SIZE, make_model
-from tiny.played_graphs import NotCapturable, PlainPagedAttention, PlayedCapture, played_backend
+from tiny.played_graphs import NotCapturable, PlainPagedAttention, PlayedCapture, played_backend, without_host
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 96, 96
 WIDTH = 64  # blocks of the widest table
@@ -209,6 +209,36 @@ def test_replayed_steps_are_the_eager_ones(name: str, taps: tuple[int, ...]) -> 
     assert not graphs.counts.eager
 
 
+def opened(batch: ScheduledBatch) -> tuple[ScheduledBatch, list[int]]:
+    """Leave every third token open, and return the numbers among which they are."""
+    numbers = [VOCAB_SIZE + 1 + place for place in range(batch.num_tokens)]  # most are no tokens
+    token_ids = list(batch.token_ids)
+    for place in range(0, batch.num_tokens, 3):
+        numbers[-1 - place] = token_ids[place]
+        token_ids[place] = open_token(batch.num_tokens - 1 - place)
+    return replace(batch, token_ids=token_ids), numbers
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_open_tokens_are_closed_by_what_was_chosen(name: str, is_captured: bool) -> None:
+    model = tiny_decoder()
+    pools = make_pool(model), make_pool(model)
+    graphs = make_graphs(model, pools[1]) if is_captured else None
+    batch, numbers = opened(BATCHES[name])
+    closed = make_graphs(model, pools[0]) if is_captured else None
+    expected, _ = run_batch(model, pools[0], BATCHES[name], graphs=closed)
+    got, _ = run_batch(model, pools[1], batch, graphs=graphs, chosen=torch.tensor(numbers))
+    assert torch.equal(got, expected)
+
+
+def test_tokens_are_closed_without_a_look_at_them() -> None:
+    token_ids = torch.tensor([5, open_token(2), 0, open_token(0), open_token(2)])
+    chosen = torch.tensor([7, 8, 9])
+    without_host(lambda: close_tokens(token_ids, chosen))
+    assert token_ids.tolist() == [5, 9, 0, 7, 9]
+
+
 def test_what_a_step_leaves_in_the_buffers_does_not_reach_the_next() -> None:
     model = tiny_decoder()
     pool, other = make_pool(model), make_pool(model)
@@ -352,7 +382,10 @@ def test_a_gpus_graphs_replay_the_eager_steps(name: str, taps: tuple[int, ...]) 
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
         if taps:
             torch.testing.assert_close(states, expected_states, atol=1e-3, rtol=1e-3)
-    assert graphs.counts.num_replayed == 2 * len(BATCHES)
+        batch, numbers = opened(batch)
+        got, _ = run_batch(model, replayed, batch, taps, graphs, torch.tensor(numbers, device=device))
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+    assert graphs.counts.num_replayed == 4 * len(BATCHES)
     assert not graphs.counts.eager
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
+from outrider.verifier_service.messages.batch import open_token
 from outrider.verifier_service.model.architectures import ARCHITECTURES, UnsupportedModelError
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.empty_model import build_empty_model
@@ -98,6 +100,27 @@ def test_block_copies_reach_every_rank(pair, tmp_path):
     parallel.close()
     wanted = torch.cat([full_logits(model, sequence)[10:] for sequence in sequences])
     assert relative_difference(wanted, got) < 1e-5
+
+
+def test_every_rank_is_told_the_tokens_that_stand_open(pair, tmp_path):
+    group, connection = pair
+    model = make_checkpoint(tmp_path)
+    connection.send_bytes(str(tmp_path).encode())
+    runner = ModelRunner(config_of(str(tmp_path)), group)
+    connection.recv_bytes()
+    parallel = ParallelRunner(runner, [connection])
+    sequences = random_sequences((21, 14))
+    got, wanted = [], []
+    expected = [full_logits(model, sequence) for sequence in sequences]
+    for batch, rows in scattered_batches(sequences, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE):
+        chosen = torch.tensor([0, *batch.token_ids, 0])
+        is_open = len(got) % 2  # the second step, the fourth ...
+        token_ids = [open_token(1 + place) for place in range(batch.num_tokens)] if is_open else batch.token_ids
+        got.append(parallel.execute(dataclasses.replace(batch, token_ids=token_ids), chosen if is_open else None))
+        wanted += [expected[index][position] for index, position in rows]
+    parallel.close()
+    assert len(got) > 1
+    assert relative_difference(torch.stack(wanted), torch.cat(got)) < 1e-5
 
 
 def assert_each_rank_read_its_share(model: torch.nn.Module, bytes_read: tuple[int, int]) -> None:

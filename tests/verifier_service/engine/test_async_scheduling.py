@@ -28,16 +28,16 @@ EXPECTED = greedy_tokens(40)
 OFF = SpeculationPlan(disabled_reason=DisabledReason.LOAD)
 
 
-class AheadBench(EngineBench):
-    pace = Pace.AHEAD
+class AsyncBench(EngineBench):
+    pace = Pace.ASYNC
 
 
-def num_ahead_of(bench: EngineBench) -> int:
-    return bench.runner.num_ahead
+def num_early_of(bench: EngineBench) -> int:
+    return bench.runner.num_early
 
 
 def test_each_step_is_launched_before_the_one_before_it_is_read():
-    bench = AheadBench(drafters=())
+    bench = AsyncBench(drafters=())
     bench.add(max_tokens=6)
     for num_steps in range(1, 6):
         assert bench.step_one().token_ids == (EXPECTED[num_steps - 1],)
@@ -46,12 +46,12 @@ def test_each_step_is_launched_before_the_one_before_it_is_read():
     output = bench.step_one()
     assert (output.token_ids, output.finish_reason) == (EXPECTED[5:6], FinishReason.LENGTH)
     assert not bench.runner.is_running, "nobody is in a step after its last token"
-    assert num_ahead_of(bench) == 5
+    assert num_early_of(bench) == 5
     assert bench.step() is None
 
 
 def test_a_request_that_stops_is_in_the_next_step_for_nothing():
-    bench = AheadBench(drafters=())
+    bench = AsyncBench(drafters=())
     bench.add("a", max_tokens=9, stop_token_ids=(EXPECTED[2],))
     bench.add("b", prompt=(7, 7), max_tokens=9)
     outputs = bench.finish()
@@ -63,8 +63,8 @@ def test_a_request_that_stops_is_in_the_next_step_for_nothing():
     assert bench.engine.scheduler.kv_usage == 0.0
 
 
-def test_when_the_last_request_stops_the_step_ahead_of_it_is_dropped():
-    bench = AheadBench(drafters=())
+def test_when_the_last_request_stops_the_step_after_is_dropped():
+    bench = AsyncBench(drafters=())
     bench.add("a", stop_token_ids=EXPECTED[:1])
     assert bench.step_one().finish_reason is FinishReason.STOP
     assert not bench.engine.has_work()
@@ -75,7 +75,7 @@ def test_when_the_last_request_stops_the_step_ahead_of_it_is_dropped():
 
 
 def test_a_cancelled_request_gets_nothing_from_the_step_that_runs_and_its_id_can_be_used_again():
-    bench = AheadBench(drafters=())
+    bench = AsyncBench(drafters=())
     bench.add("a", max_tokens=9)
     bench.step()
     bench.engine.cancel("a")
@@ -86,7 +86,7 @@ def test_a_cancelled_request_gets_nothing_from_the_step_that_runs_and_its_id_can
 
 
 def test_who_comes_while_a_step_runs_is_in_the_next_to_be_launched():
-    bench = AheadBench(drafters=())
+    bench = AsyncBench(drafters=())
     bench.add("a", max_tokens=5)
     bench.step()
     bench.add("b", prompt=(7, 7), max_tokens=2)
@@ -106,18 +106,18 @@ def test_who_comes_while_a_step_runs_is_in_the_next_to_be_launched():
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_who_wants_more_of_a_row_than_its_token_is_not_run_ahead_of(options):
-    bench = AheadBench(drafters=())
+def test_who_wants_more_of_a_row_than_its_token_holds_up_the_launch(options):
+    bench = AsyncBench(drafters=())
     bench.add("a", max_tokens=4, **options)
     bench.add("b", prompt=(7, 7), max_tokens=8)
     outputs = bench.finish()
     assert tokens_of(outputs["b"]) == greedy_tokens(8, (7, 7))
     # prompt logprobs are there with the first token; who wants one of the others is in four steps
-    assert num_ahead_of(bench) == (6 if "prompt_logprobs" in options else 3)
+    assert num_early_of(bench) == (6 if "prompt_logprobs" in options else 3)
 
 
 def test_a_prediction_is_followed_by_what_was_committed():
-    bench = AheadBench(drafters=())
+    bench = AsyncBench(drafters=())
     message = dataclasses.replace(
         make_request("a", draft_length=3, drafter_id="d", max_tokens=8), prediction_token_ids=EXPECTED[:8]
     )
@@ -125,24 +125,24 @@ def test_a_prediction_is_followed_by_what_was_committed():
     outputs = bench.finish()["a"]
     assert tokens_of(outputs) == EXPECTED[:8]
     assert sum(output.num_accepted_tokens for output in outputs) > 0
-    assert num_ahead_of(bench) == 0
+    assert num_early_of(bench) == 0
 
 
-def test_who_drafts_is_not_run_ahead_of_and_who_stops_drafting_is():
-    bench = AheadBench()
+def test_who_drafts_holds_up_the_launch_and_who_stops_drafting_does_not():
+    bench = AsyncBench()
     bench.add(max_tokens=12, draft_length=2, drafter_id="d")
     assert bench.step_one().token_ids == EXPECTED[:1]
     bench.drafts.answer(EXPECTED[1:3])
     assert bench.step_one().token_ids == EXPECTED[1:4]
-    assert num_ahead_of(bench) == 0
+    assert num_early_of(bench) == 0
     bench.engine.set_plans({"a": OFF})
     bench.now_s += bench.engine.idle_s()
     assert tokens_of(bench.finish()["a"]) == EXPECTED[4:12]
-    assert num_ahead_of(bench) > 0
+    assert num_early_of(bench) > 0
 
 
 def test_who_begins_to_draft_is_asked_for_after_the_token_that_nobody_followed():
-    bench = AheadBench()
+    bench = AsyncBench()
     bench.add(max_tokens=12)
     bench.engine.set_plans({"a": OFF})
     bench.step()
@@ -157,7 +157,7 @@ def test_who_begins_to_draft_is_asked_for_after_the_token_that_nobody_followed()
 
 
 def test_drafters_are_never_told_a_token_that_stands_open():
-    bench = AheadBench()
+    bench = AsyncBench()
     bench.add(max_tokens=30, draft_length=0, drafter_id="d")
     rng = random.Random(0)
     for _ in range(40):
@@ -171,7 +171,7 @@ def test_drafters_are_never_told_a_token_that_stands_open():
 
 
 def test_a_lost_drafter_and_a_resync_meet_a_step_that_runs():
-    bench = AheadBench()
+    bench = AsyncBench()
     bench.add(max_tokens=12, draft_length=2, drafter_id="d")
     bench.step()
     bench.drafts.answer(EXPECTED[1:3])
@@ -198,7 +198,7 @@ class NotingPricing(DraftPricing):
 def test_pricing_hears_of_every_step_once_and_how_long_it_took():
     pricing = NotingPricing()
     pricing.use_profile([StepTime(num_tokens=1, seconds=0.5), StepTime(num_tokens=64, seconds=0.5)])
-    bench = AheadBench(drafters=(), pricing=pricing)
+    bench = AsyncBench(drafters=(), pricing=pricing)
     arrive = bench.meanwhile
 
     def slow() -> None:
@@ -210,7 +210,7 @@ def test_pricing_hears_of_every_step_once_and_how_long_it_took():
     bench.finish()
     pricing.learn()
     assert pricing.noted == [(1, 0.5)] * 6
-    assert num_ahead_of(bench) == 3, "a load that is new is learnt from before anybody asks again"
+    assert num_early_of(bench) == 3, "a load that is new is learnt from before anybody asks again"
     assert bench.engine.stats.busy_s == 3.0
 
 
@@ -229,11 +229,11 @@ def test_a_nucleus_that_is_larger_than_it_looked_is_drawn_again_with_the_row_tha
         outputs = bench.finish()
         tokens[pace] = tokens_of(outputs["a"])
         assert tokens_of(outputs["b"]) == greedy_tokens(12, (7, 7)), "its own tokens were right"
-        if pace is Pace.AHEAD:
+        if pace is Pace.ASYNC:
             sizes = [len(batch.query_lengths) for batch in bench.runner.batches]
             assert len(sizes) > 12, "rows were computed again"
-            assert num_ahead_of(bench) > 10
-    assert tokens[Pace.AHEAD] == tokens[Pace.LATE] == tokens[Pace.AT_ONCE]
+            assert num_early_of(bench) > 10
+    assert tokens[Pace.ASYNC] == tokens[Pace.LATE] == tokens[Pace.AT_ONCE]
 
 
 # --- scenarios ---
@@ -282,26 +282,26 @@ def play(seed: int, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[s
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_token_tells_that_steps_ran_ahead(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_tells_when_steps_were_launched(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = play(seed, Pace.AT_ONCE, monkeypatch)
-    ahead, _ = play(seed, Pace.AHEAD, monkeypatch)
-    for request_id in plain.keys() & ahead.keys():
-        expected, got = tokens_of(plain[request_id]), tokens_of(ahead[request_id])
+    early, _ = play(seed, Pace.ASYNC, monkeypatch)
+    for request_id in plain.keys() & early.keys():
+        expected, got = tokens_of(plain[request_id]), tokens_of(early[request_id])
         shared = min(len(expected), len(got))  # who is cancelled has got more or less by then
         assert got[:shared] == expected[:shared]
-        if plain[request_id][-1].finish_reason and ahead[request_id][-1].finish_reason:
+        if plain[request_id][-1].finish_reason and early[request_id][-1].finish_reason:
             assert got == expected
 
 
 def test_the_scenarios_preempt_share_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_preemptions = num_hits = num_stops = num_ahead = 0
+    num_preemptions = num_hits = num_stops = num_early = 0
     for seed in range(12):
-        outputs, bench = play(seed, Pace.AHEAD, monkeypatch)
-        num_ahead += num_ahead_of(bench)
+        outputs, bench = play(seed, Pace.ASYNC, monkeypatch)
+        num_early += num_early_of(bench)
         num_preemptions += bench.engine.scheduler.num_preemptions
         num_hits += bench.engine.scheduler.num_prefix_hit_tokens
         num_stops += sum(of[-1].finish_reason is FinishReason.STOP for of in outputs.values())
-    assert min(num_preemptions, num_hits, num_stops, num_ahead) > 5
+    assert min(num_preemptions, num_hits, num_stops, num_early) > 5
 
 
 def test_without_what_marks_them_rows_that_followed_a_wrong_token_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +309,7 @@ def test_without_what_marks_them_rows_that_followed_a_wrong_token_are_seen(monke
     monkeypatch.setattr(LaunchedStep, "judged_again", lambda step: set())
     sampling = {"temperature": 2.5, "top_p": 0.9, "seed": 3, "max_tokens": 12}
     tokens = []
-    for bench in (AheadBench(drafters=()), EngineBench(drafters=())):
+    for bench in (AsyncBench(drafters=()), EngineBench(drafters=())):
         bench.add(**sampling)
         tokens.append(tokens_of(bench.finish()["a"]))
     assert tokens[0] != tokens[1]

@@ -1,0 +1,133 @@
+"""Steps that are launched before the last one is read change nothing: real steps over captured buffers, and the law.
+
+The law is the joint one of three tokens, as in law_cases.py, of 150 requests at a time that come, stop and go. Many
+rows have nuclei that outgrow the candidates that are looked at first, so their tokens are judged again when the step
+after has begun with others. Pearson's chi-square at alpha 1e-6.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from exactness.law import assert_law, joint_counts, many_small_objects, rejects_law
+from exactness.law_cases import PERIOD, PROMPT, TARGET_LAWS, VOCAB_SIZE, shaped
+from exactness.small_engines import Limits, NoDrafts, generate, load, make_engine, make_lively_model
+from fakes.scripted import ScriptedTarget, triple_law
+from outrider.verifier_service.cpu import kernels
+from outrider.verifier_service.engine.launched_step import LaunchedStep
+from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams
+from outrider.verifier_service.sampling import sampler
+from outrider.verifier_service.sampling.device_verification import DevicePlan
+from tiny.device_judging import begin_on_device
+from tiny.models import random_sequences
+from tiny.played_graphs import played_backend
+
+ASYNC = {"runs_apart": True, "async_scheduling": True, "verify": begin_on_device}
+NUM_DRAWS = 6_000
+NUM_TOGETHER = 150
+NUM_TOKENS = 30
+TOP_P = 0.9
+
+
+def test_tokens_of_captured_steps_are_the_eager_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of inputs and logits are those of the step before, which is yet to be read."""
+    monkeypatch.setenv(kernels.DISABLING_VARIABLE, "0")
+    monkeypatch.setattr(sampler, "NUCLEUS_CANDIDATES", 32)
+    samplings = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.95})
+    requests = [
+        GenerationRequest(
+            request_id=str(index),
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=12 + index, seed=index, ignore_eos=True, **samplings[index % 3]),
+        )
+        for index, prompt in enumerate(random_sequences((3, 30, 9, 17, 5, 12)))
+    ]
+    target, nobody = make_lively_model("llama"), NoDrafts()
+    limits = Limits(max_num_batched_tokens=48, max_num_seqs=4)
+    plain = load(target, tmp_path / "plain")
+    expected = generate(make_engine(plain, nobody, limits), nobody, requests)
+    runner = load(target, tmp_path / "target", played_backend())
+    sizes = count_open_tokens(runner)
+    got = generate(make_engine(runner, nobody, limits, **ASYNC), nobody, requests)
+    assert got.token_ids == expected.token_ids
+    assert sum(sizes) > 40
+
+
+def count_open_tokens(runner) -> list[int]:
+    """Note how many tokens of each step stand open."""
+    sizes: list[int] = []
+    execute = runner.execute
+
+    def noting(batch, chosen=None):
+        sizes.append(sum(token_id < 0 for token_id in batch.token_ids))
+        return execute(batch, chosen)
+
+    runner.execute = noting
+    return sizes
+
+
+# --- the law ---
+
+
+@pytest.fixture
+def small_nuclei(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sampler, "NUCLEUS_CANDIDATES", 2)
+    with many_small_objects():
+        yield
+
+
+def counts_of(num_draws: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Return the triples of requests with and without a nucleus, and how many tokens stood open in each step."""
+    torch.set_num_threads(1)
+    runner = ScriptedTarget(TARGET_LAWS, num_blocks=10 * NUM_TOGETHER, block_size=4)
+    sizes = count_open_tokens(runner)
+    engine = make_engine(runner, NoDrafts(), Limits(num_blocks=runner.num_blocks, max_num_seqs=NUM_TOGETHER), **ASYNC)
+    tokens: dict[str, list[int]] = {}
+    names = itertools.count()
+    num_wanted = num_draws * PERIOD // NUM_TOKENS
+    while len(tokens) < 3 * num_wanted or engine.has_work():
+        while len(engine.requests) < NUM_TOGETHER and (index := next(names)) < 3 * num_wanted:
+            kind = ("plain", "nucleus", "stopped")[index % 3]  # who stops leaves rows behind, and is not counted
+            sampling = SamplingParams(
+                max_tokens=NUM_TOKENS,
+                top_p=TOP_P if kind == "nucleus" else 1.0,
+                stop_token_ids=(0,) if kind == "stopped" else (),
+            )
+            request = GenerationRequest(request_id=f"{kind}/{index}", prompt_token_ids=PROMPT, sampling=sampling)
+            assert engine.add(request) is None
+            tokens[request.request_id] = []
+        for output in engine.step() or []:
+            tokens[output.request_id] += output.token_ids
+    found = {kind: [of for name, of in tokens.items() if name.startswith(kind)] for kind in ("plain", "nucleus")}
+    plain, nucleus = (joint_counts(np.array(found[kind]).reshape(-1, PERIOD), VOCAB_SIZE) for kind in found)
+    return plain, nucleus, sizes
+
+
+def test_tokens_have_the_targets_law(small_nuclei: None) -> None:
+    plain, nucleus, sizes = counts_of(NUM_DRAWS)
+    assert_law(plain, triple_law(TARGET_LAWS))
+    assert_law(nucleus, triple_law(shaped(TARGET_LAWS, top_p=TOP_P)))
+    assert sum(sizes) > 4 * NUM_DRAWS, "most tokens stood open"
+
+
+def test_rows_after_a_token_that_was_judged_again_would_be_seen(
+    small_nuclei: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LaunchedStep, "judged_again", lambda step: set())
+    _, nucleus, _ = counts_of(NUM_DRAWS)
+    assert rejects_law(nucleus, triple_law(shaped(TARGET_LAWS, top_p=TOP_P)))
+
+
+def test_a_neighbours_token_in_place_of_ones_own_would_be_seen(
+    small_nuclei: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = DevicePlan.places
+    monkeypatch.setattr(DevicePlan, "places", property(lambda plan: places.fget(plan)[::-1]))
+    plain, _, _ = counts_of(NUM_DRAWS)
+    assert rejects_law(plain, triple_law(TARGET_LAWS))
