@@ -1,6 +1,7 @@
 """`outrider bench gpu`: what one accelerator gives, with models of random weights that cost what real ones cost.
 
     off          the target alone: share of the memory roofline, five rows beside one, host work, tokens per second
+    in turn      the same without asynchronous scheduling: no step is launched before the last one is read
     co-located   drafts from a model in the same process, as long as they pay
     own process  the same drafter in another process, on the same device
     head         an EAGLE-3 head of the target's size, whose forward is timed alone: nothing accepts random drafts
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 # Bytes per second of SXM cards, by what the driver calls them: NVIDIA's data sheets of the H100 and the H200, as
 # published on its pages of these products. Other devices, and CPUs, are measured by a copy.
 PEAK_BANDWIDTHS = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12}
+OFF, IN_TURN, CO_LOCATED, OWN_PROCESS = "off", "in turn", "co-located", "own process"
 DRAFT_LENGTH = 4
 NUM_ROWS = DRAFT_LENGTH + 1  # of a verification
 WARM_STEPS = 8
@@ -76,12 +78,12 @@ class GpuResult:
     @property
     def roofline_share(self) -> float:
         """Share of the memory's time in a step of one stream: all that is not it is lost."""
-        return self.step_bytes / self.bandwidth / self.rates["off"][0].step_s
+        return self.step_bytes / self.bandwidth / self.rates[OFF][0].step_s
 
     @property
     def host_s(self) -> float:
         """What a step of one stream takes beyond its forward."""
-        return self.rates["off"][0].step_s - self.one_row_s
+        return self.rates[OFF][0].step_s - self.one_row_s
 
 
 # --- measuring ---
@@ -280,7 +282,7 @@ def run(
 
     options["tensor_parallel_size"] = tensor_parallel_size
     with models(shape) as (target, draft):
-        on_run("off")
+        on_run(OFF)
         config = configured(shape, target, None, **options)
         with OfflineEngine(config) as offline:
             device = offline.runner.device
@@ -297,12 +299,15 @@ def run(
             )
             dtype = offline.runner.model.dtype
             plain, _ = tokens_of(offline, shape)
-            result.rates["off"] = [decode(offline, shape, count, clock) for count in shape.streams]
+            result.rates[OFF] = [decode(offline, shape, count, clock) for count in shape.streams]
+            if offline.engine.runs_apart:
+                offline.engine.async_scheduling = False
+                result.rates[IN_TURN] = [decode(offline, shape, count, clock) for count in shape.streams]
             result.graphs = asdict(offline.runner.graph_counts)
         if tensor_parallel_size == 1:
             backend = graph_backend(config.verifier_spec.model, device)
             result.head_s = head_draft_s(shape, device, dtype, clock, backend)
-        for name, is_apart in {"co-located": False, "own process": True}.items():
+        for name, is_apart in {CO_LOCATED: False, OWN_PROCESS: True}.items():
             if is_apart and not drafter_process:
                 continue
             on_run(name)
@@ -342,19 +347,19 @@ def to_markdown(result: GpuResult) -> str:
         ("accepted of their drafts, as it was made", _share(result.acceptance)),
     ]
     headings = ["streams", *(f"{name}, tokens/s" for name in result.rates)]
-    headings += [f"{name} / off" for name in result.rates if name != "off"] + ["accepted, co-located"]
+    headings += [f"{name} / off" for name in result.rates if name != OFF] + ["accepted, co-located"]
     lines = markdown_table(("figure", "value"), facts, num_left=2)
     return "\n".join([*lines, "", *markdown_table(headings, _rate_rows(result))])
 
 
 def _rate_rows(result: GpuResult) -> Iterator[list[str]]:
     for rates in zip(*result.rates.values(), strict=True):
-        off, *drafted = rates
+        off, *others = rates
         yield [
             str(off.streams),
             *(f"{rate.tokens_per_s:.0f}" for rate in rates),
-            *(f"{rate.tokens_per_s / off.tokens_per_s:.2f}" for rate in drafted),
-            _share(drafted[0].acceptance),
+            *(f"{rate.tokens_per_s / off.tokens_per_s:.2f}" for rate in others),
+            _share(dict(zip(result.rates, rates, strict=True))[CO_LOCATED].acceptance),
         ]
 
 

@@ -52,6 +52,12 @@ _MODEL_OPTIONS = (
     click.option("--quantization", type=click.Choice(["int8"]), help="Hold the target's linear layers in int8 (CPU)."),
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
     click.option("--enforce-eager", is_flag=True, help="Capture no steps as CUDA graphs; without CUDA, none is."),
+    click.option(
+        "--async-scheduling/--no-async-scheduling",
+        default=True,
+        show_default=True,
+        help="Launch the next step before one is read; without CUDA, none is.",
+    ),
     click.option("--max-model-len", type=int, help="Longest sequence in tokens. Default: the model's own limit."),
     click.option("--tensor-parallel-size", "-tp", type=int, default=1, show_default=True, help="Ranks per verifier."),
     click.option("--draft-tensor-parallel-size", type=int, default=1, show_default=True, help="Ranks per drafter."),

@@ -74,6 +74,7 @@ class ServiceConfig:
     lora_modules: dict[str, str] = field(default_factory=dict)  # of vLLM: adapters' folders by their names
     device: str = "auto"
     enforce_eager: bool = False  # capture no steps as CUDA graphs
+    async_scheduling: bool = True  # on CUDA: launch the next step before one is read
     max_model_len: int | None = None
     tensor_parallel_size: int = 1
     draft_tensor_parallel_size: int = 1
@@ -371,6 +372,7 @@ class ServiceConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             enable_prefix_caching=self.enable_prefix_caching,
+            async_scheduling=self.async_scheduling,
             sampling_seed=self.seed,
             check_integrity=self.check_integrity,
             max_tree_nodes=max([self.speculative.num_tree_nodes, *(spec.speculative.num_tree_nodes for spec in specs)]),

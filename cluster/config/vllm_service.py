@@ -23,7 +23,7 @@ def vllm_spec(config: ServiceConfig) -> VllmSpec:
         gpu_memory_utilization=GPU_MEMORY_UTILIZATION * config.gpu_share if config.gpus_per_rank else None,
         drafts=_drafts(config) if config.pools else None,
         lora_modules=config.lora_modules,
-        engine_kwargs=config.engine_kwargs,
+        engine_kwargs=({} if config.async_scheduling else {"async_scheduling": False}) | config.engine_kwargs,
     )
 
 

@@ -32,7 +32,7 @@ OPTIONS = (  # those of `ServiceConfig` that mean something without a server
     *("enforce_eager", "max_model_len", "tensor_parallel_size", "draft_tensor_parallel_size", "threads_per_rank"),
     *("num_speculative_tokens", "speculative_config", "speculation", "seed"),
     *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching"),
-    "check_integrity",
+    *("async_scheduling", "check_integrity"),
 )
 Conversation = Sequence[Mapping[str, Any]]
 

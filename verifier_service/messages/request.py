@@ -292,7 +292,7 @@ class StepTiming:
     draft_received_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # made for each request and step: frozen, that takes 2.4 times as long
 class RequestOutput:
     """Tokens committed by one step for one request, with its counters so far; the last one has a finish reason."""
 

@@ -1,4 +1,4 @@
-"""Turn frozen dataclasses into msgpack bytes and back, refusing whatever does not fit the declared types.
+"""Turn dataclasses into msgpack bytes and back, refusing whatever does not fit the declared types.
 
 One codec serves every hop: engine process, tensor-parallel followers, verifier-drafter link, gateway-verifier stream.
 A message travels as a map `{"type": class name, field: value, ...}`; nested dataclasses travel as maps, enums by

@@ -12,7 +12,7 @@ from outrider.verifier_service.messages.tree import depths
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # made for each request and step: frozen, that takes 2.4 times as long
 class Outcome:
     """What a step decided for one request: tokens up to the first that ends it, none after a prefill chunk."""
 

@@ -311,14 +311,14 @@ class Scheduler:
         num_wanted = min(num_left, step.budget)
         if _wants_prompt_rows(request):  # at least one, so that it holds KV as every running request does
             num_wanted = min(num_wanted, max(1, step.num_prompt_rows_left))
-        while self._tables.room(request) < num_wanted and self._running[-1] is not request:
+        while (room := self._tables.room(request)) < num_wanted and self._running[-1] is not request:
             self._preempt(self._running.pop(), step)
-        num_new = min(num_wanted, self._tables.room(request))
+        num_new = min(num_wanted, room)
         if num_new == 0:
             return
         samples = num_new == num_left
         num_prompt_rows = num_new - samples if _wants_prompt_rows(request) else 0
-        draft = self._cut_draft(request, min(step.budget, self._tables.room(request)) - num_new) if samples else None
+        draft = self._cut_draft(request, min(step.budget, room) - num_new) if samples else None
         num_new += len(draft.token_ids) if draft else 0
         step.copies += self._tables.reserve(request, num_new)
         step.budget -= num_new

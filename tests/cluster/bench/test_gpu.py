@@ -34,7 +34,11 @@ def test_figures_of_the_target_alone_and_ratios_to_it():
         one_row_s=0.007,
         five_rows_s=0.0077,
         graphs={"num_graphs": 51, "capture_s": 4.5, "num_replayed": 90, "eager": {"many_tokens": 3, "early_exit": 1}},
-        rates={"off": [rate(1, 125.0), rate(2, 250.0)], "co-located": [rate(1, 250.0, 0.75), rate(2, 300.0)]},
+        rates={
+            "off": [rate(1, 125.0), rate(2, 250.0)],
+            "in turn": [rate(1, 100.0), rate(2, 125.0)],
+            "co-located": [rate(1, 250.0, 0.75), rate(2, 300.0)],
+        },
         num_exact=63,
         num_prompts=64,
     )
@@ -45,7 +49,7 @@ def test_figures_of_the_target_alone_and_ratios_to_it():
     assert "| forward of 1 row, of 5 | 7.00 ms, 1.10 x |" in lines
     assert "| steps replayed, eager | 90, 4 |" in lines
     assert "| drafted tokens are the plain ones | 63 of 64 prompts |" in lines
-    assert lines[-2:] == ["| 1 | 125 | 250 | 2.00 | 75% |", "| 2 | 250 | 300 | 1.20 | - |"]
+    assert lines[-2:] == ["| 1 | 125 | 100 | 250 | 0.80 | 2.00 | 75% |", "| 2 | 250 | 125 | 300 | 0.50 | 1.20 | - |"]
 
 
 def test_the_full_pair_costs_what_it_says(tmp_path: Path):

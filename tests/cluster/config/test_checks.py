@@ -42,6 +42,11 @@ def test_vllm_drafts_from_the_pool_that_our_own_engine_would_have():
     assert isinstance(ServiceConfig(model="embedded", device="cpu").verifier_main, VerifierSpec)
 
 
+def test_asynchronous_scheduling_is_left_to_vllm_unless_it_is_switched_off():
+    config = ServiceConfig(model="embedded", engine="vllm", device="cpu", async_scheduling=False)
+    assert config.verifier_main.engine_kwargs == {"async_scheduling": False}
+
+
 def test_heads_and_pins_are_told_to_the_plug_in():
     config = ServiceConfig(
         model="embedded", engine="vllm", device="cpu", speculation="always", speculative_config={"method": "eagle3"}

@@ -146,6 +146,11 @@ def test_eager_steps_are_asked_of_verifiers_and_drafters_alike():
         assert config.verifier_spec.model.enforce_eager is config.drafter_spec.model.enforce_eager is is_eager
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_asynchronous_scheduling_is_asked_of_verifiers(is_async: bool):
+    assert ServiceConfig(async_scheduling=is_async).verifier_spec.async_scheduling is is_async
+
+
 def test_who_never_speculates_has_no_drafters():
     config = ServiceConfig(num_speculative_tokens=0, drafter_pools=(LOOKUP | {"num_speculative_tokens": 4},))
     assert [*config.pools] == ["lookup"]

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory bandwidth attention uses: `python tests/benchmarks/gpu_attention.py`, on a CUDA device.
+"""How much of a GPU's memory bandwidth attention uses: `python tests/benchmarks/device/attention.py`, on a CUDA device.
 
 Every row is one layer's attention of a step, timed for the Triton kernel and for the gathered reference. The bytes are
 those of the keys and values that must be read once; the bandwidth is that of a copy on the same device.
@@ -95,5 +95,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
-        sys.exit("gpu_attention needs a CUDA device, torch sees none")
+        sys.exit("this needs a CUDA device, torch sees none")
     main()

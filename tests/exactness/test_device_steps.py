@@ -1,4 +1,6 @@
-"""Steps that are launched before the last one is read change nothing: real steps over captured buffers, and the law.
+"""Steps as on a device commit what eager ones commit: captured, drafted, launched before the last one is read.
+
+Captured ones are played on a CPU: a verifier and a drafter that replay every step.
 
 The law is the joint one of three tokens, as in law_cases.py, of 150 requests at a time that come, stop and go. Many
 rows have nuclei that outgrow the candidates that are looked at first, so their tokens are judged again when the step
@@ -17,11 +19,20 @@ import torch
 
 from exactness.law import assert_law, joint_counts, many_small_objects, rejects_law
 from exactness.law_cases import PERIOD, PROMPT, TARGET_LAWS, VOCAB_SIZE, shaped
-from exactness.small_engines import Limits, NoDrafts, generate, load, make_engine, make_lively_model
+from exactness.small_engines import (
+    Limits,
+    ModelDrafts,
+    NoDrafts,
+    generate,
+    load,
+    make_engine,
+    make_lively_model,
+    perturbed_copy,
+)
 from fakes.scripted import ScriptedTarget, triple_law
 from outrider.verifier_service.cpu import kernels
 from outrider.verifier_service.engine.launched_step import LaunchedStep
-from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams
+from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.sampling import sampler
 from outrider.verifier_service.sampling.device_verification import DevicePlan
 from tiny.device_judging import begin_on_device
@@ -33,14 +44,48 @@ NUM_DRAWS = 6_000
 NUM_TOGETHER = 150
 NUM_TOKENS = 30
 TOP_P = 0.9
+LIMITS = Limits(max_num_batched_tokens=48, max_num_seqs=4)
 
 
-def test_tokens_of_captured_steps_are_the_eager_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def requests(draft_length: int) -> list[GenerationRequest]:
+    """Greedy and seeded requests, whose tokens are a function of the model alone."""
+    plan = SpeculationPlan(drafter_id="local", draft_length=draft_length)
+    return [
+        GenerationRequest(
+            request_id=str(index),
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=10, temperature=index % 2, seed=index, ignore_eos=True),
+            plan=plan,
+        )
+        for index, prompt in enumerate(random_sequences((3, 30, 9, 17, 5)))
+    ]
+
+
+def test_tokens_of_a_captured_pair_are_the_eager_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernels.DISABLING_VARIABLE, "0")
+    target, draft = make_lively_model("llama"), perturbed_copy("llama", 0.05)
+    nobody = NoDrafts()
+    plain = load(target, tmp_path / "plain")
+    expected = generate(make_engine(plain, nobody, LIMITS), nobody, requests(0))
+    verifier = load(target, tmp_path / "target", played_backend())
+    drafter = load(draft, tmp_path / "draft", played_backend())
+    drafts = ModelDrafts(drafter)
+    got = generate(make_engine(verifier, drafts, LIMITS), drafts, requests(3))
+    assert got.token_ids == expected.token_ids
+    assert 0 < got.num_accepted_tokens < got.num_draft_tokens
+    for runner in (verifier, drafter):
+        assert runner.graphs is not None
+        assert runner.graphs.counts.num_replayed > 5
+        assert not runner.graphs.counts.eager
+    assert plain.graphs is None
+
+
+def test_tokens_of_steps_launched_early_are_the_eager_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of inputs and logits are those of the step before, which is yet to be read."""
     monkeypatch.setenv(kernels.DISABLING_VARIABLE, "0")
     monkeypatch.setattr(sampler, "NUCLEUS_CANDIDATES", 32)
     samplings = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.95})
-    requests = [
+    prompts = [
         GenerationRequest(
             request_id=str(index),
             prompt_token_ids=prompt,
@@ -49,12 +94,11 @@ def test_tokens_of_captured_steps_are_the_eager_targets(tmp_path: Path, monkeypa
         for index, prompt in enumerate(random_sequences((3, 30, 9, 17, 5, 12)))
     ]
     target, nobody = make_lively_model("llama"), NoDrafts()
-    limits = Limits(max_num_batched_tokens=48, max_num_seqs=4)
     plain = load(target, tmp_path / "plain")
-    expected = generate(make_engine(plain, nobody, limits), nobody, requests)
+    expected = generate(make_engine(plain, nobody, LIMITS), nobody, prompts)
     runner = load(target, tmp_path / "target", played_backend())
     sizes = count_open_tokens(runner)
-    got = generate(make_engine(runner, nobody, limits, **ASYNC), nobody, requests)
+    got = generate(make_engine(runner, nobody, LIMITS, **ASYNC), nobody, prompts)
     assert got.token_ids == expected.token_ids
     assert sum(sizes) > 40
 
