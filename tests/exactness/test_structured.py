@@ -201,10 +201,9 @@ def run(
     limits: Limits = ROOMY,
     max_tree_nodes: int = 0,
 ) -> Generated:
-    engine = make_engine(models.target, drafts, limits)
+    engine = make_engine(models.target, drafts, limits, grammars=GRAMMARS)
     model = {"max_model_len": models.target.max_model_len, "vocab_size": VOCAB_SIZE}
     engine.drafting = DraftCoordinator(drafts, CoordinatorConfig(**model, max_tree_nodes=max_tree_nodes))
-    engine.grammars = GRAMMARS
     generated = generate(engine, drafts, requests)
     engine.check_integrity()
     return generated
@@ -251,9 +250,8 @@ def test_an_output_that_cannot_go_on_fails_alone(models):
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, structured=dead)
     right, other = requests_of("greedy")[:2]
     wrong = replace(other, sampling=sampling, request_id="wrong")
-    engine = make_engine(models.target, NoDrafts(), ROOMY)
-    assert "does not know the text" in engine.add(wrong).error
-    engine.grammars = GRAMMARS
+    assert "does not know the text" in make_engine(models.target, NoDrafts(), ROOMY).add(wrong).error
+    engine = make_engine(models.target, NoDrafts(), ROOMY, grammars=GRAMMARS)
     assert engine.add(wrong) is engine.add(right) is None
     outputs = []
     while engine.has_work():

@@ -149,7 +149,8 @@ class Scheduler:
     def schedule(self, now_s: float) -> Schedule | None:
         """Choose the next step and reserve its KV; None when nothing can run now.
 
-        Every scheduled request must then be committed (or removed) before the next call.
+        Every scheduled request must then be committed or removed before the next call; one that is left as it was
+        computes the same tokens again.
         """
         step = _Step(budget=self._config.max_num_batched_tokens)
         self._schedule_running(step, now_s)
