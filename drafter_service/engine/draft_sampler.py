@@ -4,25 +4,30 @@ A token drawn at random comes with the sparse integer row that it was drawn from
 truncating and quantising it costs acceptance, never exactness. Greedy and coupled tokens are point masses: ids alone.
 Siblings of a tree are drawn from their row one after another without replacement (SpecInfer, Miao et al. 2024), or are
 its likeliest tokens as point masses (EAGLE-2, Li et al. 2024).
+
+All is chosen where the logits are, before the host waits for anything: `launch_children` sends what it knows ahead, and
+`read_children` reads what was found, in one small copy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, DraftSampling, SparseRow
 from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
+from outrider.verifier_service.model.paged_metadata import CopyBack, upload, upload_rows
 from outrider.verifier_service.sampling.coupled_sampler import (
     NOISE_FRACTION_BITS,
     coupled_choice,
     noise_keys,
     noise_of_keys,
 )
-from outrider.verifier_service.sampling.sampler import target_probs, top_candidates
+from outrider.verifier_service.sampling.sampler import LawShapes, top_candidates
 
 MAX_LOGIT = 1e30  # finite after any temperature, too
 _TICKET_BITS = 62  # a ticket modulo at most 2^16 is uniform to 2^-46, and exactly so for a sibling drawn first
@@ -38,6 +43,15 @@ class Children:
     row: SparseRow | None = None  # what they were drawn from; None: point masses
 
 
+@dataclass(frozen=True, slots=True)
+class ChildrenOnDevice:
+    """What was found for some rows, where the logits are."""
+
+    rows: Sequence[int]
+    numbers: Sequence[torch.Tensor]  # int64 or float64, all [num_rows, some]
+    children_of: Callable[..., list[Children]]  # of the numbers, as lists
+
+
 def draft_children(
     logits: torch.Tensor,
     samplings: Sequence[DraftSampling],
@@ -49,7 +63,33 @@ def draft_children(
     top_n: int = 32,
     sampled: bool = False,
 ) -> list[Children]:
-    """Choose up to `num_children` tokens per row, fewer only where the row knows no more.
+    """Choose up to `num_children` tokens per row, fewer only where the row knows no more; see `launch_children`."""
+    found = launch_children(
+        logits,
+        samplings,
+        positions,
+        rng,
+        vocab_size=vocab_size,
+        num_children=num_children,
+        top_n=top_n,
+        sampled=sampled,
+    )
+    chosen = read_children(found)
+    return [chosen[row] for row in range(len(samplings))]
+
+
+def launch_children(
+    logits: torch.Tensor,
+    samplings: Sequence[DraftSampling],
+    positions: Sequence[int],
+    rng: torch.Generator,
+    *,
+    vocab_size: int,
+    num_children: int,
+    top_n: int = 32,
+    sampled: bool = False,
+) -> list[ChildrenOnDevice]:
+    """Choose up to `num_children` tokens per row, fewer only where the row knows no more, and wait for nothing.
 
     logits float32 [num_rows, draft_vocab_size]; ids from `vocab_size` (the shared vocabulary) on are never proposed.
     `positions` are the absolute positions of the tokens to be chosen: with a seed the choice is made under the same
@@ -66,18 +106,36 @@ def draft_children(
     greedy = [row for row, sampling in enumerate(samplings) if sampling.temperature <= GREEDY_TEMPERATURE]
     seeded = [row for row in _others(samplings, greedy) if samplings[row].seed is not None]
     unseeded = _others(samplings, [*greedy, *seeded])
-    chosen: dict[int, Children] = {}
+    found: list[ChildrenOnDevice] = []
     if greedy:
-        chosen |= zip(greedy, _likeliest(_select(logits, greedy), num_children), strict=True)
+        numbers = _likeliest(_select(logits, greedy), num_children)
+        found.append(ChildrenOnDevice(greedy, numbers, _point_masses))
     if seeded:
         at = [positions[row] for row in seeded]
-        coupled = _coupled(_select(logits, seeded), [samplings[row] for row in seeded], at, num_children)
-        chosen |= zip(seeded, coupled, strict=True)
+        numbers = _coupled(_select(logits, seeded), [samplings[row] for row in seeded], at, num_children)
+        found.append(ChildrenOnDevice(seeded, numbers, _point_masses))
     if unseeded:
-        probs = target_probs(_select(logits, unseeded), [samplings[row] for row in unseeded])
-        drawn = _draw(*quantised_rows(probs, top_n), rng, num_children) if sampled else _best(probs, num_children)
-        chosen |= zip(unseeded, drawn, strict=True)
-    return [chosen[row] for row in range(len(samplings))]
+        probs = _law(_select(logits, unseeded), [samplings[row] for row in unseeded])
+        if sampled:
+            numbers = _draw(*quantised_rows(probs, top_n), rng, num_children)
+            found.append(ChildrenOnDevice(unseeded, numbers, _drawn_children))
+        else:
+            found.append(ChildrenOnDevice(unseeded, _top(probs, num_children), _point_masses))
+    return found
+
+
+def read_children(found: Sequence[ChildrenOnDevice]) -> dict[int, Children]:
+    """Wait for the device, and return the children of each row."""
+    if not found:
+        return {}
+    tensors = [tensor for one in found for tensor in one.numbers]
+    bits = torch.cat([tensor.contiguous().view(torch.int64).flatten() for tensor in tensors])
+    parts = iter(CopyBack(bits).wait().split([tensor.numel() for tensor in tensors]))
+    chosen: dict[int, Children] = {}
+    for one in found:
+        numbers = [next(parts).view(tensor.dtype).view(tensor.shape).tolist() for tensor in one.numbers]
+        chosen |= zip(one.rows, one.children_of(*numbers), strict=True)
+    return chosen
 
 
 def draft_tokens(
@@ -121,84 +179,95 @@ def _others(samplings: Sequence[DraftSampling], rows: Sequence[int]) -> list[int
 
 
 def _select(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    return logits if len(rows) == logits.shape[0] else logits[torch.tensor(rows, device=logits.device)]
+    return logits if len(rows) == logits.shape[0] else logits.index_select(0, upload_rows(rows, logits.device))
 
 
-def _likeliest(logits: torch.Tensor, num_children: int) -> list[Children]:
+def _law(logits: torch.Tensor, samplings: Sequence[DraftSampling]) -> torch.Tensor:
+    """Return the law of each row; a nucleus of more than NUCLEUS_CANDIDATES tokens ends there, for it takes a look."""
+    return LawShapes.of(samplings, logits.shape[1], logits.device).probs(logits)[0]
+
+
+_Found = tuple[torch.Tensor, torch.Tensor]  # ids int64 and chances float64, both [num_rows, num_children]
+
+
+def _likeliest(logits: torch.Tensor, num_children: int) -> _Found:
     """Take the largest logits of each row, with their probabilities at temperature 1."""
-    values, ids = _top(logits, num_children)
-    return _point_masses(ids, (values - logits.logsumexp(dim=1, keepdim=True)).exp())
-
-
-def _best(probs: torch.Tensor, num_children: int) -> list[Children]:
-    values, ids = _top(probs, num_children)
-    return _point_masses(ids, values)
+    ids, values = _top(logits, num_children)
+    return ids, (values - logits.logsumexp(dim=1, keepdim=True).double()).exp()
 
 
 def _coupled(
     logits: torch.Tensor, samplings: Sequence[DraftSampling], positions: Sequence[int], num_children: int
-) -> list[Children]:
+) -> _Found:
     """Take the largest log2 probs + noise of each row, the first as the target takes its own.
 
     What speaks for a child is its lead over the others under this noise, not its probability without it: the estimate
     is its share of the sum of 2^(log2 probs + noise).
     """
     rows = [(sampling.seed, sampling.choice_index, at) for sampling, at in zip(samplings, positions, strict=True)]
-    seeds, choice_indices, at = torch.tensor(rows, dtype=torch.int64, device=logits.device).unbind(1)
-    noise = noise_of_keys(noise_keys(seeds, choice_indices, at), logits.shape[1])
-    probs = target_probs(logits, samplings)
+    (identities,) = upload([np.array(rows, np.int64).T], logits.device)
+    noise = noise_of_keys(noise_keys(*identities.unbind(0)), logits.shape[1])
+    probs = _law(logits, samplings)
     first = coupled_choice(probs, noise)[:, None]  # [num_rows, 1]
     scores = noise.double().div_(1 << NOISE_FRACTION_BITS).add_(probs.double().log2_())  # [num_rows, vocab_size]
     shares = scores.sub_(scores.amax(dim=1, keepdim=True)).exp2_()
     shares /= shares.sum(dim=1, keepdim=True)
     if num_children == 1:
-        return _point_masses(first, shares.gather(1, first))
-    values, ids = _top(shares.float().scatter_(1, first, 2.0), num_children)
+        return first, shares.gather(1, first)
+    ids, values = _top(shares.float().scatter_(1, first, 2.0), num_children)
     values[:, :1] = shares.gather(1, first)
-    return _point_masses(ids, values)
+    return ids, values
 
 
-def _top(values: torch.Tensor, num_wanted: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest values of each row and their ids, [num_rows, <= num_wanted] each; equal ones by id."""
+def _top(values: torch.Tensor, num_wanted: int) -> _Found:
+    """Return the ids of each row's largest values and those, [num_rows, <= num_wanted] each; equal ones by id."""
     if num_wanted == 1:  # needs no order
         best = values.max(dim=1, keepdim=True)
-        return best.values, best.indices
-    return top_candidates(values, min(num_wanted, values.shape[1]))
+        return best.indices, best.values.double()
+    found, ids = top_candidates(values, min(num_wanted, values.shape[1]))
+    return ids, found.double()
 
 
-def _point_masses(ids: torch.Tensor, probs: torch.Tensor) -> list[Children]:
-    """Make children of ids and probs, both [num_rows, num_children]; impossible ones but a first are left out."""
+def _point_masses(ids: Sequence[Sequence[int]], probs: Sequence[Sequence[float]]) -> list[Children]:
+    """Make children of each row's ids and chances; impossible ones but a first are left out."""
     children: list[Children] = []
-    for row_ids, row_probs in zip(ids.tolist(), probs.tolist(), strict=True):
+    for row_ids, row_probs in zip(ids, probs, strict=True):
         num_kept = max(1, sum(prob > 0.0 for prob in row_probs))
         children.append(Children(token_ids=tuple(row_ids[:num_kept]), probs=tuple(row_probs[:num_kept])))
     return children
 
 
-def _draw(ids: torch.Tensor, weights: torch.Tensor, rng: torch.Generator, num_children: int) -> list[Children]:
-    """Draw tokens by their integer weights without replacement: ids, weights int64 [num_rows, num_candidates]."""
-    tickets = torch.randint(1 << _TICKET_BITS, (len(ids), num_children), generator=rng, device=rng.device)
+def _draw(
+    ids: torch.Tensor, weights: torch.Tensor, rng: torch.Generator, num_children: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw tokens by their integer weights without replacement: ids, weights int64 [num_rows, num_candidates].
+
+    Returns what was drawn, int64 [num_rows, num_children], and what from; `rng` is of the host.
+    """
+    tickets = torch.randint(1 << _TICKET_BITS, (len(ids), num_children), generator=rng)
+    (sent,) = upload([tickets.numpy()], ids.device)
     left = weights.clone()
     drawn: list[torch.Tensor] = []
-    for ticket in tickets.to(ids.device).split(1, dim=1):
+    for ticket in sent.split(1, dim=1):
         cumulative = left.cumsum(dim=1)
         ranks = torch.searchsorted(cumulative, ticket % cumulative[:, -1:].clamp(min=1), right=True)
         ranks.clamp_(max=ids.shape[1] - 1)  # nothing is left to draw from: cut off below
         drawn.append(ids.gather(1, ranks))
         left.scatter_(1, ranks, 0)
-    return [
-        _drawn_children(row_drawn, _sparse_row(row_ids, row_weights))
-        for row_drawn, row_ids, row_weights in zip(
-            torch.cat(drawn, dim=1).tolist(), ids.tolist(), weights.tolist(), strict=True
-        )
-    ]
+    return torch.cat(drawn, dim=1), ids, weights
 
 
-def _drawn_children(drawn: Sequence[int], row: SparseRow) -> Children:
-    """Keep as many as the row has tokens; the estimates are its largest probabilities, whatever was drawn."""
-    num_kept = min(len(drawn), len(row.token_ids))
-    probs = tuple(weight / DRAFT_PROB_SCALE for weight in row.weights[:num_kept])  # likeliest first
-    return Children(token_ids=tuple(drawn[:num_kept]), probs=probs, row=row)
+def _drawn_children(
+    drawn: Sequence[Sequence[int]], ids: Sequence[Sequence[int]], weights: Sequence[Sequence[int]]
+) -> list[Children]:
+    """Keep as many as a row has tokens; the estimates are its largest probabilities, whatever was drawn."""
+    children: list[Children] = []
+    for row_drawn, row_ids, row_weights in zip(drawn, ids, weights, strict=True):
+        row = _sparse_row(row_ids, row_weights)
+        num_kept = min(len(row_drawn), len(row.token_ids))
+        probs = tuple(weight / DRAFT_PROB_SCALE for weight in row.weights[:num_kept])  # likeliest first
+        children.append(Children(token_ids=tuple(row_drawn[:num_kept]), probs=probs, row=row))
+    return children
 
 
 def _sparse_row(ids: Sequence[int], weights: Sequence[int]) -> SparseRow:

@@ -15,16 +15,17 @@ import functools
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from outrider.drafter_service.engine.draft_sampler import Children, draft_children
+from outrider.drafter_service.engine.draft_sampler import Children, ChildrenOnDevice, launch_children, read_children
 from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
 from outrider.drafter_service.engine.engine import Ask, DraftResult
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, SparseRow, require
 from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
+from outrider.verifier_service.model.paged_metadata import upload_rows
 
 FIRST_CHANCE = 0.6  # of a drawn first child to be accepted, as shapes assume it …
 SIBLING_RATIO = 0.25  # … and of each sibling that is tried after it, relative to the one before
@@ -238,13 +239,13 @@ def grow_all(
     """Give every node of every frontier its children: logits float32 [num_frontier_nodes, draft_vocab_size]."""
     owners = [each for each in growing for _ in each.growth.frontier]
     positions = [position for each in growing for position in each.positions]
-    found: dict[int, Children] = {}
+    found: list[ChildrenOnDevice] = []
     for is_drawn in (True, False):
         rows = [row for row, owner in enumerate(owners) if owner.growth.is_drawn == is_drawn]
         if not rows:
             continue
-        children = draft_children(
-            logits if len(rows) == len(owners) else logits[torch.tensor(rows, device=logits.device)],
+        launched = launch_children(
+            logits if len(rows) == len(owners) else logits.index_select(0, upload_rows(rows, logits.device)),
             [owners[row].ask.sampling for row in rows],
             [positions[row] for row in rows],
             rng,
@@ -253,8 +254,9 @@ def grow_all(
             top_n=top_n,
             sampled=is_drawn,
         )
-        found |= zip(rows, children, strict=True)
-    in_order = iter([found[row] for row in range(len(owners))])
+        found += (replace(one, rows=[rows[row] for row in one.rows]) for one in launched)
+    children = read_children(found)
+    in_order = (children[row] for row in range(len(owners)))
     for each in growing:
         each.growth.grow([next(in_order) for _ in each.growth.frontier])
 

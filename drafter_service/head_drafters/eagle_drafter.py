@@ -35,6 +35,7 @@ from outrider.drafter_service.engine.tree_growth import (
 from outrider.drafter_service.head_drafters.head_batch import HeadChunk, HeadState, pack_pairs
 from outrider.drafter_service.head_drafters.head_runner import HeadRows, HeadRunner
 from outrider.verifier_service.messages.draft import DraftNeeds
+from outrider.verifier_service.model.paged_metadata import upload_rows
 
 
 class EagleDrafter(AheadDrafter[HeadState]):
@@ -261,7 +262,8 @@ class EagleDrafter(AheadDrafter[HeadState]):
         if growing:
             drafts = [Growing(_ask_of(state), state.draft, len(state.tokens)) for state in growing]
             limits = {"vocab_size": self._draft_vocab_size, "top_n": self._top_n}
-            grow_all(drafts, rows.logits[wanted], self._rng, **limits)
+            logits = rows.logits.index_select(0, upload_rows(wanted, rows.logits.device))
+            grow_all(drafts, logits, self._rng, **limits)
 
     # --- answers ---
 

@@ -25,6 +25,7 @@ from outrider.drafter_service.head_drafters.last_state import (
     last_states,
 )
 from outrider.drafter_service.heads.medusa import MedusaHeads
+from outrider.verifier_service.model.paged_metadata import upload_rows
 
 
 class MedusaDrafter:
@@ -90,7 +91,7 @@ class MedusaDrafter:
             if not places:
                 continue
             found = draft_children(
-                logits[torch.tensor(places, device=logits.device).unbind(1)],
+                logits[tuple(upload_rows(rows, logits.device) for rows in zip(*places, strict=True))],
                 [asks[index].sampling for _, index in places],
                 [len(asks[index].token_ids) + depth for depth, index in places],
                 self._rng,

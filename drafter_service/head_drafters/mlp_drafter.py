@@ -29,6 +29,7 @@ from outrider.drafter_service.head_drafters.last_state import (
 )
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.verifier_service.messages.draft import ROOT
+from outrider.verifier_service.model.paged_metadata import upload_rows
 
 
 @dataclass(slots=True)
@@ -123,8 +124,8 @@ class MlpDrafter:
             reads = [(draft, node) for draft in drafts for node in draft.nodes_at(level)]
             if not reads:
                 return
-            rows = torch.tensor([draft.row_for(node) for draft, node in reads], device=states.device)
-            token_ids = torch.tensor([draft.token_of(node) for draft, node in reads], device=states.device)
+            rows = upload_rows([draft.row_for(node) for draft, node in reads], states.device)
+            token_ids = upload_rows([draft.token_of(node) for draft, node in reads], states.device)
             # [num_reads, vocab_size], [num_reads, inner_dim]
             logits, states = self._speculator.step(level, states[rows], token_ids)
             for row, (draft, node) in enumerate(reads):
@@ -139,7 +140,7 @@ class MlpDrafter:
                 continue
             reads = [(draft, node) for draft in growing for node in draft.growth.frontier]
             found = draft_children(
-                logits[torch.tensor([draft.rows[node] for draft, node in reads], device=logits.device)],
+                logits[upload_rows([draft.rows[node] for draft, node in reads], logits.device)],
                 [draft.ask.sampling for draft, _ in reads],
                 [len(draft.ask.token_ids) + level for draft, _ in reads],
                 self._rng,

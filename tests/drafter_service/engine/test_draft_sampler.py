@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 
 from exactness.law import assert_law
-from outrider.drafter_service.engine.draft_sampler import Children, draft_children, draft_tokens, quantised_rows
+from outrider.drafter_service.engine import draft_sampler
+from outrider.drafter_service.engine.draft_sampler import (
+    Children,
+    ChildrenOnDevice,
+    draft_children,
+    draft_tokens,
+    launch_children,
+    quantised_rows,
+    read_children,
+)
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftSampling, SparseRow, check_draft
+from outrider.verifier_service.model.paged_metadata import CopyBack
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.sampler import target_probs
+from tiny.played_graphs import HostReads
 
 GREEDY = DraftSampling(temperature=0.0)
 SAMPLED = DraftSampling(temperature=1.0)
@@ -207,3 +220,46 @@ def test_a_model_that_overflows_makes_a_bad_guess_and_nothing_worse(sampling: Dr
         assert all(0.0 <= prob <= 1.0 for prob in children.probs)
     (_, spoilt) = draft_children(logits, [sampling] * 2, [4, 4], generator(), vocab_size=8, num_children=8)
     assert 5 not in spoilt.token_ids[:7], "what a model says is impossible comes last, if at all"
+
+
+# --- on a device ---
+
+KINDS = (
+    SAMPLED,
+    SEEDED,
+    GREEDY,
+    DraftSampling(temperature=1.0, top_p=0.7),
+    DraftSampling(temperature=1.0, top_k=4, seed=3),
+)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("num_children", [1, 3])
+def test_nothing_waits_for_the_device_until_one_copy_comes_back(num_children: int, sampled: bool):
+    logits = torch.randn(10, 3000, generator=generator())
+    options = {"vocab_size": 2900, "num_children": num_children, "sampled": sampled}
+    arguments = (logits, KINDS * 2, range(10))
+    expected = draft_children(*arguments, generator(), **options)
+    with HostReads() as reads:
+        found = launch_children(*arguments, generator(), **options)
+    assert set(reads.names) <= {"numpy"}, "of the tickets, which are drawn on the host"
+    with HostReads() as reads:
+        children = read_children(found)
+    assert [children[row] for row in range(10)] == expected
+    assert set(reads.names) == {"tolist"}, "of the copy, which lies on the host"
+    assert len(num_copies(found)) == 1
+
+
+def num_copies(found: Sequence[ChildrenOnDevice]) -> list[torch.Size]:
+    """Return the shapes of what is copied back to read some children."""
+    shapes: list[torch.Size] = []
+
+    class Noting(CopyBack):
+        def __init__(self, values: torch.Tensor) -> None:
+            shapes.append(values.shape)
+            super().__init__(values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_sampler, "CopyBack", Noting)
+        read_children(found)
+    return shapes
