@@ -117,8 +117,8 @@ def launch_children(
     if unseeded:
         probs = _law(_select(logits, unseeded), [samplings[row] for row in unseeded])
         if sampled:
-            numbers = _draw(*quantised_rows(probs, top_n), rng, num_children)
-            found.append(ChildrenOnDevice(unseeded, numbers, _drawn_children))
+            drawn = _draw(*quantised_rows(probs, top_n), rng, num_children)
+            found.append(ChildrenOnDevice(unseeded, drawn, _drawn_children))
         else:
             found.append(ChildrenOnDevice(unseeded, _top(probs, num_children), _point_masses))
     return found
