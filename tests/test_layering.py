@@ -26,21 +26,23 @@ ROOMS = {
     "verifier_service/cpu": "verifier_service",
     "verifier_service/gpu": "",
     "verifier_service/model": "verifier_service messages cpu gpu",
-    "verifier_service/sampling": "messages model",
+    "verifier_service/sampling": "messages gpu model",
     "verifier_service/scheduling": "messages",
     "verifier_service/pricing": "messages scheduling",
     "verifier_service/links": "proto messages",
     "verifier_service/drafting": "messages pricing links",  # and neither model code nor Ray: other engines stand on it
-    "verifier_service/engine": "proto messages model sampling scheduling pricing links drafting",
+    "verifier_service/engine": "proto messages gpu model sampling scheduling pricing links drafting",
     # who drafts
     "drafter_service": "engine service verifier_service/messages",  # the names that plug-ins import
     "drafter_service/engine": (
-        "verifier_service/messages verifier_service/sampling verifier_service/scheduling verifier_service/pricing "
-        "verifier_service/links verifier_service/engine"
+        "verifier_service/messages verifier_service/gpu verifier_service/sampling verifier_service/scheduling "
+        "verifier_service/pricing verifier_service/links verifier_service/engine"
     ),
     "drafter_service/lookup": "engine verifier_service/messages",
     "drafter_service/heads": "verifier_service/messages verifier_service/model",
-    "drafter_service/head_drafters": "engine heads verifier_service/messages verifier_service/model",
+    "drafter_service/head_drafters": (
+        "engine heads verifier_service/messages verifier_service/gpu verifier_service/model"
+    ),
     "drafter_service/models": (
         "engine heads verifier_service/messages verifier_service/model verifier_service/scheduling "
         "verifier_service/engine"

@@ -82,8 +82,8 @@ class GpuResult:
 
     @property
     def host_s(self) -> float:
-        """What a step of one stream takes beyond its forward."""
-        return self.rates[OFF][0].step_s - self.one_row_s
+        """What a step of one stream takes beyond its forward, where nothing of it is hidden."""
+        return self.rates.get(IN_TURN, self.rates[OFF])[0].step_s - self.one_row_s
 
 
 # --- measuring ---

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from outrider.verifier_service.gpu.transfers import CopyBack, upload, upload_rows
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, DraftSampling, SparseRow
 from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
-from outrider.verifier_service.model.paged_metadata import CopyBack, upload, upload_rows
 from outrider.verifier_service.sampling.coupled_sampler import (
     NOISE_FRACTION_BITS,
     coupled_choice,

@@ -23,9 +23,9 @@ import torch
 from outrider.drafter_service.engine.draft_sampler import Children, ChildrenOnDevice, launch_children, read_children
 from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
 from outrider.drafter_service.engine.engine import Ask, DraftResult
+from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, SparseRow, require
 from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
-from outrider.verifier_service.model.paged_metadata import upload_rows
 
 FIRST_CHANCE = 0.6  # of a drawn first child to be accepted, as shapes assume it …
 SIBLING_RATIO = 0.25  # … and of each sibling that is tried after it, relative to the one before

@@ -34,8 +34,8 @@ from outrider.drafter_service.engine.tree_growth import (
 )
 from outrider.drafter_service.head_drafters.head_batch import HeadChunk, HeadState, pack_pairs
 from outrider.drafter_service.head_drafters.head_runner import HeadRows, HeadRunner
+from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.draft import DraftNeeds
-from outrider.verifier_service.model.paged_metadata import upload_rows
 
 
 class EagleDrafter(AheadDrafter[HeadState]):

@@ -25,7 +25,7 @@ from outrider.drafter_service.head_drafters.last_state import (
     last_states,
 )
 from outrider.drafter_service.heads.medusa import MedusaHeads
-from outrider.verifier_service.model.paged_metadata import upload_rows
+from outrider.verifier_service.gpu.transfers import upload_rows
 
 
 class MedusaDrafter:

@@ -28,8 +28,8 @@ from outrider.drafter_service.head_drafters.last_state import (
     last_states,
 )
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
+from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.draft import ROOT
-from outrider.verifier_service.model.paged_metadata import upload_rows
 
 
 @dataclass(slots=True)

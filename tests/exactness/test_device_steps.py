@@ -2,16 +2,17 @@
 
 Captured ones are played on a CPU: a verifier and a drafter that replay every step.
 
-The law is the joint one of three tokens, as in law_cases.py, of 150 requests at a time that come, stop and go. Many
-rows have nuclei that outgrow the candidates that are looked at first, so their tokens are judged again when the step
-after has begun with others. Pearson's chi-square at alpha 1e-6.
+The law is the joint one of three tokens, as in law_cases.py: of 100 requests at a time that come, stop and go, and of
+two whose nuclei outgrow the candidates that are looked at first, so that many of their tokens are corrected when the
+step after has begun with others. Pearson's chi-square at alpha 1e-6.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,10 +41,11 @@ from tiny.models import random_sequences
 from tiny.played_graphs import played_backend
 
 ASYNC = {"runs_apart": True, "async_scheduling": True, "verify": begin_on_device}
-NUM_DRAWS = 6_000
-NUM_TOGETHER = 150
+NUM_CORRECTED_DRAWS = 2_500
 NUM_TOKENS = 30
 TOP_P = 0.9
+# who stops leaves rows behind
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "stopped": {"stop_token_ids": (0,)}, "nucleus": {"top_p": TOP_P}}
 LIMITS = Limits(max_num_batched_tokens=48, max_num_seqs=4)
 
 
@@ -126,46 +128,40 @@ def small_nuclei(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def counts_of(num_draws: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Return the triples of requests with and without a nucleus, and how many tokens stood open in each step."""
+def counts_of(kinds: Sequence[str], num_draws: int, num_together: int) -> tuple[np.ndarray, int]:
+    """Return the triples of the first kind of requests, and how many tokens stood open in all steps."""
     torch.set_num_threads(1)
-    runner = ScriptedTarget(TARGET_LAWS, num_blocks=10 * NUM_TOGETHER, block_size=4)
+    runner = ScriptedTarget(TARGET_LAWS, num_blocks=10 * num_together, block_size=4)
     sizes = count_open_tokens(runner)
-    engine = make_engine(runner, NoDrafts(), Limits(num_blocks=runner.num_blocks, max_num_seqs=NUM_TOGETHER), **ASYNC)
+    engine = make_engine(runner, NoDrafts(), Limits(num_blocks=runner.num_blocks, max_num_seqs=num_together), **ASYNC)
     tokens: dict[str, list[int]] = {}
     names = itertools.count()
-    num_wanted = num_draws * PERIOD // NUM_TOKENS
-    while len(tokens) < 3 * num_wanted or engine.has_work():
-        while len(engine.requests) < NUM_TOGETHER and (index := next(names)) < 3 * num_wanted:
-            kind = ("plain", "nucleus", "stopped")[index % 3]  # who stops leaves rows behind, and is not counted
-            sampling = SamplingParams(
-                max_tokens=NUM_TOKENS,
-                top_p=TOP_P if kind == "nucleus" else 1.0,
-                stop_token_ids=(0,) if kind == "stopped" else (),
-            )
-            request = GenerationRequest(request_id=f"{kind}/{index}", prompt_token_ids=PROMPT, sampling=sampling)
+    num_wanted = len(kinds) * num_draws * PERIOD // NUM_TOKENS
+    while len(tokens) < num_wanted or engine.has_work():
+        while len(engine.requests) < num_together and (index := next(names)) < num_wanted:
+            name = f"{kinds[index % len(kinds)]}/{index}"
+            sampling = SamplingParams(max_tokens=NUM_TOKENS, **KINDS[kinds[index % len(kinds)]])
+            request = GenerationRequest(request_id=name, prompt_token_ids=PROMPT, sampling=sampling)
             assert engine.add(request) is None
-            tokens[request.request_id] = []
+            tokens[name] = []
         for output in engine.step() or []:
             tokens[output.request_id] += output.token_ids
-    found = {kind: [of for name, of in tokens.items() if name.startswith(kind)] for kind in ("plain", "nucleus")}
-    plain, nucleus = (joint_counts(np.array(found[kind]).reshape(-1, PERIOD), VOCAB_SIZE) for kind in found)
-    return plain, nucleus, sizes
+    counted = [of for name, of in tokens.items() if name.startswith(kinds[0])]
+    return joint_counts(np.array(counted).reshape(-1, PERIOD), VOCAB_SIZE), sum(sizes)
+
+
+def counts_beside_stopping_ones() -> tuple[np.ndarray, int]:
+    return counts_of(("plain", "stopped"), num_draws=6_000, num_together=100)
+
+
+def counts_of_corrected_ones() -> tuple[np.ndarray, int]:
+    return counts_of(("nucleus",), num_draws=NUM_CORRECTED_DRAWS, num_together=2)
 
 
 def test_tokens_have_the_targets_law(small_nuclei: None) -> None:
-    plain, nucleus, sizes = counts_of(NUM_DRAWS)
-    assert_law(plain, triple_law(TARGET_LAWS))
-    assert_law(nucleus, triple_law(shaped(TARGET_LAWS, top_p=TOP_P)))
-    assert sum(sizes) > 4 * NUM_DRAWS, "most tokens stood open"
-
-
-def test_rows_after_a_token_that_was_judged_again_would_be_seen(
-    small_nuclei: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LaunchedStep, "judged_again", lambda step: set())
-    _, nucleus, _ = counts_of(NUM_DRAWS)
-    assert rejects_law(nucleus, triple_law(shaped(TARGET_LAWS, top_p=TOP_P)))
+    counts, num_open = counts_beside_stopping_ones()
+    assert_law(counts, triple_law(TARGET_LAWS))
+    assert num_open > 2 * counts.sum(), "most tokens stood open"
 
 
 def test_a_neighbours_token_in_place_of_ones_own_would_be_seen(
@@ -173,5 +169,17 @@ def test_a_neighbours_token_in_place_of_ones_own_would_be_seen(
 ) -> None:
     places = DevicePlan.places
     monkeypatch.setattr(DevicePlan, "places", property(lambda plan: places.fget(plan)[::-1]))
-    plain, _, _ = counts_of(NUM_DRAWS)
-    assert rejects_law(plain, triple_law(TARGET_LAWS))
+    counts, _ = counts_beside_stopping_ones()
+    assert rejects_law(counts, triple_law(TARGET_LAWS))
+
+
+def test_tokens_that_follow_corrected_ones_have_it_too(small_nuclei: None) -> None:
+    counts, num_open = counts_of_corrected_ones()
+    assert_law(counts, triple_law(shaped(TARGET_LAWS, top_p=TOP_P)))
+    assert num_open > counts.sum()
+
+
+def test_rows_that_followed_the_wrong_token_would_be_seen(small_nuclei: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LaunchedStep, "corrected", lambda step: set())
+    counts, _ = counts_of_corrected_ones()
+    assert rejects_law(counts, triple_law(shaped(TARGET_LAWS, top_p=TOP_P)))

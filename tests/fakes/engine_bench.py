@@ -141,7 +141,7 @@ class EngineBench:
     def meanwhile(self) -> None:
         """Do what is done while a step runs: its logits arrive at the end of it."""
         assert isinstance(self.runner, LateRunner), "nothing runs while the engine waits"
-        self.runner.arrive()
+        self.runner.arrive(num_left=int(self.engine._next is not None))
 
     def step_one(self) -> RequestOutput:
         """Run a step that has one output."""

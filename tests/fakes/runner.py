@@ -105,7 +105,7 @@ class TimedRunner(FakeRunner):
 
 
 class LateRunner(FakeRunner):
-    """A device: it does what it was told in order, one step each time that `arrive` is called.
+    """A device: it does what it was told in order, as far as `arrive` says.
 
     Logits are there at once, mean nothing before their step has arrived, and nothing any more once the next one has.
     """
@@ -121,7 +121,7 @@ class LateRunner(FakeRunner):
         return bool(self._steps)
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
-        assert len(self._steps) < 2, "more than two steps run at once"
+        assert len(self._steps) < 3, "more than two steps, and one that nobody waits for any more"
         assert (min(batch.token_ids) < 0) <= (chosen is not None and self.is_running), "nobody closes the open tokens"
         self.num_early += self.is_running
         late = torch.full((len(batch.logits_indices), self.vocab_size), float("nan"))
@@ -138,11 +138,12 @@ class LateRunner(FakeRunner):
         self._steps.append([forward])
         return late
 
-    def arrive(self) -> None:
-        """Let the first step that runs end."""
-        assert self.is_running, "nothing runs"
-        for do in self._steps.popleft():
-            do()
+    def arrive(self, num_left: int = 0) -> None:
+        """Let all steps end but the last `num_left`."""
+        assert len(self._steps) > num_left, "nothing runs"
+        while len(self._steps) > num_left:
+            for do in self._steps.popleft():
+                do()
 
     def verify(
         self,
@@ -185,8 +186,8 @@ class LateVerification:
         self.chosen.numbers.copy_(pending.chosen.numbers)
 
     @property
-    def judged_again(self) -> frozenset[int]:
-        return self._pending.judged_again
+    def corrected(self) -> frozenset[int]:
+        return self._pending.corrected
 
     def keep_logits(self) -> None:
         self._step.append(lambda: self._pending.keep_logits())

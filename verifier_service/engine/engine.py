@@ -90,6 +90,7 @@ class VerifierEngine:
         self._wall_clock = wall_clock
         self._requests: dict[str, Request] = {}
         self._extras = RequestExtras(self._limits, grammars)
+        self._corrected: set[str] = set()  # requests whose last token was another than the device had chosen first
         self._stuck_since_s: float | None = None  # since when all requests have waited for drafts
         self._joining_until_s: float | None = None  # until when a step that could run waits for more drafts
         self._verified_s: float | None = None  # when the last step was; None: there was nothing to do since
@@ -201,7 +202,7 @@ class VerifierEngine:
             for item, place in zip(step.schedule.items, step.places(), strict=True)
             if step.counts_for(item, self._requests)
         ]
-        step.foreseen = PricedStep(outcomes, (), step.shape)
+        step.foreseen = PricedStep(outcomes, (), step.shape_of(outcomes))
         self.pricing.end_step(step.foreseen)
         going_on = (outcome.item.request for outcome in outcomes if outcome.committed and not outcome.finish_reason)
         step.wanted = self.drafting.choose(going_on, self._clock())
@@ -220,6 +221,7 @@ class VerifierEngine:
             and all(request.hold_until_s is None for request in self.scheduler.running)
             and all(item.draft is None and not self._extras.are_due(item.request) for item in items)
             and all(item.request.plan.is_off or not item.request.prediction_token_ids for item in items)
+            and self._corrected.isdisjoint(item.request.request_id for item in items)  # they would be void every time
         )
 
     def _foresee(self, item: ScheduledRequest, place: int | None) -> Outcome:
@@ -244,10 +246,14 @@ class VerifierEngine:
         verified = step.verification.collect()
         step.began_s = max(step.began_s, self._ended_s)
         outcomes = self._outcomes(step, verified)
+        corrected = step.corrected()
+        if corrected or self._corrected:
+            self._corrected -= {outcome.item.request.request_id for outcome in outcomes if outcome.committed}
+            self._corrected |= corrected
         if self._next is not None:
-            self._next.void |= step.judged_again()
+            self._next.void |= corrected
         else:  # nobody looks at logits that the next step may have overwritten
-            self._extras.keep_prompt_logprobs(step.schedule.items, step.first_rows, step.logits)
+            self._extras.keep_prompt_logprobs(outcomes, step.logits)
             note_predictions(outcomes, step.logits, wants=self._wants_predictions)
         self.on_phase("verify")
         verified_s = self._clock()
@@ -257,7 +263,7 @@ class VerifierEngine:
             step.foreseen.step_s, step.foreseen.exposed_s = step_s, step.exposed_s
         elif outcomes:
             held = [request for request in self.scheduler.running if request.hold_until_s is not None]
-            priced = PricedStep(outcomes, held, step.shape, step_s=step_s, exposed_s=step.exposed_s)
+            priced = PricedStep(outcomes, held, step.shape_of(outcomes), step_s=step_s, exposed_s=step.exposed_s)
             self.pricing.end_step(priced)
         logprobs = output_logprobs(outcomes, step.logits)
         timings = [self._timing(step, outcome.item) for outcome in outcomes]
@@ -400,8 +406,9 @@ class VerifierEngine:
         self.scheduler.remove(request.request_id)
         self.drafting.close(request)
         self.pricing.forget(request.request_id)
-        if not self._requests:
-            self._verified_s = None
+        self._corrected.discard(request.request_id)
+        if not self._requests:  # of a step that is on its way nobody needs to know how it ends
+            self._verified_s = self._next = None
 
 
 _NOTHING = VerifiedTokens([], ())

@@ -12,6 +12,7 @@ from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.sampling.verification import Verification
+from outrider.verifier_service.scheduling.outcome import Outcome
 from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest
 
 
@@ -34,9 +35,10 @@ class LaunchedStep:
     foreseen: PricedStep | None = None  # what pricing was told of it then; None: it is not foreseen
     wanted: Sequence[WantedDraft] = ()  # what is to be asked for after it, known when it is foreseen
 
-    @property
-    def shape(self) -> StepShape:
-        return StepShape(self.schedule.batch.num_tokens, sum(self.schedule.batch.context_lengths))
+    def shape_of(self, outcomes: Sequence[Outcome]) -> StepShape:
+        """Return the step's shape as pricing sees it: rows that count for nobody are left out."""
+        num_tokens = sum(outcome.item.num_new_tokens for outcome in outcomes)
+        return StepShape(num_tokens, sum(self.schedule.batch.context_lengths))
 
     def counts_for(self, item: ScheduledRequest, requests: Mapping[str, Request]) -> bool:
         """Return whether an item's outcome is its request's: not if that is gone, or began with another token."""
@@ -49,7 +51,9 @@ class LaunchedStep:
         places = iter(() if chosen is None else chosen.places)
         return [next(places) if item.samples else None for item in self.schedule.items]
 
-    def judged_again(self) -> set[str]:
+    def corrected(self) -> set[str]:
         """Return the requests whose tokens turned out to be others than the device had chosen first."""
+        if not self.verification.corrected:
+            return set()
         sampled = [item.request.request_id for item in self.schedule.items if item.samples]
-        return {sampled[index] for index in self.verification.judged_again}
+        return {sampled[index] for index in self.verification.corrected} - self.void

@@ -184,8 +184,7 @@ def engine_load(
 ) -> EngineLoad:
     """Describe the engine's state for the router; `drafts` is its way to drafters behind links, where it has one."""
     scheduler, drafting = engine.scheduler, engine.drafting
-    running = scheduler.running
-    waiting = (request for request in engine.requests.values() if not request.block_table)
+    running, waiting = scheduler.running, scheduler.waiting
     return EngineLoad(
         num_running=len(running),
         num_waiting=scheduler.num_waiting,

@@ -12,7 +12,7 @@ from outrider.verifier_service.messages.request import GenerationRequest, Reques
 from outrider.verifier_service.sampling.grammar import GrammarCompiler, GrammarState
 from outrider.verifier_service.sampling.logits_processors import LogitEdits, LogitsProcessor
 from outrider.verifier_service.sampling.logprobs import LogprobsQuery, token_logprobs
-from outrider.verifier_service.scheduling.schedule import ScheduledRequest
+from outrider.verifier_service.scheduling.outcome import Outcome
 
 
 class RequestExtras:
@@ -87,13 +87,12 @@ class RequestExtras:
         else:
             request.forced_ids = ()
 
-    def keep_prompt_logprobs(
-        self, items: Sequence[ScheduledRequest], first_rows: Sequence[int], logits: torch.Tensor
-    ) -> None:
+    def keep_prompt_logprobs(self, outcomes: Sequence[Outcome], logits: torch.Tensor) -> None:
         """Look up the prompt tokens that a step's rows predict; a chunk computed again gives the same again."""
         kept: list[tuple[list[TokenLogprobs | None], int]] = []
         queries: list[LogprobsQuery] = []
-        for item, row in zip(items, first_rows, strict=True):
+        for outcome in outcomes:
+            item, row = outcome.item, outcome.first_row - outcome.item.num_prompt_rows
             entries = self._prompt_logprobs.get(item.request.request_id)
             if entries is None:
                 continue

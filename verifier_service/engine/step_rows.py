@@ -7,8 +7,8 @@ from itertools import islice
 
 import torch
 
+from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.request import Request, TokenLogprobs
-from outrider.verifier_service.model.paged_metadata import upload_rows
 from outrider.verifier_service.sampling.logprobs import LogprobsQuery, token_logprobs
 from outrider.verifier_service.scheduling.outcome import Outcome, num_choice_rows
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest

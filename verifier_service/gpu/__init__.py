@@ -1,1 +1,1 @@
-"""Kernels for a CUDA device, in Triton."""
+"""Kernels for a CUDA device, in Triton, and what goes to a device and comes back."""

@@ -326,6 +326,8 @@ class Request:
 
     token_ids   |<- prompt ->|<- output ->|<- draft (in `draft`, not yet in token_ids) ->|
     KV written  |<- num_computed_tokens ->|
+
+    Within a step the last token may stand open (`open_token`), never between two.
     """
 
     request_id: str

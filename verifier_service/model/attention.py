@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.batch import ScheduledBatch
-from outrider.verifier_service.model.paged_metadata import upload_rows
 
 IMPLEMENTATION_NAME = "outrider_paged"
 MAX_SHORT_QUERY = 16  # up to here queries of several sequences share a padded call; longer prefill chunks go alone

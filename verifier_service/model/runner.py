@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.wire import decode, encode
@@ -35,7 +36,7 @@ from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.decoder_spec import DecoderSpec, read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.library_model import finish, load_library_model, round_linears
-from outrider.verifier_service.model.paged_metadata import close_tokens, upload
+from outrider.verifier_service.model.paged_metadata import close_tokens
 from outrider.verifier_service.model.random_weights import read_recipe
 from outrider.verifier_service.model.start_check import (
     engine_logits,

@@ -8,17 +8,17 @@ it. The states lie in the host's memory: 3 taps of an 8B model in half precision
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
 
+from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.batch import slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP, States
 from outrider.verifier_service.messages.request import Request
-from outrider.verifier_service.model.paged_metadata import CopyBack
 
-MAX_ON_THEIR_WAY = 2  # writes: the copy of the step before the last is there by the time the next one is made
+MAX_ON_THEIR_WAY = 2  # the copy of the step before the last is there by the time the next one is made
 MAX_MESSAGE_BYTES = 4 << 20  # of states in one message: a long prompt must not hold up the drafts of others
 
 
@@ -42,13 +42,14 @@ class StatePool:
     def __init__(self, *, num_blocks: int, block_size: int, width: int, dtype: torch.dtype) -> None:
         self.block_size, self.width = block_size, width
         self._states = torch.zeros(num_blocks * block_size, width, dtype=dtype)
-        self._on_their_way: list[tuple[Sequence[int], CopyBack]] = []  # slots and states, in the order of `write`
+        self._on_their_way: list[Callable[[], object]] = []  # what is to be done to the states, in order
 
     def write(self, slots: Sequence[int], states: torch.Tensor) -> None:
         """Keep the states [num_tokens, width] of the tokens in `slots`, without waiting for their device."""
         assert states.shape == (len(slots), self.width), (states.shape, len(slots), self.width)
         self._settle(max_left=MAX_ON_THEIR_WAY - 1)
-        self._on_their_way.append((tuple(slots), CopyBack(states.to(self._states.dtype))))
+        rows, coming = tuple(slots), CopyBack(states.to(self._states.dtype))
+        self._on_their_way.append(lambda: self._states.index_copy_(0, torch.tensor(rows), coming.wait()))
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Follow an accepted tree path as soon as it is known: a drafter is told before the next batch moves the KV."""
@@ -58,10 +59,11 @@ class StatePool:
             self._states.index_copy_(0, torch.tensor(targets), moved)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Follow a copy of the KV's blocks, once what was written before has come."""
         if sources:
-            self._settle()
             blocks = self._states.view(-1, self.block_size * self.width)
-            blocks.index_copy_(0, torch.tensor(targets), blocks.index_select(0, torch.tensor(sources)))
+            read, written = torch.tensor(sources), torch.tensor(targets)
+            self._on_their_way.append(lambda: blocks.index_copy_(0, written, blocks.index_select(0, read)))
 
     def read(self, block_table: Sequence[int], start: int, stop: int) -> torch.Tensor:
         """Return the states of a sequence's positions [start, stop): [stop - start, width], a copy."""
@@ -70,11 +72,11 @@ class StatePool:
         return self._states.index_select(0, torch.tensor(slots, dtype=torch.int64))
 
     def _settle(self, max_left: int = 0) -> None:
-        """Put what was written where it belongs, all but the last `max_left` writes."""
+        """Do what is to be done, all but the last `max_left`."""
         num_due = max(0, len(self._on_their_way) - max_left)
         due, self._on_their_way = self._on_their_way[:num_due], self._on_their_way[num_due:]
-        for slots, states in due:
-            self._states.index_copy_(0, torch.tensor(slots), states.wait())
+        for do in due:
+            do()
 
     def messages(self, request: Request, start: int, stop: int) -> Iterator[States]:
         """Say the states of a request's positions [start, stop), in frames that a link carries easily."""

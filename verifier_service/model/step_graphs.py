@@ -21,18 +21,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from outrider.verifier_service.gpu.transfers import Layout, carved, num_bytes
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.model.attention import AttentionHandler, KVPool
-from outrider.verifier_service.model.paged_metadata import (
-    WORD_BITS,
-    Layout,
-    PagedMetadata,
-    carved,
-    close_tokens,
-    metadata_parts,
-    num_bytes,
-)
+from outrider.verifier_service.model.paged_metadata import WORD_BITS, PagedMetadata, close_tokens, metadata_parts
 
 logger = logging.getLogger(__name__)
 

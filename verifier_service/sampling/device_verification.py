@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from outrider.verifier_service.gpu.transfers import CopyBack, upload, upload_rows
 from outrider.verifier_service.messages.request import AcceptanceRule, VerificationMode
 from outrider.verifier_service.messages.tree import VerifiedTokens, ancestors, parents_of
-from outrider.verifier_service.model.paged_metadata import CopyBack, upload, upload_rows
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, noise_keys, noise_of_keys
 from outrider.verifier_service.sampling.draft_rows import DraftRows
 from outrider.verifier_service.sampling.entries import VerificationEntry, edits_by_row, first_rows, rows_of_members
@@ -138,7 +138,7 @@ class PendingVerification:
     def __init__(self, logits: torch.Tensor, entries: Entries, uniforms: torch.Tensor) -> None:
         """`logits` must stay as they are until `collect` has returned, or until `keep_logits` has."""
         self._logits, self._entries, self._uniforms = logits, entries, uniforms
-        self.judged_again: frozenset[int] = frozenset()
+        self.corrected: frozenset[int] = frozenset()
         self._plan, numbers = self._launched({})
         self.chosen = ChosenTokens(numbers, self._plan.places)
         self._back = CopyBack(numbers)
@@ -152,10 +152,11 @@ class PendingVerification:
         """Wait for the device, and return each entry's committed tokens."""
         committed, whole_rows = self._read(self._back.wait().tolist())
         if whole_rows:
-            self.judged_again = self._owners(whole_rows)
+            owners = self._owners(whole_rows)
             self._plan, numbers = self._launched(whole_rows)
             again, _ = self._read(CopyBack(numbers).wait().tolist())
-            committed |= {index: again[index] for index in self.judged_again}  # the other tokens may be in use
+            self.corrected = frozenset(index for index in owners if again[index] != committed[index])
+            committed |= {index: again[index] for index in self.corrected}
         return [committed[index] for index in range(len(self._entries))]
 
     def _launched(self, whole_rows: Mapping[VerificationMode, Sequence[int]]) -> tuple[DevicePlan, torch.Tensor]:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.tree import depths, parents_of
-from outrider.verifier_service.model.paged_metadata import upload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

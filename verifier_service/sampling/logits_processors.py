@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding
 
+from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.draft import ROOT
 from outrider.verifier_service.messages.request import SamplingParams
 from outrider.verifier_service.messages.tree import depths
-from outrider.verifier_service.model.paged_metadata import upload
 
 
 class TokenMask(Protocol):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.request import TokenLogprobs
-from outrider.verifier_service.model.paged_metadata import upload
 from outrider.verifier_service.sampling.sampler import top_candidates
 
 _ENTRY_BYTES = 80  # of one token on the wire, its field names included

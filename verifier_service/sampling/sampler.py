@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from outrider.verifier_service.model.paged_metadata import upload, upload_rows
+from outrider.verifier_service.gpu.transfers import upload, upload_rows
 
 NUCLEUS_CANDIDATES = 1024  # top_p alone looks at so many tokens first; a flatter row is sorted whole
 _ID_BITS = 32

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft
 from outrider.verifier_service.messages.tree import parents_of, rows_by_parent
-from outrider.verifier_service.model.paged_metadata import upload
 from outrider.verifier_service.sampling.draft_rows import found_probs
 
 

@@ -16,9 +16,9 @@ from typing import Protocol
 
 import torch
 
+from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.request import AcceptanceRule, VerificationMode
 from outrider.verifier_service.messages.tree import VerifiedTokens, is_chain, matching_path, parents_of
-from outrider.verifier_service.model.paged_metadata import upload_rows
 from outrider.verifier_service.sampling.block_verification import verify_blocks
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, noise_keys, noise_of_keys
 from outrider.verifier_service.sampling.device_verification import ChosenTokens, launch
@@ -38,7 +38,7 @@ class Verification(Protocol):
         """The last tokens that it commits, before they are read; None: nowhere but here."""
 
     @property
-    def judged_again(self) -> frozenset[int]:
+    def corrected(self) -> frozenset[int]:
         """The entries for which `chosen` turned out to be wrong, once all is collected."""
 
     def keep_logits(self) -> None:
@@ -83,7 +83,7 @@ class _OnHost:
     rng: torch.Generator
     rows: Sequence[int] | None
     chosen: None = None
-    judged_again: frozenset[int] = frozenset()
+    corrected: frozenset[int] = frozenset()
 
     def keep_logits(self) -> None:
         assert not self.entries, "nothing is chosen before the logits are looked at"

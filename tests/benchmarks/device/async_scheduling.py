@@ -84,7 +84,7 @@ class PlayedVerification:
 
     forward: Future[None]
     num_entries: int
-    judged_again: frozenset[int] = frozenset()
+    corrected: frozenset[int] = frozenset()
 
     @property
     def chosen(self) -> ChosenTokens:

@@ -19,8 +19,8 @@ from outrider.drafter_service.engine.draft_sampler import (
     quantised_rows,
     read_children,
 )
+from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftSampling, SparseRow, check_draft
-from outrider.verifier_service.model.paged_metadata import CopyBack
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.sampler import target_probs
 from tiny.played_graphs import HostReads
@@ -247,10 +247,10 @@ def test_nothing_waits_for_the_device_until_one_copy_comes_back(num_children: in
         children = read_children(found)
     assert [children[row] for row in range(10)] == expected
     assert set(reads.names) == {"tolist"}, "of the copy, which lies on the host"
-    assert len(num_copies(found)) == 1
+    assert len(copied_shapes(found)) == 1
 
 
-def num_copies(found: Sequence[ChildrenOnDevice]) -> list[torch.Size]:
+def copied_shapes(found: Sequence[ChildrenOnDevice]) -> list[torch.Size]:
     """Return the shapes of what is copied back to read some children."""
     shapes: list[torch.Size] = []
 

@@ -56,7 +56,7 @@ class LateEngine(VerifierEngine):
             meanwhile()
             if self.gate is not None:
                 assert self.gate.acquire(timeout=PATIENCE_S)
-            self._runner.arrive()
+            self._runner.arrive(num_left=int(self._next is not None))
 
         return super().step(act)
 

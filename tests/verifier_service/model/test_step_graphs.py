@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.verifier_service.cpu import kernels
+from outrider.verifier_service.gpu.transfers import TORCH_TYPES, num_bytes
 from outrider.verifier_service.messages.batch import ScheduledBatch, open_token, slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.attention import AttentionContext, KVPool
@@ -19,7 +20,7 @@ from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.decoder_spec import read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
-from outrider.verifier_service.model.paged_metadata import TORCH_TYPES, close_tokens, num_bytes
+from outrider.verifier_service.model.paged_metadata import close_tokens
 from outrider.verifier_service.model.runner import forward_packed, graph_backend, run_batch
 from outrider.verifier_service.model.step_graphs import (
     REQUEST_BUCKETS,

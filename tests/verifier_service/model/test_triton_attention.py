@@ -13,9 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from outrider.verifier_service.gpu.transfers import num_bytes
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.attention import AttentionContext, AttentionOptions, KVPool, LayerShape
-from outrider.verifier_service.model.paged_metadata import WORD_BITS, PagedMetadata, num_bytes
+from outrider.verifier_service.model.paged_metadata import WORD_BITS, PagedMetadata
 from outrider.verifier_service.model.step_graphs import (
     NUM_MODEL_PARTS,
     Bucket,
