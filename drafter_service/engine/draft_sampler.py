@@ -120,7 +120,8 @@ def launch_children(
             drawn = _draw(*quantised_rows(probs, top_n), rng, num_children)
             found.append(ChildrenOnDevice(unseeded, drawn, _drawn_children))
         else:
-            found.append(ChildrenOnDevice(unseeded, _top(probs, num_children), _point_masses))
+            ids, values = _top(probs, num_children)
+            found.append(ChildrenOnDevice(unseeded, (ids, values.double()), _point_masses))
     return found
 
 
@@ -193,7 +194,7 @@ _Found = tuple[torch.Tensor, torch.Tensor]  # ids int64 and chances float64, bot
 def _likeliest(logits: torch.Tensor, num_children: int) -> _Found:
     """Take the largest logits of each row, with their probabilities at temperature 1."""
     ids, values = _top(logits, num_children)
-    return ids, (values - logits.logsumexp(dim=1, keepdim=True).double()).exp()
+    return ids, (values - logits.logsumexp(dim=1, keepdim=True)).exp().double()
 
 
 def _coupled(
@@ -216,16 +217,16 @@ def _coupled(
         return first, shares.gather(1, first)
     ids, values = _top(shares.float().scatter_(1, first, 2.0), num_children)
     values[:, :1] = shares.gather(1, first)
-    return ids, values
+    return ids, values.double()
 
 
-def _top(values: torch.Tensor, num_wanted: int) -> _Found:
+def _top(values: torch.Tensor, num_wanted: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ids of each row's largest values and those, [num_rows, <= num_wanted] each; equal ones by id."""
     if num_wanted == 1:  # needs no order
         best = values.max(dim=1, keepdim=True)
-        return best.indices, best.values.double()
+        return best.indices, best.values
     found, ids = top_candidates(values, min(num_wanted, values.shape[1]))
-    return ids, found.double()
+    return ids, found
 
 
 def _point_masses(ids: Sequence[Sequence[int]], probs: Sequence[Sequence[float]]) -> list[Children]:

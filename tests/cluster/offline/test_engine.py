@@ -22,6 +22,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)
 
 
+MAX_RUNS = 5  # until a draft is in time: beside other tests a drafter's process may be late for a whole short run
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A random target, and a perturbed copy that drafts for it and is often wrong."""
@@ -76,9 +79,14 @@ def test_same_tokens_wherever_the_drafter_runs(pair, plain, degrees, drafter_pro
     config = ServiceConfig(**pair, tensor_parallel_size=degrees[0], draft_tensor_parallel_size=degrees[1])
     with OfflineEngine(config, drafter_process=drafter_process) as engine:
         for sampling, expected in plain.items():
-            results = generate(engine, sampling)
-            assert tokens(results) == expected
-            assert sum(result.speculation.num_accepted_tokens for result in results) > 0
+            num_accepted = 0
+            for _ in range(MAX_RUNS):
+                results = generate(engine, sampling)
+                assert tokens(results) == expected
+                num_accepted += sum(result.speculation.num_accepted_tokens for result in results)
+                if num_accepted:
+                    break
+            assert num_accepted > 0
         engine.engine.scheduler.check_integrity()
 
 

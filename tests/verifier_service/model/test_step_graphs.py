@@ -390,6 +390,26 @@ def test_a_gpus_graphs_replay_the_eager_steps(name: str, taps: tuple[int, ...]) 
     assert not graphs.counts.eager
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+def test_a_gpus_step_by_open_tokens_waits_for_nothing(is_captured: bool) -> None:
+    device = torch.device("cuda", 0)
+    model = tiny_decoder(device=device)
+    pool = make_pool(model)
+    graphs = make_graphs(model, pool, GraphBackend(CudaCapture(device), triton_context())) if is_captured else None
+    for whole in BATCHES.values():
+        batch, numbers = opened(whole)
+        chosen = torch.tensor(numbers, device=device)
+        expected, _ = run_batch(model, pool, whole, graphs=graphs)  # kernels are compiled, graphs captured
+        expected = expected.clone()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got, _ = run_batch(model, pool, batch, graphs=graphs, chosen=chosen)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+
+
 def triton_context() -> type:
     from outrider.verifier_service.model.triton_attention import TritonContext
 
