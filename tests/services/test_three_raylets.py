@@ -87,14 +87,17 @@ def test_both_pools_follow_a_load_that_rises_and_falls_without_a_lost_or_changed
 
 def test_a_changed_user_config_changes_plans_and_restarts_nothing(deployed: Deployed):
     prompt = held_out_prompts()[0]
-    before, replica_ids = deployed.stream(prompt), deployed.replica_ids()
-    # how much longer is the price's decision, which a busy machine moves
-    assert before.speculation["num_draft_tokens"] > before.speculation["num_drafts"]
+    replica_ids = deployed.replica_ids()
+    wait(lambda: more_than_two_tokens_per_draft(deployed.stream(prompt)))  # a busy machine may draft less at first
     manifest = copy.deepcopy(deployed.manifest)
     manifest["applications"][0]["deployments"][0]["user_config"]["max_draft_length"] = 1
     deployed.deploy(manifest)
     wait(lambda: one_token_per_draft(deployed.stream(prompt)))
     assert deployed.replica_ids() == replica_ids
+
+
+def more_than_two_tokens_per_draft(streamed: Streamed) -> bool:
+    return streamed.speculation["num_draft_tokens"] > 2 * streamed.speculation["num_drafts"] > 0
 
 
 def one_token_per_draft(streamed: Streamed) -> bool:
