@@ -52,32 +52,6 @@ class ChildrenOnDevice:
     children_of: Callable[..., list[Children]]  # of the numbers, as lists
 
 
-def draft_children(
-    logits: torch.Tensor,
-    samplings: Sequence[DraftSampling],
-    positions: Sequence[int],
-    rng: torch.Generator,
-    *,
-    vocab_size: int,
-    num_children: int,
-    top_n: int = 32,
-    sampled: bool = False,
-) -> list[Children]:
-    """Choose up to `num_children` tokens per row, fewer only where the row knows no more; see `launch_children`."""
-    found = launch_children(
-        logits,
-        samplings,
-        positions,
-        rng,
-        vocab_size=vocab_size,
-        num_children=num_children,
-        top_n=top_n,
-        sampled=sampled,
-    )
-    chosen = read_children(found)
-    return [chosen[row] for row in range(len(samplings))]
-
-
 def launch_children(
     logits: torch.Tensor,
     samplings: Sequence[DraftSampling],
@@ -108,14 +82,14 @@ def launch_children(
     unseeded = _others(samplings, [*greedy, *seeded])
     found: list[ChildrenOnDevice] = []
     if greedy:
-        numbers = _likeliest(_select(logits, greedy), num_children)
+        numbers = _likeliest(select_rows(logits, greedy), num_children)
         found.append(ChildrenOnDevice(greedy, numbers, _point_masses))
     if seeded:
         at = [positions[row] for row in seeded]
-        numbers = _coupled(_select(logits, seeded), [samplings[row] for row in seeded], at, num_children)
+        numbers = _coupled(select_rows(logits, seeded), [samplings[row] for row in seeded], at, num_children)
         found.append(ChildrenOnDevice(seeded, numbers, _point_masses))
     if unseeded:
-        probs = _law(_select(logits, unseeded), [samplings[row] for row in unseeded])
+        probs = _law(select_rows(logits, unseeded), [samplings[row] for row in unseeded])
         if sampled:
             drawn = _draw(*quantised_rows(probs, top_n), rng, num_children)
             found.append(ChildrenOnDevice(unseeded, drawn, _drawn_children))
@@ -125,10 +99,10 @@ def launch_children(
     return found
 
 
-def read_children(found: Sequence[ChildrenOnDevice]) -> dict[int, Children]:
-    """Wait for the device, and return the children of each row."""
+def read_children(found: Sequence[ChildrenOnDevice]) -> list[Children]:
+    """Wait for the device, and return the children of every row, in the rows' order."""
     if not found:
-        return {}
+        return []
     tensors = [tensor for one in found for tensor in one.numbers]
     bits = torch.cat([tensor.contiguous().view(torch.int64).flatten() for tensor in tensors])
     parts = iter(CopyBack(bits).wait().split([tensor.numel() for tensor in tensors]))
@@ -136,7 +110,7 @@ def read_children(found: Sequence[ChildrenOnDevice]) -> dict[int, Children]:
     for one in found:
         numbers = [next(parts).view(tensor.dtype).view(tensor.shape).tolist() for tensor in one.numbers]
         chosen |= zip(one.rows, one.children_of(*numbers), strict=True)
-    return chosen
+    return [chosen[row] for row in range(len(chosen))]
 
 
 def draft_tokens(
@@ -150,12 +124,12 @@ def draft_tokens(
 ) -> list[tuple[int, SparseRow | None]]:
     """Choose one token per row, with the distribution it was drawn from where it was drawn at random.
 
-    The arguments are those of `draft_children`.
+    The arguments are those of `launch_children`.
     """
-    chosen = draft_children(
+    found = launch_children(
         logits, samplings, positions, rng, vocab_size=vocab_size, num_children=1, top_n=top_n, sampled=True
     )
-    return [(children.token_ids[0], children.row) for children in chosen]
+    return [(children.token_ids[0], children.row) for children in read_children(found)]
 
 
 def quantised_rows(probs: torch.Tensor, top_n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,7 +153,8 @@ def _others(samplings: Sequence[DraftSampling], rows: Sequence[int]) -> list[int
     return [row for row in range(len(samplings)) if row not in taken]
 
 
-def _select(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def select_rows(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return some rows, in ascending order, without a copy when they are all."""
     return logits if len(rows) == logits.shape[0] else logits.index_select(0, upload_rows(rows, logits.device))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.drafter_service.engine.draft_sampler import Children, draft_children
+from outrider.drafter_service.engine.draft_sampler import Children, launch_children, read_children
 from outrider.drafter_service.engine.engine import Ask, DraftResult
 from outrider.drafter_service.engine.product_tree import best_of_product
 from outrider.drafter_service.engine.tree_growth import (
@@ -115,7 +115,7 @@ class RowDrafts:
         num_children: int,
         sampled: bool,
     ) -> list[Children]:
-        return draft_children(
+        found = launch_children(
             torch.stack([rows[index][level] for index, level in places]),
             [asks[index].sampling for index, _ in places],
             [len(asks[index].token_ids) + len(asks[index].forced_ids) + level for index, level in places],
@@ -125,3 +125,4 @@ class RowDrafts:
             top_n=self.top_n,
             sampled=sampled,
         )
+        return read_children(found)

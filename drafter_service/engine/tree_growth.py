@@ -20,10 +20,15 @@ from typing import Protocol
 
 import torch
 
-from outrider.drafter_service.engine.draft_sampler import Children, ChildrenOnDevice, launch_children, read_children
+from outrider.drafter_service.engine.draft_sampler import (
+    Children,
+    ChildrenOnDevice,
+    launch_children,
+    read_children,
+    select_rows,
+)
 from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
 from outrider.drafter_service.engine.engine import Ask, DraftResult
-from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, SparseRow, require
 from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
 
@@ -245,7 +250,7 @@ def grow_all(
         if not rows:
             continue
         launched = launch_children(
-            logits if len(rows) == len(owners) else logits.index_select(0, upload_rows(rows, logits.device)),
+            select_rows(logits, rows),
             [owners[row].ask.sampling for row in rows],
             [positions[row] for row in rows],
             rng,
@@ -255,10 +260,9 @@ def grow_all(
             sampled=is_drawn,
         )
         found += (replace(one, rows=[rows[row] for row in one.rows]) for one in launched)
-    children = read_children(found)
-    in_order = (children[row] for row in range(len(owners)))
+    children = iter(read_children(found))
     for each in growing:
-        each.growth.grow([next(in_order) for _ in each.growth.frontier])
+        each.growth.grow([next(children) for _ in each.growth.frontier])
 
 
 def stem_length(tree: DraftTree) -> int:

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from outrider.drafter_service.engine.ahead_drafter import AheadDrafter
+from outrider.drafter_service.engine.draft_sampler import select_rows
 from outrider.drafter_service.engine.engine import Ask, DraftResult
 from outrider.drafter_service.engine.kv_budget import num_common, reserve, share_budget
 from outrider.drafter_service.engine.outcomes import Pace
@@ -34,7 +35,6 @@ from outrider.drafter_service.engine.tree_growth import (
 )
 from outrider.drafter_service.head_drafters.head_batch import HeadChunk, HeadState, pack_pairs
 from outrider.drafter_service.head_drafters.head_runner import HeadRows, HeadRunner
-from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.draft import DraftNeeds
 
 
@@ -262,8 +262,7 @@ class EagleDrafter(AheadDrafter[HeadState]):
         if growing:
             drafts = [Growing(_ask_of(state), state.draft, len(state.tokens)) for state in growing]
             limits = {"vocab_size": self._draft_vocab_size, "top_n": self._top_n}
-            logits = rows.logits.index_select(0, upload_rows(wanted, rows.logits.device))
-            grow_all(drafts, logits, self._rng, **limits)
+            grow_all(drafts, select_rows(rows.logits, wanted), self._rng, **limits)
 
     # --- answers ---
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from outrider.drafter_service.engine.draft_sampler import Children, draft_children
+from outrider.drafter_service.engine.draft_sampler import Children, launch_children, read_children
 from outrider.drafter_service.engine.engine import Ask, DraftResult
 from outrider.drafter_service.engine.product_tree import best_of_product
 from outrider.drafter_service.engine.sessions import SessionKey
@@ -90,7 +90,7 @@ class MedusaDrafter:
             ]
             if not places:
                 continue
-            found = draft_children(
+            found = launch_children(
                 logits[tuple(upload_rows(rows, logits.device) for rows in zip(*places, strict=True))],
                 [asks[index].sampling for _, index in places],
                 [len(asks[index].token_ids) + depth for depth, index in places],
@@ -100,7 +100,7 @@ class MedusaDrafter:
                 top_n=self._top_n,
                 sampled=not is_tree,
             )
-            for (_, index), children in zip(places, found, strict=True):
+            for (_, index), children in zip(places, read_children(found), strict=True):
                 guesses[asks[index].ask_id].append(children)
         return guesses
 

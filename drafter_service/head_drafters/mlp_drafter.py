@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from outrider.drafter_service.engine.draft_sampler import Children, draft_children
+from outrider.drafter_service.engine.draft_sampler import Children, launch_children, read_children
 from outrider.drafter_service.engine.engine import Ask, DraftResult
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.tree_growth import BestFirstGrowth, Growth, answer_of, chain_growth
@@ -139,7 +139,7 @@ class MlpDrafter:
             if not growing:
                 continue
             reads = [(draft, node) for draft in growing for node in draft.growth.frontier]
-            found = draft_children(
+            found = launch_children(
                 logits[upload_rows([draft.rows[node] for draft, node in reads], logits.device)],
                 [draft.ask.sampling for draft, _ in reads],
                 [len(draft.ask.token_ids) + level for draft, _ in reads],
@@ -149,7 +149,7 @@ class MlpDrafter:
                 top_n=self._top_n,
                 sampled=is_drawn,
             )
-            _hand_out(growing, found)
+            _hand_out(growing, read_children(found))
 
 
 def _hand_out(drafts: Sequence[_Draft], found: Sequence[Children]) -> None:

@@ -195,13 +195,11 @@ class VerifierEngine:
         Where nobody drafts, all but which token each request gets is known. So one is committed that stands open, and
         the next step finds it on the device. Who turns out to stop with it is in that step for nothing.
         """
-        if not self._is_foreseeable(step):
+        items = [item for item in step.schedule.items if step.counts_for(item, self._requests)]
+        if not self._is_foreseeable(step, items):
             return None
-        outcomes = [
-            self._foresee(item, place)
-            for item, place in zip(step.schedule.items, step.places(), strict=True)
-            if step.counts_for(item, self._requests)
-        ]
+        places = step.places()
+        outcomes = [self._foresee(item, places.get(item.request.request_id)) for item in items]
         step.foreseen = PricedStep(outcomes, (), step.shape_of(outcomes))
         self.pricing.end_step(step.foreseen)
         going_on = (outcome.item.request for outcome in outcomes if outcome.committed and not outcome.finish_reason)
@@ -211,9 +209,11 @@ class VerifierEngine:
         step.verification.keep_logits()
         return self._launch(after=step)
 
-    def _is_foreseeable(self, step: LaunchedStep) -> bool:
-        """Return whether nothing but the tokens of a step is unknown, and nobody but the next step must know them."""
-        items = [item for item in step.schedule.items if step.counts_for(item, self._requests)]
+    def _is_foreseeable(self, step: LaunchedStep, items: Sequence[ScheduledRequest]) -> bool:
+        """Return whether nothing but the tokens of a step is unknown, and nobody but the next step must know them.
+
+        `items` are those that count.
+        """
         return (
             (step.verification.chosen is not None or not any(item.samples for item in step.schedule.items))
             and bool(items)

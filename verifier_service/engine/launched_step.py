@@ -45,15 +45,18 @@ class LaunchedStep:
         request = item.request
         return requests.get(request.request_id) is request and request.request_id not in self.void
 
-    def places(self) -> Sequence[int | None]:
-        """Return where among the numbers that the step chooses each item's token is; None: it samples none."""
+    @property
+    def _sampled_ids(self) -> list[str]:
+        return [item.request.request_id for item in self.schedule.items if item.samples]
+
+    def places(self) -> dict[str, int]:
+        """Return where among the numbers that the step chooses each request's token is, of those that get one."""
         chosen = self.verification.chosen
-        places = iter(() if chosen is None else chosen.places)
-        return [next(places) if item.samples else None for item in self.schedule.items]
+        return {} if chosen is None else dict(zip(self._sampled_ids, chosen.places, strict=True))
 
     def corrected(self) -> set[str]:
         """Return the requests whose tokens turned out to be others than the device had chosen first."""
         if not self.verification.corrected:
             return set()
-        sampled = [item.request.request_id for item in self.schedule.items if item.samples]
-        return {sampled[index] for index in self.verification.corrected} - self.void
+        sampled_ids = self._sampled_ids
+        return {sampled_ids[index] for index in self.verification.corrected} - self.void

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from outrider.cluster.common.terminal import markdown_table
+from outrider.cluster.offline.engine import NoDrafters
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.batch import ScheduledBatch
-from outrider.verifier_service.messages.draft import DrafterEvent, VerifierMessage
 from outrider.verifier_service.messages.engine import EngineUpdate
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams
 from outrider.verifier_service.messages.tree import VerifiedTokens
@@ -37,16 +37,6 @@ NUM_STEPS = 100
 WARM_STEPS = 5
 MAX_MODEL_LEN = 4096
 TOKEN = 5  # that every row chooses
-
-
-class NoDrafters:
-    """A `DraftClient` behind which there is nobody."""
-
-    def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
-        raise AssertionError("nobody is to be asked")
-
-    def poll(self) -> list[DrafterEvent]:
-        return []
 
 
 class PlayedDevice:

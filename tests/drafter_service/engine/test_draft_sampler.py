@@ -13,7 +13,6 @@ from outrider.drafter_service.engine import draft_sampler
 from outrider.drafter_service.engine.draft_sampler import (
     Children,
     ChildrenOnDevice,
-    draft_children,
     draft_tokens,
     launch_children,
     quantised_rows,
@@ -28,6 +27,10 @@ from tiny.played_graphs import HostReads
 GREEDY = DraftSampling(temperature=0.0)
 SAMPLED = DraftSampling(temperature=1.0)
 SEEDED = DraftSampling(temperature=1.0, seed=11, choice_index=2)
+
+
+def draft_children(*arguments: object, **options: object) -> list[Children]:
+    return read_children(launch_children(*arguments, **options))
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -245,7 +248,7 @@ def test_nothing_waits_for_the_device_until_one_copy_comes_back(num_children: in
     assert set(reads.names) <= {"numpy"}, "of the tickets, which are drawn on the host"
     with HostReads() as reads:
         children = read_children(found)
-    assert [children[row] for row in range(10)] == expected
+    assert children == expected
     assert set(reads.names) == {"tolist"}, "of the copy, which lies on the host"
     assert len(copied_shapes(found)) == 1
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from exactness.small_engines import load
 from fakes.runner import FakeRunner, continuation
-from outrider.drafter_service.engine.draft_sampler import draft_children, quantised_rows
+from outrider.drafter_service.engine.draft_sampler import launch_children, quantised_rows, read_children
 from outrider.drafter_service.engine.draft_tree import DraftTree
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
 from outrider.drafter_service.engine.kv_budget import num_common, share_budget
@@ -337,7 +337,7 @@ def grown_by_hand(
         found = []
         for node in growth.frontier:
             context = [*ask.token_ids, *growth.tree.path(node)]
-            found += draft_children(
+            launched = launch_children(
                 logits_of(context)[None],
                 [ask.sampling],
                 [len(context)],
@@ -346,6 +346,7 @@ def grown_by_hand(
                 num_children=growth.num_children,
                 sampled=growth.is_drawn,
             )
+            found += read_children(launched)
         growth.grow(found)
     return growth
 
