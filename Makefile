@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
-PACKAGES := proto verifier_service drafter_service cluster
+PACKAGES := proto verifier_service drafter_service cluster lab
 ARGS ?=
 
 .PHONY: help demo serve bench peers vllm smollm2 study train check test soak fuzz lint proto install install-dev system-deps clean
@@ -56,7 +56,7 @@ study: install-dev  ## Run a study for developers: NAME=acceptance|adaptive|ahea
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.study $(NAME) $(ARGS)
 
 train: install  ## Train the shipped model pair again from the standard library's sources
-	$(BIN)/python -m outrider.drafter_service.embedded.train $(ARGS)
+	$(BIN)/python -m outrider.lab.embedded.train $(ARGS)
 
 check: install-dev smollm2  ## The short loop: lint, types, and all tests that start no service and take no time
 	tests/check.sh $(ARGS)

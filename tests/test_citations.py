@@ -21,7 +21,7 @@ import pytest
 
 from checkout import ROOT, own_files
 
-LAYERS = ("proto", "verifier_service", "drafter_service", "cluster", "tests", "deploy", "docs", "examples")
+LAYERS = ("proto", "verifier_service", "drafter_service", "cluster", "lab", "tests", "deploy", "docs", "examples")
 
 # Names of files that are not here, and why they may be cited all the same.
 ELSEWHERE = {
@@ -35,7 +35,6 @@ ELSEWHERE = {
     "load.png": "a command beside it writes it",
     "results.json": "a command beside it writes it",
     "STEP.md": "a command beside it writes it",
-    "tokenize.py": "the standard library's",
     "ray/serve/_private/replica_result.py": "Ray's",
 }
 

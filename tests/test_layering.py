@@ -52,9 +52,9 @@ ROOMS = {
         "proto engine lookup heads head_drafters models target verifier_service/messages verifier_service/model "
         "verifier_service/links verifier_service/engine"
     ),
-    "drafter_service/embedded": "service verifier_service/model",
+    "drafter_service/embedded": "service",
     "drafter_service/shipped": "service",
-    "drafter_service/training": "engine heads models service embedded verifier_service/messages verifier_service/model",
+    "drafter_service/training": "engine heads models service verifier_service/messages verifier_service/model",
     # the service around them
     "cluster": "router replicas offline hosted",  # the names that users' configurations and programs import
     "cluster/common": "verifier_service/links",
@@ -84,23 +84,31 @@ ROOMS = {
         "verifier_service/links verifier_service/engine drafter_service/engine drafter_service/service"
     ),
     "cluster/client": "common",
-    "cluster/bench": (
-        "common config offline client verifier_service/messages verifier_service/model verifier_service/engine "
-        "drafter_service/engine drafter_service/heads drafter_service/head_drafters drafter_service/service "
-        "drafter_service/embedded"
+    "cluster/cli": (  # its verbs' options, which the laboratory's verbs have, too
+        "common replies config replicas offline client verifier_service/model drafter_service/training"
     ),
-    "cluster/peers": "common config bench offline verifier_service/model drafter_service/service",
-    "cluster/corpus": "offline drafter_service/training",
-    "cluster/replay": "common bench verifier_service/messages drafter_service/engine drafter_service/lookup",
-    "cluster/simulate": (
-        "common router replay verifier_service/messages verifier_service/pricing verifier_service/scheduling"
+    # what measures, simulates and shows it; nothing above imports this
+    "lab": "",
+    "lab/bench": (
+        "cluster/common cluster/config cluster/offline cluster/client verifier_service/messages verifier_service/model "
+        "verifier_service/engine drafter_service/engine drafter_service/heads drafter_service/head_drafters "
+        "drafter_service/service drafter_service/embedded"
     ),
-    "cluster/demo": (
-        "common router gateway config replicas client proto verifier_service/model drafter_service/embedded"
+    "lab/peers": ("bench cluster/common cluster/config cluster/offline verifier_service/model drafter_service/service"),
+    "lab/corpus": "cluster/offline drafter_service/training",
+    "lab/embedded": "drafter_service/embedded drafter_service/training",
+    "lab/replay": ("bench cluster/common verifier_service/messages drafter_service/engine drafter_service/lookup"),
+    "lab/simulate": (
+        "replay cluster/common cluster/router verifier_service/messages verifier_service/pricing "
+        "verifier_service/scheduling"
     ),
-    "cluster/cli": (  # nothing imports it
-        "common router replies config replicas offline client bench peers corpus replay simulate demo "
-        "verifier_service/model drafter_service/training"
+    "lab/demo": (
+        "cluster/common cluster/router cluster/gateway cluster/config cluster/replicas cluster/client proto "
+        "verifier_service/model drafter_service/embedded"
+    ),
+    "lab/cli": (  # nothing imports it
+        "bench peers corpus replay simulate demo cluster/common cluster/router cluster/config cluster/replicas "
+        "cluster/offline cluster/client cluster/cli"
     ),
 }
 VERSION = "outrider.__version__"  # all that the package itself has: the root's __init__.py
@@ -213,6 +221,12 @@ def long_file(source: str) -> list[str]:
     return [f"{size} lines, at most {MAX_FILE_LINES} are allowed"] if size > MAX_FILE_LINES else []
 
 
+def names_laboratory(source: str) -> bool:
+    """Return whether a text within the source is the name of a module of the laboratory."""
+    texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    return any(isinstance(text, str) and text.startswith("outrider.lab") for text in texts)
+
+
 def runtime_imports(source: str) -> set[str]:
     """Return what importing the module may import: not what stands under `if TYPE_CHECKING`."""
     tree = ast.parse(source)
@@ -222,7 +236,7 @@ def runtime_imports(source: str) -> set[str]:
     return {module for module, _ in imports_of(ast.unparse(tree))}
 
 
-def impure_path(start: str, graph: dict[str, set[str]]) -> list[str] | None:
+def impure_path(start: str, graph: dict[str, set[str]], banned: frozenset[str] = BANNED_IN_PURE) -> list[str] | None:
     """Return a chain of imports from our module `start` to a banned library, or None.
 
     `graph` maps our modules to everything they import. Importing a.b.c runs a.b as well.
@@ -231,7 +245,7 @@ def impure_path(start: str, graph: dict[str, set[str]]) -> list[str] | None:
     while paths:
         path = paths.pop()
         for target in sorted(graph.get(path[-1], ())):
-            if target.split(".")[0] in BANNED_IN_PURE:
+            if target.split(".")[0] in banned:
                 return [*path, target]
             parent = target.rpartition(".")[0]
             for module in {target, parent} & graph.keys() - seen:
@@ -287,15 +301,16 @@ def test_rooms_import_what_the_table_says() -> None:
     assert room_violations(read_rooms(), allowed_arrows(ROOMS)) == []
 
 
-def test_the_service_imports_nothing_of_the_tests_and_benchmarks_only_where_they_are_verbs() -> None:
+def test_the_package_imports_nothing_of_the_tests() -> None:
     folders = {path.name for path in (ROOT / "tests").iterdir()}
     names = [module for path in PACKAGED for module, _ in imports_of(path.read_text())]
     assert not {module.split(".")[0] for module in names} & (folders - {"proto"})
-    assert {room for room, others in allowed_arrows(ROOMS).items() if "cluster/bench" in others} == {
-        "cluster/cli",
-        "cluster/peers",
-        "cluster/replay",  # of recorded requests, with the figures of a machine
-    }
+
+
+def test_nothing_that_serves_names_the_laboratory_but_the_table_of_verbs() -> None:
+    """What imports it is an arrow to the right; what loads it by its name is found here."""
+    served = [path for layer in LAYERS if layer != "lab" for path in sources(ROOT / layer)]
+    assert [module_name(path) for path in served if names_laboratory(path.read_text())] == ["outrider.cluster.cli.main"]
 
 
 def test_the_package_itself_imports_no_room() -> None:
@@ -345,6 +360,11 @@ def test_tests_keep_the_house_rules(rule: Rule) -> None:
 )
 def test_policies_need_no_torch_ray_or_grpc(path: Path) -> None:
     assert impure_path(module_name(path), runtime_graph()) is None
+
+
+@pytest.mark.parametrize("name", ["cluster.offline.llm", "cluster.cli.generate", "lab.bench.gpu"])
+def test_what_generates_without_a_server_needs_no_ray(name: str) -> None:
+    assert impure_path(f"outrider.{name}", runtime_graph(), frozenset({"ray"})) is None
 
 
 def test_shells_start_without_model_code() -> None:
@@ -423,6 +443,7 @@ def test_names_in_the_table_are_those_of_the_same_layer() -> None:
         ("drafter_service", "from outrider.cluster.config.service_config import Config"),
         ("cluster", "import outrider.deploy.render"),
         ("cluster", "from outrider.tests.fakes import FakeClock"),
+        ("cluster", "def f():\n    from outrider.lab.bench.pairs import pairs"),
     ],
 )
 def test_an_arrow_to_the_right_is_caught(layer: str, source: str) -> None:
@@ -518,6 +539,11 @@ def test_a_banned_library_is_found_through_other_modules_and_their_packages() ->
     assert impure_path("outrider.a", GRAPH) == ["outrider.a", "outrider.b", "outrider.pack", "ray.serve"]
     assert impure_path("outrider.x", {"outrider.x": {"torch"}}) == ["outrider.x", "torch"]
     assert impure_path("outrider.a", GRAPH | {"outrider.pack": set()}) is None
+
+
+def test_a_module_of_the_laboratory_is_seen_in_a_text() -> None:
+    assert names_laboratory("import_module('outrider.lab.bench')")
+    assert not names_laboratory("import_module('outrider.cluster.cli')")
 
 
 def test_an_import_for_type_checkers_is_no_runtime_import() -> None:

@@ -1,27 +1,50 @@
-"""The `outrider` command: a group of verbs, each in a module of its own."""
+"""The `outrider` command: a group of verbs, each in a module of its own that is imported when it is asked for.
+
+So nothing of the laboratory is loaded where something is served: its verbs are names here.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 
 import click
 
-from outrider.cluster.cli.bench import bench
-from outrider.cluster.cli.chat import chat
-from outrider.cluster.cli.check import check
-from outrider.cluster.cli.demo import demo
-from outrider.cluster.cli.drafters import drafters
-from outrider.cluster.cli.generate import generate
-from outrider.cluster.cli.generate_corpus import generate_corpus
-from outrider.cluster.cli.serve import serve
-from outrider.cluster.cli.simulate import simulate
-from outrider.cluster.cli.top import top
-from outrider.cluster.cli.train import train_drafter
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 
+VERBS = {
+    "serve": "outrider.cluster.cli.serve:serve",
+    "drafters": "outrider.cluster.cli.drafters:drafters",
+    "check": "outrider.cluster.cli.check:check",
+    "generate": "outrider.cluster.cli.generate:generate",
+    "chat": "outrider.cluster.cli.chat:chat",
+    "top": "outrider.cluster.cli.top:top",
+    "train-drafter": "outrider.cluster.cli.train:train_drafter",
+    "demo": "outrider.lab.cli.demo:demo",
+    "bench": "outrider.lab.cli.bench:bench",
+    "simulate": "outrider.lab.cli.simulate:simulate",
+    "generate-corpus": "outrider.lab.cli.generate_corpus:generate_corpus",
+}
 
-@click.group(context_settings=CONTEXT_SETTINGS)
+
+class Verbs(Mapping[str, click.Command]):
+    """The verbs by their names, each imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        module, _, verb = VERBS[name].partition(":")
+        command: click.Command = getattr(import_module(module), verb)
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
+
+
+@click.group(commands=Verbs(), context_settings=CONTEXT_SETTINGS)
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="warning", show_default=True
 )
@@ -31,7 +54,3 @@ def main(log_level: str) -> None:
     logging.basicConfig(
         level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
-
-
-for verb in (serve, drafters, check, demo, generate, chat, top, bench, simulate, generate_corpus, train_drafter):
-    main.add_command(verb)

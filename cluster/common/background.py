@@ -1,4 +1,4 @@
-"""Background tasks whose death is their replica's: `check` belongs into every health check."""
+"""Asyncio tasks: those whose death is their replica's (`check` belongs into every health check); who is cancelled."""
 
 from __future__ import annotations
 
@@ -27,3 +27,12 @@ class BackgroundTasks:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def is_being_cancelled() -> bool:
+    """Return whether somebody cancels the running task: what it calls may raise `CancelledError` of its own accord.
+
+    Serve does so where a callee was cancelled (ray/serve/_private/replica_result.py); the caller was not.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

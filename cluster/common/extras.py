@@ -3,10 +3,10 @@
 The modules that import an extra's packages do so without ado; whoever imports one of these calls `require_extra` or
 `missing_extra` first, and imports it then and there. Nothing else in the service imports them.
 
-plots       cluster/bench/serve_plot.py, cluster/simulate/plots.py
+plots       lab/bench/serve_plot.py, lab/simulate/plots.py
 otlp        cluster/gateway/tracing.py
 vllm-grpc   cluster/api/vllm_grpc.py
-gguf        verifier_service/model/gguf.py, which has the library import them, and cluster/peers/half_gguf.py
+gguf        verifier_service/model/gguf.py, which has the library import them, and lab/peers/half_gguf.py
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from outrider.cluster.common.background import is_being_cancelled
+
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.25
@@ -37,12 +39,3 @@ async def news_or_interval(news: asyncio.Event) -> None:
         async with asyncio.timeout(REPORT_INTERVAL_S):
             await news.wait()
     news.clear()
-
-
-def is_being_cancelled() -> bool:
-    """Return whether somebody cancels the running task: what it calls may raise `CancelledError` of its own accord.
-
-    Serve does so where a callee was cancelled (ray/serve/_private/replica_result.py); the caller was not.
-    """
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Self, get_origin, get_type_hints
 
 import grpc
-import ray
 
 from outrider.cluster.common.api_keys import require_hashes
 from outrider.cluster.common.extras import require_extra
@@ -336,11 +335,6 @@ class ServiceConfig:
         import torch  # seconds, and whoever has been told the device needs none
 
         return dataclasses.replace(self, device="cuda" if torch.cuda.is_available() else "cpu")
-
-    @property
-    def internal_address(self) -> str:
-        """Return where this node's replicas listen for each other."""
-        return ray.util.get_node_ip_address() if self.internal_host == "auto" else self.internal_host
 
     @property
     def num_ranks(self) -> int:

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from outrider.cluster.common.background import is_being_cancelled
 from outrider.cluster.common.errors import OutriderError, RequestFailed
-from outrider.cluster.common.reports import is_being_cancelled
 from outrider.cluster.gateway.detokenizer import Detokenizer
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.verifier_service.messages.request import (

@@ -16,6 +16,7 @@ from outrider.cluster.common.reports import REPORT_INTERVAL_S, ask_router
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.replicas.draining import HEARD_S, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
+from outrider.cluster.replicas.node_address import internal_address
 from outrider.cluster.replicas.rank_actors import RankActors
 from outrider.cluster.router.fleet import DrafterReport
 from outrider.cluster.router.scaling_figures import drafter_figures
@@ -100,7 +101,7 @@ class DrafterReplica:
         spec = config.drafter_spec
         assert spec is not None, "the pool is only built for a configured draft model"
         transports = config.tensor_transports
-        spec = dataclasses.replace(spec, tensor_host=config.internal_address if transports else "")
+        spec = dataclasses.replace(spec, tensor_host=internal_address(config) if transports else "")
         ranks = RankActors(spec, config.draft_tensor_parallel_size, num_gpus=config.gpus_per_rank)
         self._ready: DrafterReady = await self._host.start(ranks, FROM_DRAFT_ENGINE)
         identity = DrafterIdentity(
@@ -115,7 +116,7 @@ class DrafterReplica:
         )
         self._servicer = DrafterLinkServicer(self._port, identity)
         self._endpoint = await self._host.serve(
-            config.internal_address,
+            internal_address(config),
             lambda server: link_pb2_grpc.add_DrafterLinkServicer_to_server(self._servicer, server),
             config.link_server_credentials,
         )

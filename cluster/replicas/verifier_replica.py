@@ -17,6 +17,7 @@ from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.cluster.replicas.draining import HEARD_S, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
+from outrider.cluster.replicas.node_address import internal_address
 from outrider.cluster.replicas.rank_actors import LONG_START_TIMEOUT_S, START_TIMEOUT_S, RankActors
 from outrider.cluster.replicas.verifiers_drafters import Drafters, LinkedDrafters, PluginsDrafters
 from outrider.cluster.router.fleet import Directive, VerifierReport
@@ -64,7 +65,7 @@ class VerifierReplica:
         self._drafters = await self._start_engine(config)
         self._host.on_close(self._drafters.close)
         self._endpoint = await self._host.serve(
-            config.internal_address,
+            internal_address(config),
             lambda server: link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(self._table), server),
             config.link_server_credentials,
         )
@@ -97,7 +98,7 @@ class VerifierReplica:
     async def _serve_directory(self, config: ServiceConfig, plugins: PluginsDrafters) -> str:
         servicer = DirectoryServicer(plugins.answer, plugins.forget)
         return await self._host.serve(
-            config.internal_address,
+            internal_address(config),
             lambda server: link_pb2_grpc.add_DrafterDirectoryServicer_to_server(servicer, server),
             config.link_server_credentials,
         )

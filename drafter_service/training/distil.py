@@ -16,7 +16,6 @@ from typing import Literal, get_args
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from outrider.drafter_service.embedded.train import Phase, Recipe
 from outrider.drafter_service.training.acceptance import AcceptanceFigures, measure_acceptance
 from outrider.drafter_service.training.corpus_windows import Corpus, load_corpus
 from outrider.drafter_service.training.dflash import DFlashPupil, DFlashShape
@@ -28,6 +27,7 @@ from outrider.drafter_service.training.mlp_speculator import MlpPupil, MlpShape
 from outrider.drafter_service.training.mtp import mtp_pupil
 from outrider.drafter_service.training.parallel_draft import ParallelPupil
 from outrider.drafter_service.training.pupil import Pupil
+from outrider.drafter_service.training.recipe import Phase, Recipe
 from outrider.drafter_service.training.served import (
     Continuation,
     Rounds,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.drafter_service.embedded.train import export
+from outrider.drafter_service.training.export import export
 from outrider.drafter_service.training.pupil import TargetLaw, num_roots
 from outrider.drafter_service.training.teacher import Lesson, Teacher
 

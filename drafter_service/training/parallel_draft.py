@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafter_service.embedded.train import export
 from outrider.drafter_service.models.parallel_drafter import MASK_KEYS, parse_mask_token_id
 from outrider.drafter_service.training.draft_model import DraftModelPupil
+from outrider.drafter_service.training.export import export
 from outrider.drafter_service.training.pupil import num_roots, span_loss
 from outrider.drafter_service.training.teacher import Lesson
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from outrider.drafter_service.embedded.precision import is_fast_in_half_precision
+from outrider.drafter_service.training.precision import is_fast_in_half_precision
 from outrider.verifier_service.messages.draft import FINAL_TAP
 
 

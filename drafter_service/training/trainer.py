@@ -19,12 +19,12 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from outrider.drafter_service.embedded.muon import Muon
-from outrider.drafter_service.embedded.precision import half_precision
-from outrider.drafter_service.embedded.train import Optimizers, Progress, Recipe
 from outrider.drafter_service.training.corpus_windows import TokenStream
+from outrider.drafter_service.training.muon import Muon
 from outrider.drafter_service.training.notes import Notes
+from outrider.drafter_service.training.precision import half_precision
 from outrider.drafter_service.training.pupil import Pupil
+from outrider.drafter_service.training.recipe import Optimizers, Progress, Recipe
 
 log = logging.getLogger(__name__)
 

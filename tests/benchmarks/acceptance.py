@@ -17,11 +17,11 @@ import click
 
 from benchmarks.exact import encoded_prompts, generated
 from outrider.cluster import RequestOutput
-from outrider.cluster.bench.pairs import describe_machine
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import NOTHING, console_of, markdown_table
 from outrider.cluster.config.known_models import path_of
-from outrider.cluster.peers.measure import PROMPTS
+from outrider.lab.bench.pairs import describe_machine
+from outrider.lab.peers.measure import PROMPTS
 from outrider.verifier_service.messages.request import SpeculationMetrics
 from outrider.verifier_service.model.config import ModelConfig
 

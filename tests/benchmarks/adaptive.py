@@ -31,9 +31,9 @@ from outrider.cluster.common.terminal import console_of, numbers, show_progress
 
 if TYPE_CHECKING:
     from benchmarks.adaptive_figures import Point
-    from outrider.cluster.bench.arms import OutriderArm, PlanOf
-    from outrider.cluster.bench.figures import RunTrace, Workload
     from outrider.cluster.router.fleet import BatchSizeTable
+    from outrider.lab.bench.arms import OutriderArm, PlanOf
+    from outrider.lab.bench.figures import RunTrace, Workload
 
 WARM_UP_TOKENS = 16  # per request: the price of a step follows the last few dozen
 PLAIN_WIDTH = 230
@@ -100,7 +100,7 @@ def tuned_table(speeds: Mapping[int, Mapping[int, Sequence[float]]]) -> BatchSiz
 def measure(arm: OutriderArm, bench: AdaptiveBench, on_run: Callable[[str], None]) -> list[Point]:
     """Run all arms on one engine; return what each concurrency shows."""
     from benchmarks.adaptive_figures import ADAPTIVE, OFF, PLACEBO, TABLE, compare
-    from outrider.cluster.bench.pairs import plan_runs
+    from outrider.lab.bench.pairs import plan_runs
 
     def run_all(plans: Mapping[str, PlanOf], repeats: int, label: str = "") -> dict[tuple[int, str], list[RunTrace]]:
         traces: dict[tuple[int, str], list[RunTrace]] = {}
@@ -178,8 +178,8 @@ def adaptive(
 ) -> None:
     """Measure whether pricing every step is ever slower than the best fixed draft length, on the embedded pair."""
     from benchmarks.adaptive_figures import plot, to_json, to_markdown, to_table
-    from outrider.cluster.bench.figures import Workload
-    from outrider.cluster.bench.pairs import describe_machine
+    from outrider.lab.bench.figures import Workload
+    from outrider.lab.bench.pairs import describe_machine
 
     workload = Workload(prompts=(), max_tokens=max_tokens, temperature=temperature, num_speculative_tokens=max_length)
     bench = AdaptiveBench(
@@ -214,9 +214,9 @@ def _opened(
     bench: AdaptiveBench, num_prompts: int, inflate_to: int, *, is_near: bool
 ) -> Iterator[tuple[OutriderArm, tuple[tuple[int, ...], ...]]]:
     """Load engine and drafter once; the inflated target is there until the end."""
-    from outrider.cluster.bench.arms import OutriderArm, placed
-    from outrider.cluster.bench.pairs import BenchOptions, pairs, read_prompts
     from outrider.cluster.config.service_config import ServiceConfig
+    from outrider.lab.bench.arms import OutriderArm, placed
+    from outrider.lab.bench.pairs import BenchOptions, pairs, read_prompts
 
     config = ServiceConfig(
         num_speculative_tokens=max(bench.max_length, *bench.fixed_lengths),

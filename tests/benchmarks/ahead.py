@@ -28,10 +28,10 @@ from outrider.cluster.common.terminal import console_of, markdown_table, numbers
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outrider.cluster.bench.arms import OutriderArm
-    from outrider.cluster.bench.figures import Machine
-    from outrider.cluster.bench.pairs import BenchOptions
     from outrider.cluster.config.service_config import ServiceConfig
+    from outrider.lab.bench.arms import OutriderArm
+    from outrider.lab.bench.figures import Machine
+    from outrider.lab.bench.pairs import BenchOptions
 
 OFF, SHARED, APART = "off", "co-located", "a core each"
 EMBEDDED_INFLATE_TO = 100e6
@@ -87,13 +87,11 @@ def ahead(
     markdown_file: Path | None,
 ) -> None:
     """Draft for the likely outcomes of a verification while it runs: hit rate and time per token by their number."""
-    from outrider.cluster.bench.figures import Workload
-    from outrider.cluster.bench.pairs import BenchOptions, describe_machine, pairs, read_prompts
     from outrider.cluster.config.service_config import ServiceConfig
+    from outrider.lab.bench.figures import Workload
+    from outrider.lab.bench.pairs import BenchOptions, describe_machine, pairs, read_prompts
 
-    config = ServiceConfig(
-        num_speculative_tokens=num_speculative_tokens, speculative_config={"method": method}, seed=0
-    )
+    config = ServiceConfig(num_speculative_tokens=num_speculative_tokens, speculative_config={"method": method}, seed=0)
     workload = Workload(
         prompts=read_prompts(config, None)[:num_prompts],
         max_tokens=max_tokens,
@@ -131,7 +129,7 @@ class CountedArm:
 
     def run(self, options: BenchOptions) -> AheadRun:
         """Generate everything once, after a warm-up that does not count."""
-        from outrider.cluster.bench.arms import placed
+        from outrider.lab.bench.arms import placed
 
         workload = options.workload
         stats = self.arm.offline.engine.stats
@@ -171,7 +169,7 @@ def run_arms(
     options: BenchOptions, config: ServiceConfig, outcomes: Sequence[int], on_run: Callable[[str], None]
 ) -> dict[str, list[AheadRun]]:
     """Run every arm as often as asked, in turn; by arm, one run per repeat. `on_run` hears which comes next."""
-    from outrider.cluster.bench.pairs import plan_runs
+    from outrider.lab.bench.pairs import plan_runs
 
     with contextlib.ExitStack() as opening:
         arms = dict(_open_arms(opening, config, outcomes))
@@ -187,7 +185,7 @@ def _open_arms(
 ) -> Iterator[tuple[str, CountedArm]]:
     import os
 
-    from outrider.cluster.bench.arms import OutriderArm
+    from outrider.lab.bench.arms import OutriderArm
 
     for name, way in arm_configs(config, outcomes, num_cores=len(os.sched_getaffinity(0))).items():
         arm = OutriderArm.open(name, way, opening, time.perf_counter, drafter_process=name != SHARED)

@@ -23,9 +23,9 @@ import httpx
 import jsonschema
 import openai
 
-from outrider.cluster.bench.pairs import describe_machine
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table
+from outrider.lab.bench.pairs import describe_machine
 
 PLAIN_WIDTH = 120
 MAX_TOKENS = 200  # of a call: the schemas end long before

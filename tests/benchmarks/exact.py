@@ -20,11 +20,11 @@ import click
 import torch
 
 from outrider.cluster import LLM, RequestOutput, SamplingParams
-from outrider.cluster.bench.pairs import describe_machine
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table
 from outrider.cluster.config.known_models import path_of
-from outrider.cluster.peers.measure import chat_encoder, chat_prompts
+from outrider.lab.bench.pairs import describe_machine
+from outrider.lab.peers.measure import chat_encoder, chat_prompts
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner

@@ -76,7 +76,7 @@ def policy(
     """
     from benchmarks.draft_lengths.replay import MachineFit
     from benchmarks.draft_lengths.table import count_points, run_table
-    from outrider.cluster.replay.traces import TraceError, read_traces
+    from outrider.lab.replay.traces import TraceError, read_traces
 
     files = sorted(path for path in traces_folder.iterdir() if path.name.endswith(SUFFIXES))
     if not files:

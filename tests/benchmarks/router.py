@@ -229,7 +229,7 @@ def _row(name: str, options: RouterBenchOptions, timings: Timings, on_share: flo
 
 
 def _percentile_s(times_s: list[float], fraction: float) -> float:
-    from outrider.cluster.bench.figures import percentile
+    from outrider.lab.bench.figures import percentile
 
     found_s = percentile(times_s, fraction)
     assert found_s is not None, "every call was made at least once"

@@ -13,8 +13,8 @@ from outrider.cluster.common.server_options import CONTEXT_SETTINGS, server_opti
 
 if TYPE_CHECKING:
     from benchmarks.step_trace import StepOptions, StepTrace
-    from outrider.cluster.bench.load import Ask, Prompt
     from outrider.cluster.client.openai_client import Server
+    from outrider.lab.bench.load import Ask, Prompt
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
@@ -36,8 +36,8 @@ def step(
 ) -> None:
     """Go from one stream to many and back, with speculation off and then on: decisions, recovery, first tokens."""
     from benchmarks.step_trace import StepOptions, to_markdown
-    from outrider.cluster.bench.serve import read_prompts
     from outrider.cluster.client.openai_client import Server, ServerError
+    from outrider.lab.bench.serve import read_prompts
 
     options = StepOptions(concurrency=concurrency, alone_s=alone_s, load_s=load_s)
     fields = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
@@ -59,9 +59,9 @@ async def _run(
     server: Server, prompts: tuple[Prompt, ...], options: StepOptions, fields: dict[str, Any]
 ) -> tuple[StepTrace, StepTrace]:
     from benchmarks.step_trace import run_step
-    from outrider.cluster.bench.load import Reply
-    from outrider.cluster.bench.serve import stream_reply
     from outrider.cluster.client.openai_client import first_model, open_client
+    from outrider.lab.bench.load import Reply
+    from outrider.lab.bench.serve import stream_reply
 
     async with open_client(server) as client:
         model = await first_model(client)

@@ -18,8 +18,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.cluster.bench.figures import DraftCounts, percentile
-from outrider.cluster.bench.load import Ask, Clock, Prompt, Reply
+from outrider.lab.bench.figures import DraftCounts, percentile
+from outrider.lab.bench.load import Ask, Clock, Prompt, Reply
 
 SAMPLE_INTERVAL_S = 0.25
 RECOVERED_SHARE = 0.9  # of the draft length before the load

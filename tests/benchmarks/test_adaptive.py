@@ -18,8 +18,8 @@ from benchmarks.adaptive import (
     tuned_table,
 )
 from benchmarks.adaptive_figures import ADAPTIVE, OFF, PLACEBO, TABLE, compare, plot, to_json, to_markdown
-from outrider.cluster.bench.arms import PlanOf
-from outrider.cluster.bench.figures import DraftCounts, RequestTrace, RunTrace, Workload
+from outrider.lab.bench.arms import PlanOf
+from outrider.lab.bench.figures import DraftCounts, RequestTrace, RunTrace, Workload
 
 NO_LENGTHS = {ADAPTIVE: 1.0}
 WORKLOAD = Workload(prompts=((1, 2), (3,)), max_tokens=20)

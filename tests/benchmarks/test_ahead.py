@@ -18,9 +18,9 @@ from benchmarks.ahead import (
 )
 from benchmarks.ahead_figures import AheadModel, AheadRun, fit, median
 from benchmarks.study import study
-from outrider.cluster.bench.figures import Machine, Workload
-from outrider.cluster.bench.pairs import BenchOptions
 from outrider.cluster.config.service_config import ServiceConfig
+from outrider.lab.bench.figures import Machine, Workload
+from outrider.lab.bench.pairs import BenchOptions
 
 MODEL = AheadModel(
     verify_s=0.04,

@@ -14,7 +14,7 @@ from benchmarks.draft_lengths.replay import EAGLE, NGRAM, MachineFit
 from benchmarks.draft_lengths.table import Point, count_points, run_table
 from benchmarks.policy import cells, grouped, to_json, to_markdown, verdict
 from benchmarks.study import study
-from outrider.cluster.replay.traces import Trace
+from outrider.lab.replay.traces import Trace
 
 
 def point(**changed: object) -> Point:

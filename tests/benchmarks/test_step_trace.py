@@ -20,8 +20,8 @@ from benchmarks.step_trace import (
     seconds_of,
     to_markdown,
 )
-from outrider.cluster.bench.figures import DraftCounts
-from outrider.cluster.bench.load import Prompt, Reply
+from outrider.lab.bench.figures import DraftCounts
+from outrider.lab.bench.load import Prompt, Reply
 
 OPTIONS = StepOptions(concurrency=5, alone_s=0.6, load_s=0.6)
 AGE_S = 100.0  # of what the played server says of its load

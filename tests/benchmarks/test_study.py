@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.study import STUDIES, study
-from outrider.cluster.cli import bench
+from outrider.lab.cli import bench
 
 
 @pytest.mark.parametrize("name", [command.name for command in STUDIES])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.cluster.demo.ask import Answer, Speculation, Token
+from outrider.lab.demo.ask import Answer, Speculation, Token
 
 
 def played_answer(

@@ -23,8 +23,8 @@ import httpx
 
 from fakes.tcp_proxy import TcpProxy
 from outrider.cluster.config.known_models import SMOLLM2
-from outrider.cluster.peers.measure import PROMPTS
 from outrider.drafter_service.embedded import held_out_prompts
+from outrider.lab.peers.measure import PROMPTS
 from services.external_drafter import HONEST, ExternalDrafter, Fault, external_drafter
 from services.live_service import LiveService, Streamed, live_service
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import click
 import httpx
 
-from outrider.cluster.bench.inflate import inflate
 from outrider.drafter_service.embedded import draft_path, held_out_prompts, target_path
+from outrider.lab.bench.inflate import inflate
 from services.raylets import QUICK, Deployed, deployed_service
 
 POLICY = {"requests_per_verifier": 1000.0, "sessions_per_drafter": 1000.0, "queue_per_drafter": 1000.0}

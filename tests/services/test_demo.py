@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from outrider.cluster.config.service_config import ServiceConfig
-from outrider.cluster.demo.kill import MAX_TOKENS
-from outrider.cluster.demo.show import run
+from outrider.lab.demo.kill import MAX_TOKENS
+from outrider.lab.demo.show import run
 
 # a drafter that was killed starts again, on a busy machine in half a minute
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.draft_lengths.recorded_lookup import recorded_kinds
-from outrider.cluster.replay.traces import Trace
 from outrider.drafter_service.lookup.ngram_index import Kind
+from outrider.lab.replay.traces import Trace
 
 MAX_LENGTH = 8  # of a draft
 EAGLE, NGRAM = "eagle", "ngram"  # as recorded

@@ -33,7 +33,7 @@ from benchmarks.draft_lengths.replay import (
     Workload,
     replay_policy,
 )
-from outrider.cluster.replay.traces import Trace
+from outrider.lab.replay.traces import Trace
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DRAFTERS = {"n-gram": (NGRAM,), "EAGLE": (EAGLE,), "hybrid": (NGRAM, EAGLE)}

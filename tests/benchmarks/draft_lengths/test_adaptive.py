@@ -22,7 +22,7 @@ from benchmarks.draft_lengths.replay import (
     Workload,
     replay_policy,
 )
-from outrider.cluster.replay.traces import Trace
+from outrider.lab.replay.traces import Trace
 from outrider.verifier_service.pricing.cost_model import StepTimeModel
 
 

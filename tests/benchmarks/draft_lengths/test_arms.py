@@ -27,7 +27,7 @@ from benchmarks.draft_lengths.replay import (
     Workload,
     replay_policy,
 )
-from outrider.cluster.replay.traces import Trace
+from outrider.lab.replay.traces import Trace
 
 # 1 s a step and 0.1 s a token; drafts are free
 PLAIN = MachineFit(

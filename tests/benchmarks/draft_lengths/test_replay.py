@@ -16,7 +16,7 @@ from benchmarks.draft_lengths.replay import (
     Workload,
     replay_policy,
 )
-from outrider.cluster.replay.traces import Trace
+from outrider.lab.replay.traces import Trace
 
 FLAT = MachineFit(
     fixed_s=1.0, token_s=0.0, context_token_s=0.0, overhead_s=0.0, eagle_fixed_s=0.5, eagle_token_s=0.0,

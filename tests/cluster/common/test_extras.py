@@ -16,12 +16,12 @@ from rooms import LAYERS, ROOT, imported, module_name, sources
 
 # the optional parts themselves: the only modules that import an extra's packages
 PARTS = {
-    "outrider.cluster.bench.serve_plot": "plots",
-    "outrider.cluster.peers.plot": "plots",
-    "outrider.cluster.simulate.plots": "plots",
+    "outrider.lab.bench.serve_plot": "plots",
+    "outrider.lab.peers.plot": "plots",
+    "outrider.lab.simulate.plots": "plots",
     "outrider.cluster.gateway.tracing": "otlp",
     "outrider.cluster.api.vllm_grpc": "vllm-grpc",
-    "outrider.cluster.peers.half_gguf": "gguf",
+    "outrider.lab.peers.half_gguf": "gguf",
 }
 # they are loaded by another engine, or beside it, in an environment of its own, which is no extra of ours
 WITHIN_VLLM = frozenset(
@@ -78,7 +78,7 @@ def test_the_parts_within_vllm_are_those_that_import_it():
         for module, _, _ in imported(path.read_text())
         if f"{module}.".startswith(("vllm.", "outrider.cluster.hosted.vllm_drafts."))
     }
-    assert found - {"outrider.cluster.peers.vllm_worker"} == WITHIN_VLLM  # that one is run, and imports it in functions
+    assert found - {"outrider.lab.peers.vllm_worker"} == WITHIN_VLLM  # that one is run, and imports it in functions
 
 
 WITHOUT_EXTRAS = """

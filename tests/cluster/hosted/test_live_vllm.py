@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from fakes.hosted.vllm_environment import INTERPRETER, needs_vllm
 from fakes.played_pool import KnowingDrafter, Mood, PlayedPool
-from outrider.cluster.peers.process import Peer, PeerProcess
 from outrider.drafter_service import embedded
+from outrider.lab.peers.process import Peer, PeerProcess
 from outrider.verifier_service.messages.draft import FINAL_TAP
 
 VOCAB_SIZE, PROMPT_LENGTH, MAX_TOKENS, NUM_PROMPTS = 2048, 24, 48, 8

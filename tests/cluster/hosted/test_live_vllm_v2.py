@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from fakes.hosted.vllm_environment import INTERPRETER, needs_vllm
 from fakes.played_pool import Mood, PlayedPool
-from outrider.cluster.peers.process import Peer, PeerError, PeerProcess
 from outrider.drafter_service import embedded
+from outrider.lab.peers.process import Peer, PeerError, PeerProcess
 from outrider.verifier_service.messages.draft import FINAL_TAP
 
 SCRIPT = Path(__file__).with_name("vllm_v2.py")

@@ -104,6 +104,6 @@ def load(options: dict[str, Any]) -> tuple[str, Any]:
 
 
 if __name__ == "__main__":
-    from outrider.cluster.peers.worker import serve
+    from outrider.lab.peers.worker import serve
 
     serve(load)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.drafter_service.embedded.train import Recipe
 from outrider.drafter_service.heads.dflash import DFlashHead
 from outrider.drafter_service.heads.eagle import EagleHead
 from outrider.drafter_service.heads.eagle3 import Eagle3Head
@@ -23,6 +22,7 @@ from outrider.drafter_service.training.draft_model import DraftModelPupil, Draft
 from outrider.drafter_service.training.eagle3 import Eagle3Shape
 from outrider.drafter_service.training.medusa import MedusaShape
 from outrider.drafter_service.training.mlp_speculator import MlpShape
+from outrider.drafter_service.training.recipe import Recipe
 from outrider.drafter_service.training.served import Rounds
 from outrider.drafter_service.training.trainer import Budget
 from outrider.verifier_service.model.weights import Checkpoint

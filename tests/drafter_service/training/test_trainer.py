@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.drafter_service.embedded.train import Phase, Progress, Recipe
 from outrider.drafter_service.training.distil import METHODS
+from outrider.drafter_service.training.recipe import Phase, Progress, Recipe
 from outrider.drafter_service.training.trainer import Budget, PupilOptimizers, Trainer
 from tiny.training import make_corpus, make_tiny_pupil
 

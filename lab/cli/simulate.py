@@ -1,0 +1,394 @@
+"""`outrider simulate`: options in, tables and plots out. Nothing heavy is imported before the verb runs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.cluster.common.server_options import CONTEXT_SETTINGS
+from outrider.cluster.common.terminal import OnWork, console_of, show_work
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from outrider.lab.simulate.figures import LatencyBounds
+    from outrider.lab.simulate.system import LoadLaw, System
+
+PLAIN_WIDTH = 170
+SELDOM = 100  # times as many new objects until the garbage collector looks
+NAME = "simulate"  # of the work, as it is shown
+PLAN, BREAK_EVEN, FLEET, LOAD, DAY = "plan", "break-even", "fleet", "load", "day"
+# The names of `ACCELERATORS`: a test compares them, since that module is imported when the verb runs.
+BIG, SMALL = ("H100", "H200", "B200"), ("L4", "A10G", "L40S", "CPU")
+
+_OPTIONS = (
+    click.option(
+        "--study",
+        type=click.Choice([PLAN, BREAK_EVEN, FLEET, LOAD, DAY]),
+        default=PLAN,
+        show_default=True,
+        help="plan: how many of each for --qps, and at what price. break-even: from which price, acceptance and link "
+        "on drafters of their own pay, by the arithmetic of a round. fleet: one fleet. load: every way to set draft "
+        "lengths at --loads. day: pools that scale over a day of --qps on average.",
+    ),
+    click.option("--accelerator", type=click.Choice(BIG), default="H100", show_default=True),
+    click.option(
+        "--draft-accelerator", type=click.Choice((*BIG, *SMALL)), help="Of drafters. Default: as --accelerator."
+    ),
+    click.option(
+        "--price-per-hour",
+        multiple=True,
+        metavar="NAME=PRICE",
+        help="Of one accelerator, such as H100=2.5; may be repeated. Defaults: docs/results/money.md.",
+    ),
+    click.option("--target-params", type=float, default=70e9, show_default=True, help="Parameters of the target."),
+    click.option("--draft-params", type=float, default=1e9, show_default=True, help="Parameters of the draft model."),
+    click.option("--tensor-parallel-size", "-tp", type=click.IntRange(min=1), help="Default: the least that holds it."),
+    click.option("--draft-tensor-parallel-size", type=click.IntRange(min=1), default=1, show_default=True),
+    click.option(
+        "--step-fit",
+        metavar="S,S,S",
+        help="Seconds of a target step in place of the roofline: base, per token, per position of context. "
+        "The accelerator's compute bound holds all the same.",
+    ),
+    click.option("--draft-fit", metavar="S,S,S", help="The same of a drafter's step."),
+    click.option("--qps", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True),
+    click.option("--slo-ttft-ms", type=float, default=2000.0, show_default=True, help="Time to first token at most."),
+    click.option("--slo-tpot-ms", type=float, default=50.0, show_default=True, help="Mean time per output token."),
+    click.option(
+        "--num-verifiers",
+        type=click.IntRange(min=1),
+        default=4,
+        show_default=True,
+        help="Of fleet and load; of a day the most.",
+    ),
+    click.option(
+        "--num-drafters",
+        type=click.IntRange(min=0),
+        default=1,
+        show_default=True,
+        help="Of fleet and load; of a day the most.",
+    ),
+    click.option("--num-cells", type=click.IntRange(min=1), default=1, show_default=True, help="Routers of a fleet."),
+    click.option("--num-requests", type=click.IntRange(min=1), default=10_000, show_default=True, help="Of a fleet."),
+    click.option("--report-interval-s", type=float, default=0.25, show_default=True, help="Of every replica."),
+    click.option(
+        "--loads", default="10,20,40,60,80,100", show_default=True, help="Requests/s with commas between them."
+    ),
+    click.option("--duration-s", type=float, default=60.0, show_default=True, help="Of arrivals at each load."),
+    click.option("--day-s", type=float, default=3600.0, show_default=True, help="Length of the day."),
+    click.option("--num-prompt-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="On average."),
+    click.option("--num-output-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="On average."),
+    click.option("--acceptance", type=float, default=0.7, show_default=True, help="Of a draft position, on average."),
+    click.option(
+        "--traces",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="JSONL of recorded requests in place of the laws of lengths and acceptance.",
+    ),
+    click.option("--recorded", default="eagle", show_default=True, help="The drafter in the traces."),
+    click.option("--num-speculative-tokens", type=click.IntRange(min=1), default=8, show_default=True),
+    click.option("--link-ms", type=float, default=0.5, show_default=True, help="Round trip to a drafter."),
+    click.option(
+        "--hit-rate",
+        type=float,
+        default=0.55,  # `HIT_RATE`: a test compares them, since that module is imported when the verb runs
+        show_default=True,
+        help="Of running ahead, as measured in docs/results/ahead.md; 0: drafters do not.",
+    ),
+    click.option("--seed", type=int, default=0, show_default=True),
+    click.option("--plot", "plot_file", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="PNG."),
+    click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path)),
+)
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command(context_settings=CONTEXT_SETTINGS)
+@_options
+def simulate(study: str, plot_file: Path | None, json_file: Path | None, **options: Any) -> None:
+    """Simulate a fleet in virtual time: the service's own router, price and autoscaler around fake engines.
+
+    Step times are rooflines of published figures, nothing measured: compare layouts with them, do not promise them.
+    """
+    from outrider.cluster.common.extras import require_extra
+
+    try:
+        if plot_file is not None:
+            require_extra("plots", "--plot")
+        with _seldom_collected():
+            table, result = _STUDIES[study](plot_file, **options)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    console_of(PLAIN_WIDTH).print(table)
+    if json_file is not None:
+        from outrider.lab.simulate.report import to_json
+
+        json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
+
+
+def _plan(plot_file: Path | None, *, qps: float, seed: int, duration_s: float, **options: Any) -> tuple[Any, Any]:
+    from outrider.lab.simulate.report import plan_table
+    from outrider.lab.simulate.studies import make_plan
+
+    if plot_file is not None:
+        raise ValueError("--plot: a plan has none")
+    with show_work(NAME, None) as on_work:
+        plan = make_plan(
+            _system(**options),
+            _load(**options),
+            qps,
+            _bounds(**options),
+            duration_s=duration_s,
+            seed=seed,
+            on_run=_counting(on_work),
+        )
+    return plan_table(plan), plan
+
+
+def _break_even(plot_file: Path | None, **options: Any) -> tuple[Any, Any]:
+    from outrider.lab.simulate.break_even import study_break_even
+    from outrider.lab.simulate.report import break_even_table
+
+    if plot_file is not None:
+        raise ValueError("--plot: a break-even has none")
+    found = study_break_even(_system(**options), _load(**options), _bounds(**options))
+    return break_even_table(found), found
+
+
+def _fleet(
+    plot_file: Path | None,
+    *,
+    qps: float,
+    seed: int,
+    num_requests: int,
+    num_verifiers: int,
+    num_drafters: int,
+    num_cells: int,
+    report_interval_s: float,
+    **options: Any,
+) -> tuple[Any, Any]:
+    from dataclasses import replace
+
+    import numpy as np
+
+    from outrider.lab.simulate.report import fleet_table
+    from outrider.lab.simulate.studies import study_fleet
+    from outrider.lab.simulate.system import adaptive_arm
+
+    if plot_file is not None:
+        raise ValueError("--plot: one fleet has none")
+    system = _system(**options)
+    arm = adaptive_arm(system.num_speculative_tokens)
+    arm = replace(arm, options=replace(arm.options, report_interval_s=report_interval_s))
+    fleet = system.disaggregated(num_verifiers, num_drafters, num_cells)
+    workload = _load(**options).steady(qps, num_requests, np.random.default_rng(seed))
+    with show_work(NAME, num_requests) as on_work:
+        found = study_fleet(fleet, workload, arm, _bounds(**options), seed=seed, on_progress=_requests(on_work))
+    return fleet_table(found), found
+
+
+def _loads(
+    plot_file: Path | None,
+    *,
+    loads: str,
+    seed: int,
+    duration_s: float,
+    num_verifiers: int,
+    num_drafters: int,
+    **options: Any,
+) -> tuple[RenderableType, Any]:
+    from outrider.lab.simulate.report import runs_table
+    from outrider.lab.simulate.studies import study_loads
+
+    system = _system(**options)
+    fleet = system.disaggregated(num_verifiers, num_drafters)
+    with show_work(NAME, None) as on_work:
+        rows = study_loads(
+            system,
+            fleet,
+            _load(**options),
+            _numbers("--loads", loads),
+            _bounds(**options),
+            duration_s=duration_s,
+            seed=seed,
+            on_run=_counting(on_work),
+        )
+    if plot_file is not None:
+        from outrider.lab.simulate.plots import plot_loads
+
+        plot_loads(rows, plot_file)
+    return runs_table(rows, f"{num_verifiers} verifiers, {num_drafters} drafters"), rows
+
+
+def _day(
+    plot_file: Path | None,
+    *,
+    qps: float,
+    seed: int,
+    day_s: float,
+    num_verifiers: int,
+    num_drafters: int,
+    **options: Any,
+) -> tuple[RenderableType, Any]:
+    from outrider.cluster.router.autoscaling import PoolsPolicy, ReplicaRange
+    from outrider.lab.simulate.load import Day
+    from outrider.lab.simulate.report import day_table
+    from outrider.lab.simulate.scaling import ScalingOptions
+    from outrider.lab.simulate.studies import study_day
+    from outrider.lab.simulate.system import adaptive_arm
+
+    system = _system(**options)
+    policy = PoolsPolicy(verifiers=ReplicaRange(1, num_verifiers), drafters=ReplicaRange(0, num_drafters))
+    with show_work(NAME, qps * day_s) as on_work:
+        found = study_day(
+            system.disaggregated(1, min(1, num_drafters)),
+            _load(**options),
+            Day(mean_qps=qps, length_s=day_s),
+            adaptive_arm(system.num_speculative_tokens),
+            ScalingOptions(policy=policy),
+            _bounds(**options),
+            seed=seed,
+            on_progress=_requests(on_work),
+        )
+    if plot_file is not None:
+        from outrider.lab.simulate.plots import plot_day
+
+        plot_day(found, plot_file)
+    return day_table(found), found
+
+
+_STUDIES: dict[str, Callable[..., tuple[Any, Any]]] = {
+    PLAN: _plan,
+    BREAK_EVEN: _break_even,
+    FLEET: _fleet,
+    LOAD: _loads,
+    DAY: _day,
+}
+
+
+def _system(
+    *,
+    accelerator: str,
+    draft_accelerator: str | None,
+    price_per_hour: Sequence[str],
+    target_params: float,
+    draft_params: float,
+    tensor_parallel_size: int | None,
+    draft_tensor_parallel_size: int,
+    step_fit: str | None,
+    draft_fit: str | None,
+    num_speculative_tokens: int,
+    link_ms: float,
+    hit_rate: float,
+    **_: Any,
+) -> System:
+    from dataclasses import replace
+
+    from outrider.lab.simulate.accelerators import ACCELERATORS, StepTiming
+    from outrider.lab.simulate.money import prices_with
+    from outrider.lab.simulate.system import System
+
+    system = replace(
+        System.of(
+            ACCELERATORS[accelerator],
+            target_params=target_params,
+            draft_params=draft_params,
+            tensor_parallel_size=tensor_parallel_size,
+        ),
+        draft_tensor_parallel_size=draft_tensor_parallel_size,
+        num_speculative_tokens=num_speculative_tokens,
+        link_s=link_ms / 1e3,
+        hit_rate=hit_rate,
+        draft_accelerator=None if draft_accelerator is None else ACCELERATORS[draft_accelerator],
+        prices_per_hour=prices_with(price_per_hour),
+    )
+
+    def fit(option: str, text: str | None, timing: StepTiming) -> StepTiming | None:
+        if text is None:
+            return None
+        numbers = _numbers(option, text)
+        if len(numbers) != 3:
+            raise ValueError(f"{option}: expected three numbers")
+        return replace(timing, base_s=numbers[0], token_s=numbers[1], context_token_s=numbers[2])
+
+    roofline = StepTiming.roofline(system.accelerator, system.target, system.tensor_parallel_size)
+    draft_roofline = StepTiming.roofline(system.drafters_on, system.draft, draft_tensor_parallel_size)
+    return replace(
+        system,
+        step_fit=fit("--step-fit", step_fit, roofline),
+        draft_fit=fit("--draft-fit", draft_fit, draft_roofline),
+    )
+
+
+def _load(
+    *,
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    acceptance: float,
+    traces: Path | None,
+    recorded: str,
+    **_: Any,
+) -> LoadLaw:
+    from outrider.lab.simulate.load import LengthLaw
+    from outrider.lab.simulate.system import LoadLaw
+
+    recorded_requests: tuple[Any, ...] = ()
+    if traces is not None:
+        from outrider.lab.replay.traces import read_traces
+
+        recorded_requests = tuple(read_traces(traces))
+    return LoadLaw(
+        lengths=LengthLaw(num_prompt_tokens=num_prompt_tokens, num_output_tokens=num_output_tokens),
+        acceptance=acceptance,
+        traces=recorded_requests,
+        recorded=recorded,
+    )
+
+
+def _bounds(*, slo_ttft_ms: float, slo_tpot_ms: float, **_: Any) -> LatencyBounds:
+    from outrider.lab.simulate.figures import LatencyBounds
+
+    return LatencyBounds(ttft_s=slo_ttft_ms / 1e3, tpot_s=slo_tpot_ms / 1e3)
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{option}: expected numbers with commas between them") from error
+
+
+def _requests(on_work: OnWork) -> Callable[[int], None]:
+    return lambda done: on_work(done, f"{done} requests")
+
+
+def _counting(on_work: OnWork) -> Callable[[], None]:
+    numbers = itertools.count(1)
+
+    def on_run() -> None:
+        number = next(numbers)
+        on_work(number, f"{number} simulations")
+
+    return on_run
+
+
+@contextlib.contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Look for garbage in cycles a hundred times less often: a simulation makes none, and looking takes its time."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(SELDOM * thresholds[0], *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)

@@ -1,0 +1,98 @@
+"""Run the demo: start the service, play the acts, stop, and close with a table."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Sequence
+
+import click
+import grpc
+from ray._private import worker
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cluster.client.openai_client import ServerError
+from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.gateway.text_codec import TextCodec
+from outrider.cluster.replicas.serving import running_service
+from outrider.lab.demo.answers import show_answers
+from outrider.lab.demo.ask import Wish, open_clients
+from outrider.lab.demo.burst import show_burst
+from outrider.lab.demo.fleet import Fleet
+from outrider.lab.demo.kill import show_kill
+from outrider.lab.demo.questions import questions_for
+from outrider.lab.demo.table import closing_table
+from outrider.lab.demo.waiting import show_phases
+from outrider.verifier_service.model.ranks import free_ports
+from outrider.verifier_service.model.tokenizer import load_tokenizer
+
+WAVES = (4, 64, 128, 256)  # a few first: whether drafts pay where there is room
+FIRST_DRAFTER_S = 60.0
+DRAIN_TIMEOUT_S = 3.0  # when it stops all streams have ended
+WARM_UP_TOKENS = 16  # what comes first takes longer, drafts or not
+# for a model without a drafter of its own: it drafts from what was said before, and needs no checkpoint
+STAND_IN = {"method": "suffix"}
+
+
+def run(config: ServiceConfig, console: Console, waves: Sequence[int] = WAVES) -> None:
+    """Serve on free ports and play all acts.
+
+    Raises `click.ClickException` where the service did not keep its word, `ValueError` for what cannot be played.
+    """
+    if "RAY_ADDRESS" in os.environ:  # there a process's number may be a stranger's on this machine
+        raise ValueError("the demo kills a process of its own, on a Ray of its own: unset RAY_ADDRESS")
+    begin_s = time.monotonic()
+    port, grpc_port = free_ports(2)
+    config = dataclasses.replace(with_drafter(config), port=port, grpc_port=grpc_port, drain_timeout_s=DRAIN_TIMEOUT_S)
+    with _quiet_ray(), contextlib.ExitStack() as service:
+        with show_phases() as on_phase:
+            service.enter_context(running_service(config, on_phase))
+            on_phase(f"serving {config.model_name} on http://{config.host}:{port} and grpc {config.host}:{grpc_port}")
+        start_s = time.monotonic() - begin_s
+        try:
+            table = asyncio.run(_acts(config, console, waves))
+        except (ServerError, grpc.RpcError) as error:
+            raise click.ClickException(str(error)) from error
+        on_phase("stopping")
+    on_phase("stopped")
+    console.print(table)
+    total_s = time.monotonic() - begin_s
+    console.print(f"\n{total_s:.0f} s in all, {start_s:.0f} s of them until the service was up", highlight=False)
+
+
+async def _acts(config: ServiceConfig, console: Console, waves: Sequence[int]) -> Table:
+    """Play the acts against a service that runs; returns what to close with."""
+    codec = TextCodec(load_tokenizer(config.verifier_spec.model))
+    questions, fleet = questions_for(config.model, codec), Fleet(config)
+    async with open_clients(config, codec) as (http, over_grpc):
+        await fleet.pin_drafts()
+        if not await fleet.wait_for_drafter(FIRST_DRAFTER_S):
+            raise click.ClickException(f"no drafter was there within {FIRST_DRAFTER_S:.0f} s")
+        await http.ask(questions.over_http[0], Wish(max_tokens=WARM_UP_TOKENS))
+        comparisons = await show_answers(console, [(http, questions.over_http), (over_grpc, questions.over_grpc)])
+        bursts = await show_burst(console, http, fleet, questions.burst, waves)
+        kill = await show_kill(console, http, fleet, questions.long)
+    return closing_table(comparisons, bursts, kill)
+
+
+@contextlib.contextmanager
+def _quiet_ray() -> Iterator[None]:
+    """Keep Ray from writing into the answers that a process has died: the demo kills one, and says so itself."""
+    worker._worker_logs_enabled = False
+    try:
+        yield
+    finally:
+        worker._worker_logs_enabled = True
+
+
+def with_drafter(config: ServiceConfig) -> ServiceConfig:
+    """Return a service that has a drafter pool; raises `ValueError` where one of another kind was asked for."""
+    if not config.has_drafters and not config.speculative_config:
+        config = dataclasses.replace(config, speculative_config=STAND_IN)
+    if not config.has_drafters:
+        raise ValueError("the demo kills a drafter of a pool: there must be one")
+    return config

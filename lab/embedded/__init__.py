@@ -1,0 +1,1 @@
+"""How the embedded pair and its heads were trained and measured; the models lie in drafter_service/embedded."""

@@ -1,0 +1,136 @@
+"""Run the peers side by side: every repeat asks all of them at every load, in an order that turns."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.lab.peers.process import Answer, PeerError, PeerProcess
+
+FOLDER = Path(__file__).parent
+PROMPTS, PREFIX = FOLDER / "prompts.jsonl", FOLDER / "prefix.txt"
+NUM_PREFIX_TOKENS = 1500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Prompts that are asked `concurrency` at a time."""
+
+    name: str
+    concurrency: int
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+
+    @property
+    def batches(self) -> list[tuple[tuple[int, ...], ...]]:
+        return [self.prompts[i : i + self.concurrency] for i in range(0, len(self.prompts), self.concurrency)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One peer's answers to one load, once."""
+
+    peer: str
+    load: str
+    repeat: int
+    tokens_per_s: float
+    token_ids: list[list[int]]
+
+
+def chat_encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+    """Return what writes a user's words through the model's chat template, as token ids."""
+
+    def encode(text: str) -> Sequence[int]:
+        message = [{"role": "user", "content": text}]
+        return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+    return encode
+
+
+def chat_prompts(encode: Callable[[str], Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return the committed prompts as the model's chat template writes them."""
+    return [tuple(encode(json.loads(line)["prompt"])) for line in PROMPTS.read_text().splitlines()]
+
+
+def prefixed_prompts(
+    encode_text: Callable[[str], Sequence[int]], prompts: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """Put one document of `NUM_PREFIX_TOKENS` in front of every prompt."""
+    prefix = tuple(encode_text(PREFIX.read_text()))[:NUM_PREFIX_TOKENS]
+    return [prefix + prompt for prompt in prompts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What became of every peer at every load."""
+
+    samples: tuple[Sample, ...]
+    failures: dict[tuple[str, str], str]  # (peer, load): why there are no samples of it
+
+
+def measure(
+    peers: Sequence[PeerProcess], loads: Sequence[Load], *, repeats: int, on_run: Callable[[str], None]
+) -> Measured:
+    """Ask every peer for every load `repeats` times, after one batch each that is not counted.
+
+    A peer that fails a load loses that load's figure; the others go on.
+    """
+    samples: list[Sample] = []
+    failures: dict[tuple[str, str], str] = {}
+
+    def ask(peer: PeerProcess, load: Load, batches: Sequence[Sequence[tuple[int, ...]]]) -> list[Answer]:
+        if (peer.name, load.name) in failures:
+            return []
+        try:
+            return [peer.run(batch, load.max_tokens) for batch in batches]
+        except PeerError as error:
+            failures[peer.name, load.name] = str(error)
+            return []
+
+    for peer in peers:
+        for load in loads:
+            on_run(f"{peer.name}, {load.name}, warm-up")
+            ask(peer, load, load.batches[:1])
+    for repeat in range(repeats):
+        order = [*peers[repeat % len(peers) :], *peers[: repeat % len(peers)]]
+        for load in loads:
+            for peer in order if repeat % 2 == 0 else reversed(order):
+                on_run(f"{peer.name}, {load.name}")
+                if answers := ask(peer, load, load.batches):
+                    samples.append(_sample(peer.name, load, repeat, answers))
+    kept = tuple(sample for sample in samples if (sample.peer, sample.load) not in failures)
+    return Measured(samples=kept, failures=failures)
+
+
+def _sample(peer: str, load: Load, repeat: int, answers: Sequence[Answer]) -> Sample:
+    elapsed_s = sum(answer.elapsed_s for answer in answers)
+    return Sample(
+        peer=peer,
+        load=load.name,
+        repeat=repeat,
+        tokens_per_s=len(load.prompts) * load.max_tokens / elapsed_s,
+        token_ids=[tokens for answer in answers for tokens in answer.token_ids],
+    )
+
+
+def median_speed(samples: Sequence[Sample], peer: str, load: str) -> float:
+    """Return a peer's tokens per second, the median of its repeats."""
+    return statistics.median(s.tokens_per_s for s in samples if (s.peer, s.load) == (peer, load))
+
+
+def paired_ratio(samples: Sequence[Sample], peer: str, other: str, load: str) -> float:
+    """Return the median of one peer's speed over another's of the same repeat: a slow minute slows both."""
+    by_repeat = {(s.peer, s.repeat): s.tokens_per_s for s in samples if s.load == load}
+    repeats = {repeat for _, repeat in by_repeat}
+    return statistics.median(by_repeat[peer, repeat] / by_repeat[other, repeat] for repeat in repeats)
+
+
+def equal_prompts(samples: Sequence[Sample], peer: str, other: str, load: str) -> float:
+    """Return the share of prompts of which both made the same tokens in the first repeat."""
+    first = {s.peer: s.token_ids for s in samples if s.load == load and s.repeat == 0}
+    pairs = list(zip(first[peer], first[other], strict=True))
+    return sum(ours == theirs for ours, theirs in pairs) / len(pairs)

@@ -1,0 +1,172 @@
+"""`outrider bench peers`: our engine beside others that anybody could install, on one checkpoint, in one run.
+
+    each peer in a process of its own: loaded, then waiting for its turn
+    for each repeat, for each load, for each peer: the same prompts, so many at a time, greedy, exactly so many tokens
+
+Nothing heavy is imported before the verb runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outrider.cluster.common.extras import require_extra
+from outrider.cluster.common.server_options import CONTEXT_SETTINGS
+from outrider.cluster.common.terminal import console_of, numbers, show_progress
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from outrider.lab.peers.measure import Load
+    from outrider.lab.peers.process import Peer
+    from outrider.lab.peers.report import PeersResult
+    from outrider.verifier_service.model.config import ModelConfig
+
+DEFAULT_ENVIRONMENTS = Path("build/peers")
+PLAIN_WIDTH = 200
+
+
+@click.command(context_settings=CONTEXT_SETTINGS)
+@click.argument("model")
+@click.option(
+    "--environments",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=DEFAULT_ENVIRONMENTS,
+    show_default=True,
+    help="Where `make peers` has put the others.",
+)
+@click.option("--draft-model", type=click.Path(exists=True, path_type=Path), help="For the peers that draft with one.")
+@click.option("--dtype", type=click.Choice(("bfloat16", "float32")), default="bfloat16", show_default=True)
+@click.option("--threads", "num_threads", type=click.IntRange(1), help="Of every peer. Default: one for each core.")
+@click.option("--concurrency", "concurrencies", default="1,4,16", show_default=True, callback=numbers)
+@click.option("--num-prompts", type=click.IntRange(1, 64), default=16, show_default=True, help="Of a load, at least.")
+@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Of every prompt, exactly.")
+@click.option("--prefix/--no-prefix", default=False, show_default=True, help="Also with a shared document in front.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Figures are their medians.")
+@click.option("--only", multiple=True, help="A peer's name, or the beginning of several; may be given several times.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="PNG.")
+def peers(
+    model: str, json_file: Path | None, markdown_file: Path | None, plot_file: Path | None, **options: Any
+) -> None:
+    """Measure MODEL beside transformers, vLLM, OpenVINO and llama.cpp: a folder, a GGUF file or `smollm2`."""
+    if plot_file is not None:
+        require_extra("plots", "--plot")
+    from outrider.lab.peers.process import PeerError
+    from outrider.lab.peers.report import to_json, to_markdown, to_table
+
+    try:
+        result = _run(model, **options)
+    except (PeerError, ValueError, OSError) as error:  # OSError: no such model
+        raise click.ClickException(str(error)) from error
+    console_of(PLAIN_WIDTH).print(to_table(result))
+    if json_file is not None:
+        json_file.write_text(json.dumps(to_json(result), indent=2) + "\n")
+    if markdown_file is not None:
+        markdown_file.write_text(to_markdown(result))
+    if plot_file is not None:
+        from outrider.lab.peers.plot import plot
+
+        plot(result, plot_file)
+
+
+def _run(model: str, *, num_threads: int | None, repeats: int, **options: Any) -> PeersResult:
+    import os
+
+    from outrider.cluster.config.known_models import path_of
+    from outrider.lab.bench.pairs import describe_machine, measure_read_speed, streamed_weight_bytes
+    from outrider.lab.peers.measure import measure
+    from outrider.lab.peers.process import PeerError, PeerProcess
+    from outrider.lab.peers.report import PeerFacts, PeersResult
+    from outrider.verifier_service.model.config import ModelConfig
+
+    config = ModelConfig(path=path_of(model), dtype=options["dtype"])
+    threads = num_threads or len(os.sched_getaffinity(0))
+    loads = _loads(config, options)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-peers-")))
+        chosen, missing = _peers(model, config, loads, folder, options)
+        on_run = stack.enter_context(show_progress(len(chosen) * len(loads) * (repeats + 1)))
+        processes: list[PeerProcess] = []
+        for number, peer in enumerate(chosen):
+            log = folder / f"{number}.log"
+            try:
+                process = PeerProcess(peer, num_threads=threads, log=log, clock=time.perf_counter)
+            except PeerError as error:  # others are worth a row nevertheless
+                missing[peer.name] = str(error)
+            else:
+                processes.append(stack.enter_context(process))
+        if not processes:
+            raise PeerError("; ".join(missing.values()))
+        measured = measure(processes, loads, repeats=repeats, on_run=on_run)
+        return PeersResult(
+            machine=str(describe_machine()),
+            num_threads=threads,
+            dtype=config.dtype,
+            loads=tuple(loads),
+            repeats=repeats,
+            measured=measured,
+            peers=tuple(PeerFacts(p.name, p.version, p.ready_s, p.peak_memory_bytes()) for p in processes),
+            missing=missing,
+            weights_read_s=streamed_weight_bytes(config) / measure_read_speed(time.perf_counter),
+        )
+
+
+def _peers(
+    model: str, config: ModelConfig, loads: Sequence[Load], folder: Path, options: Mapping[str, Any]
+) -> tuple[list[Peer], dict[str, str]]:
+    """Choose who is measured, and say why the others are not; writes what they read into `folder`."""
+    from outrider.cluster.config.known_models import drafter_paths
+    from outrider.drafter_service.service.speculative_config import Method
+    from outrider.lab.peers.arms import all_peers
+    from outrider.verifier_service.model.architectures import resolve_folder
+    from outrider.verifier_service.model.gguf import is_gguf
+
+    half: Path | None = None
+    if is_gguf(config.path):
+        require_extra("gguf", config.path)
+        from outrider.lab.peers.half_gguf import write_half_gguf
+
+        half = folder / "half.gguf"
+        write_half_gguf(Path(config.path), half)
+    head = drafter_paths(model).get(Method.EAGLE3)
+    found, missing = all_peers(
+        options["environments"],
+        model=resolve_folder(config),
+        draft_model=options["draft_model"],
+        head=head,
+        half_gguf=half,
+        dtype=config.dtype,
+        max_num_seqs=max(load.concurrency for load in loads),
+        max_model_len=max(len(prompt) + load.max_tokens for load in loads for prompt in load.prompts) + 1,
+    )
+    only = options["only"]
+    return [peer for peer in found if not only or peer.name.startswith(tuple(only))], missing
+
+
+def _loads(config: ModelConfig, options: Mapping[str, Any]) -> list[Load]:
+    from outrider.lab.peers.measure import Load, chat_encoder, chat_prompts, prefixed_prompts
+    from outrider.verifier_service.model.tokenizer import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(config)
+    kinds = {"chat": chat_prompts(chat_encoder(tokenizer))}
+    if options["prefix"]:
+        kinds["shared prefix"] = prefixed_prompts(tokenizer.encode, kinds["chat"])
+    return [
+        Load(
+            name=f"{kind}, {concurrency} at a time",
+            concurrency=concurrency,
+            prompts=tuple(prompts[: max(options["num_prompts"], concurrency)]),
+            max_tokens=options["max_tokens"],
+        )
+        for kind, prompts in kinds.items()
+        for concurrency in options["concurrencies"]
+    ]

@@ -1,0 +1,152 @@
+"""Show what a simulation found: tables for the terminal, JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cluster.common.terminal import NOTHING
+from outrider.lab.simulate import figures as simulate_figures
+from outrider.lab.simulate.break_even import BreakEven
+from outrider.lab.simulate.figures import RunFigures
+from outrider.lab.simulate.money import Worth
+from outrider.lab.simulate.studies import DayStudy, FleetStudy, Plan
+
+FORMAT_VERSION = 1
+
+
+def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
+    return NOTHING if value is None else f"{value * scale:,.{digits}f}"
+
+
+COLUMNS: tuple[tuple[str, Callable[[RunFigures], str]], ...] = (
+    ("arm", lambda row: row.name),
+    ("requests/s", lambda row: _number(row.qps, 1)),
+    ("accelerators", lambda row: str(row.num_accelerators)),
+    ("tokens/s", lambda row: _number(row.tokens_per_s, 0)),
+    ("per accelerator", lambda row: _number(row.tokens_per_s_per_accelerator, 0)),
+    ("goodput", lambda row: _number(row.goodput_tokens_per_s, 0)),
+    ("in SLO", lambda row: f"{row.good_share:.0%}"),
+    ("TTFT p50 ms", lambda row: _number(row.ttft_p50_s, 0, 1e3)),
+    ("p99", lambda row: _number(row.ttft_p99_s, 0, 1e3)),
+    ("TPOT p50 ms", lambda row: _number(row.tpot_p50_s, 1, 1e3)),
+    ("p99", lambda row: _number(row.tpot_p99_s, 1, 1e3)),
+    ("drafted", lambda row: _number(row.draft_length, 1)),
+    ("length", lambda row: _number(row.mean_acceptance_length, 2)),
+)
+
+
+def runs_table(rows: Sequence[RunFigures], title: str) -> Table:
+    """Draw one line per run."""
+    table = Table(title=title, title_justify="left")
+    for heading, _ in COLUMNS:
+        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell(row) for _, cell in COLUMNS))
+    return table
+
+
+def fleet_table(study: FleetStudy) -> RenderableType:
+    """Draw one fleet's figures and the simulation's own speed."""
+    speed = (
+        f"{study.figures.num_requests:,} requests, {study.figures.num_steps:,} steps, {study.figures.num_events:,} "
+        f"events in {study.wall_s:.1f} s: {study.events_per_s:,.0f} events/s, {study.requests_per_s:,.0f} requests/s"
+    )
+    return Group(runs_table([study.figures], "Simulated fleet"), Text(speed))
+
+
+def day_table(study: DayStudy) -> RenderableType:
+    """Draw a day's figures and how often the pools changed."""
+    verifiers = [sample.num_verifiers for sample in study.samples]
+    drafters = [sample.num_drafters for sample in study.samples]
+    changes = f"{_num_turns(verifiers)} and {_num_turns(drafters)} turns from growing to shrinking or back"
+    pools = f"verifiers {min(verifiers)} to {max(verifiers)}, drafters {min(drafters)} to {max(drafters)}; {changes}"
+    return Group(runs_table([study.figures], "Simulated day"), Text(pools))
+
+
+def _num_turns(sizes: Sequence[int]) -> int:
+    moves = [1 if after > before else -1 for before, after in itertools.pairwise(sizes) if after != before]
+    return sum(before != after for before, after in itertools.pairwise(moves))
+
+
+WORTHS: tuple[tuple[str, Callable[[Worth], float]], ...] = (
+    ("tokens/s per verifier device", lambda worth: worth.per_verifier_device),
+    ("per device", lambda worth: worth.per_device),
+    ("per price/h", lambda worth: worth.per_price),
+)
+WORTH_NOTE = (
+    "Tokens/s at the highest load within the bounds, with the best number of drafters; per price/h: for each unit of "
+    "price that is paid per hour."
+)
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """Draw what each layout needs for the rate, and what it gives for a device and for a price."""
+    table = Table(title=f"{plan.qps:g} requests/s, {plan.share:.0%} of them within the bounds", title_justify="left")
+    bought = ("verifiers", "drafters", "accelerators", "price/h")
+    for heading in ("layout", *bought, *(heading for heading, _ in WORTHS), "TPOT p50 ms"):
+        table.add_column(heading, justify="left" if heading == "layout" else "right")
+    for layout in plan.layouts:
+        name, best = layout.name, layout.capacity
+        if best is None:
+            table.add_row(name, *([NOTHING] * len(bought)), *(["0"] * len(WORTHS)), NOTHING)
+            continue
+        purchase = plan.purchases[name]
+        table.add_row(
+            name,
+            str(purchase.num_verifiers),
+            str(purchase.num_drafters),
+            str(purchase.num_accelerators),
+            _number(purchase.price_per_hour, 2),
+            *(_number(value(plan.worths[name]), 0) for _, value in WORTHS),
+            _number(best.tpot_p50_s, 1, 1e3),
+        )
+    return Group(table, Text(WORTH_NOTE), Text(plan.verdict))
+
+
+def break_even_table(study: BreakEven) -> RenderableType:
+    """Draw what layouts give in steady states, and up to which price drafters of their own pay."""
+    table = Table(title=f"{study.num_verifiers} verifiers in a steady state", title_justify="left")
+    for heading in ("layout", "drafters", *(heading for heading, _ in WORTHS), "requests each", "draft", "TPOT ms"):
+        table.add_column(heading, justify="left" if heading == "layout" else "right")
+    for layout in study.layouts:
+        state = layout.state
+        table.add_row(
+            layout.name,
+            str(layout.num_drafters),
+            *(_number(value(layout.worth), 0) for _, value in WORTHS),
+            *((NOTHING,) * 3 if state is None else (str(state.num_decoding), str(state.draft_length))),
+            *(() if state is None else (_number(state.tpot_s, 1, 1e3),)),
+        )
+    return Group(table, Text(WORTH_NOTE), Text(study.verdict), Text(), _ratios_table(study))
+
+
+def _ratios_table(study: BreakEven) -> RenderableType:
+    title = (
+        f"A drafter's {study.draft_accelerator} may cost so much of a verifier's accelerator until drafters stop paying"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("acceptance")
+    for link_ms in next(iter(study.ratios.values())):
+        table.add_column(f"link {link_ms:g} ms", justify="right")
+    for acceptance, row in study.ratios.items():
+        table.add_row(f"{acceptance:g}", *("never" if at is None else _number(at, 2) for at in row.values()))
+    wins = sum(at is not None and at >= study.price_ratio for row in study.ratios.values() for at in row.values())
+    places = sum(len(row) for row in study.ratios.values())
+    note = f"At the prices given it costs {study.price_ratio:.2f}: drafters pay at {wins} of {places} places."
+    return Group(table, Text(note))
+
+
+def to_json(value: FleetStudy | DayStudy | Plan | BreakEven | Sequence[RunFigures]) -> dict[str, Any]:
+    """Describe a study for programs: times in seconds, rates as fractions."""
+    if isinstance(value, Sequence):
+        body: dict[str, Any] = {"runs": [dataclasses.asdict(row) for row in value]}
+    else:
+        body = dataclasses.asdict(value)
+    return {"format_version": FORMAT_VERSION, "definitions": simulate_figures.__doc__, **body}

@@ -1,0 +1,157 @@
+"""Table, Markdown and JSON of a benchmark say the same, and say what differed."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from outrider.lab.bench.figures import (
+    LIBRARY,
+    LIBRARY_ASSISTED,
+    SHARED,
+    BenchResult,
+    Figures,
+    Machine,
+    Row,
+    Workload,
+)
+from outrider.lab.bench.report import (
+    LATENCY_COLUMNS,
+    NOTHING,
+    THROUGHPUT_COLUMNS,
+    footnotes,
+    to_json,
+    to_markdown,
+    to_table,
+)
+
+FIGURES = Figures(
+    tokens_per_s=123.44,
+    acceptance_rate=None,
+    mean_acceptance_length=None,
+    time_to_first_token_p50_s=0.0123,
+    inter_token_p50_s=0.00456,
+    inter_token_p99_s=None,
+    bandwidth_share=0.421,
+    num_target_steps=77,
+    num_empty_rounds=0,
+)
+SPECULATED = dataclasses.replace(FIGURES, acceptance_rate=0.62, mean_acceptance_length=3.48, num_empty_rounds=2)
+MACHINE = Machine(
+    cpu="Test CPU",
+    num_cores=2,
+    memory_bytes=8 << 30,
+    load_average=0.25,
+    python="3.11.1",
+    torch="2.13.0",
+    transformers="5.23.0",
+)
+
+
+def row(arm: str, figures: Figures, *, concurrency: int = 1, pair: str = "as shipped", **changes: object) -> Row:
+    fields = {"ratio": 1.0, "repeats": (figures, figures), "first_differences": {}} | changes
+    return Row(pair=pair, concurrency=concurrency, arm=arm, figures=figures, **fields)
+
+
+def result(*rows: Row, temperature: float = 0.0) -> BenchResult:
+    return BenchResult(
+        machine=MACHINE,
+        target="/target",
+        draft="/draft",
+        baseline=LIBRARY,
+        workload=Workload(prompts=((1, 2), (3,)), max_tokens=32, temperature=temperature),
+        repeats=2,
+        read_bytes_per_s={1: 8e9, 2: 15e9},
+        rows=rows,
+    )
+
+
+PLAIN = row(LIBRARY, FIGURES)
+OURS = row(SHARED, SPECULATED, ratio=2.5)
+DIFFERING = row(SHARED, SPECULATED, ratio=2.5, concurrency=4, first_differences={1: 17})
+
+
+def drawn(shown: BenchResult, columns: tuple = THROUGHPUT_COLUMNS) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(to_table(shown, columns))
+    return console.file.getvalue()
+
+
+def test_table_and_page_show_the_same_cells() -> None:
+    cells = [SHARED, "123.4", "2.50", "62 %", "3.48", "12.3 ms", "4.56 ms", NOTHING, "42 %", "77"]
+    line = next(line for line in drawn(result(PLAIN, OURS)).splitlines() if SHARED in line and "123.4" in line)
+    assert [cell.strip() for cell in line.strip("│").split("│")] == cells
+    assert "| " + " | ".join(cells) + " |" in to_markdown(result(PLAIN, OURS), THROUGHPUT_COLUMNS).splitlines()
+
+
+def test_the_latency_table_begins_with_latency() -> None:
+    headings = [column.heading for column in LATENCY_COLUMNS]
+    assert headings[:4] == ["arm", "first token p50", "inter-token p50", "p99"]
+    assert sorted(headings) == sorted(column.heading for column in THROUGHPUT_COLUMNS)
+
+
+def test_what_was_not_measured_is_shown_as_such() -> None:
+    line = next(line for line in drawn(result(row(LIBRARY, FIGURES, ratio=None))).splitlines() if "123.4" in line)
+    assert line.count(f" {NOTHING} ") == 4  # ratio, acceptance, its length, p99
+
+
+def test_rows_stand_under_their_pair_and_concurrency() -> None:
+    page = to_markdown(result(PLAIN, OURS, DIFFERING), THROUGHPUT_COLUMNS)
+    assert (
+        page.index("**as shipped, concurrency 1**") < page.index("2.50") < page.index("**as shipped, concurrency 4**")
+    )
+
+
+@pytest.mark.parametrize("show", [drawn, lambda shown: to_markdown(shown, THROUGHPUT_COLUMNS)])
+def test_machine_and_work_are_named(show) -> None:
+    text = " ".join(show(result(PLAIN)).split())
+    for fact in ("Test CPU", "2 cores", "torch 2.13.0", "transformers 5.23.0", "2 prompts", "32 tokens", "15.0 GB/s"):
+        assert fact in text
+
+
+def test_differing_tokens_are_told() -> None:
+    (note,) = [note for note in footnotes(result(PLAIN, OURS, DIFFERING)) if "whose greedy tokens differ" in note]
+    assert f"as shipped, concurrency 4, {SHARED}: 1." in note
+    assert "concurrency 1," not in note
+    assert any("differ" in note and "none, in any arm" in note for note in footnotes(result(PLAIN, OURS)))
+
+
+def test_sampled_tokens_are_not_compared() -> None:
+    notes = footnotes(result(row(SHARED, SPECULATED, first_differences=None), temperature=0.8))
+    assert "Sampled tokens are not compared." in notes
+    assert not any("greedy" in note for note in notes)
+
+
+def test_reservations_stand_where_they_apply() -> None:
+    def says(words: str, *rows: Row) -> bool:
+        return any(words in note for note in footnotes(result(*rows)))
+
+    assert says("one after another", row(LIBRARY_ASSISTED, SPECULATED, concurrency=4))
+    assert not says("one after another", row(LIBRARY_ASSISTED, SPECULATED), row(LIBRARY, FIGURES, concurrency=4))
+    assert says("cost ratio", row(LIBRARY, FIGURES, pair="target inflated to 100 M"))
+    assert not says("cost ratio", PLAIN)
+    assert says(f"without a draft though speculation was on: as shipped, concurrency 1, {SHARED}: 2.", PLAIN, OURS)
+    assert not says("without a draft", PLAIN)
+
+
+def test_json_has_every_figure_of_every_repeat() -> None:
+    document = json.loads(json.dumps(to_json(result(PLAIN, DIFFERING))))
+    assert document["machine"]["cpu"] == "Test CPU"
+    assert document["workload"] == {
+        "num_prompts": 2,
+        "max_tokens": 32,
+        "temperature": 0.0,
+        "num_speculative_tokens": 4,
+    }
+    assert document["read_bytes_per_s"] == {"1": 8e9, "2": 15e9}
+    assert "inter-token time" in document["definitions"]
+    names = {field.name for field in dataclasses.fields(Figures)}
+    for entry in document["rows"]:
+        assert entry.keys() == names | {"pair", "concurrency", "arm", "ratio", "repeats", "first_differences"}
+        assert [repeat.keys() for repeat in entry["repeats"]] == [names, names]
+    assert document["rows"][1]["first_differences"] == {"1": 17}
+    assert document["rows"][1]["tokens_per_s"] == 123.44

@@ -1,0 +1,41 @@
+"""What is said of a drafter's end, and of a token that changed."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from fakes.played import played_answer
+from outrider.lab.demo.answers import require_same
+from outrider.lab.demo.kill import Kill, Recovery
+
+STREAM = (("a", "accepted"), ("b", "recovered"), ("c", "plain"))
+
+
+def test_the_longest_pause_is_one_from_the_kill_on():
+    stream = played_answer(*STREAM, every_s=1.0)
+    assert Kill(answer=stream, struck_s=1.4, recovery=Recovery()).longest_pause_s == 1.0
+    assert Kill(answer=stream, struck_s=9.0, recovery=Recovery()).longest_pause_s == 0.0
+
+
+def test_the_outcome_is_one_line():
+    kill = Kill(answer=played_answer(*STREAM), struck_s=0.15, recovery=Recovery(drafter_s=5.0, draft_s=7.4))
+    assert kill.outcome == "none of 3 tokens changed; longest pause 100 ms; drafts again after 7.2 s"
+
+
+def test_a_drafter_that_does_not_come_back_is_said():
+    assert Recovery().after(1.0) == "no other drafter within 30 s"
+
+
+def test_a_drafter_that_finds_nothing_is_no_failure():
+    assert Recovery(drafter_s=6.0).after(1.0) == "another drafter after 5.0 s, which found nothing to draft"
+
+
+def test_the_same_tokens_pass_whatever_their_origin():
+    require_same(played_answer(("a", "plain")), played_answer(("a", "accepted")), "HTTP")
+
+
+@pytest.mark.parametrize("tokens", [(("a", "plain"), ("xyz", "plain")), (("a", "plain"),)])
+def test_another_token_or_a_missing_one_is_an_error(tokens: tuple[tuple[str, str], ...]):
+    with pytest.raises(click.ClickException, match="HTTP: token 2 differs"):
+        require_same(played_answer(("a", "plain"), ("bc", "plain")), played_answer(*tokens), "HTTP")

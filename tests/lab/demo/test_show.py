@@ -1,0 +1,62 @@
+"""Which drafter the demo has, what it asks, and what a log sees of a wait."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.gateway.text_codec import TextCodec
+from outrider.lab.demo.questions import questions_for
+from outrider.lab.demo.show import STAND_IN, run, with_drafter
+from outrider.lab.demo.waiting import show_wait
+from outrider.verifier_service.model.tokenizer import load_tokenizer
+
+
+def test_a_model_with_a_drafter_keeps_it():
+    assert with_drafter(ServiceConfig()) == ServiceConfig()
+
+
+def test_one_without_gets_one_that_needs_no_checkpoint():
+    config = with_drafter(ServiceConfig(model=ServiceConfig().target_path))  # by its folder it has none
+    assert config.speculative_config == STAND_IN
+    assert config.has_drafters
+
+
+@pytest.mark.parametrize(
+    "options", [{"speculative_config": {"method": "ngram", "location": "verifier"}}, {"num_drafters": 0}]
+)
+def test_without_a_pool_there_is_nothing_to_kill(options: dict):
+    with pytest.raises(ValueError, match="there must be one"):
+        with_drafter(ServiceConfig(**options))
+
+
+def test_on_a_shared_cluster_nothing_is_killed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ValueError, match="unset RAY_ADDRESS"):
+        run(ServiceConfig(), Console(file=io.StringIO()))
+
+
+def test_the_embedded_model_goes_on_with_code_it_has_not_seen():
+    codec = TextCodec(load_tokenizer(ServiceConfig().verifier_spec.model))
+    questions = questions_for(None, codec)
+    assert {question.path for question in questions.burst} == {"/v1/completions"}
+    chats = questions_for("a chat model", codec)
+    assert {question.path for question in (*chats.over_http, *chats.over_grpc, chats.long)} == {"/v1/chat/completions"}
+    assert len({question.shown for question in chats.burst}) == 256
+
+
+def test_a_log_gets_one_line_of_a_wait():
+    written = io.StringIO()
+    with show_wait("waiting", 10, Console(file=written, width=20)) as on_work:
+        on_work(5, "half")
+    assert written.getvalue() == "waiting …\n"
+
+
+def test_a_terminal_gets_a_bar():
+    written = io.StringIO()
+    with show_wait("waiting", 10, Console(file=written, force_terminal=True, width=100)) as on_work:
+        on_work(5, "half")
+    assert "50%" in written.getvalue()

@@ -1,0 +1,75 @@
+"""The verb on a tiny checkpoint, with the engines that this environment has."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from outrider.cluster.cli.main import main
+from outrider.drafter_service import embedded
+from outrider.lab.peers import outrider_worker, transformers_worker
+from outrider.lab.peers.arms import all_peers
+
+OURS = ("Outrider off", "Outrider off, again", "Outrider adaptive", "Outrider fixed")
+OTHERS = ("transformers", "transformers look-up", "Outrider draft model", "transformers assisted")
+WORKERS = {"outrider_worker.py": outrider_worker, "transformers_worker.py": transformers_worker}
+
+
+def test_every_mode_makes_the_same_tokens_in_this_process(tmp_path):
+    load = tiny_load()
+    peers, _ = all_peers(
+        tmp_path,
+        model=embedded.target_path(),
+        draft_model=embedded.draft_path(),
+        head=None,
+        half_gguf=None,
+        dtype="float32",
+        max_num_seqs=load.concurrency,
+        max_model_len=64,
+    )
+    assert tuple(peer.name for peer in peers) == OURS + OTHERS
+    found = {}
+    for peer in peers:
+        _, generate = WORKERS[peer.script].load({**peer.options, "num_threads": 1})
+        found[peer.name] = generate([list(prompt) for prompt in load.prompts], load.max_tokens)
+    assert len({str(tokens) for tokens in found.values()}) == 1, found
+    assert [len(tokens) for tokens in found["transformers"]] == [load.max_tokens] * load.concurrency
+
+
+# a process takes ten seconds to start, so that the long list is a soak's
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [
+        (("Outrider off", "transformers assisted"), (*OURS[:2], OTHERS[-1])),
+        pytest.param((), OURS + OTHERS, marks=pytest.mark.soak),
+    ],
+    ids=["some", "all"],
+)
+def test_engines_of_this_environment_make_the_same_tokens(tmp_path, monkeypatch, only, names):
+    monkeypatch.setattr("outrider.lab.peers.verb._loads", lambda *_: [tiny_load()])
+    found, page = tmp_path / "found.json", tmp_path / "page.md"
+    pair = [str(embedded.target_path()), "--draft-model", str(embedded.draft_path())]
+    arguments = [*pair, "--dtype", "float32", "--repeats", "1", "--threads", "1"]
+    picture = tmp_path / "bars.png"
+    outputs = ["--json", str(found), "--markdown", str(page), "--environments", str(tmp_path), "--plot", str(picture)]
+    chosen = [option for name in only for option in ("--only", name)]
+    result = CliRunner().invoke(main, ["bench", "peers", *arguments, *outputs, *chosen])
+    assert result.exit_code == 0, result.output
+    read = json.loads(found.read_text())
+    assert tuple(peer["name"] for peer in read["peers"]) == names
+    assert page.read_text().count("100% |") == len(names), page.read_text()
+    assert read["missing"].keys() == {
+        *("vLLM", "vLLM look-up", "vLLM draft model", "vLLM from our pool"),
+        *("OpenVINO", "OpenVINO look-up", "llama.cpp"),
+    }
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def tiny_load():
+    from outrider.lab.peers.measure import Load
+
+    prompts = tuple((5 + n, 80, 90, 5 + n, 80) for n in range(2))
+    return Load(name="tiny", concurrency=2, prompts=prompts, max_tokens=6)
