@@ -7,7 +7,7 @@ import gc
 import pytest
 from hypothesis import settings
 
-from slow_list import Stopwatch, function_of, slow_functions
+from slow_list import Stopwatch, function_of, seconds_by_file, slow_functions
 
 settings.register_profile("outrider", derandomize=True, deadline=None, database=None)
 settings.load_profile("outrider")
@@ -24,6 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _put_in_order(items)
     slow = slow_functions()
     for item in items:
         if function_of(item.nodeid) in slow:
@@ -33,6 +34,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_items and not _cuda_is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
+
+
+def _put_in_order(items: list[pytest.Item]) -> None:
+    """Put services with a Ray of their own before those that share one, and long files before short ones.
+
+    A file's tests stay together. One that takes long must not come last, when the other worker has nothing left.
+    """
+    seconds = seconds_by_file()
+    items.sort(
+        key=lambda item: (
+            "shared_ray" in getattr(item, "fixturenames", ()),
+            0.0 if item.get_closest_marker("service") else -seconds[item.nodeid.partition("::")[0]],
+        )
+    )
 
 
 def _require_findable_services(items: list[pytest.Item]) -> None:

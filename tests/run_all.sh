@@ -1,26 +1,47 @@
 #!/usr/bin/env bash
-# Run all tests but soaks; arguments go to pytest. Whole services are started one after another with nothing beside them:
-# a starved process breaks what has time-outs. Everything else follows in two workers. Last come the closing lines of both.
+# Run all tests but soaks; arguments go to pytest. In the foreground whole services start one after another. Beside them
+# run, in the idle class, tests that only compute: they take what services leave and wait for no clock, while a starved
+# service breaks what has time-outs. Everything else follows in two workers. Last come each run's time, the share of the
+# processors that was in use meanwhile, and its closing line.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-PYTEST=(.venv/bin/python -m pytest -rs)
+PYTEST=(.venv/bin/python -m pytest -rs --durations=40)
+# a worker has a core: more threads than cores wait for each other. By file, in conftest.py's order
+WORKERS=(env OMP_NUM_THREADS=1 "${PYTEST[@]}" --numprocesses 2 --dist loadfile --no-loadscope-reorder)
+IDLE=(nice -n 19)
+command -v chrt >/dev/null && IDLE=(chrt --idle 0)
+COMPUTING=(tests/exactness tests/drafter_service tests/lab tests/parity)
+for room in cpu gpu messages model pricing sampling scheduling; do COMPUTING+=("tests/verifier_service/$room"); done
 logs=$(mktemp -d)
-status=0
 trap 'rm -rf "$logs"' EXIT
 
-run() { # NAME of the log, then pytest's arguments; 5: they left it no tests
-	"${PYTEST[@]}" "${@:2}" 2>&1 | tee "$logs/$1"
-	local run_status=$?
-	((run_status == 0 || run_status == 5)) || status=$run_status
+busy() { awk '/^cpu / { print $2 + $3 + $4 + $7 + $8 }' /proc/stat; } # hundredths of a second, of all processors together
+
+run() { # NAME of the log, then a command: what it prints goes there as well
+	local begin=$SECONDS before status share
+	before=$(busy)
+	"${@:2}" 2>&1 | tee "$logs/$1.log"
+	status=$?
+	share=$((($(busy) - before) / ($(nproc) * (SECONDS - begin + 1))))
+	echo "$1: $((SECONDS - begin)) s, $share % of the processors" >>"$logs/times"
+	((status == 0 || status == 5)) || echo "$status" >>"$logs/failures" # 5: the arguments left it no tests
 }
 
-# of the files that have services alone, where none is named: to collect all takes most of a minute (conftest.py sees to it)
-files=()
-[[ " $*" == *" tests/"* ]] || mapfile -t files < <(grep --recursive --files-with-matches --include="test_*.py" "mark\.service" tests)
-run 1 -m "service and not soak" "${files[@]}" "$@"
-# a worker has a core: more threads than cores wait for each other. By name, not by their number of tests: a file of few
-# that takes minutes does not come last then, when the other worker has nothing left
-OMP_NUM_THREADS=1 run 2 -m "not (service or soak)" --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
-tail --quiet --lines 1 "$logs"/*
-exit "$status"
+if [[ " $*" == *" tests/"* ]]; then # some files alone
+	run services "${PYTEST[@]}" -m "service and not soak" "$@"
+	run rest "${WORKERS[@]}" -m "not (service or soak)" "$@"
+else
+	# the files that have services alone: to collect all takes most of a minute (conftest.py sees that they are found)
+	mapfile -t services < <(grep --recursive --files-with-matches --include="test_*.py" "mark\.service" tests)
+	# the kernels are compiled now, not by each of the first processes at once
+	.venv/bin/python -c 'import torch; from outrider.verifier_service.cpu.kernels import load_kernels as load; load(torch.float32)'
+	run computing "${IDLE[@]}" "${WORKERS[@]}" -m "not (service or soak)" "${COMPUTING[@]}" "$@" >/dev/null &
+	run services "${PYTEST[@]}" -m "service and not soak" "${services[@]}" "$@"
+	wait
+	cat "$logs/computing.log"
+	run rest "${WORKERS[@]}" -m "not (service or soak)" "${COMPUTING[@]/#/--ignore=}" "$@"
+fi
+cat "$logs/times"
+tail --quiet --lines 1 "$logs"/*.log
+exit "$(tail --lines 1 "$logs/failures" 2>/dev/null || echo 0)"

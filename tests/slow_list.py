@@ -1,4 +1,6 @@
-"""The functions whose cases take half a second or more together, one a line: `make check` leaves them out.
+"""The functions whose cases take half a second or more together, one a line with its seconds.
+
+`make check` leaves them out, and files that take long are begun first.
 
 `.venv/bin/python -m pytest -m "not (service or soak)" -n 2 --write-slow` writes the list; a run of some files changes
 what it says of those alone.
@@ -15,8 +17,18 @@ SLOW_LIST = Path(__file__).with_name("slow.txt")
 SLOW_S = 0.5
 
 
-def slow_functions() -> set[str]:
-    return set(SLOW_LIST.read_text().splitlines())
+def slow_functions() -> dict[str, float]:
+    """Return the seconds of every slow function, by its file and name."""
+    lines = (line.split(maxsplit=1) for line in SLOW_LIST.read_text().splitlines())
+    return {name: float(seconds) for seconds, name in lines}
+
+
+def seconds_by_file() -> Counter[str]:
+    """Return the seconds of every file that has slow functions."""
+    files: Counter[str] = Counter()
+    for name, seconds in slow_functions().items():
+        files[name.partition("::")[0]] += seconds
+    return files
 
 
 def function_of(nodeid: str) -> str:
@@ -35,6 +47,6 @@ class Stopwatch:
 
     def pytest_sessionfinish(self) -> None:
         """Say what this run knows: a function that it did not run stays as it was."""
-        slow = {function for function, seconds in self._seconds.items() if seconds >= SLOW_S}
-        names = slow | (slow_functions() - self._seconds.keys())
-        SLOW_LIST.write_text("".join(f"{name}\n" for name in sorted(names)))
+        slow = {function: seconds for function, seconds in self._seconds.items() if seconds >= SLOW_S}
+        unknown = {name: seconds for name, seconds in slow_functions().items() if name not in self._seconds}
+        SLOW_LIST.write_text("".join(f"{seconds:6.1f} {name}\n" for name, seconds in sorted((unknown | slow).items())))

@@ -113,25 +113,6 @@ def read_children(found: Sequence[ChildrenOnDevice]) -> list[Children]:
     return [chosen[row] for row in range(len(chosen))]
 
 
-def draft_tokens(
-    logits: torch.Tensor,
-    samplings: Sequence[DraftSampling],
-    positions: Sequence[int],
-    rng: torch.Generator,
-    *,
-    vocab_size: int,
-    top_n: int = 32,
-) -> list[tuple[int, SparseRow | None]]:
-    """Choose one token per row, with the distribution it was drawn from where it was drawn at random.
-
-    The arguments are those of `launch_children`.
-    """
-    found = launch_children(
-        logits, samplings, positions, rng, vocab_size=vocab_size, num_children=1, top_n=top_n, sampled=True
-    )
-    return [(children.token_ids[0], children.row) for children in read_children(found)]
-
-
 def quantised_rows(probs: torch.Tensor, top_n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keep the `top_n` likeliest tokens and round to integer weights that sum to DRAFT_PROB_SCALE.
 

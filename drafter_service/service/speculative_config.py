@@ -180,10 +180,6 @@ class SpeculativeConfig:
         """Whether a draft model or head must be given."""
         return any(_needs_checkpoint(method) for method in self.all_methods)
 
-    @property
-    def reads_states(self) -> bool:
-        return any(method in STATE_READING for method in self.all_methods)
-
 
 def _needs_checkpoint(method: Method) -> bool:
     # MTP layers come with the target; what a plug-in loads is its own affair

@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from exactness.drafter_checkpoints import head_folder, masked_draft_model
 from exactness.small_engines import Generated
 from outrider.cluster.config.service_config import ServiceConfig
@@ -117,6 +119,37 @@ def refusal(cell: Cell) -> str | None:
 
 SERVED = tuple(cell for cell in CELLS if refusal(cell) is None)
 REFUSED = tuple(cell for cell in CELLS if refusal(cell) is not None)
+
+# What `make test` runs; `make soak` runs all, as whoever changes a drafter or a message should.
+CROSSING = {  # one remote cell for each thing that crosses the link
+    "ids": "draft_model greedy drafts, chain, remote",
+    "rows": "draft_model, chain, remote",
+    "parents of a tree": "draft_model, tree, remote",
+    "all states": "eagle3, chain, remote",
+    "the last state": "medusa, tree, remote",
+    "predictions": "lookahead, chain, remote",
+}
+GROWING = {  # one cell for each way to grow a draft in each family of drafters
+    "model, chain": "draft_model, chain, remote",
+    "model, drawn tree": "draft_model, tree, remote",
+    "model, likeliest children": "draft_model top-k trees, tree, remote",
+    "model, point masses": "draft_model greedy drafts, tree, remote",
+    "model, another tokenizer's text": "draft_model by text, chain, remote",
+    "model, another tokenizer's ids": "draft_model in shared tokens, tree, remote",
+    "look-up, chain": "ngram, chain, remote",
+    "look-up, tree": "suffix, tree, remote",
+    "recurrent head": "eagle3, tree, remote",
+    "independent heads": "medusa, chain, remote",
+    "block of positions, head": "dflash, tree, remote",
+    "block of positions, model": "parallel_draft, chain, remote",
+    "target's own layers": "early_exit, tree, in process",
+    "one after another": "hybrid of suffix and draft model, tree, remote",
+}
+
+
+def soak_but(is_tested: Callable[[Cell], bool]) -> list[Any]:
+    """Return the served cells as parameters of a test; those that `make test` leaves out are marked as soaks."""
+    return [pytest.param(cell, marks=() if is_tested(cell) else pytest.mark.soak) for cell in SERVED]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,14 +2,16 @@
 
 Greedy and coupled: the embedded target's tokens are those of plain decoding, with greedy, seeded and unseeded requests
 in the same batches; remote drafters run in a process of their own, and hidden states cross the wire to them.
-Rejection: test_drafter_law. `docs/results/matrix.md` is the table of all cells (`drafter_table.py` writes it).
+`make test` runs every cell in process, where what drafts differs, and one remote cell for each thing that crosses;
+`make soak` runs all. Rejection: test_drafter_law. `docs/results/matrix.md` is the table of all cells
+(`drafter_table.py` writes it).
 """
 
 from __future__ import annotations
 
 import pytest
 
-from exactness.drafter_cells import CELLS, REFUSED, SERVED, Bench, Cell, refusal
+from exactness.drafter_cells import CELLS, CROSSING, GROWING, REFUSED, SERVED, Bench, Cell, Place, refusal, soak_but
 from exactness.drafter_runs import EQUAL_MODES, NUM_NEW_TOKENS, EmbeddedRuns
 from exactness.drafter_table import read_table, verdicts_of
 from outrider.drafter_service.service.speculative_config import Method
@@ -31,7 +33,12 @@ def embedded_runs(bench: Bench, tmp_path_factory) -> EmbeddedRuns:
     return EmbeddedRuns(bench, tmp_path_factory.mktemp("embedded"))
 
 
-@pytest.mark.parametrize("cell", SERVED, ids=str)
+def is_tested(cell: Cell) -> bool:
+    """Tell whether `make test` runs a cell: drafters in process, and each thing that crosses a link."""
+    return cell.place is Place.IN_PROCESS or str(cell) in CROSSING.values()
+
+
+@pytest.mark.parametrize("cell", soak_but(is_tested), ids=str)
 @pytest.mark.parametrize("mode", EQUAL_MODES, ids=lambda mode: mode.value)
 def test_tokens_are_those_of_plain_decoding(embedded_runs: EmbeddedRuns, cell: Cell, mode: VerificationMode) -> None:
     run = embedded_runs.run(cell)
@@ -53,6 +60,7 @@ def test_every_method_is_there() -> None:
     ours = set(Method) - {Method.PLUGIN}  # of other packages: tests/examples and test_plugin_drafter
     assert {cell.variant.method for cell in CELLS} == ours
     assert len(CELLS) == len(set(map(str, CELLS)))
+    assert {*CROSSING.values(), *GROWING.values()} <= set(map(str, SERVED))
 
 
 def test_the_table_lists_every_cell() -> None:

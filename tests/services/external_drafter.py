@@ -1,7 +1,7 @@
-"""A drafter of the test's own process that joins a live service, and does there whatever it is told to.
+"""A drafter of the test's own process that joins a service, and does there whatever it is told to.
 
-It runs the embedded draft model behind the real servicer and reports itself to the real router, so the verifier finds
-it like any other. A `Fault` changes what it says.
+It runs the embedded draft model behind the real servicer and reports itself to the router, so the verifier finds it
+like any other. A `Fault` changes what it says.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
-from ray import serve
 
 from fakes.in_process_port import InProcessPort
-from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
+from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.router.fleet import DrafterReport
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.rank_main import build_draft_engine
@@ -32,7 +31,6 @@ from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.tokenizer import fingerprint_of
-from services.live_service import LiveService
 
 REPORT_INTERVAL_S = 0.2
 
@@ -170,12 +168,20 @@ def _embedded_engine(config: ServiceConfig) -> DraftEngine:
     return build_draft_engine(spec, runner=ModelRunner(spec.model, TensorParallelGroup.single()))
 
 
+class Directory(Protocol):
+    """Where drafters report themselves: a service's router, or whoever holds links in its place."""
+
+    def report_drafter(self, report: DrafterReport) -> None: ...
+
+    def remove_drafter(self, drafter_id: str) -> None: ...
+
+
 class ExternalDrafter:
     """One drafter in this process; its faults change while it serves."""
 
-    def __init__(self, service: LiveService) -> None:
+    def __init__(self, directory: Directory) -> None:
         config = ServiceConfig()
-        self._router = serve.get_deployment_handle("Router", APP_NAME)
+        self._directory = directory
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="external-drafter", daemon=True)
         self._thread.start()
@@ -217,7 +223,7 @@ class ExternalDrafter:
         self._stopping.set()
         self._reports.join()
         self._reports = None
-        self._router.remove.remote(self.drafter_id).result(timeout_s=10)
+        self._directory.remove_drafter(self.drafter_id)
         assert self._server is not None
         asyncio.run_coroutine_threadsafe(self._server.stop(0), self._loop).result(10)
 
@@ -248,13 +254,13 @@ class ExternalDrafter:
                 max_draft_length=4,
                 load=DrafterLoad(mean_draft_s=0.001),
             )
-            self._router.report_drafter.remote(report).result(timeout_s=10)
+            self._directory.report_drafter(report)
             self._stopping.wait(REPORT_INTERVAL_S)
 
 
 @contextmanager
-def external_drafter(service: LiveService) -> Iterator[ExternalDrafter]:
-    drafter = ExternalDrafter(service)
+def external_drafter(directory: Directory) -> Iterator[ExternalDrafter]:
+    drafter = ExternalDrafter(directory)
     try:
         yield drafter
     finally:

@@ -1,14 +1,16 @@
 """Failures of real processes and links, each driven against a live service while streams run.
 
 `Drill.run` is one run of one case: streams begin, the failure strikes after some chunks, every stream is compared with
-what plain decoding gives, the fleet is waited for. tests/services/test_failures.py runs each case once, the soak twenty
-times.
+what plain decoding gives, the fleet is waited for. test_failures.py runs each case of a fleet once,
+test_bad_drafters.py those of drafters and links, against a verifier without Ray; the soak runs all against whole
+services, twenty times.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import signal
 import threading
@@ -26,12 +28,15 @@ from outrider.cluster.config.known_models import SMOLLM2
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.lab.peers.measure import PROMPTS
 from services.external_drafter import HONEST, ExternalDrafter, Fault, external_drafter
-from services.live_service import LiveService, Streamed, live_service
+from services.live_service import LiveService, SharedRay, Streamed
+from services.local_verifier import LocalVerifier, local_verifier
 
 MAX_TOKENS = 240
 NUM_STREAMS = 4
 STREAM_TIMEOUT_S = 120.0
 ENGINE_TIMEOUT_S = 4.0
+MAX_PAUSE_S = 60.0  # the only verifier of a service starts again
+MAX_DRAFTER_PAUSE_S = 3.0  # a round's deadline is at most 1 s
 SAMPLINGS: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "seed": 11})
 
 Inject = Callable[[], None]
@@ -42,7 +47,7 @@ class Case:
     """One kind of failure; `prepare` looks up what to strike before the streams begin."""
 
     name: str
-    prepare: Callable[[LiveService, int], Inject]
+    prepare: Callable[[Any, int], Inject]  # of a `LiveService`, where it does more than to strike
     ends_streams: bool = False  # its clients are told so; everything else is invisible but for a pause
 
     @property
@@ -99,10 +104,11 @@ PARALLEL_CASES = (
 LINK_CASES = ("link cut", "link half-open")
 
 
-def require_unharmed(outcome: Outcome, *, num_failed: int = 0) -> None:
-    """Raise `AssertionError` unless no stream hung or changed, and so many were told of a failure."""
+def require_unharmed(outcome: Outcome, *, num_failed: int = 0, max_pause_s: float = math.inf) -> None:
+    """Raise `AssertionError` unless no stream hung, changed or paused longer, and so many were told of a failure."""
     assert outcome.num_hung == outcome.num_lost == outcome.num_doubled == 0, outcome
     assert outcome.num_failed == num_failed, outcome
+    assert outcome.longest_pause_s < max_pause_s, outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +124,12 @@ class Drill:
     """Runs failures against one service and knows what its streams should have brought."""
 
     def __init__(
-        self, service: LiveService, *, num_verifiers: int, num_drafters: int, traffic: Traffic | None = None
+        self,
+        service: LiveService | LocalVerifier,
+        *,
+        num_verifiers: int,
+        num_drafters: int,
+        traffic: Traffic | None = None,
     ) -> None:
         self.service = service
         self._size = (num_verifiers, num_drafters)
@@ -185,7 +196,7 @@ class Drill:
 class DrafterDrill(Drill):
     """The failures of a drafter and of the link to it, played by a drafter in this process."""
 
-    def __init__(self, service: LiveService, drafter: ExternalDrafter) -> None:
+    def __init__(self, service: LiveService | LocalVerifier, drafter: ExternalDrafter) -> None:
         super().__init__(service, num_verifiers=1, num_drafters=1)
         self._drafter = drafter
         self._proxy: TcpProxy | None = None
@@ -246,34 +257,36 @@ def _changes(expected: list[int], streamed: list[int]) -> tuple[int, int]:
     return len(expected) - num_common, len(streamed) - num_common
 
 
-@contextmanager
-def fleet_drill() -> Iterator[Drill]:
+def fleet_drill(shared_ray: SharedRay) -> Drill:
     """Two verifiers and two drafters."""
-    with live_service(num_verifiers=2, num_drafters=2, engine_timeout_s=ENGINE_TIMEOUT_S) as service:
-        yield Drill(service, num_verifiers=2, num_drafters=2)
+    service = shared_ray.service(num_verifiers=2, num_drafters=2, engine_timeout_s=ENGINE_TIMEOUT_S)
+    return Drill(service, num_verifiers=2, num_drafters=2)
 
 
-@contextmanager
-def real_drill() -> Iterator[Drill]:
+def real_drill(shared_ray: SharedRay) -> Drill:
     """Two verifiers of SmolLM2 and two drafters with its EAGLE-3 head, eight streams."""
     prompts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
-    with live_service(model=SMOLLM2, dtype="float32", num_verifiers=2, num_drafters=2, max_model_len=1024) as service:
-        traffic = Traffic(prompts=prompts, num_streams=8, max_tokens=96)
-        yield Drill(service, num_verifiers=2, num_drafters=2, traffic=traffic)
+    service = shared_ray.service(model=SMOLLM2, dtype="float32", num_verifiers=2, num_drafters=2, max_model_len=1024)
+    traffic = Traffic(prompts=prompts, num_streams=8, max_tokens=96)
+    return Drill(service, num_verifiers=2, num_drafters=2, traffic=traffic)
+
+
+def parallel_drill(shared_ray: SharedRay) -> Drill:
+    """One verifier of two ranks and two drafters of two ranks."""
+    service = shared_ray.service(tensor_parallel_size=2, draft_tensor_parallel_size=2, num_drafters=2, num_gateways=2)
+    return Drill(service, num_verifiers=1, num_drafters=2, traffic=Traffic(max_tokens=MAX_TOKENS // 2))
 
 
 @contextmanager
-def parallel_drill() -> Iterator[Drill]:
-    """One verifier of two ranks and one drafter of two ranks."""
-    with live_service(tensor_parallel_size=2, draft_tensor_parallel_size=2) as service:
-        yield Drill(service, num_verifiers=1, num_drafters=1)
-
-
-@contextmanager
-def drafter_drill() -> Iterator[DrafterDrill]:
-    """One verifier, and a drafter in this process."""
-    with (
-        live_service(num_drafters=0, wait_for_drafts=False) as service,
-        external_drafter(service) as drafter,
-    ):
+def drafter_drill(shared_ray: SharedRay) -> Iterator[DrafterDrill]:
+    """One verifier of a whole service, and a drafter in this process."""
+    service = shared_ray.service(num_drafters=0, wait_for_drafts=False)
+    with external_drafter(service) as drafter:
         yield DrafterDrill(service, drafter)
+
+
+@contextmanager
+def local_drill() -> Iterator[DrafterDrill]:
+    """One verifier without Ray, and a drafter in this process."""
+    with local_verifier() as verifier, external_drafter(verifier) as drafter:
+        yield DrafterDrill(verifier, drafter)

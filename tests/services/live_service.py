@@ -1,4 +1,4 @@
-"""A service of the embedded pair on a Ray of its own, as tests drive it: over its public ports, and by pid."""
+"""A service of the embedded pair, as tests drive it: over its public ports, and by pid."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import ray
 from ray import serve
+from ray.serve.config import HTTPOptions
 
 from outrider.cluster.common.reports import ROUTER_ERRORS
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
-from outrider.cluster.replicas.serving import running_service
-from outrider.cluster.router.fleet import DrafterState, VerifierState
+from outrider.cluster.replicas.app import build
+from outrider.cluster.replicas.serving import deploy, fetch_models, own_ray_options, start_ray
+from outrider.cluster.router.fleet import DrafterReport, DrafterState, VerifierState
 from outrider.verifier_service.model.ranks import free_ports
+
+HOST = "127.0.0.1"
+NUM_CPUS = 64  # Ray counts them to place ranks; here ranks share cores
 
 
 @dataclass
@@ -78,6 +84,13 @@ class LiveService:
         """Call a method of some replica of a deployment."""
         handle = serve.get_deployment_handle(deployment, APP_NAME)
         return getattr(handle, method).remote().result(timeout_s=30)
+
+    def report_drafter(self, report: DrafterReport) -> None:
+        """Tell the router of a drafter that is no replica of this service."""
+        serve.get_deployment_handle("Router", APP_NAME).report_drafter.remote(report).result(timeout_s=10)
+
+    def remove_drafter(self, drafter_id: str) -> None:
+        serve.get_deployment_handle("Router", APP_NAME).remove.remote(drafter_id).result(timeout_s=10)
 
     def kill(self, deployment: str, *, rank: int = 0, number: int = signal.SIGKILL) -> int:
         """Send a signal to a rank of a deployment; return its pid."""
@@ -147,14 +160,57 @@ def _holds(condition: Callable[[], bool]) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def live_service(*, wait_for_drafts: bool = True, **options: Any) -> Iterator[LiveService]:
-    """Start a service on free ports and wait for its first draft. Speculation is pinned on unless said otherwise."""
-    port, grpc_port = free_ports(2)
-    options = {"speculation": "always", "port": port, "grpc_port": grpc_port, **options}
-    config = ServiceConfig(**options)
-    with running_service(config):
-        service = LiveService(config)
+class SharedRay:
+    """One Ray and one Serve for all services of a run, each deployed in the other's place.
+
+    They start with the first. `outrider serve` and its like bring a Ray of their own: test_serving.py.
+    """
+
+    def __init__(self) -> None:
+        self._exit = contextlib.ExitStack()  # of Ray and Serve
+        self._options: dict[str, Any] | None = None
+        self._service: LiveService | None = None
+        self._http_port = 0  # Serve's proxy keeps it, so do all services without TLS
+
+    def service(self, *, wait_for_drafts: bool = True, **options: Any) -> LiveService:
+        """Return the service that stands if it has these options, else one in its place.
+
+        Speculation is pinned on, and drafts are waited for, unless said otherwise.
+        """
+        if self._service is None or options != self._options:
+            self._clear()
+            self._service = self._deployed(options)
+            self._options = options
         if wait_for_drafts:
-            service.wait_for_drafts()
-        yield service
+            self._service.wait_for_drafts()
+        return self._service
+
+    def close(self) -> None:
+        self._clear()
+        self._exit.close()
+
+    def _deployed(self, options: dict[str, Any]) -> LiveService:
+        if not self._http_port:
+            self._start()
+        secure_port, grpc_port = free_ports(2)
+        port = secure_port if "ssl_certfile" in options else self._http_port
+        # a machine's ranks share its cores
+        config = ServiceConfig(
+            **{"speculation": "always", "threads_per_rank": 1, "port": port, "grpc_port": grpc_port, **options}
+        )
+        fetch_models(config)
+        deploy(build(config))
+        return LiveService(config)
+
+    def _start(self) -> None:
+        (self._http_port,) = free_ports(1)
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        start_ray(**{**own_ray_options(ServiceConfig()), "num_cpus": NUM_CPUS})
+        self._exit.callback(ray.shutdown)
+        serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=HOST, port=self._http_port))
+        self._exit.callback(serve.shutdown)
+
+    def _clear(self) -> None:
+        if self._service is not None:
+            serve.delete(APP_NAME)
+        self._service = self._options = None

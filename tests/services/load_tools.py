@@ -18,12 +18,24 @@ import grpc
 
 from outrider.proto import generation_pb2, generation_pb2_grpc
 from outrider.proto.generation_pb2 import GenerateRequest
-from services.live_service import LiveService
+from services.live_service import LiveService, SharedRay
 
 ANSWER_TIMEOUT_S = 120.0
 NUM_EQUAL_LOOKS = 3
 MAX_GROWTH = 1.1  # of resident memory, after a warm-up
 STATM_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+MAX_NUM_SEQS = 16
+MAX_QUEUED = 192
+
+
+def loaded_service(shared_ray: SharedRay) -> LiveService:
+    """Return a service whose engines check their books after each step, and whose queues are soon full."""
+    return shared_ray.service(
+        check_integrity=True,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_queued_requests=MAX_QUEUED,
+        kv_cache_memory_bytes=64 << 20,
+    )
 
 
 @dataclass(frozen=True)

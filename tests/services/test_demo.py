@@ -12,7 +12,7 @@ from outrider.lab.demo.kill import MAX_TOKENS
 from outrider.lab.demo.show import run
 
 # a drafter that was killed starts again, on a busy machine in half a minute
-pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.service, pytest.mark.soak, pytest.mark.timeout(600)]
 
 
 def test_the_demo_keeps_its_word():

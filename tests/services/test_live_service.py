@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -11,11 +10,11 @@ import httpx
 import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.proto import generation_pb2, generation_pb2_grpc
-from services.live_service import LiveService, live_service, wait_for
+from services.live_service import LiveService, SharedRay
+from services.load_tools import loaded_service
 
 pytestmark = pytest.mark.service
 
@@ -23,9 +22,8 @@ PROMPT = held_out_prompts()[0]
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[LiveService]:
-    with live_service(num_gateways=2) as service:
-        yield service
+def service(shared_ray: SharedRay) -> LiveService:
+    return loaded_service(shared_ray)
 
 
 def test_openai_client_streams_and_speculation_does_not_change_greedy_text(service: LiveService):
@@ -82,18 +80,6 @@ def test_metrics_and_health(service: LiveService):
     metrics = urllib.request.urlopen(f"{service.base_url}/metrics").read().decode()
     assert "vllm:generation_tokens_total" in metrics
     assert urllib.request.urlopen(f"{service.base_url}/health").status == 200
-
-
-def test_a_scrape_shows_what_every_gateway_published(service: LiveService):
-    def publishers() -> set[str]:
-        service.stream(PROMPT, max_tokens=1)
-        families = list(text_string_to_metric_families(httpx.get(f"{service.base_url}/metrics").text))
-        names = [family.name for family in families]
-        assert len(names) == len(set(names)), "each family once"
-        (published,) = (family for family in families if family.name == "outrider_generation_tokens")
-        return {sample.labels["engine"] for sample in published.samples if sample.name.endswith("_total")}
-
-    wait_for(lambda: len(publishers()) == 2, timeout_s=60)
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models/none"])

@@ -14,8 +14,10 @@ import grpc
 import pytest
 
 from outrider.drafter_service.embedded import held_out_prompts
-from services.live_service import LiveService, live_service, wait_for
+from services.live_service import LiveService, SharedRay, wait_for
 from services.load_tools import (
+    MAX_NUM_SEQS,
+    MAX_QUEUED,
     Ask,
     ClosedLoop,
     ask_many,
@@ -23,6 +25,7 @@ from services.load_tools import (
     busy_verifier,
     expected_texts,
     grpc_client,
+    loaded_service,
     post,
     require_flat,
     settled_processes,
@@ -33,8 +36,6 @@ from services.load_tools import (
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]  # a busy machine serves slowly
 
 PROMPTS = held_out_prompts()[:3]
-MAX_NUM_SEQS = 16
-MAX_QUEUED = 192
 LOW_PRIORITY_LIMIT = MAX_QUEUED // 2
 MAX_MODEL_LEN = 2048
 LONG = 1800  # tokens: a generation that no test waits for
@@ -43,14 +44,8 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[LiveService]:
-    with live_service(
-        check_integrity=True,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_queued_requests=MAX_QUEUED,
-        kv_cache_memory_bytes=64 << 20,
-    ) as service:
-        yield service
+def service(shared_ray: SharedRay) -> LiveService:
+    return loaded_service(shared_ray)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from outrider.cluster.common.api_keys import hash_api_key
 from outrider.drafter_service.embedded import held_out_prompts
 from outrider.proto import generation_pb2, generation_pb2_grpc, link_pb2, link_pb2_grpc
 from services.certificates import Certificates
-from services.live_service import LiveService, live_service
+from services.live_service import LiveService, SharedRay
 
 pytestmark = pytest.mark.service
 
@@ -32,9 +32,9 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 @pytest.fixture(scope="module")
-def service(certificates: Certificates) -> Iterator[LiveService]:
+def service(shared_ray: SharedRay, certificates: Certificates) -> LiveService:
     """Public ports with a certificate of this address; our own services share one that names no address."""
-    with live_service(
+    return shared_ray.service(
         wait_for_drafts=False,
         ssl_certfile=certificates.server.certfile,
         ssl_keyfile=certificates.server.keyfile,
@@ -44,8 +44,7 @@ def service(certificates: Certificates) -> Iterator[LiveService]:
         link_ssl_ca_certs=certificates.ca_certs,
         link_ssl_server_name="replica.outrider",
         api_key_hashes=(hash_api_key("sk-of-somebody-else"), hash_api_key(KEY)),
-    ) as service:
-        yield service
+    )
 
 
 def openai_client(service: LiveService, http_client: httpx.Client, api_key: str = KEY) -> openai.OpenAI:

@@ -26,6 +26,7 @@ from services.failures import (
     real_drill,
     require_unharmed,
 )
+from services.live_service import SharedRay
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 NUM_FAILING_STREAMS = {case.name: case.num_failing_streams for case in FLEET_CASES}
@@ -85,25 +86,25 @@ REAL = Soak(
 )
 
 
-def test_failures_of_drafters_and_links(num_runs: int):
-    with drafter_drill() as drill:
+def test_failures_of_drafters_and_links(shared_ray: SharedRay, num_runs: int):
+    with drafter_drill(shared_ray) as drill:
         faults = {f"drafter: {fault.name}": partial(drill.run_fault, fault) for fault in FAULTS + MORE_FAULTS}
         EMBEDDED.repeat(faults | {name: partial(drill.run_link, name) for name in LINK_CASES}, num_runs)
 
 
-def test_failures_of_a_fleet(num_runs: int):
-    with fleet_drill() as drill:
-        EMBEDDED.repeat({case.name: partial(drill.run, case) for case in FLEET_CASES}, num_runs)
+def test_failures_of_a_fleet(shared_ray: SharedRay, num_runs: int):
+    drill = fleet_drill(shared_ray)
+    EMBEDDED.repeat({case.name: partial(drill.run, case) for case in FLEET_CASES}, num_runs)
 
 
-def test_failures_of_ranks(num_runs: int):
-    with parallel_drill() as drill:
-        EMBEDDED.repeat({case.name: partial(drill.run, case) for case in PARALLEL_CASES}, num_runs)
+def test_failures_of_ranks(shared_ray: SharedRay, num_runs: int):
+    drill = parallel_drill(shared_ray)
+    EMBEDDED.repeat({case.name: partial(drill.run, case) for case in PARALLEL_CASES}, num_runs)
 
 
-def test_failures_under_a_real_model(num_runs: int):
-    with real_drill() as drill:
-        REAL.repeat({case.name: partial(drill.run, case) for case in REAL_CASES}, num_runs)
+def test_failures_under_a_real_model(shared_ray: SharedRay, num_runs: int):
+    drill = real_drill(shared_ray)
+    REAL.repeat({case.name: partial(drill.run, case) for case in REAL_CASES}, num_runs)
 
 
 def _conclusion(outcomes: list[Outcome]) -> str:

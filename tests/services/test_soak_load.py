@@ -9,14 +9,13 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from outrider.drafter_service.embedded import held_out_prompts
-from services.live_service import LiveService, live_service
+from services.live_service import LiveService, SharedRay
 from services.load_tools import (
     LoadResult,
     Process,
@@ -47,9 +46,8 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[LiveService]:
-    with live_service(check_integrity=True, kv_cache_memory_bytes=256 << 20) as service:
-        yield service
+def service(shared_ray: SharedRay) -> LiveService:
+    return shared_ray.service(check_integrity=True, kv_cache_memory_bytes=256 << 20)
 
 
 def test_memory_and_descriptors_stay(service: LiveService):

@@ -176,3 +176,9 @@ def _chunks(
         copy_sources=copy_sources,
         copy_targets=copy_targets,
     )
+
+
+def relative_difference(expected: torch.Tensor, got: torch.Tensor) -> float:
+    """Return rms(expected - got) / rms(expected - mean(expected)), over all rows."""
+    spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
+    return ((expected - got).square().mean().sqrt() / spread.clamp_min(1e-12)).item()

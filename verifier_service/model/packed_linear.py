@@ -12,8 +12,7 @@ That alone decides whether verifying a draft is free on a CPU.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -201,24 +200,3 @@ def pack_linears(model: nn.Module, keep: Iterable[torch.Tensor] = ()) -> int:
         setattr(parent, name, make_linear(linear.weight, linear.bias))
         num_packed += 1
     return num_packed
-
-
-def measure_row_cost(
-    forward: Callable[[int], object],
-    num_rows: int = 5,
-    repeats: int = 15,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Return how many times as long `forward(num_rows)` takes as `forward(1)`: the price of verifying a draft.
-
-    Interleaves the two and compares medians, so that a busy machine slows both alike.
-    """
-    one_s: list[float] = []
-    many_s: list[float] = []
-    forward(1), forward(num_rows)
-    for _ in range(repeats):
-        for count, samples_s in ((1, one_s), (num_rows, many_s)):
-            begin_s = clock()
-            forward(count)
-            samples_s.append(clock() - begin_s)
-    return sorted(many_s)[repeats // 2] / sorted(one_s)[repeats // 2]

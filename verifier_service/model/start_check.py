@@ -93,12 +93,6 @@ def row_differences(expected: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
     return (expected - got).square().mean(dim=-1).sqrt() / spread.clamp_min(1e-12)
 
 
-def relative_difference(expected: torch.Tensor, got: torch.Tensor) -> float:
-    """Return rms(expected - got) / rms(expected - mean(expected)), over all rows."""
-    spread = (expected - expected.mean(dim=-1, keepdim=True)).square().mean().sqrt()
-    return ((expected - got).square().mean().sqrt() / spread.clamp_min(1e-12)).item()
-
-
 def has_long_window(description: PreTrainedConfig) -> bool:
     """Tell whether a model has windows that none of the sequences exceeds."""
     return (getattr(description, "sliding_window", None) or 0) >= max(LENGTHS)

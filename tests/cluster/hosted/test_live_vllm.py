@@ -181,6 +181,7 @@ def test_drafters_that_end_in_mid_stream_change_no_token(drafting, pool, plain):
     assert counters(pool).num_accepted_tokens > before
 
 
+@pytest.mark.soak  # an engine of two ranks takes half a minute to start
 def test_of_two_ranks_one_asks_and_both_verify_the_same(plain, tmp_path):
     played = PlayedPool(VOCAB_SIZE)
     played.add("first", [prompt + text for prompt, text in zip(prompts(), plain, strict=True)])

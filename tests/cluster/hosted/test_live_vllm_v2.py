@@ -26,6 +26,7 @@ VOCAB_SIZE, PROMPT_LENGTH, MAX_TOKENS, NUM_PROMPTS = 2048, 24, 32, 6
 STATE_TAPS = (1, 5, FINAL_TAP)
 
 pytestmark = [
+    pytest.mark.soak,  # minutes under the interpreter
     pytest.mark.timeout(900),
     needs_vllm,
 ]
@@ -130,7 +131,6 @@ def test_drafts_are_accepted_and_change_no_token_whoever_waits_or_is_preempted(d
     wait_until(lambda: sum(len(drafter.sessions) for drafter in pool.drafters.values()) <= 1)
 
 
-@pytest.mark.soak  # minutes under the interpreter
 @pytest.mark.parametrize("mood", [mood for mood in Mood if mood is not Mood.GOOD])
 def test_drafters_that_misbehave_change_no_token(drafting, pool, plain, mood):
     before = counters(pool)
@@ -147,7 +147,6 @@ def test_drafters_that_misbehave_change_no_token(drafting, pool, plain, mood):
         assert after.num_accepted_tokens - before.num_accepted_tokens < MAX_TOKENS / 4
 
 
-@pytest.mark.soak  # minutes under the interpreter
 def test_a_seeded_request_draws_what_it_draws_without_drafts_whoever_is_drafted_beside_it(drafting, pool, plain):
     alone = drafting.run(seeded_prompts(), MAX_TOKENS // 2).token_ids
     before = counters(pool).num_accepted_tokens
@@ -157,7 +156,6 @@ def test_a_seeded_request_draws_what_it_draws_without_drafts_whoever_is_drafted_
     assert beside == [*(tokens[: MAX_TOKENS // 2] for tokens in plain[:2]), *alone]
 
 
-@pytest.mark.soak  # minutes under the interpreter
 def test_a_drafter_that_reads_states_gets_the_targets_and_each_of_them_once(drafting, pool, target):
     reader = pool.drafters["second"]
     drafting.run(prompts(), MAX_TOKENS)
@@ -179,7 +177,6 @@ def test_a_drafter_that_reads_states_gets_the_targets_and_each_of_them_once(draf
     assert num_read >= NUM_PROMPTS / 2
 
 
-@pytest.mark.soak  # minutes under the interpreter
 def test_of_two_ranks_one_asks_and_both_verify_the_same(plain, tmp_path):
     played = played_pool(plain)
     with vllm_v2(tmp_path / "log", played.address, tensor_parallel_size=2) as engine:
@@ -192,7 +189,6 @@ def test_of_two_ranks_one_asks_and_both_verify_the_same(plain, tmp_path):
     assert found.num_accepted_tokens == found.num_draft_tokens > MAX_TOKENS, found
 
 
-@pytest.mark.soak  # minutes under the interpreter
 def test_a_pool_that_is_not_named_is_asked_for_when_vllm_starts(tmp_path):
     log = tmp_path / "log"
     with pytest.raises(PeerError), vllm_v2(log, "", plugin={"pol": "h:1"}):

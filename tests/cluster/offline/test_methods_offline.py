@@ -47,13 +47,13 @@ def plain() -> dict[str, list[int]]:
     return generate(ServiceConfig(num_drafters=0), 0)[0]
 
 
-# a process takes ten seconds to start: what of the pipe is another way each time, and the rest as a soak
+@pytest.mark.soak  # a process takes seconds to start; the pipe itself: test_engine.py, what crosses it: exactness
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"method": "ngram"}, marks=pytest.mark.soak),
+        {"method": "ngram"},
         {"method": "lookahead", "num_tree_nodes": 8},
-        pytest.param({"method": "medusa"}, marks=pytest.mark.soak),
+        {"method": "medusa"},
         {"method": "eagle3", "num_tree_nodes": 8},
         {"method": "hybrid", "methods": ["suffix", "eagle3"]},
     ],

@@ -86,26 +86,18 @@ class Server:
             time.sleep(0.2)
 
 
-def test_a_server_that_is_interrupted_twice_leaves_no_process_behind(tmp_path: Path):
-    """An impatient user does not cut the stopping short. Until it serves it says what it does."""
-    server = Server(tmp_path / "stderr")
-    assert "serving" in server.serving
-    told = server.told
-    server.process.send_signal(signal.SIGINT)
-    assert "stopping" in server.line()
-    server.process.send_signal(signal.SIGINT)
-    server.wait()
-    assert not server.line(), "the last line is ours"
-    said = [line.partition(" s  ")[2] for line in told.splitlines()]
-    replicas = "starting 1 gateway, 1 verifier, 1 drafter: loading, checking against the library, measuring steps"
-    first = ["fetching outrider-embedded", "reading outrider-embedded, starting Ray", "starting Ray Serve"]
-    assert said == [*first, replicas, "ready"], told
-
-
 def test_streams_run_out_before_the_service_stops(tmp_path: Path):
-    """Eight streams are under way when SIGTERM comes to the whole group: all complete, and a new one is refused."""
+    """Eight streams are under way when SIGTERM comes to the whole group: all complete, and a new one is refused.
+
+    Until it serves it says what it does. A signal that comes when the streams have ended does not cut the stopping
+    short: no process is left behind.
+    """
     server = Server(tmp_path / "stderr")
     assert "drafts: draft_model by 1 drafter" in server.serving
+    said = [line.partition(" s  ")[2] for line in server.told.splitlines()]
+    replicas = "starting 1 gateway, 1 verifier, 1 drafter: loading, checking against the library, measuring steps"
+    first = ["fetching outrider-embedded", "reading outrider-embedded, starting Ray", "starting Ray Serve"]
+    assert said == [*first, replicas, "ready"], server.told
     url, begun = f"http://127.0.0.1:{server.port}/v1/completions", threading.Semaphore(0)
     with ThreadPoolExecutor(8) as threads:
         streams = [threads.submit(stream, url, f"def f{index}(", begun.release) for index in range(8)]
@@ -116,10 +108,23 @@ def test_streams_run_out_before_the_service_stops(tmp_path: Path):
         time.sleep(1.5)  # until the gateways have heard
         refused = httpx.post(url, json={"prompt": "a"}, timeout=10)
         ended = [stream.result(timeout=60) for stream in streams]
+    server.process.send_signal(signal.SIGINT)
     assert ended == [("length", NUM_STREAMED)] * 8
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     server.wait()
     assert "stopping: 8 streams left" in server.told
+    assert not server.line(), "the last line is ours"
+
+
+@pytest.mark.soak  # the second signal while streams run: test_stopping.py; after them: above
+def test_a_server_that_is_interrupted_twice_leaves_no_process_behind(tmp_path: Path):
+    """An impatient user does not cut the stopping short."""
+    server = Server(tmp_path / "stderr")
+    assert "serving" in server.serving
+    server.process.send_signal(signal.SIGINT)
+    assert "stopping" in server.line()
+    server.process.send_signal(signal.SIGINT)
+    server.wait()
     assert not server.line(), "the last line is ours"
 
 

@@ -13,7 +13,6 @@ from outrider.drafter_service.engine import draft_sampler
 from outrider.drafter_service.engine.draft_sampler import (
     Children,
     ChildrenOnDevice,
-    draft_tokens,
     launch_children,
     quantised_rows,
     read_children,
@@ -22,6 +21,7 @@ from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftSampling, SparseRow, check_draft
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.sampler import target_probs
+from tiny.drafted import draft_tokens
 from tiny.played_graphs import HostReads
 
 GREEDY = DraftSampling(temperature=0.0)

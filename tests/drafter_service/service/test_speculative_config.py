@@ -7,7 +7,6 @@ from outrider.drafter_service.service.speculative_config import (
     MAX_DRAFT_LENGTH,
     MAX_TREE_NODES,
     MODEL_FREE,
-    STATE_READING,
     TARGET_DERIVED,
     USUAL_AHEAD_BRANCHES,
     WHOLE_MODELS,
@@ -29,7 +28,6 @@ TOLD: dict[Method, dict[str, object]] = {
 def test_every_method_stands_by_itself_beside_the_verifier(method: Method):
     config = SpeculativeConfig(method=method, **BESIDE, **TOLD.get(method, {}))
     assert config.all_methods == (method,)
-    assert config.reads_states == (method in STATE_READING)
     assert config.needs_checkpoint == (method not in (*MODEL_FREE, *TARGET_DERIVED, Method.MTP, Method.PLUGIN))
 
 
@@ -61,10 +59,8 @@ def test_only_whole_models_run_on_several_ranks(method: Method):
 def test_a_hybrid_is_what_its_parts_are():
     config = SpeculativeConfig(method=Method.HYBRID, methods=(Method.SUFFIX, Method.EAGLE3))
     assert config.all_methods == (Method.SUFFIX, Method.EAGLE3)
-    assert config.reads_states
     assert config.needs_checkpoint
     config = SpeculativeConfig(method=Method.HYBRID, methods=(Method.SUFFIX, Method.NGRAM))
-    assert not config.reads_states
     assert not config.needs_checkpoint
     with pytest.raises(ValueError, match="location: sparse"):
         SpeculativeConfig(method=Method.HYBRID, methods=(Method.SUFFIX, Method.SPARSE))

@@ -22,7 +22,6 @@ from outrider.verifier_service.model.packed_linear import (
     dequantized,
     has_panels,
     make_linear,
-    measure_row_cost,
     pack_linears,
     quantize,
 )
@@ -163,15 +162,6 @@ def test_what_cannot_be_packed():
     assert not can_pack(torch.empty(512, 512, dtype=torch.float16))
     assert not can_pack(torch.empty(512, 512, device="meta"))
     assert not can_pack(torch.empty(8, 8))
-
-
-def test_row_cost_is_a_ratio_of_medians():
-    now_s = [0.0]
-
-    def forward(num_rows: int) -> None:
-        now_s[0] += 0.01 * num_rows
-
-    assert measure_row_cost(forward, num_rows=5, clock=lambda: now_s[0]) == pytest.approx(5.0)
 
 
 MANY_SHAPES = """

@@ -26,7 +26,6 @@ from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, 
 from outrider.verifier_service.model.start_check import (
     engine_logits,
     library_logits,
-    relative_difference,
     require_equal_logits,
     sample_sequences,
 )
@@ -37,6 +36,7 @@ from tiny.models import (
     full_logits,
     make_checkpoint,
     random_sequences,
+    relative_difference,
     scattered_batches,
 )
 

@@ -15,7 +15,7 @@ from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.empty_model import build_empty_model
 from outrider.verifier_service.model.ranks import free_port
 from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow
-from outrider.verifier_service.model.start_check import make_tiny_model, relative_difference
+from outrider.verifier_service.model.start_check import make_tiny_model
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup, plan_shards, shrink, vocabulary_range
 from tiny.models import (
     forked_batches,
@@ -23,6 +23,7 @@ from tiny.models import (
     make_checkpoint,
     make_model,
     random_sequences,
+    relative_difference,
     scattered_batches,
 )
 

@@ -15,9 +15,8 @@ from outrider.verifier_service.messages.tree import depths
 from outrider.verifier_service.model.attention import tree_distances
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
-from outrider.verifier_service.model.start_check import relative_difference
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from tiny.models import full_logits, make_checkpoint, random_sequences
+from tiny.models import full_logits, make_checkpoint, random_sequences, relative_difference
 
 BLOCK_SIZE = 4
 PARENTS = [-1, -1, 0, 0, 1, 2, 4]  # two children of the root; node 5's path is 0, 2, 5

@@ -11,9 +11,16 @@ import torch
 from outrider.verifier_service.model.architectures import ARCHITECTURES, UnsupportedModelError
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
-from outrider.verifier_service.model.start_check import has_long_window, relative_difference
+from outrider.verifier_service.model.start_check import has_long_window
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from tiny.models import full_logits, make_checkpoint, make_model, random_sequences, scattered_batches
+from tiny.models import (
+    full_logits,
+    make_checkpoint,
+    make_model,
+    random_sequences,
+    relative_difference,
+    scattered_batches,
+)
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 4
 GOOD: dict[str, dict[str, Any]] = {

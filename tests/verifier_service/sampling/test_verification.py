@@ -25,7 +25,6 @@ from exactness.law import (
     rejects_law,
     shifted,
 )
-from outrider.drafter_service.engine.draft_sampler import draft_tokens
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, DraftSampling, SparseRow
 from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams
 from outrider.verifier_service.messages.tree import VerifiedTokens
@@ -37,6 +36,7 @@ from outrider.verifier_service.sampling.sampler import choose, target_probs
 from outrider.verifier_service.sampling.tree_sampler import verify_trees
 from outrider.verifier_service.sampling.typical_acceptance import typical_path
 from outrider.verifier_service.sampling.verification import verify
+from tiny.drafted import draft_tokens
 
 VOCAB_SIZE = 5
 DRAFT_VOCAB_SIZE = 6  # one id of padding, which a careless drafter draws
