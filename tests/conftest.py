@@ -8,13 +8,19 @@ import pytest
 from hypothesis import settings
 
 from slow_list import Stopwatch, function_of, seconds_by_file, slow_functions
+from soak_length import FULL_RUNS
 
 settings.register_profile("outrider", derandomize=True, deadline=None, database=None)
 settings.load_profile("outrider")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak-runs", type=int, default=20, help="How often `make soak` repeats each failure.")
+    parser.addoption(
+        "--soak-runs",
+        type=int,
+        default=FULL_RUNS,
+        help="How often `make soak` repeats each failure; with fewer it sends less load, too.",
+    )
     parser.addoption("--write-slow", action="store_true", help="Write tests/slow.txt from what this run takes.")
 
 

@@ -6,6 +6,7 @@ python tests/rooms.py [CHECKOUT]     files, lines and arrows of every room, as a
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,9 +25,15 @@ class Room:
     arrows: dict[str, list[str]] = field(default_factory=dict)  # room → "module:line", one for every import
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """Return a source's tree, which nobody may change: most rules read all sources."""
+    return ast.parse(source)
+
+
 def imported(source: str) -> Iterator[tuple[str, str, int]]:
     """Yield what a source imports: a module, a name from it ("": the module itself) and the line."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "", node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

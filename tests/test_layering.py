@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rooms import LAYERS, ROOT, Room, cycle, imported, module_name, read_rooms, rooms_of, sources
+from rooms import LAYERS, ROOT, Room, cycle, imported, module_name, parsed, read_rooms, rooms_of, sources
 
 # Every folder of modules, and the rooms that it may import, typing included; in its own layer a room goes by its name.
 ROOMS = {
@@ -165,7 +165,7 @@ def pickles(source: str) -> list[str]:
     modules = [f"{line}: {name}" for name, line in imports_of(source) if name.split(".")[0] in PICKLES]
     return modules + [
         f"{node.lineno}: {node.attr} pickles"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.Attribute) and node.attr in OBJECT_COLLECTIVES
     ]
 
@@ -177,7 +177,7 @@ def pickling_pipes(source: str) -> list[str]:
     """
     if not any(name.startswith("multiprocessing") for name, _ in imports_of(source)):
         return []
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(parsed(source)))
     num_arguments = {node.func: len(node.args) + len(node.keywords) for node in nodes if isinstance(node, ast.Call)}
     return [
         f"{node.lineno}: {ast.unparse(node)} pickles; a Connection has send_bytes and recv_bytes"
@@ -193,7 +193,7 @@ def pickling_pipes(source: str) -> list[str]:
 def prints(source: str) -> list[str]:
     return [
         f"{node.lineno}: print"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
 
@@ -202,7 +202,7 @@ def swallowed_cancellations(source: str) -> list[str]:
     """Find `asyncio.wait_for`: on Python 3.11 it returns a result that comes with a cancellation, and forgets that."""
     return [
         f"{node.lineno}: asyncio.wait_for may swallow a cancellation; asyncio.timeout does not"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.wait_for"
     ]
 
@@ -210,7 +210,7 @@ def swallowed_cancellations(source: str) -> list[str]:
 def long_functions(source: str) -> list[str]:
     return [
         f"{node.lineno}: {node.name} has {size} lines, at most {MAX_FUNCTION_LINES} are allowed"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (size := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
     ]
@@ -223,13 +223,13 @@ def long_file(source: str) -> list[str]:
 
 def names_laboratory(source: str) -> bool:
     """Return whether a text within the source is the name of a module of the laboratory."""
-    texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    texts = [node.value for node in ast.walk(parsed(source)) if isinstance(node, ast.Constant)]
     return any(isinstance(text, str) and text.startswith("outrider.lab") for text in texts)
 
 
 def runtime_imports(source: str) -> set[str]:
     """Return what importing the module may import: not what stands under `if TYPE_CHECKING`."""
-    tree = ast.parse(source)
+    tree = ast.parse(source)  # its own: it is changed
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             node.body = [ast.Pass()]

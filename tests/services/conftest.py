@@ -1,4 +1,4 @@
-"""What the tests of whole services share: the Ray that they stand on."""
+"""What the tests of whole services share: the Ray that they stand on, and how long a soak is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from services.live_service import SharedRay
+from soak_length import SoakLength
+
+
+@pytest.fixture(scope="session")
+def soak_length(pytestconfig: pytest.Config) -> SoakLength:
+    return SoakLength(pytestconfig.getoption("--soak-runs"))
 
 
 @pytest.fixture(scope="session")

@@ -97,10 +97,8 @@ FLEET_CASES = (
 REAL_CASES = tuple(
     case for case in FLEET_CASES if case.name in ("drafter killed", "whole verifier killed", "router killed")
 )
-PARALLEL_CASES = (
-    Case("one TP rank of a drafter killed", _kill_rank("Drafter", 1)),
-    Case("one TP rank of the only verifier killed", _kill_rank("Verifier", 1)),
-)
+VERIFIER_RANK_KILLED = Case("one TP rank of the only verifier killed", _kill_rank("Verifier", 1))
+PARALLEL_CASES = (Case("one TP rank of a drafter killed", _kill_rank("Drafter", 1)), VERIFIER_RANK_KILLED)
 LINK_CASES = ("link cut", "link half-open")
 
 
@@ -272,9 +270,9 @@ def real_drill(shared_ray: SharedRay) -> Drill:
 
 
 def parallel_drill(shared_ray: SharedRay) -> Drill:
-    """One verifier of two ranks and two drafters of two ranks."""
-    service = shared_ray.service(tensor_parallel_size=2, draft_tensor_parallel_size=2, num_drafters=2, num_gateways=2)
-    return Drill(service, num_verifiers=1, num_drafters=2, traffic=Traffic(max_tokens=MAX_TOKENS // 2))
+    """One verifier of two ranks and one drafter of two ranks."""
+    service = shared_ray.service(tensor_parallel_size=2, draft_tensor_parallel_size=2)
+    return Drill(service, num_verifiers=1, num_drafters=1)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -27,31 +26,27 @@ from services.failures import (
     require_unharmed,
 )
 from services.live_service import SharedRay
+from soak_length import SoakLength
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 NUM_FAILING_STREAMS = {case.name: case.num_failing_streams for case in FLEET_CASES}
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
-
-
-@pytest.fixture
-def num_runs(pytestconfig: pytest.Config) -> int:
-    return pytestconfig.getoption("--soak-runs")
 
 
 class Soak:
     """Failures again and again, and the table that they leave."""
 
     def __init__(self, name: str, title: str, streams: str) -> None:
-        self._file, self._title, self._streams = RESULTS / f"{name}.md", title, streams
+        self._name, self._title, self._streams = name, title, streams
         self._rows: dict[str, list[Outcome]] = {}
 
-    def repeat(self, runs: dict[str, Callable[[int], Outcome]], num_runs: int) -> None:
+    def repeat(self, runs: dict[str, Callable[[int], Outcome]], length: SoakLength) -> None:
         """Run every case in turn, so often; the table is written each time: a soak cut short leaves what it saw."""
-        for index in range(num_runs):
+        page = length.pages / f"{self._name}.md"
+        for index in range(length.num_runs):
             for name, run in runs.items():
                 self._rows.setdefault(name, []).append(run(index))
-                self._file.write_text(self.table(), encoding="utf-8")
+                page.write_text(self.table(), encoding="utf-8")
         for name in runs:
             for outcome in self._rows[name]:
                 require_unharmed(outcome, num_failed=NUM_FAILING_STREAMS.get(name, 0))
@@ -86,25 +81,25 @@ REAL = Soak(
 )
 
 
-def test_failures_of_drafters_and_links(shared_ray: SharedRay, num_runs: int):
+def test_failures_of_drafters_and_links(shared_ray: SharedRay, soak_length: SoakLength):
     with drafter_drill(shared_ray) as drill:
         faults = {f"drafter: {fault.name}": partial(drill.run_fault, fault) for fault in FAULTS + MORE_FAULTS}
-        EMBEDDED.repeat(faults | {name: partial(drill.run_link, name) for name in LINK_CASES}, num_runs)
+        EMBEDDED.repeat(faults | {name: partial(drill.run_link, name) for name in LINK_CASES}, soak_length)
 
 
-def test_failures_of_a_fleet(shared_ray: SharedRay, num_runs: int):
+def test_failures_of_a_fleet(shared_ray: SharedRay, soak_length: SoakLength):
     drill = fleet_drill(shared_ray)
-    EMBEDDED.repeat({case.name: partial(drill.run, case) for case in FLEET_CASES}, num_runs)
+    EMBEDDED.repeat({case.name: partial(drill.run, case) for case in FLEET_CASES}, soak_length)
 
 
-def test_failures_of_ranks(shared_ray: SharedRay, num_runs: int):
+def test_failures_of_ranks(shared_ray: SharedRay, soak_length: SoakLength):
     drill = parallel_drill(shared_ray)
-    EMBEDDED.repeat({case.name: partial(drill.run, case) for case in PARALLEL_CASES}, num_runs)
+    EMBEDDED.repeat({case.name: partial(drill.run, case) for case in PARALLEL_CASES}, soak_length)
 
 
-def test_failures_under_a_real_model(shared_ray: SharedRay, num_runs: int):
+def test_failures_under_a_real_model(shared_ray: SharedRay, soak_length: SoakLength):
     drill = real_drill(shared_ray)
-    REAL.repeat({case.name: partial(drill.run, case) for case in REAL_CASES}, num_runs)
+    REAL.repeat({case.name: partial(drill.run, case) for case in REAL_CASES}, soak_length)
 
 
 def _conclusion(outcomes: list[Outcome]) -> str:

@@ -10,7 +10,6 @@ import os
 import platform
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -27,12 +26,12 @@ from services.load_tools import (
     short_asks,
     stream_all,
 )
+from soak_length import SoakLength
 
 NUM_STREAMS = 256
 STREAM_TOKENS = 64
 CONCURRENCY = 64
-STAGES = (2_000, 10_000, 38_000)  # short requests; the first warms up
-REPORT = Path(__file__).resolve().parents[2] / "docs" / "results" / "load.md"
+STAGES = (2_000, 10_000, 38_000)  # short requests of a full soak; the first warms up
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(4 * 3600)]
 
@@ -50,17 +49,18 @@ def service(shared_ray: SharedRay) -> LiveService:
     return shared_ray.service(check_integrity=True, kv_cache_memory_bytes=256 << 20)
 
 
-def test_memory_and_descriptors_stay(service: LiveService):
+def test_memory_and_descriptors_stay(service: LiveService, soak_length: SoakLength):
     prompts = held_out_prompts()[:6]
     streams = streams_report(service, prompts)
     expected = expected_texts(service, short_asks(prompts))
+    sizes = [soak_length.of(size, at_least=STAGES[0]) for size in STAGES]
     stages: list[Stage] = []
-    for num_requests in STAGES:
+    for num_requests in sizes:
         result = ask_many(service, expected, num_requests=num_requests, concurrency=CONCURRENCY)
         service.wait_until_idle()
         stages.append(Stage(result, settled_processes(service)))
-        REPORT.write_text(report(streams, stages), encoding="utf-8")
-    for stage, num_requests in zip(stages, STAGES, strict=True):
+        (soak_length.pages / "load.md").write_text(report(streams, stages), encoding="utf-8")
+    for stage, num_requests in zip(stages, sizes, strict=True):
         assert len(stage.result.latencies_s) == num_requests
         assert (stage.result.num_wrong, stage.result.errors) == (0, ())
     require_flat(stages[0].held, stages[-1].held)
