@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTEST=(.venv/bin/python -m pytest -rs --durations=40)
 # a worker has a core: more threads than cores wait for each other. By file, in conftest.py's order
-WORKERS=(env OMP_NUM_THREADS=1 "${PYTEST[@]}" --dist loadfile --no-loadscope-reorder --numprocesses)
+WORKERS=(env OMP_NUM_THREADS=1 "${PYTEST[@]}" --numprocesses 2 --dist loadfile --no-loadscope-reorder)
 IDLE=(nice -n 19)
 command -v chrt >/dev/null && IDLE=(chrt --idle 0)
 COMPUTING=(tests/exactness tests/drafter_service tests/lab tests/parity)
@@ -30,18 +30,17 @@ run() { # NAME of the log, then a command: what it prints goes there as well
 
 if [[ " $*" == *" tests/"* ]]; then # some files alone
 	run services "${PYTEST[@]}" -m "service and not soak" "$@"
-	run rest "${WORKERS[@]}" 2 -m "not (service or soak)" "$@"
+	run rest "${WORKERS[@]}" -m "not (service or soak)" "$@"
 else
 	# the files that have services alone: to collect all takes most of a minute (conftest.py sees that they are found)
 	mapfile -t services < <(grep --recursive --files-with-matches --include="test_*.py" "mark\.service" tests)
 	# the kernels are compiled now, not by each of the first processes at once
 	.venv/bin/python -c 'import torch; from outrider.verifier_service.cpu.kernels import load_kernels as load; load(torch.float32)'
-	run computing "${IDLE[@]}" "${WORKERS[@]}" 2 -m "not (service or soak)" "${COMPUTING[@]}" "$@" >/dev/null &
+	run computing "${IDLE[@]}" "${WORKERS[@]}" -m "not (service or soak)" "${COMPUTING[@]}" "$@" >/dev/null &
 	run services "${PYTEST[@]}" -m "service and not soak" "${services[@]}" "$@"
 	wait
 	cat "$logs/computing.log"
-	# three on two cores: these tests wait for time-outs, processes and browsers for a third of their time
-	run rest "${WORKERS[@]}" 3 -m "not (service or soak)" "${COMPUTING[@]/#/--ignore=}" "$@"
+	run rest "${WORKERS[@]}" -m "not (service or soak)" "${COMPUTING[@]/#/--ignore=}" "$@"
 fi
 cat "$logs/times"
 tail --quiet --lines 1 "$logs"/*.log

@@ -97,6 +97,12 @@ def counters(pool: PlayedPool):
     return verifier.report.load.counters
 
 
+def is_planned(pool: PlayedPool, name: str) -> bool:
+    """Tell whether the plug-in has a link to a drafter, and new requests are given to it."""
+    (verifier,) = pool.snapshot().verifiers
+    return name in verifier.report.linked_drafters and verifier.default_plan.drafter_id == name
+
+
 def drafters(pool: PlayedPool) -> list[KnowingDrafter]:
     return list(pool.drafters.values())
 
@@ -174,7 +180,7 @@ def test_drafters_that_end_in_mid_stream_change_no_token(drafting, pool, plain):
     before = counters(pool).num_accepted_tokens
     texts = [prompt + text for prompt, text in zip(prompts(), plain, strict=True)]
     newcomer = pool.add("third", texts)
-    time.sleep(3.0)
+    wait_until(lambda: is_planned(pool, "third"), timeout_s=60.0)
     assert drafting.run(prompts(), MAX_TOKENS).token_ids == plain
     time.sleep(0.5)
     assert newcomer.num_drafts > 0, "a drafter that joins is used"
