@@ -9,7 +9,7 @@ trap 'rm -f "$log"' EXIT
 
 make --no-print-directory lint >"$log" 2>&1 &
 lint=$!
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not (service or soak or slow)" --numprocesses 2 --dist loadfile "$@"
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "not (service or soak or slow)" --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
 tests_status=$?
 wait "$lint"
 lint_status=$?

@@ -1,6 +1,7 @@
 """The functions whose cases take half a second or more together, one a line with its seconds.
 
-`make check` leaves them out, and files that take long are begun first.
+`make check` leaves them out, and files that take long are begun first. What tests of a file share is put to the account
+of the first: where that takes long, the file says `pytest.mark.slow` itself.
 
 `.venv/bin/python -m pytest -m "not (service or soak)" -n 2 --write-slow` writes the list; a run of some files changes
 what it says of those alone.

@@ -32,7 +32,7 @@ NUM_WORKERS = 2
 POPULATIONS = [(case, label) for case in CASES for label in CASES[case].populations]
 PLAIN = [(case, label) for case, label in POPULATIONS if not CASES[case].populations[label].sampling]
 
-pytestmark = pytest.mark.timeout(3600)  # the first test waits for the slowest case
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # whichever test is first waits for the slowest case
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ import pytest
 from services.external_drafter import FAULTS, MORE_FAULTS, Fault
 from services.failures import LINK_CASES, MAX_DRAFTER_PAUSE_S, DrafterDrill, local_drill, require_unharmed
 
+pytestmark = pytest.mark.slow  # all of it: each waits until the drafter is asked again
+
 
 @pytest.fixture(scope="module")
 def drill() -> Iterator[DrafterDrill]:
