@@ -14,7 +14,8 @@ command -v chrt >/dev/null && IDLE=(chrt --idle 0)
 COMPUTING=(tests/exactness tests/drafter_service tests/lab tests/parity)
 for room in cpu gpu messages model pricing sampling scheduling; do COMPUTING+=("tests/verifier_service/$room"); done
 logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
+computing=
+trap '[[ -z $computing ]] || kill -- "-$computing" 2>/dev/null; rm -rf "$logs"' EXIT
 
 busy() { awk '/^cpu / { print $2 + $3 + $4 + $7 + $8 }' /proc/stat; } # hundredths of a second, of all processors together
 
@@ -36,9 +37,13 @@ else
 	mapfile -t services < <(grep --recursive --files-with-matches --include="test_*.py" "mark\.service" tests)
 	# the kernels are compiled now, not by each of the first processes at once
 	.venv/bin/python -c 'import torch; from outrider.verifier_service.cpu.kernels import load_kernels as load; load(torch.float32)'
+	set -m # in a process group of its own, to end with this script
 	run computing "${IDLE[@]}" "${WORKERS[@]}" -m "not (service or soak)" "${COMPUTING[@]}" "$@" >/dev/null &
+	computing=$!
+	set +m
 	run services "${PYTEST[@]}" -m "service and not soak" "${services[@]}" "$@"
-	wait
+	wait "$computing"
+	computing=
 	cat "$logs/computing.log"
 	run rest "${WORKERS[@]}" -m "not (service or soak)" "${COMPUTING[@]/#/--ignore=}" "$@"
 fi

@@ -41,7 +41,6 @@ class LocalVerifier:
         self._tokenizer = load_tokenizer(self._config.verifier_spec.model)
         self._ids = itertools.count()
         self._load: EngineLoad | None = None
-        self._reported: DrafterReport | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="local-verifier", daemon=True)
         self._thread.start()
@@ -74,10 +73,10 @@ class LocalVerifier:
         self._load = message.load or self._load
 
     def _fail(self, reason: str) -> None:
-        if not self._ready.done():
-            self._ready.set_exception(ConnectionError(reason))
-        elif self._load is not None:
+        if self._ready.done():
             self._table.fail(reason)
+        else:
+            self._ready.set_exception(ConnectionError(reason))
 
     def close(self) -> None:
         self._await(self._links.close())
@@ -93,11 +92,9 @@ class LocalVerifier:
 
     def report_drafter(self, report: DrafterReport) -> None:
         endpoint = DrafterEndpoint(drafter_id=report.drafter_id, endpoint=report.endpoint, epoch=report.epoch)
-        self._reported = report
         self._await(self._links.hold([endpoint]))
 
     def remove_drafter(self, drafter_id: str) -> None:
-        self._reported = None
         self._await(self._links.hold([]))
 
     # --- what a client would ask ---

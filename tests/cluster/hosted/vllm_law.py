@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections import Counter
 from typing import Any
 
@@ -33,7 +34,8 @@ from outrider.drafter_service import embedded
 IS_V2 = sys.argv[1:] == ["v2"]
 PROMPT = [5, 80, 90, 12, 7, 300, 41, 9]
 DEPTHS = (2, 3, 4)  # tokens before it: a session has been opened by then
-NUM_SAMPLES, MIN_EXPECTED, TEMPERATURE = 400 if IS_V2 else 3000, 5.0, 0.7
+NUM_SAMPLES, MIN_EXPECTED, TEMPERATURE = 3000, 5.0, 0.7
+NUM_EQUAL_REPORTS, REPORT_INTERVAL_S = 6, 0.5
 
 
 class Target:
@@ -65,6 +67,16 @@ def counts(engine: Any, target: Target, path: list[int]) -> list[tuple[list[int]
         expected.append(max(count - sum(expected), 1e-9))
         found.append((observed, expected))
     return found
+
+
+def reported_drafts(pool: PlayedPool) -> int:
+    """Return how many drafts the plug-in has seen verified, once it reports no more of them."""
+    reported = [-1]
+    while len(reported) < NUM_EQUAL_REPORTS or len({*reported[-NUM_EQUAL_REPORTS:]}) > 1:
+        time.sleep(REPORT_INTERVAL_S)
+        (verifier,) = pool.snapshot().verifiers
+        reported.append(verifier.report.load.counters.num_drafts)
+    return reported[-1]
 
 
 def plant_v2(engine: Any, num_speculative_tokens: int, vocab_size: int) -> None:
@@ -113,8 +125,7 @@ def main() -> None:
         **configured,
     )
     honest = counts(engine, target, path)
-    (verifier,) = pool.snapshot().verifiers
-    num_drafts = verifier.report.load.counters.num_drafts
+    num_drafts = reported_drafts(pool)
     if IS_V2:
         plant_v2(engine, 2, target.vocab_size)
     else:

@@ -163,7 +163,7 @@ def test_phases_are_told_with_the_time_since_the_start():
     assert said == ["  0.5 s  starting Ray", " 12.2 s  ready"]
 
 
-@pytest.mark.soak  # what refuses it: below; how the command says so: tests/cluster/cli/test_serve.py
+@pytest.mark.soak  # what refuses it: below; how a verb tells bad values: tests/cluster/cli/test_serve.py
 def test_unsupported_model_is_refused_by_name_before_anything_starts(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "gptj", "vocab_size": 64, "n_layer": 1}')
     command = [str(Path(sys.executable).with_name("outrider")), "serve", str(tmp_path)]
