@@ -11,7 +11,6 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 PACKAGES := proto verifier_service drafter_service cluster lab
 ARGS ?=
-SOAK_RUNS ?= 20
 
 .PHONY: help demo serve bench peers vllm smollm2 study train check test soak fuzz lint proto install install-dev system-deps clean
 
@@ -68,7 +67,7 @@ test: install-dev smollm2  ## Run the tests; those that need a GPU are reported 
 
 soak: install-dev smollm2  ## Repeat failures many times, and run what takes long; SOAK_RUNS=1: each failure once, within an hour
 	-$(MAKE) vllm
-	$(BIN)/python -m pytest -m soak -rs --durations=40 --soak-runs $(SOAK_RUNS) $(ARGS)
+	$(BIN)/python -m pytest -m soak -rs --durations=40 $(if $(SOAK_RUNS),--soak-runs $(SOAK_RUNS)) $(ARGS)
 
 # atheris has wheels for few Pythons, so that it is no part of the development environment.
 fuzz: install-dev  ## Fuzz frames, gRPC calls, HTTP bodies and the isolation of requests; rewrites docs/results/fuzz.md

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import settings
@@ -30,8 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    _put_in_order(items)
     slow = slow_functions()
+    _put_in_order(items, seconds_by_file(slow))
     for item in items:
         if function_of(item.nodeid) in slow:
             item.add_marker("slow")
@@ -42,16 +43,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
 
 
-def _put_in_order(items: list[pytest.Item]) -> None:
+def _put_in_order(items: list[pytest.Item], seconds: Mapping[str, float]) -> None:
     """Put services with a Ray of their own before those that share one, and long files before short ones.
 
     A file's tests stay together. One that takes long must not come last, when the other worker has nothing left.
     """
-    seconds = seconds_by_file()
     items.sort(
         key=lambda item: (
             "shared_ray" in getattr(item, "fixturenames", ()),
-            0.0 if item.get_closest_marker("service") else -seconds[item.nodeid.partition("::")[0]],
+            0.0 if item.get_closest_marker("service") else -seconds.get(item.nodeid.partition("::")[0], 0.0),
         )
     )
 

@@ -10,6 +10,7 @@ what it says of those alone.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,10 @@ def slow_functions() -> dict[str, float]:
     return {name: float(seconds) for seconds, name in lines}
 
 
-def seconds_by_file() -> Counter[str]:
+def seconds_by_file(slow: Mapping[str, float]) -> Counter[str]:
     """Return the seconds of every file that has slow functions."""
     files: Counter[str] = Counter()
-    for name, seconds in slow_functions().items():
+    for name, seconds in slow.items():
         files[name.partition("::")[0]] += seconds
     return files
 

@@ -68,7 +68,9 @@ class LLM:
         }
         config, plan = _planned(offline_config({**given, **options}))
         num_apart = config.draft_tensor_parallel_size if drafter_process and config.has_drafters else 0
-        config = share_cores(config, num_ranks=config.tensor_parallel_size + num_apart, num_cores=usable_cores())
+        config = share_cores(
+            config, num_ranks=config.tensor_parallel_size + num_apart, num_cores=usable_cores()
+        )
         codec = TextCodec(load_tokenizer(config.verifier_spec.model))
         prices_drafts = plan.draft_length > 0 and not plan.is_pinned
         self._engine = OfflineEngine(config, drafter_process=drafter_process, prices_drafts=prices_drafts)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from outrider.drafter_service.embedded import held_out_prompts
 from outrider.lab.peers.measure import PROMPTS
 from services.external_drafter import HONEST, ExternalDrafter, Fault, external_drafter
 from services.live_service import LiveService, SharedRay, Streamed
-from services.local_verifier import LocalVerifier, local_verifier
+from services.local_verifier import LocalVerifier
 
 MAX_TOKENS = 240
 NUM_STREAMS = 4
@@ -286,5 +286,5 @@ def drafter_drill(shared_ray: SharedRay) -> Iterator[DrafterDrill]:
 @contextmanager
 def local_drill() -> Iterator[DrafterDrill]:
     """One verifier without Ray, and a drafter in this process."""
-    with local_verifier() as verifier, external_drafter(verifier) as drafter:
+    with closing(LocalVerifier()) as verifier, external_drafter(verifier) as drafter:
         yield DrafterDrill(verifier, drafter)

@@ -1,25 +1,26 @@
 """A verifier without Ray, gateway or router: its engine is a process, its shell and links are an event loop here.
 
-What a `VerifierReplica` is made of, put together for drills of drafters and links: the engine's own loop, the pipe to
-it, links over gRPC.
+What a `VerifierReplica` is made of, put together for drills of drafters and links: the engine's own loop and host,
+links over gRPC.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.engine import RankProcesses
-from outrider.cluster.replicas.engine_shell import EngineShell
+from outrider.cluster.replicas.engine_host import EngineHost
 from outrider.cluster.router.fleet import DrafterReport
 from outrider.verifier_service.engine.factory import run_verifier_rank
 from outrider.verifier_service.engine.service import RequestTable
+from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineLoad, EngineReady, EngineUpdate
 from outrider.verifier_service.messages.link import DrafterEndpoint, Hello
@@ -33,54 +34,63 @@ CALL_TIMEOUT_S = 60.0
 ResultT = TypeVar("ResultT")
 
 
+class ProcessRanks:
+    """The one rank of a verifier as a process, for an `EngineHost` that is given actors elsewhere."""
+
+    def __init__(self, spec: VerifierSpec) -> None:
+        self._processes = RankProcesses(run_verifier_rank, spec, 1, first_rank=0, context=FORKING)
+        self._listener = PipeListener(self._processes.rank(0, 1).shell_address)
+
+    async def connect(self) -> Connection:
+        with self._listener:
+            self._processes.start()
+            return await asyncio.to_thread(self._listener.accept, self._processes.are_alive)
+
+    def ended(self) -> bool:
+        return not self._processes.are_alive()
+
+    def stop(self) -> None:
+        self._processes.close()
+
+
 class LocalVerifier:
     """One verifier of the embedded target; drafts are pinned on, by whichever drafter there is a link to."""
 
-    def __init__(self, ranks: RankProcesses) -> None:
-        self._config = ServiceConfig(num_drafters=0)
+    def __init__(self) -> None:
+        self._config = ServiceConfig(num_drafters=0, check_integrity=True)
         self._tokenizer = load_tokenizer(self._config.verifier_spec.model)
         self._ids = itertools.count()
         self._load: EngineLoad | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="local-verifier", daemon=True)
         self._thread.start()
-        self._await(self._start(ranks))
+        self._await(self._start())
 
-    async def _start(self, ranks: RankProcesses) -> None:
-        with PipeListener(ranks.rank(0, 1).shell_address) as listener:
-            ranks.start()
-            pipe = await asyncio.to_thread(listener.accept, ranks.are_alive)
-        self._ready: asyncio.Future[EngineReady] = self._loop.create_future()
-        self._shell = EngineShell(pipe, FROM_ENGINE, on_message=self._hear, on_failure=self._fail)
-        self._table = RequestTable(self._shell.send)
-        self._shell.start()
-        ready = await self._ready
+    async def _start(self) -> None:
+        self._host = EngineHost(
+            on_message=self._on_update,
+            on_failure=lambda reason: self._table.fail(reason),
+            timeout_s=self._config.engine_timeout_s,
+        )
+        self._table = RequestTable(self._host.send)
+        ready: EngineReady = await self._host.start(ProcessRanks(self._config.verifier_spec), FROM_ENGINE)
         hello = Hello(
             verifier_id="local",
             epoch=time.time_ns(),
             vocab_size=ready.vocab_size,
             vocab_fingerprint=ready.vocab_fingerprint,
         )
-        self._links = LinkPool(hello, self._shell.send)
+        self._links = LinkPool(hello, self._host.send)
+        self._host.on_close(self._links.close)
 
-    def _hear(self, message: EngineReady | EngineUpdate) -> None:
-        if isinstance(message, EngineReady):
-            self._ready.set_result(message)
-            return
-        self._table.deliver(message.outputs)
-        if message.relays:
-            self._links.send(message.relays)
-        self._load = message.load or self._load
-
-    def _fail(self, reason: str) -> None:
-        if self._ready.done():
-            self._table.fail(reason)
-        else:
-            self._ready.set_exception(ConnectionError(reason))
+    def _on_update(self, update: EngineUpdate) -> None:
+        self._table.deliver(update.outputs)
+        if update.relays:  # there are some once there are links
+            self._links.send(update.relays)
+        self._load = update.load or self._load
 
     def close(self) -> None:
-        self._await(self._links.close())
-        self._loop.call_soon_threadsafe(self._shell.close)
+        self._await(self._host.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -152,12 +162,3 @@ async def _next(outputs: AsyncGenerator[Any], timeout_s: float) -> Any:
             if output is not None:  # None: the engine has the request
                 return output
     return None
-
-
-@contextlib.contextmanager
-def local_verifier() -> Iterator[LocalVerifier]:
-    spec = ServiceConfig(num_drafters=0, check_integrity=True).verifier_spec
-    with contextlib.closing(RankProcesses(run_verifier_rank, spec, 1, first_rank=0, context=FORKING)) as ranks:
-        verifier = LocalVerifier(ranks)
-        yield verifier
-        verifier.close()
