@@ -73,5 +73,6 @@ def test_a_pool_of_heads_reads_the_targets_states_over_the_link_beside_a_pool_of
         return brought.keys() == DEPLOYMENTS.keys()
 
     wait_for(are_known, timeout_s=120)
-    assert min(brought.values()) > 0.1
+    assert brought["default"] > 0.1  # a head that misses the target's states guesses nothing
+    assert brought["lookup"] > 0  # how much hangs on which of the texts the router gave it
     service.wait_until_idle()
