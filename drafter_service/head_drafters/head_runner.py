@@ -117,8 +117,7 @@ class HeadRunner:
     def execute(self, batch: ScheduledBatch, hidden: torch.Tensor, set_index: int = 0) -> HeadRows:
         """Run one parameter set over packed pairs: token ids of the batch, states [num_tokens, hidden_size].
 
-        Keys and values are written to the batch's slots; `logits_indices` names the pairs that are wanted. The logits
-        are good until the next call.
+        Keys and values are written to the batch's slots; `logits_indices` names the pairs that are wanted.
         """
         assert hidden.shape[0] == batch.num_tokens, (hidden.shape, batch.num_tokens)
         self.pool.copy_blocks(batch.copy_sources, batch.copy_targets)
@@ -126,8 +125,9 @@ class HeadRunner:
         token_ids, positions, rows = upload(numbers, self.device)
         replayed = self._replayed(batch, hidden, set_index) if self._graphs else None
         if replayed is None:
-            attend = attention_context(batch, self.pool)
-            replayed = self._models[set_index].compute(token_ids, hidden, positions, rows, attend)
+            model = self._models[set_index]
+            output, feedback = model.of_pairs(token_ids, hidden, positions, attention_context(batch, self.pool))
+            replayed = model.logits(output.index_select(0, rows)), feedback
         logits, feedback = replayed
         return HeadRows(logits=logits, feedback=feedback.index_select(0, rows))
 
@@ -150,35 +150,28 @@ class HeadModel:
 
     def __init__(self, head: DraftHead, hidden: torch.Tensor) -> None:
         self._head, self._hidden = head, hidden
-        self.dtype, self.hidden_size, self.vocab_size = hidden.dtype, head.hidden_size, head.vocab_size
+        self.dtype, self.hidden_size = hidden.dtype, head.hidden_size
+        self.not_captured = None
 
-    def __call__(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        rows: torch.Tensor,
-        attend: AttentionHandler,
-        *,
-        taps: Sequence[int] = (),
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert tuple(taps) == FEEDBACK, taps
-        return self.compute(token_ids, self._hidden[: len(token_ids)], positions, rows, attend)
-
-    def compute(
-        self,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        rows: torch.Tensor,
-        attend: AttentionHandler,
+    def hidden(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttentionHandler, *, taps: Sequence[int] = ()
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return float32 logits [num_rows, vocab_size] and the state that follows each pair [num_tokens, hidden_size].
+        assert tuple(taps) == FEEDBACK, taps
+        return self.of_pairs(token_ids, self._hidden[: len(token_ids)], positions, attend)
 
-        token_ids and positions int64 [num_tokens], hidden [num_tokens, hidden_size], rows int64 [num_rows].
+    def of_pairs(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: AttentionHandler
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `logits` reads of each pair, and the state that follows it, [num_tokens, hidden_size] each.
+
+        token_ids and positions int64 [num_tokens], hidden [num_tokens, hidden_size].
         """
-        head = self._head
-        output, feedback = head(token_ids[None], hidden[None], positions[None], _paged(attend))
-        return head.in_target_ids(head.logits(output[0].index_select(0, rows)).float()), feedback[0]
+        output, feedback = self._head(token_ids[None], hidden[None], positions[None], _paged(attend))
+        return output[0], feedback[0]
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [num_rows, vocab_size], in the target's ids."""
+        return self._head.in_target_ids(self._head.logits(rows).float())
 
 
 def _paged(attend: AttentionHandler) -> Attend:

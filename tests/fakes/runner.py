@@ -107,13 +107,12 @@ class TimedRunner(FakeRunner):
 class LateRunner(FakeRunner):
     """A device: it does what it was told in order, as far as `arrive` says.
 
-    Logits are there at once, mean nothing before their step has arrived, and nothing any more once the next one has.
+    Logits are there at once, and mean nothing before their step has arrived.
     """
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
         self._steps: deque[list[Callable[[], object]]] = deque()  # what is still to be done in each
-        self._last = torch.zeros(0)  # logits
         self.num_early = 0  # steps that were launched while another ran
 
     @property
@@ -131,9 +130,7 @@ class LateRunner(FakeRunner):
             token_ids = torch.tensor(sent.token_ids)
             if chosen is not None:
                 close_tokens(token_ids, chosen)
-            self._last.fill_(float("nan"))
             late.copy_(super(LateRunner, self).execute(replace(sent, token_ids=token_ids.tolist())))
-            self._last = late
 
         self._steps.append([forward])
         return late
@@ -188,9 +185,6 @@ class LateVerification:
     @property
     def corrected(self) -> frozenset[int]:
         return self._pending.corrected
-
-    def keep_logits(self) -> None:
-        self._step.append(lambda: self._pending.keep_logits())
 
     def collect(self) -> list[VerifiedTokens]:
         return self._pending.collect()

@@ -206,7 +206,6 @@ class VerifierEngine:
         step.wanted = self.drafting.choose(going_on, self._clock())
         if step.wanted:
             return None
-        step.verification.keep_logits()
         return self._launch(after=step)
 
     def _is_foreseeable(self, step: LaunchedStep, items: Sequence[ScheduledRequest]) -> bool:
@@ -252,7 +251,7 @@ class VerifierEngine:
             self._corrected |= corrected
         if self._next is not None:
             self._next.void |= corrected
-        else:  # nobody looks at logits that the next step may have overwritten
+        else:  # of a step that was followed early nobody wants more than its tokens
             self._extras.keep_prompt_logprobs(outcomes, step.logits)
             note_predictions(outcomes, step.logits, wants=self._wants_predictions)
         self.on_phase("verify")

@@ -21,7 +21,7 @@ class Runner(Protocol):
     states: StatePool | None  # of the tokens computed so far, where drafters read them
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Return float32 logits [len(batch.logits_indices), vocab_size], good until the next call."""
+        """Return float32 logits [len(batch.logits_indices), vocab_size]."""
 
 
 class VerifierRunner(Runner, Protocol):

@@ -303,6 +303,29 @@ class Decoder(nn.Module):
         `num_layers` leaves after so many layers. A tap is the input of a layer, or `FINAL_TAP`; without any there are
         no states.
         """
+        hidden, states = self.hidden(token_ids, positions, attend, num_layers=num_layers, taps=taps)
+        return self.logits(hidden[rows]), states
+
+    @property
+    def not_captured(self) -> str | None:
+        """Why its steps run eagerly on a GPU; None: they can be captured.
+
+        torch's grouped product loops over the groups on the host in float32, and so reads where they end.
+        """
+        has_experts = any(layer.experts is not None for layer in self.spec.layers)
+        is_looped = self.device.type == "cuda" and self.dtype is torch.float32
+        return "float32_experts" if has_experts and is_looped else None
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: AttentionHandler,
+        *,
+        num_layers: int | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what the head reads, [num_tokens, hidden_size], and the tapped states, as `forward` does."""
         hidden = self.embedding(token_ids)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
@@ -313,15 +336,11 @@ class Decoder(nn.Module):
             if index in taps:
                 taken[index] = hidden
             hidden = layer(hidden, turns[described.rotary], attend)
-        if FINAL_TAP in taps:
-            taken[FINAL_TAP] = hidden = self.norm(hidden)
-            wanted = hidden[rows]
-        else:
-            wanted = self.norm(hidden[rows])
-        states = torch.cat([taken[tap] for tap in taps], dim=1) if taps else None
-        return self._logits(wanted), states
+        taken[FINAL_TAP] = hidden = self.norm(hidden)
+        return hidden, torch.cat([taken[tap] for tap in taps], dim=1) if taps else None
 
-    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [num_rows, vocab_size] of rows that `hidden` has made."""
         logits = self.head(rows).float()
         if self.spec.logits_scale != 1.0:
             logits = logits * self.spec.logits_scale

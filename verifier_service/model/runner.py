@@ -199,7 +199,7 @@ def run_batch(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the model over a packed batch: float32 logits [num_rows, vocab_size], tapped states [num_tokens, width].
 
-    With `graphs`, which are of this model, pool and taps, the results are good until the next batch. `chosen` are the
+    With `graphs`, which are of this model, pool and taps, the states are good until the next batch. `chosen` are the
     tokens that stand open in the batch, int64 on the model's device.
     """
     pool.move_slots(batch.move_sources, batch.move_targets)
@@ -308,7 +308,7 @@ class ModelRunner:
         """Run one step and return float32 logits [num_rows, vocab_size] of `batch.logits_indices`.
 
         Token ids must lie in the vocabulary, or stand open where rank 0 has what was `chosen`, and slots in the pool.
-        With several ranks the logits are the same on all. Where steps are captured, they are good until the next step.
+        With several ranks the logits are the same on all.
         """
         taps = self._taps if batch.num_layers is None else ()
         chosen = self._on_every_rank(batch, chosen)

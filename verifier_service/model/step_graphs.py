@@ -3,7 +3,11 @@
 At batch 1 a GPU needs less time for a layer than a CPU to launch it. A replayed CUDA graph launches all at once, but
 is bound to shapes and addresses. So steps are padded to a bucket, and every input lies in memory that stays:
 
-    step's integers -> parts -> pinned memory, in one copy -> `StepBuffers` -> graph -> logits, states
+    step's integers -> parts -> pinned memory, in one copy -> `StepBuffers` -> graph -> what the head reads, states
+                                                                               the rows that are wanted -> logits
+
+The head runs outside, over the rows that are wanted alone: with a chunk of a prompt those are few of a step's tokens,
+and a row of logits is a vocabulary wide.
 
 What fills a bucket up is one more sequence, whose tokens lie in a KV block that nobody owns, and empty ones. Nothing
 within depends on data; what does, such as moving blocks, comes before. A `Capture` makes a replay of a function:
@@ -29,10 +33,16 @@ from outrider.verifier_service.model.paged_metadata import WORD_BITS, PagedMetad
 
 logger = logging.getLogger(__name__)
 
-TOKEN_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+TOKEN_BUCKETS = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
+    *(320, 384, 448, 512, 640, 768, 896, 1024, 1280),  # 256 requests with drafts of four tokens
+)
 REQUEST_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MANY_TOKENS = 256  # buckets of more are of few numbers of requests: what their empty sequences take is little then …
+MANY_TOKENS_REQUESTS = (64, 256)  # … namely of these
 MAX_TOKENS_EACH = 16  # of a bucket's requests, on average: more take a bucket of more requests, some of them empty
 NUM_MODEL_PARTS = 3  # token ids, positions, rows; the others are the attention's
+ROWS_PART = 2  # of which the last is the head's
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]  # logits and states, as the model returns them
 
@@ -45,18 +55,16 @@ class CapturedModel(Protocol):
     @property
     def hidden_size(self) -> int: ...
     @property
-    def vocab_size(self) -> int: ...
+    def not_captured(self) -> str | None:
+        """Why its steps run eagerly; None: they are captured."""
 
-    def __call__(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        rows: torch.Tensor,
-        attend: AttentionHandler,
-        *,
-        taps: Sequence[int] = (),
-    ) -> Outputs:
-        """Return float32 logits [num_rows, vocab_size] and, with taps, states [num_tokens, num_taps * hidden_size]."""
+    def hidden(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttentionHandler, *, taps: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what the head reads [num_tokens, hidden_size] and, with taps, states as wide for each of them."""
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [num_rows, vocab_size] of rows that `hidden` has made."""
 
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]  # of a function that reads and writes memory that stays
@@ -87,6 +95,7 @@ def all_buckets(*, has_trees: bool) -> list[Bucket]:
             for num_requests in REQUEST_BUCKETS
             for num_tokens in TOKEN_BUCKETS
             if num_requests <= num_tokens <= MAX_TOKENS_EACH * num_requests
+            if num_requests in _request_buckets(num_tokens)
         ),
         reverse=True,
     )
@@ -106,8 +115,12 @@ def bucket_of(batch: ScheduledBatch, table_width: int) -> Bucket | str:
         return "long_context"
     num_tokens = next(size for size in TOKEN_BUCKETS if size >= batch.num_tokens)
     wanted = max(len(batch.query_lengths), num_tokens / MAX_TOKENS_EACH)
-    num_requests = next(size for size in REQUEST_BUCKETS if size >= wanted)
+    num_requests = next(size for size in _request_buckets(num_tokens) if size >= wanted)
     return Bucket(max(num_tokens, num_requests), num_requests, any(batch.tree_parents))
+
+
+def _request_buckets(num_tokens: int) -> Sequence[int]:
+    return REQUEST_BUCKETS if num_tokens <= MANY_TOKENS else MANY_TOKENS_REQUESTS
 
 
 def padded(batch: ScheduledBatch, bucket: Bucket, null_block: int, block_size: int) -> ScheduledBatch:
@@ -219,11 +232,10 @@ class StepGraphs:
         largest = Bucket(TOKEN_BUCKETS[-1], REQUEST_BUCKETS[-1], has_trees=True)
         self._buffers = StepBuffers(num_bytes(step_layout(largest, self._table_width)), pool.device)
         # not the graphs' own, which would have to stay apart from each other's
-        self._logits = torch.zeros(TOKEN_BUCKETS[-1], model.vocab_size, device=pool.device)
-        width = len(taps) * model.hidden_size
-        self._states = torch.zeros(TOKEN_BUCKETS[-1], width, dtype=model.dtype, device=pool.device) if taps else None
-        self._captured: dict[Bucket, _Captured] = {}
-        self._can_capture = True
+        sizes = {"dtype": model.dtype, "device": pool.device}
+        self._hidden = torch.zeros(TOKEN_BUCKETS[-1], model.hidden_size, **sizes)
+        self._states = torch.zeros(TOKEN_BUCKETS[-1], len(taps) * model.hidden_size, **sizes) if taps else None
+        self._captured: dict[Bucket, _Captured | None] = {}  # None: it cannot be
 
     @torch.inference_mode()
     def capture_chains(self) -> None:
@@ -231,17 +243,20 @@ class StepGraphs:
 
         Those of trees are captured when first met: few services have them.
         """
+        if self._model.not_captured is not None:
+            logger.warning("no step is captured: %s", self._model.not_captured)
+            return
         for bucket in all_buckets(has_trees=False):
             self._captured_at(bucket)
         logger.info("captured %d steps in %.1f s", self.counts.num_graphs, self.counts.capture_s)
 
     def run(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> Outputs | None:
-        """Replay a step: logits [num_rows, vocab_size] and states [num_tokens, width], good until the next one.
+        """Replay a step: logits [num_rows, vocab_size]; states [num_tokens, width], good until the next one.
 
         `chosen` are the tokens that stand open. None: the step has no graph and must run eagerly, which is counted.
         Moves and copies of KV are the caller's.
         """
-        bucket = bucket_of(batch, self._table_width)
+        bucket = self._model.not_captured or bucket_of(batch, self._table_width)
         captured = self._captured_at(bucket) if isinstance(bucket, Bucket) else None
         if captured is None or isinstance(bucket, str):
             reason = bucket if isinstance(bucket, str) else "capture_failed"
@@ -253,25 +268,26 @@ class StepGraphs:
         captured.replay()
         self.counts.num_replayed += 1
         states = None if self._states is None else self._states[: batch.num_tokens]
-        return self._logits[: len(batch.logits_indices)], states
+        rows = captured.place.parts[ROWS_PART][: len(batch.logits_indices)]
+        return self._model.logits(self._hidden.index_select(0, rows)), states
 
     def _fill(self, place: Place, bucket: Bucket, batch: ScheduledBatch) -> None:
         self._buffers.fill(place, step_parts(padded(batch, bucket, self._null_block, self._pool.block_size)))
 
     def _captured_at(self, bucket: Bucket) -> _Captured | None:
         """Return a bucket's step, captured now if it was not; None: there is none and will be none."""
-        if bucket in self._captured or not self._can_capture:
-            return self._captured.get(bucket)
+        if bucket in self._captured:
+            return self._captured[bucket]
         begin_s = self._clock()
         place = self._buffers.place(step_layout(bucket, self._table_width))
         self._fill(place, bucket, _one_token(bucket, self._null_block, self._pool.block_size))
         try:
             captured = _Captured(place, self._backend.capture(self._step(bucket, place)))
-        except RuntimeError:  # of CUDA: out of memory, or a model that does what a graph cannot hold
+        except RuntimeError as error:  # of CUDA: out of memory, or a model that does what a graph cannot hold
             if not self._is_alone:
                 raise
-            logger.exception("no step can be captured any more: the others run eagerly, as with --enforce-eager")
-            self._can_capture = False
+            logger.warning("%s cannot be captured: its steps run eagerly, as with --enforce-eager: %r", bucket, error)
+            self._captured[bucket] = None
             return None
         self._captured[bucket] = captured
         self.counts.num_graphs += 1
@@ -279,7 +295,7 @@ class StepGraphs:
         return captured
 
     def _step(self, bucket: Bucket, place: Place) -> Callable[[], None]:
-        token_ids, positions, rows = place.parts[:NUM_MODEL_PARTS]
+        token_ids, positions = place.parts[:ROWS_PART]
         metadata = PagedMetadata.over(
             place.parts[NUM_MODEL_PARTS:],
             max_query_length=-(-bucket.num_tokens // bucket.num_requests),
@@ -290,8 +306,8 @@ class StepGraphs:
         attend = self._backend.attention(metadata, self._pool)
 
         def step() -> None:
-            logits, states = self._model(token_ids, positions, rows, attend, taps=self._taps)
-            self._logits[: bucket.num_tokens].copy_(logits)
+            hidden, states = self._model.hidden(token_ids, positions, attend, taps=self._taps)
+            self._hidden[: bucket.num_tokens].copy_(hidden)
             if states is not None and self._states is not None:
                 self._states[: bucket.num_tokens].copy_(states)
 

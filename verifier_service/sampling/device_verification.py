@@ -100,11 +100,6 @@ class DevicePlan:
             self.groups.append(_Group(mode, members, rows, judge))
 
     @property
-    def may_be_wrong(self) -> bool:
-        """Whether some of what was judged may have to be judged again."""
-        return any(size > 2 * len(group.members) for group, size in zip(self.groups, self.sizes, strict=True))
-
-    @property
     def places(self) -> list[int]:
         """Return where in what was judged each entry's last token stands."""
         starts = itertools.accumulate(self.sizes, initial=0)
@@ -136,17 +131,12 @@ class PendingVerification:
     """A step that the device is judging."""
 
     def __init__(self, logits: torch.Tensor, entries: Entries, uniforms: torch.Tensor) -> None:
-        """`logits` must stay as they are until `collect` has returned, or until `keep_logits` has."""
+        """`logits` must stay as they are until `collect` has returned."""
         self._logits, self._entries, self._uniforms = logits, entries, uniforms
         self.corrected: frozenset[int] = frozenset()
         self._plan, numbers = self._launched({})
         self.chosen = ChosenTokens(numbers, self._plan.places)
         self._back = CopyBack(numbers)
-
-    def keep_logits(self) -> None:
-        """Let the logits change from now on: kept is what a second judgement may look at."""
-        if self._plan.may_be_wrong:
-            self._logits = self._logits.clone()
 
     def collect(self) -> list[VerifiedTokens]:
         """Wait for the device, and return each entry's committed tokens."""

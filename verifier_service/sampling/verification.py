@@ -41,9 +41,6 @@ class Verification(Protocol):
     def corrected(self) -> frozenset[int]:
         """The entries for which `chosen` turned out to be wrong, once all is collected."""
 
-    def keep_logits(self) -> None:
-        """Let the logits change from now on."""
-
     def collect(self) -> list[VerifiedTokens]:
         """Return each entry's committed tokens: accepted draft tokens, then one recovered or bonus token."""
 
@@ -54,8 +51,7 @@ def begin(
     rng: torch.Generator,
     rows: Sequence[int] | None = None,
 ) -> Verification:
-    """Begin to verify a step without waiting for its logits, which must stay as they are until all is collected
-    or `keep_logits` was called.
+    """Begin to verify a step without waiting for its logits, which must stay as they are until all is collected.
 
     logits float32 [num_rows, vocab_size], of which `rows` (None: all) are those of the entries, one after another; an
     entry's edits are made to a copy. `rng` gives one uniform number per row of a rejection-sampled request, accepted or
@@ -84,9 +80,6 @@ class _OnHost:
     rows: Sequence[int] | None
     chosen: None = None
     corrected: frozenset[int] = frozenset()
-
-    def keep_logits(self) -> None:
-        assert not self.entries, "nothing is chosen before the logits are looked at"
 
     def collect(self) -> list[VerifiedTokens]:
         rows = None if self.rows is None else torch.tensor(self.rows, dtype=torch.int64)

@@ -80,9 +80,6 @@ class PlayedVerification:
     def chosen(self) -> ChosenTokens:
         return ChosenTokens(torch.full((self.num_entries,), TOKEN), range(self.num_entries))
 
-    def keep_logits(self) -> None:
-        """There are none."""
-
     def collect(self) -> list[VerifiedTokens]:
         self.forward.result()
         return [VerifiedTokens([TOKEN], ())] * self.num_entries

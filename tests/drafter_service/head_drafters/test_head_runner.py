@@ -235,7 +235,7 @@ def test_what_follows_a_pair_outlasts_the_next_captured_step() -> None:
 
 def test_a_step_too_large_for_a_graph_runs_eagerly() -> None:
     head = eagle3_head()
-    options = {"num_blocks": 80, "block_size": BLOCK_SIZE, "max_model_len": 320}
+    options = {"num_blocks": TOKEN_BUCKETS[-1], "block_size": BLOCK_SIZE, "max_model_len": 320}
     eager = HeadRunner(SwitchedHeads([head]), **options)
     captured = HeadRunner(SwitchedHeads([head]), **options, backend=played_backend())
     num_tokens = TOKEN_BUCKETS[-1] + 1

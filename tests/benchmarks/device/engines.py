@@ -1,0 +1,201 @@
+"""Engines over a played accelerator: drafts made beside the target, or in a process of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.device.played import (
+    BLOCK_SIZE,
+    H100_1B,
+    H100_8B,
+    Awaited,
+    Clock,
+    ForwardTimes,
+    PlayedDevice,
+    PlayedDraftModel,
+    PlayedTarget,
+    WallClock,
+)
+from outrider.cluster.offline.engine import NoDrafters, PipeDraftClient, RankProcesses
+from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.engine.messages import DrafterReady
+from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.service.local_client import LocalDraftClient
+from outrider.drafter_service.service.rank_main import DraftLoop
+from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
+from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.engine.step_profile import measure_step_profile
+from outrider.verifier_service.messages.draft import DraftClient
+from outrider.verifier_service.messages.engine import EngineUpdate
+from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
+from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.model.ranks import PipeListener, RankSpec, connect
+from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+
+DRAFT_LENGTH = 4
+PROMPT_LENGTH = 64
+MAX_PROFILED_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A target and its draft model, as they are played."""
+
+    target: ForwardTimes = H100_8B
+    draft: ForwardTimes = H100_1B
+    share_right: float = 0.945  # of a drafted token after right ones: of four, 0.87 are accepted
+    cold_s: float = 0.0  # what a first call takes besides
+    num_ahead_branches: int = 0
+
+
+def draft_engine(pair: Pair, device: PlayedDevice, max_sessions: int = 512) -> DraftEngine:
+    """Return the engine of the pair's draft model."""
+    model = PlayedDraftModel(device, pair.draft, share_right=pair.share_right)
+    drafter = ModelDrafter(model, torch.Generator(), num_ahead_branches=pair.num_ahead_branches)
+    config = DraftEngineConfig(max_draft_length=DRAFT_LENGTH, max_sessions=max_sessions, max_num_batched_tokens=2048)
+    ahead = drafter if pair.num_ahead_branches else None
+    return DraftEngine(drafter, clock=device.clock.now_s, config=config, ahead=ahead)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A verifier over a played device."""
+
+    engine: VerifierEngine
+    device: PlayedDevice
+    client: DraftClient
+
+    def step(self, outputs: tuple[RequestOutput, ...] = ()) -> list[RequestOutput]:
+        """Run a step and encode what the one before brought, as the engine's loop does; or wait for drafts."""
+        found = self.engine.step(lambda: encode(EngineUpdate(outputs=outputs)) and None)
+        if found is None and isinstance(self.client, PipeDraftClient):
+            self.client.wait(self.engine.idle_s() or 0.0)
+        return found or []
+
+
+def played_engine(pair: Pair, clock: Clock, client: DraftClient | None, *, device: PlayedDevice | None = None) -> Played:
+    """Put an engine around the pair's target; `device` is what it shares with a drafter beside it."""
+    device = device or PlayedDevice(clock, cold_s=pair.cold_s)
+    target = PlayedTarget(device, pair.target)
+    limits = {"max_model_len": target.max_model_len, "vocab_size": target.vocab_size}
+    pricing = DraftPricing()
+    client = client or NoDrafters()
+    engine = VerifierEngine(
+        target,
+        Scheduler(
+            SchedulerConfig(max_num_batched_tokens=2048, **limits), BlockPool(target.num_blocks, BLOCK_SIZE), pricing
+        ),
+        DraftCoordinator(client, CoordinatorConfig(**limits), pricing=pricing),
+        clock=clock.now_s,
+        generator=torch.Generator(),
+        pricing=pricing,
+        runs_apart=True,
+        async_scheduling=True,
+        verify=target.verify,
+    )
+    profile = measure_step_profile(Awaited(target), MAX_PROFILED_TOKENS, clock.now_s)
+    pricing.use_profile(profile.step_times, None, profile.context)
+    return Played(engine, device, client)
+
+
+def beside(pair: Pair, clock: Clock, *, max_sessions: int = 512) -> Played:
+    """Return a verifier with its drafter in the same process, on the same device."""
+    device = PlayedDevice(clock, cold_s=pair.cold_s)
+    return played_engine(pair, clock, LocalDraftClient(draft_engine(pair, device, max_sessions)), device=device)
+
+
+@contextlib.contextmanager
+def apart(pair: Pair) -> Iterator[Played]:
+    """Return a verifier with its drafter in a process of its own, on a device of its own."""
+    ranks = RankProcesses(_run_drafter, pair, 1, first_rank=0)
+    with contextlib.ExitStack() as opening:
+        opening.callback(ranks.close)
+        listener = opening.enter_context(PipeListener(ranks.rank(0, 1).shell_address))
+        ranks.start()
+        pipe = listener.accept(ranks.are_alive)
+        client = PipeDraftClient(pipe, "process", decode(pipe.recv_bytes(), (DrafterReady,)))
+        opening.callback(client.close)
+        yield played_engine(pair, WallClock(), client)
+
+
+def _run_drafter(pair: Pair, rank: RankSpec) -> None:
+    """Be the drafter's process."""
+    torch.set_num_threads(1)
+    clock = WallClock()
+    engine = draft_engine(pair, PlayedDevice(clock, cold_s=pair.cold_s))
+    shell = connect(rank.shell_address)
+    ready = DrafterReady(
+        vocab_size=engine.vocab_size,
+        max_model_len=engine.max_model_len,
+        max_draft_length=engine.config.max_draft_length,
+        vocab_fingerprint="",
+        needs=engine.needs,
+    )
+    shell.send_bytes(encode(ready))
+    DraftLoop(engine, shell, clock=clock.now_s).run()
+
+
+# --- decoding ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoded:
+    """What so many steps brought."""
+
+    tokens_per_s: float
+    step_s: float  # the median
+    drafted: float  # tokens per request and step
+    accepted: float | None  # of drafted ones; None: nothing was drafted
+    price: float | None
+
+
+def decode_steps(
+    played: Played, streams: int, *, num_skipped: int = 64, num_steps: int = 128, draft_length: int = DRAFT_LENGTH
+) -> Decoded:
+    """Decode with so many requests; what the first steps bring does not count."""
+    engine, clock = played.engine, played.device.clock
+    for index in range(streams):
+        request = GenerationRequest(
+            request_id=f"{streams}-{index}",
+            prompt_token_ids=tuple((index * 7 + place) % 500 for place in range(PROMPT_LENGTH)),
+            sampling=SamplingParams(temperature=0.0, max_tokens=3500, ignore_eos=True),
+            plan=SpeculationPlan(draft_length=draft_length),
+            cache_salt=str(index),
+        )
+        assert engine.add(request) is None
+    outputs: list[RequestOutput] = []
+    times_s: list[float] = []
+    begin_s = last_s = clock.now_s()
+    num_tokens = num_drafted = num_accepted = num_rounds = num_seen = 0
+    while len(times_s) < num_steps:
+        outputs = played.step(tuple(outputs))
+        if not outputs:
+            continue
+        now_s = clock.now_s()
+        num_seen += 1
+        if num_seen <= num_skipped:
+            begin_s = last_s = now_s
+            continue
+        times_s.append(now_s - last_s)
+        last_s = now_s
+        num_rounds += len(outputs)
+        num_tokens += sum(len(output.token_ids) for output in outputs)
+        num_drafted += sum(output.num_draft_tokens for output in outputs)
+        num_accepted += sum(output.num_accepted_tokens for output in outputs)
+    price = engine.pricing.price
+    for request_id in list(engine.requests):
+        engine.cancel(request_id)
+    return Decoded(
+        tokens_per_s=num_tokens / (last_s - begin_s),
+        step_s=statistics.median(times_s),
+        drafted=num_drafted / num_rounds,
+        accepted=num_accepted / num_drafted if num_drafted else None,
+        price=price,
+    )
