@@ -19,6 +19,7 @@ class AheadDrafter(ABC, Generic[StateT]):
         """Outcomes of each draft are prepared for in `num_ahead_branches` branches; 0: in none."""
         self._pool = BlockPool(num_blocks, block_size, enable_prefix_caching=False)
         self._states: dict[SessionKey, StateT] = {}  # least recently asked first
+        self.num_forwards = 0
         self._cache: SpeculationCache[StateT] | None = None
         if num_ahead_branches:
             self._cache = SpeculationCache(self._pool, num_branches=num_ahead_branches, max_model_len=max_model_len)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.drafter_service.engine.engine import Ask
 from outrider.drafter_service.engine.tree_growth import Growth, nodes_to_compute, stem_length
-from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
+from outrider.verifier_service.messages.batch import ScheduledBatch, slot_of, slots_of
 
 
 @dataclass(slots=True)
@@ -125,4 +126,26 @@ def pack(chunks: Sequence[Chunk], block_size: int) -> ScheduledBatch:
         block_tables=[list(chunk.state.block_table) for chunk in chunks],
         logits_indices=logits_indices,
         tree_parents=tree_parents if any(tree_parents) else [],
+    )
+
+
+class OpenToken(NamedTuple):
+    """The next token of a chain, which was chosen and not read."""
+
+    token_id: int  # what stands for it
+    position: int
+    block_table: list[int]
+    place: int  # of its KV in the table
+
+
+def pack_open(tokens: Sequence[OpenToken], block_size: int) -> ScheduledBatch:
+    """Lay out one token of each chain, whose logits are wanted."""
+    return ScheduledBatch(
+        token_ids=[token.token_id for token in tokens],
+        positions=[token.position for token in tokens],
+        slot_mapping=[slot_of(token.block_table, token.place, block_size) for token in tokens],
+        query_lengths=[1] * len(tokens),
+        context_lengths=[token.place + 1 for token in tokens],
+        block_tables=[token.block_table[: token.place // block_size + 1] for token in tokens],
+        logits_indices=list(range(len(tokens))),
     )

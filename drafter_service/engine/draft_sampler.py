@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -99,13 +100,29 @@ def launch_children(
     return found
 
 
-def read_children(found: Sequence[ChildrenOnDevice]) -> list[Children]:
+def first_ids(found: Sequence[ChildrenOnDevice]) -> tuple[torch.Tensor, list[int]]:
+    """Return the first child of every row where it lies, int64 [num_rows], and where in there each row's is."""
+    ids = [one.numbers[0][:, 0] for one in found]
+    place_of = {row: place for place, row in enumerate(row for one in found for row in one.rows)}
+    return torch.cat(ids) if len(ids) > 1 else ids[0], [place_of[row] for row in range(len(place_of))]
+
+
+class PendingCopy(Protocol):
+    """A copy on its way to the host."""
+
+    def wait(self) -> torch.Tensor: ...
+
+
+ReadBack = Callable[[torch.Tensor], PendingCopy]  # of a tensor on the device; `CopyBack` is one
+
+
+def read_children(found: Sequence[ChildrenOnDevice], read_back: ReadBack = CopyBack) -> list[Children]:
     """Wait for the device, and return the children of every row, in the rows' order."""
     if not found:
         return []
     tensors = [tensor for one in found for tensor in one.numbers]
     bits = torch.cat([tensor.contiguous().view(torch.int64).flatten() for tensor in tensors])
-    parts = iter(CopyBack(bits).wait().split([tensor.numel() for tensor in tensors]))
+    parts = iter(read_back(bits).wait().split([tensor.numel() for tensor in tensors]))
     chosen: dict[int, Children] = {}
     for one in found:
         numbers = [next(parts).view(tensor.dtype).view(tensor.shape).tolist() for tensor in one.numbers]

@@ -137,8 +137,8 @@ class DraftEngine:
         self.vocab_size, self.max_model_len, self.needs = drafter.vocab_size, drafter.max_model_len, drafter.needs
         self.counters = DrafterCounters()
         self._drafter = drafter
-        self._cost = ForwardCost(clock) if cost is None else cost
-        self._spare_time = SpareTime(ahead, cost=self._cost, counters=self.counters)
+        cost = ForwardCost(clock) if cost is None else cost
+        self._spare_time = SpareTime(ahead, cost=cost, counters=self.counters)
         self._clock = clock
         self._config = config
         self._sessions = SessionTable(max_sessions=config.max_sessions, ttl_s=config.session_ttl_s)
@@ -190,7 +190,7 @@ class DraftEngine:
         self._expire()
         if self._asked:
             asks = [self._ask_of(session) for session in in_turns(self._asked.values())]
-            with self._cost.timed():
+            with self._spare_time.timed():
                 results = self._drafter.draft(asks, max_num_tokens=self._config.max_num_batched_tokens)
             for result in results:
                 self._answer(result)

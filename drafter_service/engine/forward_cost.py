@@ -26,19 +26,24 @@ MAX_PROFILED_TOKENS = 64  # a drafter reads a prompt once, and then forwards a t
 
 
 class MeteredRunner:
-    """A draft model's runner that keeps the shape of what it ran last."""
+    """A draft model's runner that keeps the shapes of what it ran since somebody asked."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.vocab_size, self.max_model_len = runner.vocab_size, runner.max_model_len
         self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
         self.eos_token_ids, self.states = runner.eos_token_ids, runner.states
-        self.shape: StepShape | None = None
+        self._shapes: list[StepShape] = []
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+    def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         """As the runner's own."""
-        self.shape = StepShape(batch.num_tokens, sum(batch.context_lengths))
-        return self._runner.execute(batch)
+        self._shapes.append(StepShape(batch.num_tokens, sum(batch.context_lengths)))
+        return self._runner.execute(batch, chosen)
+
+    def take_shapes(self) -> list[StepShape]:
+        """Return those of the forwards since the last call."""
+        shapes, self._shapes = self._shapes, []
+        return shapes
 
 
 class ForwardCost:
@@ -53,20 +58,28 @@ class ForwardCost:
         if runner is None:
             return
         profile = measure_step_profile(runner, MAX_PROFILED_TOKENS, clock)
-        runner.shape = None
+        runner.take_shapes()
         if len(profile.step_times) > 1:
             self._model = CostModel(StepTimeModel.from_points(profile.step_times), context=profile.context)
 
     @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Take the time of one forward, all that the drafter does for it included."""
+    def timed(self, count: Callable[[], int] | None = None) -> Iterator[None]:
+        """Take the time of forwards that are read together, all that the drafter does for them included.
+
+        `count` says how many it has run so far; None: it runs one.
+        """
+        before = 0 if count is None else count()
         begin_s = self._clock()
         yield
         seconds = self._clock() - begin_s
-        self._recent_s.append(seconds)
-        if self._model is not None and self._runner is not None and self._runner.shape is not None:
-            self._model.observe(self._runner.shape, seconds)
-            self._runner.shape = None
+        shapes = [] if self._runner is None else self._runner.take_shapes()
+        if num_forwards := 1 if count is None else count() - before:
+            self._recent_s.append(seconds / num_forwards)
+        if self._model is None or not shapes:
+            return
+        expected_s = [self._model.seconds(shape) for shape in shapes]
+        for shape, own_s in zip(shapes, expected_s, strict=True):  # each has its share of what they took
+            self._model.observe(shape, seconds * own_s / sum(expected_s))
 
     def next_s(self, num_context_tokens: int) -> float | None:
         """Return the time of a forward for one session of so many tokens; None: nothing is known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from outrider.drafter_service.engine.forward_cost import ForwardCost
@@ -17,6 +18,8 @@ MAX_AHEAD_TOKENS = 64  # of one forward in spare time, which an ask that has jus
 
 class RunsAhead(Protocol):
     """A drafter that uses its spare time to draft for what the verification of an answered draft may end in."""
+
+    num_forwards: int  # that it has run so far
 
     def expects(self, key: SessionKey) -> bool:
         """Tell whether there was time to prepare for a session's next ask."""
@@ -45,13 +48,18 @@ class SpareTime:
         self._cost = cost
         self._counters = counters
 
+    def timed(self) -> AbstractContextManager[None]:
+        """Take the time of what the drafter does."""
+        drafter = self._drafter
+        return self._cost.timed(None if drafter is None else lambda: drafter.num_forwards)
+
     def has_work(self) -> bool:
         return self._drafter is not None and self._drafter.has_spare_work()
 
     def spend(self, max_num_tokens: int) -> None:
         """Run one forward over what is prepared."""
         assert self._drafter is not None, "nothing is prepared"
-        with self._cost.timed():
+        with self.timed():
             self._counters.num_ahead_tokens += self._drafter.run_ahead(max_num_tokens=max_num_tokens)
 
     def expects(self, key: SessionKey) -> bool:

@@ -67,6 +67,10 @@ class WatchedChain:
     def num_children(self) -> int:
         return 1 if self._has_rows else self._num_candidates
 
+    @property
+    def chain_left(self) -> int:
+        return self._depth - len(self)
+
     def grow(self, found: Sequence[Children]) -> None:
         (children,) = found
         self.tree.add(len(self) - 1, children.token_ids[0], children.probs[0])

@@ -23,12 +23,16 @@ import torch
 from outrider.drafter_service.engine.draft_sampler import (
     Children,
     ChildrenOnDevice,
+    ReadBack,
+    first_ids,
     launch_children,
     read_children,
     select_rows,
 )
 from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
 from outrider.drafter_service.engine.engine import Ask, DraftResult
+from outrider.verifier_service.gpu.transfers import CopyBack
+from outrider.verifier_service.messages.batch import open_token
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, SparseRow, require
 from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
 
@@ -46,6 +50,10 @@ class Growth(Protocol):
     @property
     def num_children(self) -> int:
         """The most children that a node of the frontier can use."""
+
+    @property
+    def chain_left(self) -> int:
+        """How many tokens are to follow one after another; 0: there is no saying where its next nodes will be."""
 
     def grow(self, found: Sequence[Children]) -> None:
         """Add the children of the frontier, in its order, and move it one level down."""
@@ -105,6 +113,7 @@ class BestFirstGrowth:
     """The best `max_nodes` nodes by the chance of their whole path, none deeper than `depth`."""
 
     is_drawn = False
+    chain_left = 0
 
     def __init__(self, forced_ids: Sequence[int], *, depth: int, max_nodes: int, branching: int) -> None:
         self.tree = DraftTree()
@@ -153,11 +162,16 @@ class DrawnGrowth:
         self._rows = [_certain(token_id) for token_id in forced_ids] if has_rows else []
         self._shape = fixed_shape(depth - len(forced_ids), max_nodes - len(forced_ids), branching)
         self._place = {last: ROOT}  # of a node in the shape, whose root is the last forced token
+        self._is_chain = branching == 1
         self.frontier = [last] if self._shape[ROOT] else []
 
     @property
     def num_children(self) -> int:
         return max(len(self._shape[self._place[node]]) for node in self.frontier)
+
+    @property
+    def chain_left(self) -> int:
+        return len(self._shape) - len(self._place) if self._is_chain else 0
 
     def grow(self, found: Sequence[Children]) -> None:
         grown: list[int] = []
@@ -230,39 +244,66 @@ class Growing:
     ask: Ask
     growth: Growth
     first_position: int  # of the draft's first token, for the noise of seeded requests
+    num_open: int = 0  # tokens of a chain that were chosen, and are not read yet
 
     @property
     def positions(self) -> list[int]:
-        """Where the children of the frontier stand."""
-        depths = self.growth.tree.depths
-        return [self.first_position + (0 if node == ROOT else depths[node] + 1) for node in self.growth.frontier]
+        """Where the children of the frontier stand, or those of the open tokens after it."""
+        depths, first = self.growth.tree.depths, self.first_position + self.num_open
+        return [first + (0 if node == ROOT else depths[node] + 1) for node in self.growth.frontier]
 
 
-def grow_all(
-    growing: Sequence[Growing], logits: torch.Tensor, rng: torch.Generator, *, vocab_size: int, top_n: int
-) -> None:
-    """Give every node of every frontier its children: logits float32 [num_frontier_nodes, draft_vocab_size]."""
-    owners = [each for each in growing for _ in each.growth.frontier]
-    positions = [position for each in growing for position in each.positions]
-    found: list[ChildrenOnDevice] = []
-    for is_drawn in (True, False):
-        rows = [row for row, owner in enumerate(owners) if owner.growth.is_drawn == is_drawn]
-        if not rows:
-            continue
-        launched = launch_children(
-            select_rows(logits, rows),
-            [owners[row].ask.sampling for row in rows],
-            [positions[row] for row in rows],
-            rng,
-            vocab_size=vocab_size,
-            num_children=max(owners[row].growth.num_children for row in rows),
-            top_n=top_n,
-            sampled=is_drawn,
-        )
-        found += (replace(one, rows=[rows[row] for row in one.rows]) for one in launched)
-    children = iter(read_children(found))
-    for each in growing:
-        each.growth.grow([next(children) for _ in each.growth.frontier])
+class Levels:
+    """Levels of drafts that are launched one after another where the logits are, and read together.
+
+    A chain's next token follows the one before it, whatever that is: the next forward finds it on the device, as an
+    open token. Where a draft may fork its level must be read before the next can be laid out.
+    """
+
+    def __init__(
+        self, rng: torch.Generator, *, vocab_size: int, top_n: int, read_back: ReadBack = CopyBack
+    ) -> None:
+        self._rng, self._vocab_size, self._top_n, self._read_back = rng, vocab_size, top_n, read_back
+        self._levels: list[Sequence[Growing]] = []
+        self._found: list[ChildrenOnDevice] = []  # of all levels
+        self._last: list[ChildrenOnDevice] = []  # of the last one
+        self._num_rows = 0
+
+    def launch(self, growing: Sequence[Growing], logits: torch.Tensor) -> None:
+        """Choose the children of every node of every frontier: logits float32 [num_nodes, draft_vocab_size]."""
+        owners = [each for each in growing for _ in each.growth.frontier]
+        positions = [position for each in growing for position in each.positions]
+        self._last = []
+        for is_drawn in (True, False):
+            rows = [row for row, owner in enumerate(owners) if owner.growth.is_drawn == is_drawn]
+            if not rows:
+                continue
+            launched = launch_children(
+                select_rows(logits, rows),
+                [owners[row].ask.sampling for row in rows],
+                [positions[row] for row in rows],
+                self._rng,
+                vocab_size=self._vocab_size,
+                num_children=max(owners[row].growth.num_children for row in rows),
+                top_n=self._top_n,
+                sampled=is_drawn,
+            )
+            self._last += (replace(one, rows=[rows[row] for row in one.rows]) for one in launched)
+        self._levels.append(growing)
+        self._found += (replace(one, rows=[self._num_rows + row for row in one.rows]) for one in self._last)
+        self._num_rows += len(owners)
+
+    def open_tokens(self) -> tuple[torch.Tensor, list[int]]:
+        """Return the numbers that the last level chose, int64, and what stands for the first child of each node."""
+        numbers, places = first_ids(self._last)
+        return numbers, [open_token(place) for place in places]
+
+    def read(self) -> None:
+        """Wait for the device, and let all drafts grow."""
+        children = iter(read_children(self._found, self._read_back))
+        for growing in self._levels:
+            for each in growing:
+                each.growth.grow([next(children) for _ in each.growth.frontier])
 
 
 def stem_length(tree: DraftTree) -> int:

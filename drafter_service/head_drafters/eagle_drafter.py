@@ -11,13 +11,15 @@ once, and the target's states, which come with the ask that it answers, are take
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
 
 from outrider.drafter_service.engine.ahead_drafter import AheadDrafter
-from outrider.drafter_service.engine.draft_sampler import select_rows
+from outrider.drafter_service.engine.draft_batch import OpenToken, pack_open
+from outrider.drafter_service.engine.draft_sampler import ReadBack, select_rows
 from outrider.drafter_service.engine.engine import Ask, DraftResult
 from outrider.drafter_service.engine.kv_budget import num_common, reserve, share_budget
 from outrider.drafter_service.engine.outcomes import Pace
@@ -27,15 +29,16 @@ from outrider.drafter_service.engine.tree_growth import (
     DEFAULT_TREES,
     Growing,
     Growth,
+    Levels,
     TreeConfig,
     answer_of,
     empty_answer,
-    grow_all,
     start_growth,
 )
 from outrider.drafter_service.head_drafters.head_batch import HeadChunk, HeadState, pack_pairs
 from outrider.drafter_service.head_drafters.head_runner import HeadRows, HeadRunner
-from outrider.verifier_service.messages.draft import DraftNeeds
+from outrider.verifier_service.gpu.transfers import CopyBack
+from outrider.verifier_service.messages.draft import ROOT, DraftNeeds
 
 
 class EagleDrafter(AheadDrafter[HeadState]):
@@ -50,10 +53,12 @@ class EagleDrafter(AheadDrafter[HeadState]):
         top_n: int = 32,
         trees: TreeConfig = DEFAULT_TREES,
         num_ahead_branches: int = 0,
+        read_back: ReadBack = CopyBack,
     ) -> None:
         """Draw drafts from the first `vocab_size` ids (the target's vocabulary); None: from all the head has.
 
         While a chain is verified, drafts are made for `num_ahead_branches` of its outcomes (see `speculation_cache`).
+        `read_back` waits for what lies where the runner's logits are.
         """
         super().__init__(
             num_blocks=runner.num_blocks,
@@ -67,10 +72,12 @@ class EagleDrafter(AheadDrafter[HeadState]):
         self._runner = runner
         self._rng = rng
         self._draft_vocab_size = runner.vocab_size if vocab_size is None else vocab_size
-        self._top_n, self._trees = top_n, trees
+        self._top_n, self._trees, self._read_back = top_n, trees, read_back
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         """Run one forward (one for each parameter set in use) and take every draft one token or level further.
+
+        Where all of them draft chains with one parameter set, these grow to their end, as far as the KV pool has room.
 
         An ask without usable states gets an empty draft; one that does not fit even with the KV pool to itself gets
         what its tree has grown to, or an empty draft.
@@ -83,7 +90,8 @@ class EagleDrafter(AheadDrafter[HeadState]):
         chunks = self._schedule(states, max_num_tokens)
         if not chunks:
             return [self._give_up(states[0])]
-        self._execute(chunks, AheadStep())
+        go_on = len(chunks) == len(states) and all(state.draft.chain_left for state in states)
+        self._execute(chunks, AheadStep(), asked=states if go_on else ())
         return [self._complete(chunk.state) for chunk in chunks if not chunk.state.draft.frontier]
 
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
@@ -225,23 +233,70 @@ class EagleDrafter(AheadDrafter[HeadState]):
 
     # --- the step ---
 
-    def _execute(self, chunks: Sequence[HeadChunk], copies: AheadStep[HeadState]) -> None:
-        """Run one forward for each parameter set in use, `copies` before the first."""
-        for set_index in sorted({chunk.set_index for chunk in chunks}):
-            self._execute_set([chunk for chunk in chunks if chunk.set_index == set_index], set_index, copies)
-            copies = AheadStep()
+    def _execute(
+        self, chunks: Sequence[HeadChunk], copies: AheadStep[HeadState], asked: Sequence[HeadState] = ()
+    ) -> None:
+        """Run one forward for each parameter set in use, `copies` before the first; for chains those that follow.
 
-    def _execute_set(self, chunks: Sequence[HeadChunk], set_index: int, copies: AheadStep[HeadState]) -> None:
+        All is read together. `asked` are those whose chains go on, and that keep their KV.
+        """
+        levels = Levels(self._rng, vocab_size=self._draft_vocab_size, top_n=self._top_n, read_back=self._read_back)
+        growing: list[HeadState] = []
+        for set_index in sorted({chunk.set_index for chunk in chunks}):
+            of_set = [chunk for chunk in chunks if chunk.set_index == set_index]
+            growing += self._execute_set(of_set, set_index, copies, levels)
+            copies = AheadStep()
+        goes_on = len(growing) == len(asked) and len(self._runner.heads) == 1
+        followed = self._follow(levels, growing, asked) if goes_on else {}
+        levels.read()
+        for index, num_followed in followed.items():
+            growing[index].num_stem += num_followed
+            self._trim(growing[index])
+
+    def _execute_set(
+        self, chunks: Sequence[HeadChunk], set_index: int, copies: AheadStep[HeadState], levels: Levels
+    ) -> list[HeadState]:
+        """Run one forward; return the states whose frontiers have their outputs, and were launched as a level."""
         outlets = [chunk.outlets for chunk in chunks]
         batch = pack_pairs(chunks, self._pool.block_size)
         batch = replace(batch, copy_sources=copies.copy_sources, copy_targets=copies.copy_targets)
+        self.num_forwards += 1
         rows = self._runner.execute(batch, self._hidden(chunks), set_index)
         feedback = iter(rows.feedback)
         for chunk, nodes in zip(chunks, outlets, strict=True):
             chunk.state.feedback |= {node: next(feedback) for node in nodes}
             chunk.keep()
             self._trim(chunk.state)
-        self._grow(chunks, outlets, rows)
+        return self._launch(chunks, outlets, rows, levels)
+
+    def _follow(self, levels: Levels, growing: Sequence[HeadState], asked: Sequence[HeadState]) -> dict[int, int]:
+        """Launch the forwards of open tokens, chain by chain as far as each has room: how many, by its index."""
+        num_following = {
+            index: state.draft.chain_left - 1
+            for index, state in enumerate(growing)
+            if state.draft.chain_left > 1 and self._reserve(state, state.draft.chain_left - 1, asked=asked, younger=())
+        }
+        first_rows = list(itertools.accumulate((len(state.draft.frontier) for state in growing), initial=0))
+        rows = {index: first_rows[index] for index in num_following}  # of the open tokens
+        num_open = 0
+        while rows := {index: row for index, row in rows.items() if num_following[index] > num_open}:
+            numbers, token_ids = levels.open_tokens()
+            tokens: list[OpenToken] = []
+            hidden: list[torch.Tensor] = []
+            for index, row in rows.items():
+                state, node = growing[index], len(growing[index].draft.tree) + num_open
+                at = state.num_slots + num_open
+                tokens.append(OpenToken(token_ids[row], state.num_cached + node, state.block_table, at))
+                hidden.append(state.feedback[node - 1 if node else ROOT])
+            self.num_forwards += 1
+            found = self._runner.execute(pack_open(tokens, self._pool.block_size), torch.stack(hidden), chosen=numbers)
+            for index, own in zip(rows, found.feedback, strict=True):
+                growing[index].feedback[len(growing[index].draft.tree) + num_open] = own
+            num_open += 1
+            drafts = [Growing(_ask_of(growing[i]), growing[i].draft, len(growing[i].tokens), num_open) for i in rows]
+            levels.launch(drafts, found.logits)
+            rows = {index: row for row, index in enumerate(rows)}
+        return num_following
 
     def _hidden(self, chunks: Sequence[HeadChunk]) -> torch.Tensor:
         """Join the states that the pairs start from: [num_tokens, hidden_size]."""
@@ -249,8 +304,10 @@ class EagleDrafter(AheadDrafter[HeadState]):
         combined = iter(self._runner.combine(torch.cat(given)).split([len(part) for part in given]) if given else ())
         return torch.cat([next(combined) if chunk.starts_from_target else chunk.own_states for chunk in chunks])
 
-    def _grow(self, chunks: Sequence[HeadChunk], outlets: Sequence[list[int]], rows: HeadRows) -> None:
-        """Give children to every frontier that has its outputs."""
+    def _launch(
+        self, chunks: Sequence[HeadChunk], outlets: Sequence[list[int]], rows: HeadRows, levels: Levels
+    ) -> list[HeadState]:
+        """Choose children for every frontier that has its outputs."""
         growing: list[HeadState] = []
         wanted: list[int] = []  # rows
         base = 0
@@ -261,8 +318,8 @@ class EagleDrafter(AheadDrafter[HeadState]):
             base += len(nodes)
         if growing:
             drafts = [Growing(_ask_of(state), state.draft, len(state.tokens)) for state in growing]
-            limits = {"vocab_size": self._draft_vocab_size, "top_n": self._top_n}
-            grow_all(drafts, select_rows(rows.logits, wanted), self._rng, **limits)
+            levels.launch(drafts, select_rows(rows.logits, wanted))
+        return growing
 
     # --- answers ---
 

@@ -23,6 +23,7 @@ from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.model.attention import AttentionHandler, AttentionOptions, KVPool, packed
 from outrider.verifier_service.model.config import ModelConfig
+from outrider.verifier_service.model.paged_metadata import close_tokens
 from outrider.verifier_service.model.runner import (
     attention_context,
     graph_backend,
@@ -114,30 +115,40 @@ class HeadRunner:
         return self.heads.first.combine(states.to(self.device, self.dtype))
 
     @torch.inference_mode()
-    def execute(self, batch: ScheduledBatch, hidden: torch.Tensor, set_index: int = 0) -> HeadRows:
+    def execute(
+        self,
+        batch: ScheduledBatch,
+        hidden: torch.Tensor,
+        set_index: int = 0,
+        *,
+        chosen: torch.Tensor | None = None,
+    ) -> HeadRows:
         """Run one parameter set over packed pairs: token ids of the batch, states [num_tokens, hidden_size].
 
+        `chosen` are the numbers among which the batch's open tokens are, int64 on the head's device.
         Keys and values are written to the batch's slots; `logits_indices` names the pairs that are wanted.
         """
         assert hidden.shape[0] == batch.num_tokens, (hidden.shape, batch.num_tokens)
         self.pool.copy_blocks(batch.copy_sources, batch.copy_targets)
         numbers = [np.array(each, np.int64) for each in (batch.token_ids, batch.positions, batch.logits_indices)]
         token_ids, positions, rows = upload(numbers, self.device)
-        replayed = self._replayed(batch, hidden, set_index) if self._graphs else None
+        replayed = self._replayed(batch, hidden, set_index, chosen) if self._graphs else None
         if replayed is None:
             model = self._models[set_index]
+            if chosen is not None:
+                close_tokens(token_ids, chosen)
             output, feedback = model.of_pairs(token_ids, hidden, positions, attention_context(batch, self.pool))
             replayed = model.logits(output.index_select(0, rows)), feedback
         logits, feedback = replayed
         return HeadRows(logits=logits, feedback=feedback.index_select(0, rows))
 
     def _replayed(
-        self, batch: ScheduledBatch, hidden: torch.Tensor, set_index: int
+        self, batch: ScheduledBatch, hidden: torch.Tensor, set_index: int, chosen: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return what a captured step computes for all pairs; None: this one has none."""
         num_held = min(batch.num_tokens, len(self._hidden))  # a step of more runs eagerly
         self._hidden[:num_held].copy_(hidden[:num_held])
-        found = self._graphs[set_index].run(batch)
+        found = self._graphs[set_index].run(batch, chosen)
         if found is None:
             return None
         logits, feedback = found

@@ -1,7 +1,8 @@
 """Draft with a causal language model over its own paged KV cache: chains and trees for many sessions at once.
 
-There are no phases. A session's `num_computed` chases committed + drafted tokens; one step is one packed forward in
-which one session catches up with a long prefix while others grow their drafts by one level.
+There are no phases. A session's `num_computed` chases committed + drafted tokens; one step is a packed forward in which
+one session catches up with a long prefix while others grow their drafts by one level. The chains among these then go on
+from level to level where they lie, as open tokens, and are read at their end.
 
 tokens   |<- committed ->|<- stem of the draft ->|
 KV       |<- num_computed ->|<- of nodes beyond the stem: for one forward ->|
@@ -12,13 +13,15 @@ a fork are computed under a tree mask, in each level's forward again, so that no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
 
 from outrider.drafter_service.engine.ahead_drafter import AheadDrafter
-from outrider.drafter_service.engine.draft_batch import Chunk, DraftState, chunk_of, pack
+from outrider.drafter_service.engine.draft_batch import Chunk, DraftState, OpenToken, chunk_of, pack, pack_open
+from outrider.drafter_service.engine.draft_sampler import ReadBack
 from outrider.drafter_service.engine.engine import Ask, DraftResult
 from outrider.drafter_service.engine.kv_budget import num_common, reserve, share_budget
 from outrider.drafter_service.engine.outcomes import Pace
@@ -28,13 +31,14 @@ from outrider.drafter_service.engine.tree_growth import (
     DEFAULT_TREES,
     Growing,
     Growth,
+    Levels,
     TreeConfig,
     answer_of,
     empty_answer,
-    grow_all,
     start_growth,
 )
 from outrider.verifier_service.engine.runners import Runner
+from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.draft import DraftNeeds
 
 
@@ -51,12 +55,14 @@ class ModelDrafter(AheadDrafter[DraftState]):
         trees: TreeConfig = DEFAULT_TREES,
         first_position: Callable[[Ask], int] | None = None,
         num_ahead_branches: int = 0,
+        read_back: ReadBack = CopyBack,
     ) -> None:
         """Draw drafts from the first `vocab_size` ids (the target's vocabulary); None: from all the model has.
 
         `first_position` says where in the target's sequence an ask's draft begins, which the noise of seeded requests
         depends on; None: after the ask's tokens, which are the target's. While a chain is verified, drafts are made
         for `num_ahead_branches` of its outcomes (see `speculation_cache`); 0: `run_ahead` has nothing to do.
+        `read_back` waits for what lies where the runner's logits are.
         """
         super().__init__(
             num_blocks=runner.num_blocks,
@@ -71,10 +77,13 @@ class ModelDrafter(AheadDrafter[DraftState]):
         self._draft_vocab_size = runner.vocab_size if vocab_size is None else vocab_size
         self._top_n = top_n
         self._trees = trees
+        self._read_back = read_back
         self._first_position = first_position or (lambda ask: len(ask.token_ids))
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
-        """Run one packed forward over the asks and grow the draft of each that has caught up by one level.
+        """Run one packed forward over the asks, and grow the draft of each that has caught up: a tree by one level.
+
+        Where all of them draft chains, these grow to their end, as far as the KV pool has room.
 
         An ask that does not fit even with the KV pool to itself is answered by what its tree has grown to, or by an
         empty draft.
@@ -90,7 +99,8 @@ class ModelDrafter(AheadDrafter[DraftState]):
                 chunks.append(chunk_of(state, share))
             elif index == 0:
                 return [self._give_up(state)]
-        self._execute(chunks, AheadStep())
+        go_on = len(chunks) == len(states) and all(chunk.is_whole and chunk.growth.chain_left for chunk in chunks)
+        self._execute(chunks, AheadStep(), asked=states if go_on else ())
         return [self._complete(chunk.state) for chunk in chunks if not chunk.growth.frontier]
 
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
@@ -182,19 +192,56 @@ class ModelDrafter(AheadDrafter[DraftState]):
 
     # --- the step ---
 
-    def _execute(self, chunks: Sequence[Chunk], copies: AheadStep[DraftState]) -> None:
+    def _execute(
+        self, chunks: Sequence[Chunk], copies: AheadStep[DraftState], asked: Sequence[DraftState] = ()
+    ) -> None:
+        """Run one forward, and for the chains of the `asked` those that follow; all is read together."""
         batch = pack(chunks, self._pool.block_size)
         batch = replace(batch, copy_sources=copies.copy_sources, copy_targets=copies.copy_targets)
+        self.num_forwards += 1
         logits = self._runner.execute(batch)  # [num_frontier_nodes, vocab_size]
         for chunk in chunks:
             cached_ids = chunk.state.cached_ids
             cached_ids.extend(chunk.state.tokens[len(cached_ids) :][: chunk.num_tokens])
             self._roll_back(chunk.state, len(cached_ids))  # the KV of nodes beyond the stem
         whole = [chunk for chunk in chunks if chunk.is_whole]
+        levels = Levels(
+            self._rng, vocab_size=self._draft_vocab_size, top_n=self._top_n, read_back=self._read_back
+        )
         growing = [Growing(chunk.ask, chunk.growth, self._first_position(chunk.ask)) for chunk in whole]
-        grow_all(growing, logits, self._rng, vocab_size=self._draft_vocab_size, top_n=self._top_n)
-        for chunk in whole:
-            chunk.state.follow_growth()
+        levels.launch(growing, logits)
+        followed = self._follow(levels, growing, [chunk.state for chunk in whole], asked) if asked else {}
+        levels.read()
+        for index, chunk in enumerate(whole):
+            state, num_followed = chunk.state, followed.get(index, 0)
+            state.follow_growth()
+            state.cached_ids.extend(state.tokens[len(state.cached_ids) :][:num_followed])
+            self._roll_back(state, len(state.cached_ids))
+
+    def _follow(
+        self, levels: Levels, growing: Sequence[Growing], states: Sequence[DraftState], asked: Sequence[DraftState]
+    ) -> dict[int, int]:
+        """Launch the forwards of open tokens, chain by chain as far as each has room: how many, by its index."""
+        num_following = {
+            index: each.growth.chain_left - 1
+            for index, (each, state) in enumerate(zip(growing, states, strict=True))
+            if each.growth.chain_left > 1 and self._reserve(state, each.growth.chain_left - 1, asked=asked, younger=())
+        }
+        first_rows = list(itertools.accumulate((len(each.growth.frontier) for each in growing), initial=0))
+        rows = {index: first_rows[index] for index in num_following}  # of the open tokens
+        num_open = 0
+        while rows := {index: row for index, row in rows.items() if num_following[index] > num_open}:
+            numbers, token_ids = levels.open_tokens()
+            tokens: list[OpenToken] = []
+            for index, row in rows.items():
+                place = len(states[index].cached_ids) + num_open
+                tokens.append(OpenToken(token_ids[row], place, states[index].block_table, place))
+            num_open += 1
+            self.num_forwards += 1
+            logits = self._runner.execute(pack_open(tokens, self._pool.block_size), numbers)
+            levels.launch([replace(growing[index], num_open=num_open) for index in rows], logits)
+            rows = {index: row for row, index in enumerate(rows)}
+        return num_following
 
     def _complete(self, state: DraftState) -> DraftResult:
         ask, growth = state.ask, state.draft

@@ -126,11 +126,17 @@ class MappedRunner:
         self._draft_ids = (*vocabulary.draft_ids, *range(runner.vocab_size))
         self._columns = torch.tensor(vocabulary.draft_ids)  # [target_vocab_size]
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+    def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         """Run the model: float32 logits [num_rows, target_vocab_size]."""
-        token_ids = [self._draft_ids[token_id] for token_id in batch.token_ids]
-        assert min(token_ids) >= 0, "a token that the draft model does not know"
-        logits = self._runner.execute(dataclasses.replace(batch, token_ids=token_ids))  # [num_rows, draft_vocab_size]
+        token_ids = [token_id if token_id < 0 else self._draft_ids[token_id] for token_id in batch.token_ids]
+        assert all(own >= 0 or given < 0 for own, given in zip(token_ids, batch.token_ids, strict=True)), (
+            "a token that the draft model does not know"
+        )
+        if chosen is not None:  # drafted here, and so known
+            self._columns = self._columns.to(chosen.device)
+            chosen = self._columns.index_select(0, chosen).clamp(min=0)
+        mapped = dataclasses.replace(batch, token_ids=token_ids)
+        logits = self._runner.execute(mapped, chosen)  # [num_rows, draft_vocab_size]
         self._columns = self._columns.to(logits.device)
         shared = logits.index_select(1, self._columns.clamp(min=0))
         return shared.masked_fill_(self._columns < 0, float("-inf"))

@@ -21,10 +21,10 @@ from outrider.drafter_service.engine.tree_growth import (
     DEFAULT_TREES,
     Growing,
     Growth,
+    Levels,
     TreeConfig,
     answer_of,
     empty_answer,
-    grow_all,
     nodes_to_compute,
     start_growth,
     stem_length,
@@ -134,7 +134,9 @@ class SelfDrafter:
         for draft in drafts:
             draft.num_kept = 1 + stem_length(draft.growth.tree)
         growing = [Growing(draft.ask, draft.growth, len(draft.ask.token_ids)) for draft in drafts]
-        grow_all(growing, logits, self._rng, vocab_size=self.vocab_size, top_n=self._top_n)
+        level = Levels(self._rng, vocab_size=self.vocab_size, top_n=self._top_n)
+        level.launch(growing, logits)
+        level.read()
 
     def _batch(self, drafts: Sequence[_Draft]) -> ScheduledBatch:
         batch = ScheduledBatch(

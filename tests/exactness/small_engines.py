@@ -16,7 +16,7 @@ from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
-from outrider.verifier_service.engine.runners import VerifierRunner
+from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent, Open, VerifierMessage
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
 from outrider.verifier_service.model.config import ModelConfig
@@ -116,7 +116,7 @@ class RandomDrafts:
 class ModelDrafts:
     """A draft model in this process, lost for good after `num_polls_alive` polls where that is given."""
 
-    def __init__(self, runner: VerifierRunner, *, num_polls_alive: int | None = None) -> None:
+    def __init__(self, runner: Runner, *, num_polls_alive: int | None = None) -> None:
         drafter = ModelDrafter(runner, torch.Generator().manual_seed(3))
         self.engine = DraftEngine(drafter, clock=lambda: 0.0, config=DraftEngineConfig(max_draft_length=8))
         self._client = LocalDraftClient(self.engine)
@@ -151,7 +151,7 @@ class Limits:
     num_blocks: int = NUM_BLOCKS
 
 
-def make_engine(runner: VerifierRunner, drafts: Drafts, limits: Limits, **options: Any) -> VerifierEngine:
+def make_engine(runner: Runner, drafts: Drafts, limits: Limits, **options: Any) -> VerifierEngine:
     """Put an engine with these options around a runner, which may be shared with engines that have finished."""
     assert limits.num_blocks <= runner.num_blocks
     model = {"max_model_len": runner.max_model_len, "vocab_size": runner.vocab_size}

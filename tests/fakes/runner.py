@@ -43,6 +43,15 @@ def confidence(vocab_size: int) -> float:
     return float((logits[:, :1] - logits.logsumexp(dim=1, keepdim=True)).exp())
 
 
+def closed(batch: ScheduledBatch, chosen: torch.Tensor | None) -> ScheduledBatch:
+    """Return a batch whose open tokens are those that were chosen."""
+    if chosen is None:
+        return batch
+    token_ids = torch.tensor(batch.token_ids)
+    close_tokens(token_ids, chosen)
+    return replace(batch, token_ids=token_ids.tolist())
+
+
 class FakeRunner:
     """KV is the token id itself, kept by slot; `batches` records every forward. A token's state is its id, too."""
 
@@ -60,6 +69,7 @@ class FakeRunner:
         )
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        batch = closed(batch, chosen)
         self.batches.append(batch)
         moved = [self._kv[source] for source in batch.move_sources]
         for target, token_id in zip(batch.move_targets, moved, strict=True):
@@ -127,10 +137,7 @@ class LateRunner(FakeRunner):
         sent = copy.deepcopy(batch)  # what the scheduler does to its lists later is too late
 
         def forward() -> None:
-            token_ids = torch.tensor(sent.token_ids)
-            if chosen is not None:
-                close_tokens(token_ids, chosen)
-            late.copy_(super(LateRunner, self).execute(replace(sent, token_ids=token_ids.tolist())))
+            late.copy_(super(LateRunner, self).execute(sent, chosen))
 
         self._steps.append([forward])
         return late

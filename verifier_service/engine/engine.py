@@ -17,7 +17,7 @@ from outrider.verifier_service.drafting.joining import joining_until_s
 from outrider.verifier_service.engine.launched_step import LaunchedStep
 from outrider.verifier_service.engine.request_extras import RequestExtras
 from outrider.verifier_service.engine.request_limits import RequestLimits
-from outrider.verifier_service.engine.runners import VerifierRunner
+from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.engine.step_rows import note_predictions, output_logprobs, sampling_rows
 from outrider.verifier_service.engine.step_stats import StepStats
 from outrider.verifier_service.messages.batch import open_token
@@ -52,7 +52,7 @@ class VerifierEngine:
 
     def __init__(
         self,
-        runner: VerifierRunner,
+        runner: Runner,
         scheduler: Scheduler,
         drafting: DraftCoordinator,
         *,

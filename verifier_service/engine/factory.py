@@ -13,7 +13,7 @@ import torch
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.loop import EngineLoop
-from outrider.verifier_service.engine.runners import VerifierRunner
+from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.engine.step_profile import measure_step_profile
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.links.relay_client import RelayDraftClient
@@ -36,7 +36,7 @@ COLLECTIVE_TIMEOUT_S = 60.0  # a rank that is this late is dead: the group fails
 MAX_PROFILED_TOKENS = 512  # beyond, the refitted slope goes on
 
 
-def build_engine(runner: VerifierRunner, spec: VerifierSpec, drafts: DraftClient) -> VerifierEngine:
+def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> VerifierEngine:
     """Put scheduler, KV pool and drafting around a loaded model."""
     pool = BlockPool(runner.num_blocks, runner.block_size, spec.enable_prefix_caching)
     config = SchedulerConfig(

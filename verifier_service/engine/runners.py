@@ -20,12 +20,8 @@ class Runner(Protocol):
     eos_token_ids: tuple[int, ...]
     states: StatePool | None  # of the tokens computed so far, where drafters read them
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Return float32 logits [len(batch.logits_indices), vocab_size]."""
-
-
-class VerifierRunner(Runner, Protocol):
-    """Executes those of a target, whose tokens may stand open."""
-
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
-        """As `Runner`; `chosen` are the numbers among which the batch's open tokens are (`open_token`)."""
+        """Return float32 logits [len(batch.logits_indices), vocab_size].
+
+        `chosen` are the numbers among which the batch's open tokens are (`open_token`), int64 where the model is.
+        """

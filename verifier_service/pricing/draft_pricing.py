@@ -49,7 +49,7 @@ from outrider.verifier_service.scheduling.schedule import ScheduledRequest, firs
 PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rounds, at most: others probe, too
 PROBE_LENGTH = 2  # of a probe: the first position says whether drafts are right, the second what one more costs
 PROBE_SHARE = 0.01  # of the time of steps of one request; of n, over the root of n: there are more to probe
-STALL = 4.0  # times what a step should have taken: beyond that the machine stood still, which no draft is to blame for
+STALL = 4.0  # times what a step should have taken: more is not booked, whatever it was
 SLOW = 1.5  # times what a step with drafts usually takes: beyond that they are not what slows it down
 MAX_SAVED_STEPS = 50.0  # of that share: what is left over does not pile up to end in a burst of probes
 UNPLANNED_LENGTH = 4  # of a draft: priced until a plan has named a drafter, so that drafts have a price by then
@@ -333,15 +333,17 @@ class DraftPricing:
         shape = replace(shape, is_drafting=is_drafting)
         self.num_extrapolated_steps += level.cost.is_extrapolating(shape)
         level.cost.observe(shape, step.step_s)
+        plain_s = level.cost.seconds(replace(shape, num_tokens=len(outcomes), is_drafting=False))
+        is_accident = level.is_accident(max((one.length for one in asking), default=0), step.exposed_s, plain_s)
         # a drafter that had to read a prompt first says nothing of later rounds
-        if taking_part and not any(one.is_opening for one in taking_part):
+        if taking_part and not is_accident and not any(one.is_opening for one in taking_part):
             level.exposure.observe(max(one.length for one in taking_part), step.exposed_s)
         base = StepShape(shape.num_tokens - num_drafted, shape.num_context_tokens - num_drafted)
         if level.price.is_new:  # before the first drafts: as if the prompts had been read already
             base = StepShape(max(1, len(priced)), shape.num_context_tokens)
         self._base = base
         if priced:
-            self._observe_loss(level, step, priced, asking, base, num_drafted)
+            self._observe_loss(level, step, priced, asking, base, num_drafted, is_accident=is_accident)
         self._observe_offers(level, base, [self._offer(step, item.request) for item in priced], num_alike)
         rounds = (
             (outcome.item.request.request_id, len(outcome.committed), num_draft_tokens(outcome.item))
@@ -376,6 +378,8 @@ class DraftPricing:
         asking: Sequence[PricedRound],
         base: StepShape,
         num_drafted: int,
+        *,
+        is_accident: bool,
     ) -> None:
         """Compare a step with what the model expects of it; one with prompts in it counts for trials alone."""
         num_held = len(step.held)
@@ -395,9 +399,10 @@ class DraftPricing:
         elapsed_s = min(step.exposed_s + min(step.step_s, SLOW * usual_s), STALL * (plain_s + model_s))
         made, forgone = num_tokens / num_all, elapsed_s / plain_s
         if not all(one.is_probe for one in asking):
-            level.trial.observe(len(asking), forgone - made)
+            level.trial.observe(len(asking), forgone - made, is_accident=is_accident)
         elif base.num_tokens == len(priced):  # what a few cost says nothing of what all would
             level.observe_plain()
+            level.trial.observe_probe(forgone - made)
             self._probe_s -= max(0.0, elapsed_s - plain_s * made)
 
     def _offer(self, step: PricedStep, request: Request) -> Offer:

@@ -17,6 +17,7 @@ FORGET = 1.0 - 1.0 / 512.0  # per step that did not: what is not seen again is t
 STALE = 0.01  # less is not left of anything: sums that fade for ever would underflow
 FIRST_LENGTH = 2  # of drafts that nobody knows the time of: cheap to be wrong with, and the shortest that can be cut
 ROUND_TRIP_WEIGHT = 0.01  # how firmly a round trip is taken to last as long as a token, until lengths have varied
+QUICKER = 3.0  # times than all rounds before: those were first calls, and say nothing of the next
 MIN_SPREAD = 0.5  # of that weight: lengths that vary less say less of what a position adds than the assumption does
 
 
@@ -26,7 +27,8 @@ class DraftExposure:
 
     A drafter in the verifier's own process is all exposure and nearly proportional, one behind a link is a round trip,
     and one that drafts while another group is verified costs nothing. To take its time for proportional before lengths
-    have varied would keep drafts at one token, and no length would ever vary.
+    have varied would keep drafts at one token, and no length would ever vary. Once a round is far quicker than all
+    before, those are forgotten: they were first calls.
     """
 
     _weight: float = 0.0
@@ -34,11 +36,15 @@ class DraftExposure:
     _squares: float = 0.0
     _seconds: float = 0.0
     _products: float = 0.0
+    _quickest_s: float = 0.0  # of all rounds, per position and round trip
     _freshness: float = 1.0  # what is left of it all since a step was taken in
 
     def observe(self, length: int, seconds: float) -> None:
         """Take in one step: how long a draft had been asked for at most, and how long it was held up."""
-        self._fade(FADE)
+        each_s = seconds / (length + 1)
+        are_first_calls = QUICKER * each_s < self._quickest_s
+        self._quickest_s = min(each_s, self._quickest_s) if self.is_known else each_s
+        self._fade(0.0 if are_first_calls else FADE)
         self._freshness = 1.0
         self._weight += 1.0
         self._lengths += length

@@ -16,6 +16,8 @@ from outrider.verifier_service.pricing.exposure import DraftDepth, DraftExposure
 from outrider.verifier_service.pricing.step_price import StepPrice
 from outrider.verifier_service.pricing.trial import Trial
 
+ACCIDENT = 3.0  # times what drafts usually take, or a step without any
+
 
 @dataclass(frozen=True, slots=True)
 class LoadLevel:
@@ -35,6 +37,14 @@ class LoadLevel:
         """
         length = self.price.asked(worths[:bound])
         return length if next_bound is None or length != bound else min(next_bound, len(worths))
+
+    def is_accident(self, longest: int, exposed_s: float, plain_s: float) -> bool:
+        """Return whether drafts of this length held a step up by what is no drafting: a first call, a stall.
+
+        Once the allowance for these is used up nothing is an accident.
+        """
+        usual_s = max(self.exposure.seconds(longest), plain_s)
+        return self.trial.allowance > 0.0 and exposed_s > ACCIDENT * usual_s
 
     def observe_plain(self) -> None:
         """Take in a step for which no drafts were asked."""

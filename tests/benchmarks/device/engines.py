@@ -58,9 +58,10 @@ class Pair:
 def draft_engine(pair: Pair, device: PlayedDevice, max_sessions: int = 512) -> DraftEngine:
     """Return the engine of the pair's draft model."""
     model = PlayedDraftModel(device, pair.draft, share_right=pair.share_right)
-    drafter = ModelDrafter(model, torch.Generator(), num_ahead_branches=pair.num_ahead_branches)
+    num_branches = pair.num_ahead_branches
+    drafter = ModelDrafter(model, torch.Generator(), num_ahead_branches=num_branches, read_back=model.read_back)
     config = DraftEngineConfig(max_draft_length=DRAFT_LENGTH, max_sessions=max_sessions, max_num_batched_tokens=2048)
-    ahead = drafter if pair.num_ahead_branches else None
+    ahead = drafter if num_branches else None
     return DraftEngine(drafter, clock=device.clock.now_s, config=config, ahead=ahead)
 
 
@@ -80,7 +81,9 @@ class Played:
         return found or []
 
 
-def played_engine(pair: Pair, clock: Clock, client: DraftClient | None, *, device: PlayedDevice | None = None) -> Played:
+def played_engine(
+    pair: Pair, clock: Clock, client: DraftClient | None, *, device: PlayedDevice | None = None
+) -> Played:
     """Put an engine around the pair's target; `device` is what it shares with a drafter beside it."""
     device = device or PlayedDevice(clock, cold_s=pair.cold_s)
     target = PlayedTarget(device, pair.target)

@@ -168,7 +168,7 @@ def batch_table_width(max_model_len: int) -> int:
 
 
 class PlayedTarget(PlayedModel):
-    """A `VerifierRunner`, whose `verify` is the engine's."""
+    """A `Runner`, whose `verify` is the engine's."""
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         self._launch(batch)
@@ -238,8 +238,8 @@ class PlayedDraftModel(PlayedModel):
         logits.scatter_(1, torch.from_numpy(tokens)[:, None], SURE)
         return logits
 
-    def copy_back(self, values: torch.Tensor) -> PlayedCopy:
-        """As `CopyBack`."""
+    def read_back(self, values: torch.Tensor) -> PlayedCopy:
+        """As `CopyBack`, once the device has come so far."""
         return PlayedCopy(self.device, values)
 
 

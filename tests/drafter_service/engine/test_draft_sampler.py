@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from exactness.law import assert_law
-from outrider.drafter_service.engine import draft_sampler
 from outrider.drafter_service.engine.draft_sampler import (
     Children,
     ChildrenOnDevice,
@@ -262,7 +261,5 @@ def copied_shapes(found: Sequence[ChildrenOnDevice]) -> list[torch.Size]:
             shapes.append(values.shape)
             super().__init__(values)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draft_sampler, "CopyBack", Noting)
-        read_children(found)
+    read_children(found, Noting)
     return shapes

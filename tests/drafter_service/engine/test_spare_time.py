@@ -23,6 +23,7 @@ class Ahead:
     result: DraftResult | None = None
     step_s: float = 0.25
     now_s: float = 0.0
+    num_forwards: int = 0
     paces: list[Pace | None] = field(default_factory=list)
     budgets: list[int] = field(default_factory=list)
     forgotten: list[SessionKey] = field(default_factory=list)
@@ -43,6 +44,7 @@ class Ahead:
     def run_ahead(self, *, max_num_tokens: int) -> int:
         self.budgets.append(max_num_tokens)
         self.now_s += self.step_s
+        self.num_forwards += 1
         return 3
 
     def spare_time(self) -> tuple[SpareTime, DrafterCounters]:

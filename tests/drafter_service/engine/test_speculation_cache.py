@@ -52,9 +52,9 @@ class TimedRunner(FakeRunner):
         super().__init__(**options)
         self._clock, self._step_s = clock, step_s
 
-    def execute(self, batch: Any) -> torch.Tensor:
+    def execute(self, batch: Any, chosen: torch.Tensor | None = None) -> torch.Tensor:
         self._clock.now_s += self._step_s
-        return super().execute(batch)
+        return super().execute(batch, chosen)
 
 
 class Table:

@@ -41,9 +41,9 @@ class CountingRunner(HeadRunner):
         super().__init__(*args, **options)
         self.num_pairs: list[int] = []
 
-    def execute(self, batch: ScheduledBatch, hidden: torch.Tensor, set_index: int = 0) -> Any:
+    def execute(self, batch: ScheduledBatch, *args: Any, **options: Any) -> Any:
         self.num_pairs.append(batch.num_tokens)
-        return super().execute(batch, hidden, set_index)
+        return super().execute(batch, *args, **options)
 
 
 class Table:

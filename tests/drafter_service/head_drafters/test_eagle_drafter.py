@@ -14,6 +14,7 @@ from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
+from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.draft import FINAL_TAP, ROOT, Draft, DraftSampling, check_draft
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.sampler import target_probs
@@ -139,13 +140,30 @@ def test_after_a_verification_the_targets_states_replace_its_own(num_accepted: i
     assert executed[0] == num_accepted + 1, "only pairs that had no state of the target before are computed"
 
 
+def test_a_chain_is_read_once() -> None:
+    reads: list[torch.Tensor] = []
+
+    def read_back(values: torch.Tensor) -> CopyBack:
+        reads.append(values)
+        return CopyBack(values)
+
+    head = eagle3_head()
+    drafter = drafter_of(head, read_back=read_back)
+    counts = count_pairs(drafter._runner)
+    sessions = Sessions(drafter, head)
+    (result,) = drafter.draft([sessions.ask(PROMPT, 4)], max_num_tokens=64)
+    assert list(result.token_ids) == greedy_chain([head], PROMPT, states_of(PROMPT, head), 4)
+    assert counts == [len(PROMPT) - 1, 1, 1, 1]
+    assert len(reads) == 1
+
+
 def count_pairs(runner: HeadRunner) -> list[int]:
     counts: list[int] = []
     execute = runner.execute
 
-    def counting(batch, hidden, set_index=0):
+    def counting(batch, *args, **options):
         counts.append(batch.num_tokens)
-        return execute(batch, hidden, set_index)
+        return execute(batch, *args, **options)
 
     runner.execute = counting  # type: ignore[method-assign]
     return counts
@@ -164,7 +182,7 @@ def test_a_superseded_ask_leaves_no_trace() -> None:
     drafter = drafter_of(head)
     sessions = Sessions(drafter, head)
     tokens = list(PROMPT)
-    for max_nodes, num_steps in ((0, 4), (40, 2), (40, 1)):
+    for max_nodes, num_steps in ((40, 2), (40, 1)):
         abandoned = sessions.ask(tokens, 8, max_nodes=max_nodes)
         for _ in range(num_steps):
             assert drafter.draft([abandoned], max_num_tokens=256) == []
@@ -427,7 +445,7 @@ def test_forced_tokens_come_first_and_the_head_goes_on_from_them(max_nodes: int)
 def test_a_draft_that_lost_its_kv_half_way_goes_on_as_if_nothing_had_been() -> None:
     """An older ask takes the pool; the younger one's stem and committed pairs are computed again."""
     head = eagle3_head()
-    for max_nodes, forced in ((0, ()), (8, (50,)), (8, ())):
+    for max_nodes, forced in ((8, (50,)), (8, ())):
         drafter = drafter_of(head, num_blocks=4, trees=TreeConfig(branching=2))
         sessions = Sessions(drafter, head)
         older = sessions.ask([1, 2, 3], 2, name="older")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exactness.small_engines import load
-from fakes.runner import FakeRunner, continuation
+from fakes.runner import FakeRunner, closed, continuation
 from outrider.drafter_service.engine.draft_sampler import launch_children, quantised_rows, read_children
 from outrider.drafter_service.engine.draft_tree import DraftTree
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
@@ -18,6 +18,7 @@ from outrider.drafter_service.engine.kv_budget import num_common, share_budget
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.tree_growth import Growth, TreeConfig, start_growth
 from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,
@@ -87,14 +88,54 @@ def test_catching_up_and_drafting_are_one_batch():
     engine = engine_over(runner, budget=8)
     open_(engine, [1], "drafting")
     ask(engine, 1, [], length=6, name="drafting")
-    engine.step()
     long_prompt = list(range(20))
     open_(engine, long_prompt, "late")
     ask(engine, 20, [], length=1, name="late")
     drafts = run(engine)
     assert drafts["drafting"].token_ids == continuation([1], 6, runner.vocab_size)
     assert drafts["late"].token_ids == continuation(long_prompt, 1, runner.vocab_size)
-    assert [batch.query_lengths for batch in runner.batches[1:4]] == [[1, 7], [1, 7], [1, 6]]
+    assert [batch.query_lengths for batch in runner.batches] == [[1, 7], [1, 7], [1, 6], *[[1]] * 3]
+
+
+@pytest.mark.parametrize("sampling", [DraftSampling(temperature=0.0), DraftSampling(temperature=1.0)])
+def test_chains_go_on_where_they_are_and_are_read_once(sampling: DraftSampling):
+    """Token for token as level by level: beside a tree each level is read."""
+    reads: list[int] = []
+
+    def read_back(values: torch.Tensor) -> CopyBack:
+        reads.append(values.numel())
+        return CopyBack(values)
+
+    asks = [
+        tree_ask([1, 2, 3], length=length, max_nodes=0, name=name, sampling=sampling)
+        for name, length in (("a", 5), ("b", 3), ("c", 1))
+    ]
+    runner = TreeRunner()
+    drafter = ModelDrafter(runner, torch.Generator().manual_seed(0), read_back=read_back)
+    (*found,) = drafter.draft(asks, max_num_tokens=64)
+    assert [len(result.token_ids) for result in found] == [5, 3, 1]
+    assert len(reads) == 1
+    assert [batch.num_tokens for batch in runner.batches] == [9, 2, 2, 1, 1]
+    drafter.check_integrity({ask.key for ask in asks})
+    tree = tree_ask([7, 8], length=5, max_nodes=6, name="tree")
+    beside = answers(drafter_over(TreeRunner()), [*asks, tree])
+    for ask_, result in zip(asks, found, strict=True):
+        if sampling.temperature:
+            assert_rows_are_right(ask_, result)
+        else:
+            assert beside[ask_.key.request_id].token_ids == result.token_ids
+
+
+def test_a_chain_goes_level_by_level_where_the_pool_has_no_room_for_all_of_it():
+    runner = TreeRunner(num_blocks=2, block_size=4)
+    drafter = drafter_over(runner)
+    ask_ = tree_ask([1, 2, 3, 4, 5, 6], length=3, max_nodes=0)
+    result = answers(drafter, [ask_])["r"]
+    assert_point_masses_are_right(ask_, result, TreeConfig(branching=1))
+    assert len(runner.batches) == 3
+    drafter.release(ask_.key)
+    other = tree_ask([1, 2, 3, 4, 5, 6, 7, 8], length=3, max_nodes=0, name="s")  # computes up to a tenth token
+    assert answers(drafter, [other])["s"].token_ids == ()
 
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 4, 5])
@@ -277,7 +318,8 @@ class TreeRunner(FakeRunner):
     def __init__(self, **options: int) -> None:
         super().__init__(vocab_size=VOCAB_SIZE, **options)
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
+    def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        batch = closed(batch, chosen)
         self.batches.append(batch)
         size = self.block_size
         for token_id, slot in zip(batch.token_ids, batch.slot_mapping, strict=True):

@@ -330,9 +330,9 @@ def test_unknown_committed_tokens_are_spelled_out(draft) -> None:
         vocab_size, max_model_len = draft.vocab_size, draft.max_model_len
         num_blocks, block_size = draft.num_blocks, draft.block_size
 
-        def execute(self, batch):
+        def execute(self, batch, chosen=None):
             seen.append(list(batch.token_ids))
-            return draft.execute(batch)
+            return draft.execute(batch, chosen)
 
     token_ids = TARGET.encode(TEXT)[:60]
     assert any(not MAP.is_shared(token_id) for token_id in token_ids)

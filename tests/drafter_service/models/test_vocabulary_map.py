@@ -28,8 +28,8 @@ def batch_of(token_ids: list[int]) -> ScheduledBatch:
 class CountingRunner(FakeRunner):
     """Says its own ids as logits."""
 
-    def execute(self, batch: ScheduledBatch) -> torch.Tensor:
-        super().execute(batch)
+    def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        super().execute(batch, chosen)
         return torch.arange(float(self.vocab_size)).repeat(len(batch.logits_indices), 1)
 
 

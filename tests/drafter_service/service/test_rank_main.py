@@ -211,10 +211,10 @@ def test_the_loop_ends_quietly_when_the_pipe_closes_while_it_drafts():
     loop = Loop()
     execute, entered, release = loop.runner.execute, threading.Event(), threading.Event()
 
-    def slow(batch):
+    def slow(batch, chosen=None):
         entered.set()
         release.wait(PATIENCE_S)
-        return execute(batch)
+        return execute(batch, chosen)
 
     loop.runner.execute = slow
     loop.say("v", open_(), commit())

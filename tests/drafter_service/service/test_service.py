@@ -265,10 +265,10 @@ async def test_pong_comes_while_the_engine_is_busy():
     entered, release = threading.Event(), threading.Event()
     execute = runner.execute
 
-    def slow(batch: Any) -> Any:
+    def slow(batch: Any, chosen: Any = None) -> Any:
         entered.set()
         release.wait(5)
-        return execute(batch)
+        return execute(batch, chosen)
 
     runner.execute = slow
     with running_engine(runner) as port:

@@ -6,12 +6,16 @@ from fakes.engine_bench import make_request
 from fakes.priced_bench import FREE, ONE_CORE, Bench, FarBench, FarDrafts, GuessingDrafts
 from outrider.verifier_service.pricing.step_price import NEVER
 from outrider.verifier_service.pricing.trial import (
+    ALLOWANCE,
     FIRST_CREDIT,
+    FIRST_PAUSE,
+    MAX_ALLOWANCE,
     MAX_CREDIT,
-    MAX_DEBT,
     MAX_LOSS,
-    PAYBACK,
+    MAX_PAUSE,
+    PAUSE_GROWTH,
     TRIAL_DRAFTS,
+    TRIAL_STEPS,
     Trial,
 )
 
@@ -27,11 +31,20 @@ def opened(*losses: float) -> Trial:
     return trial
 
 
-def closed() -> Trial:
+def failed() -> Trial:
     """Return one that has lost all it may."""
     trial = opened(FIRST_CREDIT + MAX_LOSS)
-    assert trial.settle(OPEN, NEVER, OPEN) == NEVER
+    assert trial.settle(OPEN, OPEN, OPEN) == NEVER
     return trial
+
+
+def num_paused(trial: Trial) -> int:
+    """Count the steps without drafts until it opens again."""
+    count = 0
+    while trial.settle(NEVER, OPEN, OPEN) == NEVER:
+        trial.observe_plain()
+        count += 1
+    return count
 
 
 def test_dear_first_drafts_do_not_close_it():
@@ -42,18 +55,21 @@ def test_dear_first_drafts_do_not_close_it():
 
 def test_after_enough_drafts_what_they_say_counts():
     trial = opened(*[0.0] * TRIAL_DRAFTS)
+    assert not trial.goes_on
     assert trial.settle(OPEN, NEVER, OPEN) == NEVER
 
 
-def test_the_drafts_of_one_step_count_each():
+def test_the_drafts_of_one_step_are_no_trial_yet():
     trial = opened()
-    trial.observe(TRIAL_DRAFTS, 0.1)
+    for _ in range(TRIAL_STEPS):
+        assert trial.settle(OPEN, NEVER, OPEN) == OPEN
+        trial.observe(TRIAL_DRAFTS, 0.1)
     assert trial.settle(OPEN, NEVER, OPEN) == NEVER
 
 
-def test_too_much_lost_closes_it():
-    assert opened(FIRST_CREDIT + MAX_LOSS - 0.1).settle(OPEN, NEVER, OPEN) == OPEN
-    assert opened(FIRST_CREDIT + MAX_LOSS).settle(OPEN, NEVER, OPEN) == NEVER
+def test_too_much_lost_closes_it_whatever_past_steps_say():
+    assert opened(FIRST_CREDIT + MAX_LOSS - 0.1).settle(OPEN, OPEN, OPEN) == OPEN
+    assert opened(FIRST_CREDIT + MAX_LOSS).settle(OPEN, OPEN, OPEN) == NEVER
 
 
 def test_what_is_lost_after_a_trial_counts_too():
@@ -61,8 +77,7 @@ def test_what_is_lost_after_a_trial_counts_too():
     trial.observe(1, FIRST_CREDIT + MAX_LOSS - 0.25)
     assert trial.settle(OPEN, OPEN, OPEN) == OPEN
     trial.observe(1, 0.25)
-    assert trial.settle(OPEN, OPEN, OPEN) == NEVER, "whatever past steps say"
-    assert trial.settle(NEVER, OPEN, OPEN) == NEVER, "until it is paid back"
+    assert trial.settle(OPEN, OPEN, OPEN) == NEVER
 
 
 def test_what_was_gained_may_be_lost_up_to_a_credit():
@@ -76,40 +91,56 @@ def test_drafts_that_would_not_pay_if_they_came_at_once_are_not_tried():
     assert opened().settle(OPEN, NEVER, NEVER) == NEVER
 
 
-def test_it_opens_again_when_the_loss_is_paid_back():
-    trial = closed()
-    for _ in range(round(MAX_LOSS / PAYBACK) - 1):
-        trial.observe_plain()
-    assert trial.settle(NEVER, OPEN, OPEN) == NEVER
-    trial.observe_plain()
-    trial.observe_plain()
-    assert trial.settle(NEVER, OPEN, OPEN) == OPEN
+def test_pauses_grow_with_every_failure_until_drafting_has_gained():
+    trial = failed()
+    for length in (FIRST_PAUSE, FIRST_PAUSE * PAUSE_GROWTH, MAX_PAUSE, MAX_PAUSE):
+        assert num_paused(trial) == length
+        trial.observe(1, MAX_LOSS)
+        assert trial.settle(OPEN, OPEN, OPEN) == NEVER, "later trials may lose less than the first"
+    num_paused(trial)
+    trial.observe(1, -2 * MAX_CREDIT)
+    trial.observe(1, MAX_CREDIT + MAX_LOSS)
+    assert trial.settle(OPEN, OPEN, OPEN) == NEVER
+    assert num_paused(trial) == FIRST_PAUSE
 
 
-def test_later_trials_may_lose_less_than_the_first():
-    trial = closed()
-    for _ in range(10_000):
-        trial.observe_plain()
-    assert trial.settle(NEVER, OPEN, OPEN) == OPEN
-    trial.observe(1, MAX_LOSS)
+def test_a_price_that_lets_nothing_through_is_no_failure():
+    trial = opened(*[0.0] * TRIAL_DRAFTS)
     assert trial.settle(OPEN, NEVER, OPEN) == NEVER
+    assert num_paused(trial) == 0
 
 
-def test_what_steps_lose_that_another_price_let_through_is_paid_back_in_the_end():
-    trial = closed()
-    for _ in range(1000):
-        trial.observe(1, 1.0)
-    for _ in range(round(MAX_DEBT / PAYBACK) + 1):
-        trial.observe_plain()
-    assert trial.settle(NEVER, OPEN, OPEN) == OPEN
-
-
-def test_nothing_is_paid_back_while_drafts_go_on():
+def test_nothing_is_waited_for_while_drafts_go_on():
     trial = opened(FIRST_CREDIT + MAX_LOSS)
     for _ in range(10_000):
         trial.observe_plain()
-    assert trial.settle(OPEN, NEVER, OPEN) == NEVER
-    assert trial.settle(NEVER, OPEN, OPEN) == NEVER
+    assert trial.settle(OPEN, OPEN, OPEN) == NEVER
+    assert num_paused(trial) == FIRST_PAUSE
+
+
+def test_as_many_probes_that_gain_as_trials_have_failed_end_a_pause():
+    trial = failed()
+    for num_failed in (1, 2, 3):
+        for _ in range(num_failed):
+            assert trial.settle(NEVER, OPEN, OPEN) == NEVER
+            trial.observe_probe(0.1)
+            assert trial.settle(NEVER, OPEN, OPEN) == NEVER
+            trial.observe_probe(-0.1)
+        assert trial.settle(NEVER, OPEN, OPEN) == OPEN
+        trial.observe(1, MAX_LOSS)
+        assert trial.settle(OPEN, OPEN, OPEN) == NEVER
+
+
+def test_accidents_are_pardoned_as_far_as_the_allowance_reaches():
+    trial = opened()
+    trial.observe(1, MAX_ALLOWANCE, is_accident=True)
+    assert trial.settle(OPEN, OPEN, OPEN) == OPEN
+    assert trial.allowance == 0.0
+    trial.observe(1, FIRST_CREDIT + MAX_LOSS, is_accident=True)
+    assert trial.settle(OPEN, OPEN, OPEN) == NEVER
+    for _ in range(1000):
+        trial.observe_plain()
+    assert trial.allowance == pytest.approx(1000 * ALLOWANCE)
 
 
 def speeds(share_wrong: float, cold_s: Sequence[float]) -> list[float]:
@@ -139,7 +170,7 @@ def test_steps_that_read_prompts_use_a_trial_up_too():
         assert bench.engine.add(make_request(str(index), draft_length=4, max_tokens=12, drafter_id="d")) is None
         bench.engine.step()
     assert len(bench.drafts.asked) > TRIAL_DRAFTS
-    assert bench.pricing._level.trial._num_left < TRIAL_DRAFTS
+    assert not bench.pricing._level.trial.goes_on
 
 
 def test_drafts_that_hardly_pay_cost_little_for_long():
