@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.kv_budget import num_common
 from outrider.drafter_service.engine.tree_growth import Growth, nodes_to_compute, stem_length
 from outrider.verifier_service.messages.batch import ScheduledBatch, slot_of, slots_of
 
@@ -16,17 +17,18 @@ class DraftState:
     """One session's KV and the draft in the making."""
 
     block_table: list[int] = field(default_factory=list)
-    cached_ids: list[int] = field(default_factory=list)  # the tokens whose KV is in the blocks
+    num_cached: int = 0  # of the tokens, whose KV is in the blocks
     ask: Ask | None = None  # unanswered
     tokens: list[int] = field(default_factory=list)  # committed, then the draft's stem
     num_committed: int = 0
+    source: Sequence[int] = ()  # the session's own list, of which the committed ones are the first
     growth: Growth | None = None  # of the ask
     nodes: list[int] = field(default_factory=list)  # of the draft, beyond its stem, to be computed together
 
     @property
     def num_slots(self) -> int:
         """Count the KV slots in use."""
-        return len(self.cached_ids)
+        return self.num_cached
 
     def num_slots_after(self, share: int) -> int:
         """Count them once so much of what is pending is computed."""
@@ -34,7 +36,7 @@ class DraftState:
 
     @property
     def num_tokens_pending(self) -> int:
-        return len(self.tokens) - len(self.cached_ids)
+        return len(self.tokens) - self.num_cached
 
     @property
     def num_pending(self) -> int:
@@ -45,6 +47,17 @@ class DraftState:
         assert self.growth is not None, "no draft in the making"
         return self.growth
 
+    def take(self, ask: Ask) -> int:
+        """Go on from another ask's tokens; return how many they have in common with those that were here.
+
+        A session's own list only grows, so what was committed need not be compared again.
+        """
+        num_known = self.num_committed if ask.token_ids is self.source else 0
+        num_same = num_known + num_common(self.tokens[num_known:], ask.token_ids[num_known:])
+        self.tokens[num_same:] = ask.token_ids[num_same:]
+        self.ask, self.source, self.num_committed = ask, ask.token_ids, len(self.tokens)
+        return num_same
+
     def rest(self) -> None:
         """Keep the KV alone: nothing is in the making."""
         self.ask, self.growth, self.nodes = None, None, []
@@ -52,7 +65,7 @@ class DraftState:
     def fork(self, ask: Ask, num_accepted: int, growth: Growth) -> DraftState:
         """Start the draft of an ask that goes on from `num_accepted` tokens of this one, whose KV it shares."""
         return DraftState(
-            cached_ids=self.cached_ids[: self.num_committed + num_accepted],
+            num_cached=min(self.num_cached, self.num_committed + num_accepted),
             ask=ask,
             tokens=list(ask.token_ids),
             num_committed=len(ask.token_ids),
@@ -62,12 +75,15 @@ class DraftState:
     def follow_growth(self) -> None:
         """Take the draft's stem into the tokens, and note the nodes that are to be computed beside it."""
         tree = self.draft.tree
+        if self.draft.is_chain:
+            self.tokens.extend(tree.token_ids[len(self.tokens) - self.num_committed :])
+            return
         stem = stem_length(tree)
         self.tokens.extend(tree.token_ids[len(self.tokens) - self.num_committed : stem])
         self.nodes = nodes_to_compute(tree, self.draft.frontier, stem)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """What a step computes for an ask."""
 
@@ -105,7 +121,7 @@ def pack(chunks: Sequence[Chunk], block_size: int) -> ScheduledBatch:
     tree_parents: list[list[int]] = []
     for chunk in chunks:
         state, tree = chunk.state, chunk.growth.tree
-        begin = len(state.cached_ids)
+        begin = state.num_cached
         token_ids += state.tokens[begin : begin + chunk.num_tokens]
         positions += range(begin, begin + chunk.num_tokens)
         first_node = len(token_ids)
@@ -122,7 +138,7 @@ def pack(chunks: Sequence[Chunk], block_size: int) -> ScheduledBatch:
         positions=positions,
         slot_mapping=slot_mapping,
         query_lengths=[chunk.size for chunk in chunks],
-        context_lengths=[len(chunk.state.cached_ids) + chunk.size for chunk in chunks],
+        context_lengths=[chunk.state.num_cached + chunk.size for chunk in chunks],
         block_tables=[list(chunk.state.block_table) for chunk in chunks],
         logits_indices=logits_indices,
         tree_parents=tree_parents if any(tree_parents) else [],

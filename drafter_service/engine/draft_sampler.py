@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -34,8 +34,7 @@ MAX_LOGIT = 1e30  # finite after any temperature, too
 _TICKET_BITS = 62  # a ticket modulo at most 2^16 is uniform to 2^-46, and exactly so for a sibling drawn first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Children:
+class Children(NamedTuple):
     """Siblings in the order in which they are to be tried."""
 
     token_ids: tuple[int, ...]
@@ -103,8 +102,10 @@ def launch_children(
 def first_ids(found: Sequence[ChildrenOnDevice]) -> tuple[torch.Tensor, list[int]]:
     """Return the first child of every row where it lies, int64 [num_rows], and where in there each row's is."""
     ids = [one.numbers[0][:, 0] for one in found]
+    if len(ids) == 1:
+        return ids[0], list(range(len(ids[0])))
     place_of = {row: place for place, row in enumerate(row for one in found for row in one.rows)}
-    return torch.cat(ids) if len(ids) > 1 else ids[0], [place_of[row] for row in range(len(place_of))]
+    return torch.cat(ids), [place_of[row] for row in range(len(place_of))]
 
 
 class PendingCopy(Protocol):
@@ -118,16 +119,26 @@ ReadBack = Callable[[torch.Tensor], PendingCopy]  # of a tensor on the device; `
 
 def read_children(found: Sequence[ChildrenOnDevice], read_back: ReadBack = CopyBack) -> list[Children]:
     """Wait for the device, and return the children of every row, in the rows' order."""
-    if not found:
-        return []
-    tensors = [tensor for one in found for tensor in one.numbers]
+    return read_levels([found], read_back)[0]
+
+
+def read_levels(
+    levels: Sequence[Sequence[ChildrenOnDevice]], read_back: ReadBack = CopyBack
+) -> list[list[Children]]:
+    """Read what was found for the rows of several levels in one copy."""
+    tensors = [tensor for found in levels for one in found for tensor in one.numbers]
+    if not tensors:
+        return [[] for _ in levels]
     bits = torch.cat([tensor.contiguous().view(torch.int64).flatten() for tensor in tensors])
     parts = iter(read_back(bits).wait().split([tensor.numel() for tensor in tensors]))
-    chosen: dict[int, Children] = {}
-    for one in found:
-        numbers = [next(parts).view(tensor.dtype).view(tensor.shape).tolist() for tensor in one.numbers]
-        chosen |= zip(one.rows, one.children_of(*numbers), strict=True)
-    return [chosen[row] for row in range(len(chosen))]
+    read: list[list[Children]] = []
+    for found in levels:
+        chosen: dict[int, Children] = {}
+        for one in found:
+            numbers = [next(parts).view(tensor.dtype).view(tensor.shape).tolist() for tensor in one.numbers]
+            chosen |= zip(one.rows, one.children_of(*numbers), strict=True)
+        read.append([chosen[row] for row in range(len(chosen))])
+    return read
 
 
 def quantised_rows(probs: torch.Tensor, top_n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,7 +217,7 @@ def _point_masses(ids: Sequence[Sequence[int]], probs: Sequence[Sequence[float]]
     """Make children of each row's ids and chances; impossible ones but a first are left out."""
     children: list[Children] = []
     for row_ids, row_probs in zip(ids, probs, strict=True):
-        num_kept = max(1, sum(prob > 0.0 for prob in row_probs))
+        num_kept = max(1, sum(prob > 0.0 for prob in row_probs)) if len(row_ids) > 1 else 1
         children.append(Children(token_ids=tuple(row_ids[:num_kept]), probs=tuple(row_probs[:num_kept])))
     return children
 

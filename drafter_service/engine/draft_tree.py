@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from outrider.verifier_service.messages.draft import ROOT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ChosenNodes:
     """Part of a tree, as `Draft` carries it."""
 

@@ -44,7 +44,7 @@ from outrider.verifier_service.messages.wire import WireError, decode, encode
 _GREEDY = DraftSampling(temperature=0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # this and the answer are made for each request and round: not frozen
 class Ask:
     """Draft `length` tokens after `token_ids`; a new `ask_id` for a session replaces its older ask."""
 
@@ -60,7 +60,7 @@ class Ask:
     forced_ids: Sequence[int] = ()  # as in `Commit`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DraftResult:
     """The complete answer to an ask; fewer tokens than `length` only where they are point masses, or none at all."""
 

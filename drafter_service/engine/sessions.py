@@ -23,7 +23,7 @@ class SessionKey(NamedTuple):
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class UnansweredRound:
     """One unanswered ask of a session."""
 

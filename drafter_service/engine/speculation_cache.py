@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, Self, TypeVar
 
 from outrider.drafter_service.engine.draft_sampler import Children
-from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
+from outrider.drafter_service.engine.draft_tree import DraftTree
 from outrider.drafter_service.engine.engine import Ask
 from outrider.drafter_service.engine.kv_budget import num_common
 from outrider.drafter_service.engine.outcomes import (
@@ -33,8 +33,8 @@ from outrider.drafter_service.engine.outcomes import (
     likely_outcomes,
 )
 from outrider.drafter_service.engine.sessions import SessionKey
-from outrider.drafter_service.engine.tree_growth import Growth
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, SparseRow
+from outrider.drafter_service.engine.tree_growth import ChainGrowth, Growth
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE
 from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 
@@ -46,38 +46,19 @@ def is_watched(ask: Ask) -> bool:
     return not ask.max_nodes and not ask.forced_ids
 
 
-class WatchedChain:
-    """A chain in the making that notes at each place what might stand there instead; a `Growth`."""
-
-    is_drawn = True
+class WatchedChain(ChainGrowth):
+    """A chain in the making that notes at each place what might stand there instead."""
 
     def __init__(self, ask: Ask, *, num_candidates: int) -> None:
-        self.tree = DraftTree()
+        has_rows = ask.sampling.temperature > GREEDY_TEMPERATURE and ask.sampling.seed is None
+        super().__init__((), depth=ask.length, has_rows=has_rows)
         self.places: list[Place] = []
-        self._rows: list[SparseRow] = []
-        self._has_rows = ask.sampling.temperature > GREEDY_TEMPERATURE and ask.sampling.seed is None
+        self.num_children = 1 if has_rows else num_candidates
         self._num_candidates = num_candidates
-        self._depth = ask.length
-        self.frontier = [ROOT] if self._depth else []
-
-    def __len__(self) -> int:
-        return len(self.tree)
-
-    @property
-    def num_children(self) -> int:
-        return 1 if self._has_rows else self._num_candidates
-
-    @property
-    def chain_left(self) -> int:
-        return self._depth - len(self)
 
     def grow(self, found: Sequence[Children]) -> None:
-        (children,) = found
-        self.tree.add(len(self) - 1, children.token_ids[0], children.probs[0])
-        if children.row is not None:
-            self._rows.append(children.row)
-        self.places.append(_place_of(children, self._num_candidates))
-        self._follow()
+        super().grow(found)
+        self.places.append(_place_of(found[0], self._num_candidates))
 
     def stop_at(self, depth: int) -> None:
         """Set the length, whatever has been drawn already; what lies beyond is dropped."""
@@ -89,15 +70,6 @@ class WatchedChain:
                 self.tree.add(index - 1, token_id, prob)
             del self.places[depth:], self._rows[depth:]
         self._follow()
-
-    def _follow(self) -> None:
-        self.frontier = [len(self) - 1] if len(self) < self._depth else []  # ROOT of an empty one
-
-    def chosen(self) -> ChosenNodes:
-        return self.tree.chosen(range(len(self)))
-
-    def rows(self) -> tuple[SparseRow, ...]:
-        return tuple(self._rows)
 
 
 def _place_of(children: Children, num_candidates: int) -> Place:

@@ -26,7 +26,7 @@ from outrider.drafter_service.engine.draft_sampler import (
     ReadBack,
     first_ids,
     launch_children,
-    read_children,
+    read_levels,
     select_rows,
 )
 from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
@@ -35,6 +35,7 @@ from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.batch import open_token
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, SparseRow, require
 from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
+from outrider.verifier_service.messages.tree import chain_parents
 
 FIRST_CHANCE = 0.6  # of a drawn first child to be accepted, as shapes assume it …
 SIBLING_RATIO = 0.25  # … and of each sibling that is tried after it, relative to the one before
@@ -46,6 +47,7 @@ class Growth(Protocol):
     tree: DraftTree
     frontier: list[int]  # the nodes whose children are wanted next; at first the last forced token, or ROOT
     is_drawn: bool  # whether children are to be drawn at random where the request allows it
+    is_chain: bool  # whether every node has one child
 
     @property
     def num_children(self) -> int:
@@ -53,7 +55,7 @@ class Growth(Protocol):
 
     @property
     def chain_left(self) -> int:
-        """How many tokens are to follow one after another; 0: there is no saying where its next nodes will be."""
+        """How many tokens of a chain are to follow."""
 
     def grow(self, found: Sequence[Children]) -> None:
         """Add the children of the frontier, in its order, and move it one level down."""
@@ -94,25 +96,64 @@ def start_growth(ask: Ask, trees: TreeConfig, *, vocab_size: int, max_nodes: int
     has_rows = ask.sampling.temperature > GREEDY_TEMPERATURE and ask.sampling.seed is None
     if num_nodes and not (has_rows and trees.method == "sampled"):
         return BestFirstGrowth(forced_ids, depth=ask.length, max_nodes=num_nodes, branching=trees.branching)
+    if not num_nodes:
+        return ChainGrowth(forced_ids, depth=ask.length, has_rows=has_rows)
     return DrawnGrowth(
-        forced_ids,
-        depth=ask.length,
-        max_nodes=num_nodes or ask.length,
-        branching=trees.branching if num_nodes else 1,
-        has_rows=has_rows,
+        forced_ids, depth=ask.length, max_nodes=num_nodes, branching=trees.branching, has_rows=has_rows
     )
 
 
-def chain_growth(ask: Ask, depth: int) -> DrawnGrowth:
+def chain_growth(ask: Ask, depth: int) -> ChainGrowth:
     """Start a chain: greedy and seeded requests take the likeliest tokens, others draw theirs from rows."""
     is_drawn = ask.sampling.temperature > GREEDY_TEMPERATURE and ask.sampling.seed is None
-    return DrawnGrowth(ask.forced_ids, depth=depth, max_nodes=depth, branching=1, has_rows=is_drawn)
+    return ChainGrowth(ask.forced_ids, depth=depth, has_rows=is_drawn)
+
+
+class ChainGrowth:
+    """One token after another, each drawn or the likeliest."""
+
+    is_drawn = is_chain = True
+    num_children = 1
+
+    def __init__(self, forced_ids: Sequence[int], *, depth: int, has_rows: bool) -> None:
+        self.tree = DraftTree()
+        _add_forced(self.tree, forced_ids[:depth])
+        self._rows = [_certain(token_id) for token_id in forced_ids[:depth]] if has_rows else []
+        self._depth = depth
+        self._follow()
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    @property
+    def chain_left(self) -> int:
+        return self._depth - len(self.tree)
+
+    def grow(self, found: Sequence[Children]) -> None:
+        (children,) = found
+        self.tree.add(len(self.tree) - 1, children.token_ids[0], children.probs[0])
+        if children.row is not None:
+            self._rows.append(children.row)
+        self._follow()
+
+    def _follow(self) -> None:
+        last = len(self.tree) - 1  # ROOT of an empty one
+        self.frontier = [last] if last + 1 < self._depth else []
+
+    def chosen(self) -> ChosenNodes:
+        tree = self.tree
+        return ChosenNodes(
+            token_ids=tuple(tree.token_ids), parents=chain_parents(len(tree)), confidences=tuple(tree.probs)
+        )
+
+    def rows(self) -> tuple[SparseRow, ...]:
+        return tuple(self._rows)
 
 
 class BestFirstGrowth:
     """The best `max_nodes` nodes by the chance of their whole path, none deeper than `depth`."""
 
-    is_drawn = False
+    is_drawn = is_chain = False
     chain_left = 0
 
     def __init__(self, forced_ids: Sequence[int], *, depth: int, max_nodes: int, branching: int) -> None:
@@ -146,12 +187,13 @@ class BestFirstGrowth:
 
 
 class DrawnGrowth:
-    """Every child that is drawn, in a fixed shape of at most `max_nodes` nodes; with `branching` 1 a chain.
+    """Every child that is drawn, in a fixed shape of at most `max_nodes` nodes.
 
     Greedy and seeded requests take their likeliest children instead of drawing them, as point masses.
     """
 
-    is_drawn = True
+    is_drawn, is_chain = True, False
+    chain_left = 0
 
     def __init__(
         self, forced_ids: Sequence[int], *, depth: int, max_nodes: int, branching: int, has_rows: bool
@@ -162,16 +204,11 @@ class DrawnGrowth:
         self._rows = [_certain(token_id) for token_id in forced_ids] if has_rows else []
         self._shape = fixed_shape(depth - len(forced_ids), max_nodes - len(forced_ids), branching)
         self._place = {last: ROOT}  # of a node in the shape, whose root is the last forced token
-        self._is_chain = branching == 1
         self.frontier = [last] if self._shape[ROOT] else []
 
     @property
     def num_children(self) -> int:
         return max(len(self._shape[self._place[node]]) for node in self.frontier)
-
-    @property
-    def chain_left(self) -> int:
-        return len(self._shape) - len(self._place) if self._is_chain else 0
 
     def grow(self, found: Sequence[Children]) -> None:
         grown: list[int] = []
@@ -237,7 +274,7 @@ def empty_answer(ask: Ask) -> DraftResult:
     return DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Growing:
     """A draft whose frontier is to get its children."""
 
@@ -249,8 +286,10 @@ class Growing:
     @property
     def positions(self) -> list[int]:
         """Where the children of the frontier stand, or those of the open tokens after it."""
-        depths, first = self.growth.tree.depths, self.first_position + self.num_open
-        return [first + (0 if node == ROOT else depths[node] + 1) for node in self.growth.frontier]
+        tree, first = self.growth.tree, self.first_position + self.num_open
+        if self.growth.is_chain:
+            return [first + len(tree)]
+        return [first + (0 if node == ROOT else tree.depths[node] + 1) for node in self.growth.frontier]
 
 
 class Levels:
@@ -265,19 +304,15 @@ class Levels:
     ) -> None:
         self._rng, self._vocab_size, self._top_n, self._read_back = rng, vocab_size, top_n, read_back
         self._levels: list[Sequence[Growing]] = []
-        self._found: list[ChildrenOnDevice] = []  # of all levels
-        self._last: list[ChildrenOnDevice] = []  # of the last one
-        self._num_rows = 0
+        self._found: list[list[ChildrenOnDevice]] = []  # by level
 
     def launch(self, growing: Sequence[Growing], logits: torch.Tensor) -> None:
         """Choose the children of every node of every frontier: logits float32 [num_nodes, draft_vocab_size]."""
         owners = [each for each in growing for _ in each.growth.frontier]
         positions = [position for each in growing for position in each.positions]
-        self._last = []
-        for is_drawn in (True, False):
+        found: list[ChildrenOnDevice] = []
+        for is_drawn in {owner.growth.is_drawn: None for owner in owners}:
             rows = [row for row, owner in enumerate(owners) if owner.growth.is_drawn == is_drawn]
-            if not rows:
-                continue
             launched = launch_children(
                 select_rows(logits, rows),
                 [owners[row].ask.sampling for row in rows],
@@ -288,20 +323,21 @@ class Levels:
                 top_n=self._top_n,
                 sampled=is_drawn,
             )
-            self._last += (replace(one, rows=[rows[row] for row in one.rows]) for one in launched)
+            if len(rows) < len(owners):
+                launched = [replace(one, rows=[rows[row] for row in one.rows]) for one in launched]
+            found += launched
         self._levels.append(growing)
-        self._found += (replace(one, rows=[self._num_rows + row for row in one.rows]) for one in self._last)
-        self._num_rows += len(owners)
+        self._found.append(found)
 
     def open_tokens(self) -> tuple[torch.Tensor, list[int]]:
         """Return the numbers that the last level chose, int64, and what stands for the first child of each node."""
-        numbers, places = first_ids(self._last)
+        numbers, places = first_ids(self._found[-1])
         return numbers, [open_token(place) for place in places]
 
     def read(self) -> None:
         """Wait for the device, and let all drafts grow."""
-        children = iter(read_children(self._found, self._read_back))
-        for growing in self._levels:
+        for growing, found in zip(self._levels, read_levels(self._found, self._read_back), strict=True):
+            children = iter(found)
             for each in growing:
                 each.growth.grow([next(children) for _ in each.growth.frontier])
 

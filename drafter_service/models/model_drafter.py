@@ -23,7 +23,7 @@ from outrider.drafter_service.engine.ahead_drafter import AheadDrafter
 from outrider.drafter_service.engine.draft_batch import Chunk, DraftState, OpenToken, chunk_of, pack, pack_open
 from outrider.drafter_service.engine.draft_sampler import ReadBack
 from outrider.drafter_service.engine.engine import Ask, DraftResult
-from outrider.drafter_service.engine.kv_budget import num_common, reserve, share_budget
+from outrider.drafter_service.engine.kv_budget import reserve, share_budget
 from outrider.drafter_service.engine.outcomes import Pace
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.speculation_cache import AheadStep, WatchedChain, is_watched
@@ -112,7 +112,7 @@ class ModelDrafter(AheadDrafter[DraftState]):
         self._pool.check_integrity([state.block_table for state in states])
         for state in states:
             assert len(state.block_table) == self._pool.num_blocks_for(state.num_slots), "blocks without tokens"
-            assert state.cached_ids == state.tokens[: state.num_slots], "KV of other tokens"
+            assert state.num_cached <= len(state.tokens), "KV of no tokens"
             assert (state.ask is None) == (state.growth is None), "a draft that nobody asked for"
             assert state.growth is not None or not state.nodes, "nodes without a tree"
 
@@ -145,7 +145,7 @@ class ModelDrafter(AheadDrafter[DraftState]):
         """Cut a draft that was asked for shorter than it is; its last token is always yet to be computed."""
         if num_tokens < len(state.tokens):
             del state.tokens[num_tokens:]
-            self._roll_back(state, min(len(state.cached_ids), num_tokens - 1))
+            self._roll_back(state, min(state.num_cached, num_tokens - 1))
 
     # --- state ---
 
@@ -156,13 +156,11 @@ class ModelDrafter(AheadDrafter[DraftState]):
             return state
         self.forget_outcomes(ask.key)
         self._states[ask.key] = self._states.pop(ask.key)  # most recently asked
-        state.ask = ask
-        state.tokens = list(ask.token_ids)
-        state.num_committed = len(state.tokens)
+        num_same = state.take(ask)
         state.growth = self._start(ask, max_num_tokens)
         state.follow_growth()
         # the last token is computed (again): its logits are wanted
-        self._roll_back(state, min(num_common(state.cached_ids, state.tokens), len(state.tokens) - 1))
+        self._roll_back(state, min(state.num_cached, num_same, len(state.tokens) - 1))
         return state
 
     def _start(self, ask: Ask, max_num_tokens: int) -> Growth:
@@ -172,18 +170,18 @@ class ModelDrafter(AheadDrafter[DraftState]):
         return start_growth(ask, self._trees, vocab_size=self._draft_vocab_size, max_nodes=max_num_tokens)
 
     def _roll_back(self, state: DraftState, num_kept: int) -> None:
-        del state.cached_ids[num_kept:]
+        state.num_cached = num_kept
         self._pool.trim(state.block_table, num_kept)
 
     def _reserve(
         self, state: DraftState, share: int, *, asked: Sequence[DraftState], younger: Sequence[DraftState]
     ) -> bool:
         if self._cache is not None:
-            self._cache.make_room(self._pool.num_blocks_for(len(state.cached_ids) + share) - len(state.block_table))
+            self._cache.make_room(self._pool.num_blocks_for(state.num_cached + share) - len(state.block_table))
         return reserve(
             self._pool,
             state,
-            len(state.cached_ids) + share,
+            state.num_cached + share,
             all_states=self._states.values(),
             asked=asked,
             younger=younger,
@@ -201,9 +199,7 @@ class ModelDrafter(AheadDrafter[DraftState]):
         self.num_forwards += 1
         logits = self._runner.execute(batch)  # [num_frontier_nodes, vocab_size]
         for chunk in chunks:
-            cached_ids = chunk.state.cached_ids
-            cached_ids.extend(chunk.state.tokens[len(cached_ids) :][: chunk.num_tokens])
-            self._roll_back(chunk.state, len(cached_ids))  # the KV of nodes beyond the stem
+            self._roll_back(chunk.state, chunk.state.num_cached + chunk.num_tokens)  # the KV of nodes beyond the stem
         whole = [chunk for chunk in chunks if chunk.is_whole]
         levels = Levels(
             self._rng, vocab_size=self._draft_vocab_size, top_n=self._top_n, read_back=self._read_back
@@ -215,8 +211,7 @@ class ModelDrafter(AheadDrafter[DraftState]):
         for index, chunk in enumerate(whole):
             state, num_followed = chunk.state, followed.get(index, 0)
             state.follow_growth()
-            state.cached_ids.extend(state.tokens[len(state.cached_ids) :][:num_followed])
-            self._roll_back(state, len(state.cached_ids))
+            self._roll_back(state, state.num_cached + num_followed)
 
     def _follow(
         self, levels: Levels, growing: Sequence[Growing], states: Sequence[DraftState], asked: Sequence[DraftState]
@@ -234,7 +229,7 @@ class ModelDrafter(AheadDrafter[DraftState]):
             numbers, token_ids = levels.open_tokens()
             tokens: list[OpenToken] = []
             for index, row in rows.items():
-                place = len(states[index].cached_ids) + num_open
+                place = states[index].num_cached + num_open
                 tokens.append(OpenToken(token_ids[row], place, states[index].block_table, place))
             num_open += 1
             self.num_forwards += 1

@@ -178,7 +178,6 @@ def test_a_drafter_that_looks_at_what_it_drew_is_found_out(markov: MarkovRuns, m
                 branch.growth.tree.token_ids[0] = chosen
                 if isinstance(branch, DraftState):  # a model's knows the draft's tokens by heart
                     branch.tokens[first] = chosen
-                    branch.cached_ids[first : first + 1] = [chosen] * len(branch.cached_ids[first : first + 1])
             return branch
 
         drafter._cache.take = take

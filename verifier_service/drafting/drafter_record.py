@@ -26,7 +26,7 @@ class OutstandingRound:
     background_until_s: float | None = None  # given: until then it may be answered, and nothing waits for that
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class AnsweredRound:
     """Who drafted what is attached to a request, and when, by the engine's clock."""
 

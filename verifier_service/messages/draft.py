@@ -95,7 +95,7 @@ class States:
     channel: str = ""  # the group of that channel: after a reconnection there is another, which counts from 1 again
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # made for each request and round: frozen, that takes twice as long
 class Commit:
     """Append `token_ids` (may be empty) at `position` (tokens known before them) and ask for a draft after them.
 
@@ -127,7 +127,7 @@ class SparseRow:
     weights: tuple[int, ...]  # positive, sum to DRAFT_PROB_SCALE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # made for each request and round: frozen, that takes twice as long
 class Draft:
     """Proposed tokens after `position` committed tokens: a chain, or a tree where it has `parents`.
 
@@ -161,7 +161,7 @@ VerifierMessage = Open | States | Commit | Close
 DrafterMessage = Draft | Resync
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # made for each request and round: frozen, that takes twice as long
 class DrafterEvent:
     """Something that happened at a drafter: it came up, went down, or said something."""
 

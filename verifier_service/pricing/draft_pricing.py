@@ -362,13 +362,7 @@ class DraftPricing:
         slots = [slot for offer in offers for slot in offer.down_to(bound)]
         longest = max((len(offer.levels) for offer in offers), default=0)
         exposed_s = level.exposure.seconds(longest if bound is None else min(bound, longest))
-        level.price.observe(
-            base,
-            len(offers),
-            slots,
-            exposed_s=exposed_s,
-            num_steps=num_steps,
-        )
+        level.price.observe(base, len(offers), slots, exposed_s=exposed_s, num_steps=num_steps)
 
     def _observe_loss(
         self,

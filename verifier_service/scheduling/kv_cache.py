@@ -76,8 +76,9 @@ class BlockPool:
     def trim(self, block_table: list[int], num_tokens: int) -> None:
         """Give back the blocks of a table beyond those that hold its first `num_tokens` tokens."""
         num_kept = self.num_blocks_for(num_tokens)
-        self.release(block_table[num_kept:])
-        del block_table[num_kept:]
+        if num_kept < len(block_table):
+            self.release(block_table[num_kept:])
+            del block_table[num_kept:]
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Take one more reference to each of some used blocks."""
