@@ -29,7 +29,7 @@ from outrider.verifier_service.messages.request import GenerationRequest, Reques
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.pipe_writer import PipeWriter
-from outrider.verifier_service.model.ranks import PipeListener, RankSpec
+from outrider.verifier_service.model.ranks import PipeListener, RankSpec, keep_loaded
 from outrider.verifier_service.model.runner import ParallelRunner
 
 JOIN_TIMEOUT_S = 5.0
@@ -166,6 +166,7 @@ class OfflineEngine:
                 profile_engine(self.engine, runner, spec)
             if show is not None:
                 show(self.engine)
+            keep_loaded()
             self._exit = opening.pop_all()
 
     def _start_drafter(self, opening: contextlib.ExitStack, spec: DrafterSpec) -> PipeDraftClient:
@@ -226,7 +227,9 @@ def _load_here(
     followers = RankProcesses(main, spec, size, first_rank=1)
     opening.callback(followers.close)
     followers.start()
-    share = load_rank(model, followers.rank(0, size), are_followers_alive=followers.are_alive)
+    share = load_rank(
+        model, followers.rank(0, size), has_trees=spec.has_trees, are_followers_alive=followers.are_alive
+    )
     runner = ParallelRunner(*share)
     opening.callback(runner.close)
     return runner

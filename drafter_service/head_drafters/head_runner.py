@@ -107,7 +107,7 @@ class HeadRunner:
     def capture(self) -> None:
         """Capture the steps of chains before anything is served, where steps are captured."""
         for graphs in self._graphs:
-            graphs.capture_chains()
+            graphs.capture()
 
     @torch.inference_mode()
     def combine(self, states: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,11 @@ class DrafterSpec:
         return any(method in WHOLE_MODELS for method in self.speculative.all_methods)
 
     @property
+    def has_trees(self) -> bool:
+        """Whether drafts may be trees."""
+        return self.speculative.num_tree_nodes > 0
+
+    @property
     def reads_target(self) -> bool:
         """Whether it takes tensors of the target's, an embedding or layers, and not its vocabulary alone."""
         return not {*self.speculative.all_methods} <= {*MODEL_FREE, *WHOLE_MODELS}

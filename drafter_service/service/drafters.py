@@ -54,19 +54,26 @@ def build_drafter(
     runner: Runner | None = None,
     view: TargetView | None = None,
     plugins: Iterable[EntryPoint] | None = None,
+    rng: torch.Generator | None = None,
 ) -> Drafter:
     """Build what `spec` asks for; raises `ValueError` naming what is wrong with it or its files.
 
-    `runner` is the loaded draft model of methods that have a whole one, `view` the target's engine where the drafter
-    runs beside it, `plugins` where to look for a drafter of another package; None: among all that are installed.
+    `rng` draws unseeded drafts; None: one by the spec's seed. `runner` is the loaded draft model of methods that have a
+    whole one, `view` the target's engine where the drafter runs beside it, `plugins` where to look for a drafter of
+    another package; None: among all that are installed.
     """
-    maker = _Maker(spec, runner, view, plugins)
+    maker = _Maker(spec, runner, view, plugins, drafter_rng(spec) if rng is None else rng)
     methods = spec.speculative.all_methods
     if spec.speculative.method is not Method.HYBRID:
         return maker.make(methods[0])
     lookups = {method.value: maker.make(method) for method in methods if method in MODEL_FREE}
     models = {method.value: maker.make(method) for method in methods if method not in MODEL_FREE}
     return HybridDrafter(lookups, models)
+
+
+def drafter_rng(spec: DrafterSpec) -> torch.Generator:
+    """Return what draws unseeded drafts."""
+    return torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "drafter"))
 
 
 class _Maker:
@@ -78,10 +85,11 @@ class _Maker:
         runner: Runner | None,
         view: TargetView | None,
         plugins: Iterable[EntryPoint] | None,
+        rng: torch.Generator,
     ) -> None:
         self._spec, self._runner, self._view, self._plugins = spec, runner, view, plugins
         self._config = spec.speculative
-        self._rng = torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "drafter"))
+        self._rng = rng
         description = read_description(resolve_description(spec.target), spec.target)  # another engine may serve it
         self._vocab_size: int = description.vocab_size
         self._state_width: int = description.hidden_size

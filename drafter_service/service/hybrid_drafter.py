@@ -94,6 +94,11 @@ class HybridDrafter:
         self._prior = {name: _Mean(PRIOR_TOKENS) for name in self._models}
         self.counts = _Counts()
 
+    @property
+    def models(self) -> tuple[Drafter, ...]:
+        """Those that compute what they draft."""
+        return tuple(self._models.values())
+
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
         """Answer what the lookups answer best at once; give the others' models one step."""
         for ask in asks:

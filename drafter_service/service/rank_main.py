@@ -8,23 +8,29 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
 from outrider.drafter_service.engine.ahead_drafter import AheadDrafter
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig, handle_payload
+from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig, Drafter, handle_payload
 from outrider.drafter_service.engine.forward_cost import ForwardCost, MeteredRunner
 from outrider.drafter_service.engine.messages import TO_DRAFT_ENGINE, DrafterReady, DrafterUpdate
 from outrider.drafter_service.engine.state_transport import StateTransport
+from outrider.drafter_service.engine.warm_up import warm_up
 from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
-from outrider.drafter_service.service.drafters import build_drafter
+from outrider.drafter_service.service.drafters import build_drafter, drafter_rng
+from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
+from outrider.drafter_service.service.plugin_drafter import PluginDrafter
+from outrider.drafter_service.service.speculative_config import MODEL_FREE
+from outrider.drafter_service.target.self_drafter import SelfDrafter
 from outrider.drafter_service.target.target_view import TargetView
-from outrider.verifier_service.engine.factory import load_rank
+from outrider.verifier_service.engine.factory import WARM_UP_S, load_rank
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.links.tensor_channel import TensorStore
 from outrider.verifier_service.messages.draft import DrafterMessage
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.model.architectures import read_description, resolve_description
 from outrider.verifier_service.model.ranks import RankSpec, arrived, connect, keep_loaded
-from outrider.verifier_service.model.runner import ParallelRunner, follow
+from outrider.verifier_service.model.runner import ParallelRunner, follow, resolve_device
 from outrider.verifier_service.model.tokenizer import fingerprint_of
 
 LOAD_INTERVAL_S = 0.2
@@ -46,12 +52,39 @@ def build_draft_engine(
         max_sessions=spec.max_sessions,
         drafts_greedily=speculative.draft_sample_method == "greedy",
     )
-    drafter = build_drafter(spec, runner=runner, view=view)
+    rng = drafter_rng(spec)
+    drafter = build_drafter(spec, runner=runner, view=view, rng=rng)
+    before = rng.get_state()
+    for cold in _cold(spec, drafter):
+        _warm_up(spec, cold, config)
+    rng.set_state(before)  # what is drawn follows from the seed, however much was warmed up
     ahead = drafter if isinstance(drafter, AheadDrafter) and drafter.runs_ahead else None
     engine = DraftEngine(drafter, clock=time.monotonic, config=config, ahead=ahead, cost=cost)
     if isinstance(drafter, EagleDrafter):
         engine.counters.graphs = drafter.graph_counts
     return engine
+
+
+def _cold(spec: DrafterSpec, drafter: Drafter) -> Sequence[Drafter]:
+    """Return what of a drafter is to be warmed up: its model or head.
+
+    Lookups would remember it, a part of the target has no target yet, and what a plug-in makes of it is not known.
+    """
+    if isinstance(drafter, HybridDrafter):
+        models: Sequence[Drafter] = drafter.models
+    else:
+        models = () if spec.speculative.method in MODEL_FREE else (drafter,)
+    return [model for model in models if not isinstance(model, SelfDrafter | PluginDrafter)]
+
+
+def _warm_up(spec: DrafterSpec, drafter: Drafter, config: DraftEngineConfig) -> None:
+    """Let a drafter draft before it is asked."""
+    state_width = 0
+    if taps := drafter.needs.taps:
+        state_width = len(taps) * read_description(resolve_description(spec.target), spec.target).hidden_size
+    is_on_gpu = spec.model is not None and resolve_device(spec.model.device).type == "cuda"
+    engine = DraftEngine(drafter, clock=time.monotonic, config=config)
+    warm_up(engine, state_width=state_width, patience_s=WARM_UP_S[is_on_gpu], clock=time.monotonic)
 
 
 def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
@@ -61,7 +94,7 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
     graphs: GraphCounts | None = None
     if spec.loads_model:
         assert spec.model is not None
-        share, pipes = load_rank(spec.model, rank)
+        share, pipes = load_rank(spec.model, rank, has_trees=spec.has_trees)
         if rank.rank > 0:
             keep_loaded()
             follow(pipes[0], share)

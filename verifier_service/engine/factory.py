@@ -16,6 +16,7 @@ from outrider.verifier_service.engine.loop import EngineLoop
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.engine.step_profile import measure_step_profile
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
+from outrider.verifier_service.engine.warm_up import MadeUpDrafts, warm_up
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.draft import DraftClient
 from outrider.verifier_service.messages.engine import EngineReady, StepTime
@@ -34,10 +35,13 @@ from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerC
 
 COLLECTIVE_TIMEOUT_S = 60.0  # a rank that is this late is dead: the group fails and its replica is replaced
 MAX_PROFILED_TOKENS = 512  # beyond, the refitted slope goes on
+WARM_UP_S = (0.5, 5.0)  # on a CPU, where first calls cost little; on a GPU
 
 
-def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> VerifierEngine:
-    """Put scheduler, KV pool and drafting around a loaded model."""
+def build_engine(
+    runner: Runner, spec: VerifierSpec, drafts: DraftClient, *, has_grammars: bool = True
+) -> VerifierEngine:
+    """Put scheduler, KV pool and drafting around a loaded model; without grammars structured output is refused."""
     pool = BlockPool(runner.num_blocks, runner.block_size, spec.enable_prefix_caching)
     config = SchedulerConfig(
         max_num_batched_tokens=spec.max_num_batched_tokens,
@@ -55,13 +59,18 @@ def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> Ver
         max_tree_nodes=spec.max_tree_nodes,
     )
     pricing = DraftPricing()
+    grammars: GrammarCompiler | None = None
+    if has_grammars:
+        grammars = GrammarCompiler.of_model(
+            spec.model, vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids
+        )
     return VerifierEngine(
         runner,
         Scheduler(config, pool, pricing),
         DraftCoordinator(drafts, speculation, runner.states, pricing),
         clock=time.monotonic,
         generator=torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "verifier")),
-        grammars=GrammarCompiler.of_model(spec.model, vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids),
+        grammars=grammars,
         pricing=pricing,
         async_scheduling=spec.async_scheduling,
         runs_apart=resolve_device(spec.model.device).type == "cuda",
@@ -69,7 +78,16 @@ def build_engine(runner: Runner, spec: VerifierSpec, drafts: DraftClient) -> Ver
 
 
 def profile_engine(engine: VerifierEngine, runner: ParallelRunner, spec: VerifierSpec) -> tuple[StepTime, ...]:
-    """Measure steps before anything is served, and have the engine price its drafts by them where it should."""
+    """Verify drafts and measure steps before anything is served, and have the engine price its drafts by them.
+
+    Where plans are not bounds but lengths, nothing is priced.
+    """
+    warm_up(
+        build_engine(runner, spec, MadeUpDrafts(), has_grammars=False),
+        max_requests=spec.max_num_seqs,
+        patience_s=WARM_UP_S[runner.device.type == "cuda"],
+        clock=time.monotonic,
+    )
     profile = measure_step_profile(runner, max_tokens=min(MAX_PROFILED_TOKENS, spec.max_num_batched_tokens))
     if spec.prices_drafts:
         engine.pricing.use_profile(profile.step_times, runner.experts, profile.context)
@@ -77,9 +95,13 @@ def profile_engine(engine: VerifierEngine, runner: ParallelRunner, spec: Verifie
 
 
 def load_rank(
-    model: ModelConfig, rank: RankSpec, *, are_followers_alive: Callable[[], bool] = lambda: True
+    model: ModelConfig,
+    rank: RankSpec,
+    *,
+    has_trees: bool = False,
+    are_followers_alive: Callable[[], bool] = lambda: True,
 ) -> tuple[ModelRunner, list[Connection]]:
-    """Join the tensor-parallel group and load this rank's share of the model.
+    """Join the tensor-parallel group and load this rank's share of the model, whose batches may have trees.
 
     Rank 0 gets a pipe to each of its followers, a follower one pipe to rank 0.
     """
@@ -91,7 +113,7 @@ def load_rank(
     group, pipes = gather(rank, backend, COLLECTIVE_TIMEOUT_S, are_followers_alive=are_followers_alive)
     runner = ModelRunner(replace(model, tensor_parallel_size=rank.size), group)
     if runner.graphs is not None:
-        runner.graphs.capture_chains()
+        runner.graphs.capture(has_trees=has_trees)
     # the table of logarithms behind coupled sampling takes 0.3 s once: no request should wait for it
     gumbel_noise(0, 0, torch.zeros(1, dtype=torch.int64, device=runner.device), 1, runner.device)
     return runner, pipes
@@ -106,7 +128,7 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
     `make_drafts` adds a drafter of this process to those behind the links: from the loaded model and their client it
     makes the engine's client, and a function that shows it the engine.
     """
-    share, pipes = load_rank(spec.model, rank)
+    share, pipes = load_rank(spec.model, rank, has_trees=spec.has_trees)
     keep_loaded()
     if rank.rank > 0:
         follow(pipes[0], share)

@@ -24,6 +24,11 @@ class VerifierSpec:
     async_scheduling: bool = True  # on an accelerator: launch the next step before one is read, where it can be planned
     check_integrity: bool = False  # after every step: for tests
 
+    @property
+    def has_trees(self) -> bool:
+        """Whether drafts may be trees."""
+        return self.max_tree_nodes > 0
+
     def run_rank(self, rank: RankSpec) -> None:
         """Be one rank of this verifier until its shell, or rank 0, goes away."""
         from outrider.verifier_service.engine.factory import run_verifier_rank

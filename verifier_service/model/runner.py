@@ -247,7 +247,7 @@ class ModelRunner:
     def __init__(self, config: ModelConfig, group: TensorParallelGroup, backend: GraphBackend | None = None) -> None:
         """`backend` says how steps are captured; None: as is usual on the device, on a CPU not at all.
 
-        They are captured when first met, unless `graphs.capture_chains` comes before.
+        They are captured when first met, unless `graphs.capture` comes before.
         """
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)

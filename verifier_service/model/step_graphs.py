@@ -232,22 +232,20 @@ class StepGraphs:
         largest = Bucket(TOKEN_BUCKETS[-1], REQUEST_BUCKETS[-1], has_trees=True)
         self._buffers = StepBuffers(num_bytes(step_layout(largest, self._table_width)), pool.device)
         # not the graphs' own, which would have to stay apart from each other's
-        sizes = {"dtype": model.dtype, "device": pool.device}
-        self._hidden = torch.zeros(TOKEN_BUCKETS[-1], model.hidden_size, **sizes)
-        self._states = torch.zeros(TOKEN_BUCKETS[-1], len(taps) * model.hidden_size, **sizes) if taps else None
+        num_tokens, width = TOKEN_BUCKETS[-1], len(taps) * model.hidden_size
+        self._hidden = torch.zeros(num_tokens, model.hidden_size, dtype=model.dtype, device=pool.device)
+        self._states = torch.zeros(num_tokens, width, dtype=model.dtype, device=pool.device) if taps else None
         self._captured: dict[Bucket, _Captured | None] = {}  # None: it cannot be
 
     @torch.inference_mode()
-    def capture_chains(self) -> None:
-        """Capture the steps of decoding and of verifying chains, before anything is served.
-
-        Those of trees are captured when first met: few services have them.
-        """
+    def capture(self, *, has_trees: bool = False) -> None:
+        """Capture the steps of decoding and of verifying chains, and of trees where there are any, before it serves."""
         if self._model.not_captured is not None:
             logger.warning("no step is captured: %s", self._model.not_captured)
             return
-        for bucket in all_buckets(has_trees=False):
-            self._captured_at(bucket)
+        for with_trees in {has_trees, False}:  # the largest first
+            for bucket in all_buckets(has_trees=with_trees):
+                self._captured_at(bucket)
         logger.info("captured %d steps in %.1f s", self.counts.num_graphs, self.counts.capture_s)
 
     def run(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> Outputs | None:

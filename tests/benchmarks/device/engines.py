@@ -24,12 +24,15 @@ from benchmarks.device.played import (
 from outrider.cluster.offline.engine import NoDrafters, PipeDraftClient, RankProcesses
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.engine.messages import DrafterReady
+from outrider.drafter_service.engine.warm_up import warm_up as warm_up_drafter
 from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.service.rank_main import DraftLoop
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.engine.factory import WARM_UP_S
 from outrider.verifier_service.engine.step_profile import measure_step_profile
+from outrider.verifier_service.engine.warm_up import MadeUpDrafts, warm_up
 from outrider.verifier_service.messages.draft import DraftClient
 from outrider.verifier_service.messages.engine import EngineUpdate
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
@@ -53,6 +56,7 @@ class Pair:
     share_right: float = 0.945  # of a drafted token after right ones: of four, 0.87 are accepted
     cold_s: float = 0.0  # what a first call takes besides
     num_ahead_branches: int = 0
+    is_warm: bool = True  # drafter and verifier have run what they will be asked for
 
 
 def draft_engine(pair: Pair, device: PlayedDevice, max_sessions: int = 512) -> DraftEngine:
@@ -61,6 +65,9 @@ def draft_engine(pair: Pair, device: PlayedDevice, max_sessions: int = 512) -> D
     num_branches = pair.num_ahead_branches
     drafter = ModelDrafter(model, torch.Generator(), num_ahead_branches=num_branches, read_back=model.read_back)
     config = DraftEngineConfig(max_draft_length=DRAFT_LENGTH, max_sessions=max_sessions, max_num_batched_tokens=2048)
+    if pair.is_warm:
+        cold = DraftEngine(drafter, clock=device.clock.now_s, config=config)
+        warm_up_drafter(cold, state_width=0, patience_s=WARM_UP_S[True], clock=device.clock.now_s)
     ahead = drafter if num_branches else None
     return DraftEngine(drafter, clock=device.clock.now_s, config=config, ahead=ahead)
 
@@ -87,25 +94,32 @@ def played_engine(
     """Put an engine around the pair's target; `device` is what it shares with a drafter beside it."""
     device = device or PlayedDevice(clock, cold_s=pair.cold_s)
     target = PlayedTarget(device, pair.target)
-    limits = {"max_model_len": target.max_model_len, "vocab_size": target.vocab_size}
+    if pair.is_warm:
+        cold = _engine_of(target, DraftPricing(), MadeUpDrafts())
+        warm_up(cold, max_requests=256, patience_s=WARM_UP_S[True], clock=clock.now_s)
     pricing = DraftPricing()
     client = client or NoDrafters()
-    engine = VerifierEngine(
+    engine = _engine_of(target, pricing, client)
+    profile = measure_step_profile(Awaited(target), MAX_PROFILED_TOKENS, clock.now_s)
+    pricing.use_profile(profile.step_times, None, profile.context)
+    return Played(engine, device, client)
+
+
+def _engine_of(target: PlayedTarget, pricing: DraftPricing, client: DraftClient) -> VerifierEngine:
+    limits = {"max_model_len": target.max_model_len, "vocab_size": target.vocab_size}
+    return VerifierEngine(
         target,
         Scheduler(
             SchedulerConfig(max_num_batched_tokens=2048, **limits), BlockPool(target.num_blocks, BLOCK_SIZE), pricing
         ),
         DraftCoordinator(client, CoordinatorConfig(**limits), pricing=pricing),
-        clock=clock.now_s,
+        clock=target.device.clock.now_s,
         generator=torch.Generator(),
         pricing=pricing,
         runs_apart=True,
         async_scheduling=True,
         verify=target.verify,
     )
-    profile = measure_step_profile(Awaited(target), MAX_PROFILED_TOKENS, clock.now_s)
-    pricing.use_profile(profile.step_times, None, profile.context)
-    return Played(engine, device, client)
 
 
 def beside(pair: Pair, clock: Clock, *, max_sessions: int = 512) -> Played:

@@ -116,6 +116,7 @@ class PlayedDevice:
     def __init__(self, clock: Clock, *, cold_s: float = 0.0) -> None:
         self.clock, self.cold_s = clock, cold_s
         self.free_s = 0.0  # when it will have done all
+        self.num_cold = 0  # first calls
         self._met: set[object] = set()
 
     def launch(self, seconds: float, first: object = None) -> None:
@@ -123,6 +124,7 @@ class PlayedDevice:
         if first is not None and first not in self._met:
             self._met.add(first)
             seconds += self.cold_s
+            self.num_cold += 1
         self.free_s = max(self.free_s, self.clock.now_s()) + seconds
 
     def wait(self) -> None:

@@ -288,7 +288,7 @@ def test_all_chains_are_captured_at_start_and_trees_when_first_met() -> None:
     pool = make_pool(model)
     graphs = make_graphs(model, pool)
     before = kv_of(pool)
-    graphs.capture_chains()
+    graphs.capture()
     assert graphs.counts.num_graphs == len(all_buckets(has_trees=False))
     assert graphs.counts.capture_s > 0
     assert all(torch.equal(*pair) for pair in zip(before, kv_of(pool), strict=True))
@@ -325,7 +325,7 @@ def test_a_model_that_no_graph_can_hold_runs_eagerly_by_name() -> None:
     assert model.not_captured == "float32_experts"
     pool = make_pool(tiny_decoder("mixtral"))
     graphs = make_graphs(model, pool)
-    graphs.capture_chains()
+    graphs.capture()
     assert graphs.run(BATCHES["verify"]) is None
     assert graphs.counts.eager == {"float32_experts": 1}
     assert graphs.counts.num_graphs == 0
@@ -398,7 +398,7 @@ def test_a_gpus_graphs_replay_the_eager_steps(name: str, taps: tuple[int, ...]) 
     model = tiny_decoder(name, device=device)
     eager, replayed = make_pool(model), make_pool(model)
     graphs = make_graphs(model, replayed, GraphBackend(CudaCapture(device), triton_context()), taps)
-    graphs.capture_chains()
+    graphs.capture()
     for batch in (*BATCHES.values(), *reversed(BATCHES.values())):
         expected, expected_states = run_batch(model, eager, batch, taps)
         got, states = run_batch(model, replayed, batch, taps, graphs)
