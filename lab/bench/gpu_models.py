@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,13 @@ class BenchShape:
     max_model_len: int
     kv_bytes: int  # of each model
     copy_bytes: int  # to measure a bandwidth by
+
+    def in_float32(self) -> BenchShape:
+        """Return one of the same width in float32, of a quarter of the layers: beside a check's copy it fits a card."""
+        num_layers = max(2, self.target["num_hidden_layers"] // 4)
+        target = {**self.target, "num_hidden_layers": num_layers, "dtype": "float32"}
+        kv_bytes = min(self.kv_bytes, 2 << 30)
+        return replace(self, target=target, num_draft_layers=max(1, num_layers // 4), kv_bytes=kv_bytes)
 
     def config_of(self, num_layers: int) -> dict[str, Any]:
         """Return the whole config of the target, or of its first layers."""

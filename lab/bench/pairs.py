@@ -287,7 +287,8 @@ def streamed_weight_bytes(model: ModelConfig) -> int:
     An input embedding that is not the output head as well is left out: a forward reads a few rows of it.
     """
     description = load_model_description(resolve_folder(model), model)
-    device = resolve_device(model.device)
+    # first: building a model writes its own dtype into the description
+    dtype = resolve_dtype(model.dtype, description, resolve_device(model.device))
     skeleton = build_empty_model(description, dtype=torch.float32, device=torch.device("cpu"))
     embedding = skeleton.get_input_embeddings().weight
     weights = {id(weight): weight.numel() for weight in skeleton.parameters()}
@@ -295,4 +296,4 @@ def streamed_weight_bytes(model: ModelConfig) -> int:
     weights.pop(id(embedding))
     if head is not None:
         weights[id(head.weight)] = head.weight.numel()
-    return sum(weights.values()) * resolve_dtype(model.dtype, description, device).itemsize
+    return sum(weights.values()) * dtype.itemsize

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
+from transformers import AutoConfig
 
-from outrider.lab.bench.gpu import GpuResult, Rate, bandwidth_of, gpu, to_markdown
+from outrider.lab.bench import gpu_beside
+from outrider.lab.bench.gpu import GpuResult, gpu, to_markdown
+from outrider.lab.bench.gpu_beside import vllm_rates
+from outrider.lab.bench.gpu_measure import Rate, bandwidth_of
 from outrider.lab.bench.gpu_models import FULL, TINY
 from outrider.lab.bench.pairs import streamed_weight_bytes
 from outrider.verifier_service.model.config import ModelConfig
@@ -37,9 +42,9 @@ def test_figures_of_the_target_alone_and_ratios_to_it():
         rates={
             "off": [rate(1, 125.0), rate(2, 250.0)],
             "in turn": [rate(1, 100.0), rate(2, 125.0)],
-            "co-located": [rate(1, 250.0, 0.75), rate(2, 300.0)],
+            "co-located, cold": [rate(1, 250.0, 0.75), rate(2, 300.0)],
         },
-        num_exact=63,
+        num_exact={"as it is served": 63},
         num_prompts=64,
     )
     assert result.roofline_share == pytest.approx(0.5)
@@ -48,7 +53,7 @@ def test_figures_of_the_target_alone_and_ratios_to_it():
     assert "| share of the memory roofline, 1 stream | 50% |" in lines
     assert "| forward of 1 row, of 5 | 7.00 ms, 1.10 x |" in lines
     assert "| steps replayed, eager | 90, 4 |" in lines
-    assert "| drafted tokens are the plain ones | 63 of 64 prompts |" in lines
+    assert "| drafted tokens are the plain ones, as it is served | 63 of 64 prompts |" in lines
     assert lines[-2:] == ["| 1 | 125 | 100 | 250 | 0.80 | 2.00 | 75% |", "| 2 | 250 | 125 | 300 | 0.50 | 1.20 | - |"]
 
 
@@ -61,9 +66,22 @@ def test_the_full_pair_costs_what_it_says(tmp_path: Path):
     assert sizes["draft"] == pytest.approx(2.8e9, rel=0.01)
 
 
-def test_tensors_are_the_same_in_target_and_draft_model_and_on_every_rank(tmp_path: Path):
-    from transformers import AutoConfig
+def test_bytes_are_those_of_the_dtype_that_is_served(tmp_path: Path):
+    folder = tmp_path / "target"
+    write_recipe(folder, TINY.config_of(2) | {"dtype": "float16"}, num_head_layers=1, tail_scale=0.5)
+    config = ModelConfig(path=str(folder), dtype="auto", device="cpu")
+    served = resolve_dtype("auto", AutoConfig.from_pretrained(folder), CPU)
+    narrow = streamed_weight_bytes(ModelConfig(path=str(folder), dtype="bfloat16", device="cpu"))
+    assert streamed_weight_bytes(config) == narrow * served.itemsize // 2
 
+
+def test_without_vllm_beside_it_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_beside, "find_spec", lambda name: None)
+    with pytest.raises(click.ClickException, match="vLLM is not installed"):
+        vllm_rates(TINY, Path(), lambda rate: None)
+
+
+def test_tensors_are_the_same_in_target_and_draft_model_and_on_every_rank(tmp_path: Path):
     sources = []
     for name, num_layers in {"target": 4, "draft": 1}.items():
         write_recipe(tmp_path / name, TINY.config_of(num_layers), num_head_layers=1, tail_scale=0.5)
@@ -94,7 +112,11 @@ def test_the_tiny_shape_runs_on_a_cpu_and_its_drafts_change_no_token(tmp_path: P
     )
     assert result.exit_code == 0, result.output
     figures = json.loads(path.read_text())
-    assert figures["num_exact"] == figures["num_prompts"] == TINY.num_prompts
+    same = {"as it is served": TINY.num_prompts, "float32, at reduced depth": TINY.num_prompts}
+    assert figures["num_exact"] == same
+    assert figures["num_prompts"] == TINY.num_prompts
+    assert list(figures["rates"]) == ["off", "co-located, cold", "co-located, known"]
+    assert "co-located, known: 2 streams" in result.stderr
     assert 0.2 < figures["acceptance"] < 1.0
     assert [own["streams"] for own in figures["rates"]["off"]] == list(TINY.streams)
     assert all(own["tokens_per_s"] > 0 for rates in figures["rates"].values() for own in rates)
