@@ -234,7 +234,10 @@ class ModelDrafter(AheadDrafter[DraftState]):
             num_open += 1
             self.num_forwards += 1
             logits = self._runner.execute(pack_open(tokens, self._pool.block_size), numbers)
-            levels.launch([replace(growing[index], num_open=num_open) for index in rows], logits)
+            following = [growing[index] for index in rows]
+            for each in following:
+                each.num_open = num_open
+            levels.launch(following, logits)
             rows = {index: row for row, index in enumerate(rows)}
         return num_following
 

@@ -7,6 +7,7 @@ the engine may live in another process and no decoding holds the event loop up.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 from collections.abc import Callable
@@ -25,8 +26,10 @@ from outrider.verifier_service.messages.link import (
     Pong,
     Refuse,
     frame_of,
+    payloads_of,
     peek_type,
     refusal_reason,
+    take_together,
 )
 from outrider.verifier_service.messages.tensor_route import TensorRoute
 from outrider.verifier_service.messages.wire import WireError, decode, encode
@@ -87,7 +90,9 @@ class _Stream:
         self.verifier_id, self.epoch, self.peer = hello.verifier_id, hello.epoch, peer
         self._loop = asyncio.get_running_loop()
         self.end = self._loop.create_future()  # resolved with (code, details) to end the stream
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue(max_queued_frames)
+        self._outbox: collections.deque[bytes] = collections.deque()
+        self._max_queued = max_queued_frames
+        self._wake = asyncio.Event()
 
     def deliver(self, payload: bytes) -> None:
         """Send from any thread; nothing is left to send to once the event loop has closed."""
@@ -95,9 +100,10 @@ class _Stream:
             self._loop.call_soon_threadsafe(self.send, payload)
 
     def send(self, payload: bytes) -> None:
-        try:
-            self._outbox.put_nowait(payload)
-        except asyncio.QueueFull:
+        if len(self._outbox) < self._max_queued:
+            self._outbox.append(payload)
+            self._wake.set()
+        else:
             self.finish(grpc.StatusCode.RESOURCE_EXHAUSTED, "the verifier does not read its drafts")
 
     def finish(self, code: grpc.StatusCode, details: str) -> None:
@@ -106,7 +112,11 @@ class _Stream:
 
     async def write_all(self, context: Any) -> None:
         while True:
-            await context.write(frame_of(self.verifier_id, self.epoch, await self._outbox.get()))
+            await self._wake.wait()
+            self._wake.clear()
+            while self._outbox:
+                payload, *more = take_together(self._outbox)
+                await context.write(frame_of(self.verifier_id, self.epoch, payload, more))
 
 
 class DrafterLinkServicer:
@@ -207,11 +217,12 @@ class DrafterLinkServicer:
         while (frame := await context.read()) is not grpc.aio.EOF:
             if (frame.sender, frame.epoch) != (stream.verifier_id, stream.epoch):
                 self.counters.num_stale_frames += 1
-            elif not self._take(stream, frame.payload):
-                self.counters.num_bad_frames += 1
-                num_bad_frames += 1
-                if num_bad_frames > self._config.max_bad_frames:
-                    stream.finish(grpc.StatusCode.INVALID_ARGUMENT, "too many malformed frames")
+                continue
+            num_bad = sum(not self._take(stream, payload) for payload in payloads_of(frame))
+            self.counters.num_bad_frames += num_bad
+            num_bad_frames += num_bad
+            if num_bad_frames > self._config.max_bad_frames:
+                stream.finish(grpc.StatusCode.INVALID_ARGUMENT, "too many malformed frames")
 
     def _take(self, stream: _Stream, payload: bytes) -> bool:
         """Act on one payload; False when it is malformed. The engine judges what is inside its own messages."""

@@ -34,7 +34,9 @@ from outrider.verifier_service.messages.link import (
     Refuse,
     Welcome,
     frame_of,
+    payloads_of,
     peek_type,
+    take_together,
 )
 from outrider.verifier_service.messages.wire import WireError, decode, encode
 
@@ -261,12 +263,16 @@ class DrafterLink:
         if (frame.sender, frame.epoch) != (self._hello.verifier_id, self._hello.epoch):
             self.counters.num_stale_frames += 1
             return
-        kind = peek_type(frame.payload)
-        if kind in _FOR_THE_ENGINE:
-            self._on_event(Relay(peer=self.drafter_id, payload=frame.payload, received_s=self._clock()))
+        received_s = self._clock()
+        for payload in payloads_of(frame):
+            self._take_message(payload, received_s)
+
+    def _take_message(self, payload: bytes, received_s: float) -> None:
+        if peek_type(payload) in _FOR_THE_ENGINE:
+            self._on_event(Relay(peer=self.drafter_id, payload=payload, received_s=received_s))
             return
         try:
-            self._on_pong(decode(frame.payload, (Pong,)))
+            self._on_pong(decode(payload, (Pong,)))
         except WireError as error:
             self.counters.num_bad_frames += 1
             logger.warning("malformed frame from drafter %s dropped: %s", self.drafter_id, error)
@@ -284,7 +290,7 @@ class DrafterLink:
             while self._outbox:
                 if self._overflowed:
                     raise LinkError(f"more than {self.config.max_queued_frames} frames were waiting to be sent")
-                await _write(call, self._frame(self._outbox.popleft()))
+                await _write(call, self._frame(*take_together(self._outbox)))
 
     async def _heartbeat(self, call: Any) -> NoReturn:
         """Ping, and end the connection after too many intervals in which nothing came back.
@@ -302,8 +308,8 @@ class DrafterLink:
                 self.breaker.record_success(self._clock())
         raise LinkError(f"no sign of life for {self.config.max_silent_pings * self.config.ping_interval_s:.1f} s")
 
-    def _frame(self, payload: bytes) -> Frame:
-        return frame_of(self._hello.verifier_id, self._hello.epoch, payload)
+    def _frame(self, payload: bytes, *more: bytes) -> Frame:
+        return frame_of(self._hello.verifier_id, self._hello.epoch, payload, more)
 
 
 async def _write(call: Any, frame: Frame) -> None:

@@ -7,7 +7,8 @@ both directions, so that a frame of an older incarnation is known as such wherev
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgpack
@@ -127,6 +128,7 @@ ACCEPTED = b""
 MAX_LINK_FRAME_BYTES = MAX_FRAME_BYTES - (64 << 10)
 # A draft is some kilobytes; decoding a frame of the full size would hold a step up for seconds.
 MAX_DRAFTER_FRAME_BYTES = 1 << 20
+MAX_TOGETHER_BYTES = 1 << 18  # of messages in one frame; a longer one goes alone
 MAX_REQUEST_ID_CHARS = 1024  # a gateway's own prefix, and a client's id of at most 128
 
 # Both ends set these: a frozen peer is seen by grpc only with ping_timeout_ms beside the keepalive options, and a
@@ -171,8 +173,22 @@ def refusal_reason(hello: Hello, drafter: DrafterIdentity) -> str | None:
     return None
 
 
-def frame_of(verifier_id: str, epoch: int, payload: bytes) -> Frame:
-    return Frame(sender=verifier_id, epoch=epoch, payload=payload)
+def frame_of(verifier_id: str, epoch: int, payload: bytes, more: Sequence[bytes] = ()) -> Frame:
+    return Frame(sender=verifier_id, epoch=epoch, payload=payload, more=more)
+
+
+def payloads_of(frame: Frame) -> list[bytes]:
+    """Return the messages of a frame, in order."""
+    return [frame.payload, *frame.more]
+
+
+def take_together(outbox: deque[bytes]) -> list[bytes]:
+    """Take the first messages of a queue that is not empty: those that go together in one frame."""
+    taken = [outbox.popleft()]
+    num_bytes = len(taken[0])
+    while outbox and (num_bytes := num_bytes + len(outbox[0])) <= MAX_TOGETHER_BYTES:
+        taken.append(outbox.popleft())
+    return taken
 
 
 def peek_type(payload: bytes) -> str | None:

@@ -37,7 +37,7 @@ from outrider.verifier_service.messages.draft import DraftClient
 from outrider.verifier_service.messages.engine import EngineUpdate
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
 from outrider.verifier_service.messages.wire import decode, encode
-from outrider.verifier_service.model.ranks import PipeListener, RankSpec, connect
+from outrider.verifier_service.model.ranks import PipeListener, RankSpec, connect, keep_loaded
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -102,6 +102,7 @@ def played_engine(
     engine = _engine_of(target, pricing, client)
     profile = measure_step_profile(Awaited(target), MAX_PROFILED_TOKENS, clock.now_s)
     pricing.use_profile(profile.step_times, None, profile.context)
+    keep_loaded()
     return Played(engine, device, client)
 
 
@@ -156,6 +157,7 @@ def _run_drafter(pair: Pair, rank: RankSpec) -> None:
         needs=engine.needs,
     )
     shell.send_bytes(encode(ready))
+    keep_loaded()
     DraftLoop(engine, shell, clock=clock.now_s).run()
 
 

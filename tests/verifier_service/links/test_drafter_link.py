@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 import os
@@ -29,10 +30,14 @@ from outrider.verifier_service.messages.link import (
     CHANNEL_OPTIONS,
     DRAFTER_MESSAGES,
     MAX_DRAFTER_FRAME_BYTES,
+    MAX_TOGETHER_BYTES,
     DrafterIdentity,
     Hello,
     Welcome,
     frame_of,
+    payloads_of,
+    peek_type,
+    take_together,
 )
 from outrider.verifier_service.messages.wire import decode, encode
 
@@ -274,6 +279,39 @@ async def test_a_draft_passes_undecoded_and_is_refused_where_it_is_decoded():
     client = RelayDraftClient()
     client.feed(relay)
     assert (client.poll(), client.num_bad_frames) == ([], 1)
+
+
+async def test_what_waits_together_goes_and_comes_in_one_frame_in_order():
+    frames: list[list[bytes]] = []
+
+    async def talk(context: Any) -> None:
+        await context.read()
+        await context.write(frame_of("v", 7, encode(IDENTITY.welcome())))
+        while sum(map(len, frames)) < 4:
+            payloads = [payload for payload in payloads_of(await context.read()) if peek_type(payload) != "Ping"]
+            frames.extend([payloads] if payloads else [])
+        answers = [encode(Resync(request_id=name)) for name in ("a", "b")]
+        await context.write(frame_of("v", 7, answers[0], [b"garbage", answers[1]]))
+        await asyncio.sleep(60)
+
+    async with serving(Script(talk)) as address, linked(address) as (link, recorder):
+        assert (await recorder.next()).is_up
+        closes = [encode(Close(request_id=name)) for name in ("a", "b", "c", "d")]
+        link.send(closes)
+        relays = [await recorder.next(), await recorder.next()]
+        assert [decode(relay.payload, (Resync,)).request_id for relay in relays] == ["a", "b"]
+        assert [payload for frame in frames for payload in frame] == closes
+        assert len(frames) == 1
+        assert link.counters.num_bad_frames == 1
+
+
+def test_a_long_message_goes_alone():
+    short, long = b"s" * 10, b"l" * MAX_TOGETHER_BYTES
+    outbox = collections.deque([short, short, long, short])
+    assert take_together(outbox) == [short, short]
+    assert take_together(outbox) == [long]
+    assert take_together(outbox) == [short]
+    assert not outbox
 
 
 async def test_an_oversized_draft_costs_the_link_before_it_is_decoded():

@@ -170,9 +170,8 @@ def test_confidences_are_probabilities(confidences: tuple[float, ...], problem: 
 
 
 @pytest.mark.parametrize("message", [*typing.get_args(VerifierMessage), *typing.get_args(DrafterMessage)])
-def test_a_message_of_the_link_is_frozen_and_names_its_request(message: type) -> None:
+def test_a_message_of_the_link_names_its_request(message: type) -> None:
     assert dataclasses.fields(message)[0].name == "request_id"
-    assert message.__dataclass_params__.frozen  # type: ignore[attr-defined]
     assert message.__module__ == drafting.__name__
 
 
