@@ -12,6 +12,7 @@ from benchmarks.acceptance import acceptance
 from benchmarks.adaptive import adaptive
 from benchmarks.ahead import ahead
 from benchmarks.clients import clients
+from benchmarks.device.study import device
 from benchmarks.exact import exact
 from benchmarks.policy import policy
 from benchmarks.pricing import pricing
@@ -20,7 +21,7 @@ from benchmarks.step import step
 from benchmarks.vllm.pool import vllm_pool
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 
-STUDIES = (acceptance, adaptive, ahead, clients, exact, policy, pricing, router, step, vllm_pool)
+STUDIES = (acceptance, adaptive, ahead, clients, device, exact, policy, pricing, router, step, vllm_pool)
 
 
 @click.group(context_settings=CONTEXT_SETTINGS)
@@ -29,9 +30,10 @@ def study() -> None:
 
     acceptance: what a model's drafters bring per verification, by kind of prompt; adaptive: the price of a step beside
     every fixed draft length; ahead: drafting while the verifier verifies; clients: required tool calls and predicted
-    edits of a running server; exact: a real model's tokens with drafts and without; policy: how much to draft, over
-    recorded acceptance; pricing: what deciding that costs a step; router: what its decisions cost; step: a running
-    server's load from 1 to many streams and back; vllm-pool: vLLM with drafts from a pool, and without.
+    edits of a running server; device: what drafts bring on a played accelerator; exact: a real model's tokens with
+    drafts and without; policy: how much to draft, over recorded acceptance; pricing: what deciding that costs a step;
+    router: what its decisions cost; step: a running server's load from 1 to many streams and back; vllm-pool: vLLM with
+    drafts from a pool, and without.
     """
 
 

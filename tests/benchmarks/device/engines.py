@@ -89,7 +89,12 @@ class Played:
 
 
 def played_engine(
-    pair: Pair, clock: Clock, client: DraftClient | None, *, device: PlayedDevice | None = None
+    pair: Pair,
+    clock: Clock,
+    client: DraftClient | None = None,
+    *,
+    device: PlayedDevice | None = None,
+    async_scheduling: bool = True,
 ) -> Played:
     """Put an engine around the pair's target; `device` is what it shares with a drafter beside it."""
     device = device or PlayedDevice(clock, cold_s=pair.cold_s)
@@ -102,6 +107,7 @@ def played_engine(
     engine = _engine_of(target, pricing, client)
     profile = measure_step_profile(Awaited(target), MAX_PROFILED_TOKENS, clock.now_s)
     pricing.use_profile(profile.step_times, None, profile.context)
+    engine.async_scheduling = async_scheduling
     keep_loaded()
     return Played(engine, device, client)
 

@@ -1,0 +1,140 @@
+"""`make study NAME=device`: what drafts bring on an accelerator that is played, with an H100's times.
+
+Decisions are measured in virtual time, in which the host's work takes none and every run is the same; then all of it by
+the clock, so that the host's work counts. Each row is one number of streams, whose first 64 steps do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import torch
+
+from benchmarks.device.engines import DRAFT_LENGTH, Decoded, Pair, Played, apart, beside, decode_steps, played_engine
+from benchmarks.device.played import (
+    QUICK_DRAFTS,
+    SLOW_70B,
+    SLOW_DRAFTS,
+    VirtualClock,
+    WallClock,
+)
+from outrider.cluster.common.server_options import CONTEXT_SETTINGS
+from outrider.cluster.common.terminal import console_of, markdown_table, numbers
+from outrider.cluster.offline.engine import PipeDraftClient
+from outrider.lab.bench.pairs import describe_machine
+
+STREAMS = (1, 16, 64, 256)
+COLD_S = 0.15  # of each first call, of a drafter that nobody has warmed up
+NUM_BRANCHES = 4  # outcomes that a drafter which runs ahead prepares for
+PLAIN_WIDTH = 200
+COLD_PAIR = Pair(cold_s=COLD_S, is_warm=False)
+FAR_PAIRS = {
+    "20 ms, drafts in 6 ms": Pair(target=SLOW_70B, draft=QUICK_DRAFTS),
+    "20 ms, drafts in 20 ms": Pair(target=SLOW_70B, draft=SLOW_DRAFTS),
+}
+
+
+def decisions(streams: Sequence[int], num_steps: int) -> Iterator[list[str]]:
+    """Yield a row of what is decided with a drafter beside the target, in virtual time."""
+    for count in streams:
+        plain = decode_steps(played_engine(Pair(), VirtualClock()), count, num_steps=num_steps)
+        warm, cold = (
+            decode_steps(beside(pair, VirtualClock()), count, num_steps=num_steps) for pair in (Pair(), COLD_PAIR)
+        )
+        yield [str(count), f"{plain.tokens_per_s:.0f}", *_cells(warm, plain), *_cells(cold, plain)]
+
+
+def by_the_clock(streams: Sequence[int], num_steps: int) -> Iterator[list[str]]:
+    """Yield a row of what the same brings by the clock, also with the drafter in a process of its own."""
+
+    def plain_of(count: int, *, is_async: bool) -> Decoded:
+        return decode_steps(played_engine(Pair(), WallClock(), async_scheduling=is_async), count, num_steps=num_steps)
+
+    for count in streams:
+        plain, in_turn = plain_of(count, is_async=True), plain_of(count, is_async=False)
+        known = beside(Pair(), WallClock())
+        decode_steps(known, count, num_steps=num_steps)
+        found = [decode_steps(known, count, num_steps=num_steps)]
+        found.append(decode_steps(beside(COLD_PAIR, WallClock()), count, num_steps=num_steps))
+        for num_branches in (0, NUM_BRANCHES):
+            with apart(Pair(num_ahead_branches=num_branches)) as played:
+                found.append(decode_steps(played, count, num_steps=num_steps))
+        again = plain_of(count, is_async=True)
+        ratios = [f"{one.tokens_per_s / plain.tokens_per_s:.2f}" for one in (again, *found)]
+        steps = [f"{1e3 * one.step_s:.2f}" for one in (plain, in_turn, found[0])]
+        yield [str(count), f"{plain.tokens_per_s:.0f}", *ratios, *steps, f"{beyond_s(count, found[0], num_steps):.2f}"]
+
+
+def beyond_s(count: int, found: Decoded, num_steps: int) -> float:
+    """Return the milliseconds of a drafted step that are the host's: those of virtual time are the device's."""
+    virtual = decode_steps(beside(Pair(), VirtualClock()), count, num_steps=num_steps)
+    return 1e3 * (found.step_s - virtual.step_s) if found.drafted > 1.0 else 0.0
+
+
+def ahead(num_steps: int) -> Iterator[list[str]]:
+    """Yield a row of what running ahead brings to one stream, with a drafter on a device of its own."""
+    for name, pair in FAR_PAIRS.items():
+        found: list[Decoded] = []
+        for num_branches in (0, NUM_BRANCHES):
+            with apart(replace(pair, num_ahead_branches=num_branches)) as played:
+                found.append(decode_steps(played, 1, num_steps=num_steps))
+                hits = _hit_rate(played)
+        waited, ran = found
+        ratio = ran.tokens_per_s / waited.tokens_per_s
+        yield [name, f"{1e3 * waited.step_s:.1f}", f"{1e3 * ran.step_s:.1f}", f"{hits:.0%}", f"{ratio:.2f}"]
+
+
+def _hit_rate(played: Played) -> float:
+    client = played.client
+    assert isinstance(client, PipeDraftClient)
+    assert client.load is not None, "the drafter has not reported yet"
+    counters = client.load.counters
+    return counters.num_cache_hits / max(1, counters.num_cache_hits + counters.num_cache_misses)
+
+
+def _cells(found: Decoded, plain: Decoded) -> list[str]:
+    return [f"{found.tokens_per_s / plain.tokens_per_s:.2f}", f"{found.drafted:.2f}"]
+
+
+def _table(title: str, headings: Sequence[str], rows: Iterator[list[str]], say: Callable[[str], None]) -> str:
+    found: list[list[str]] = []
+    for row in rows:
+        say(f"{title}: {' | '.join(row)}")
+        found.append(row)
+    return "\n".join([f"## {title}", "", *markdown_table(headings, found)])
+
+
+@click.command(context_settings=CONTEXT_SETTINGS)
+@click.option("--streams", default=",".join(map(str, STREAMS)), show_default=True, callback=numbers)
+@click.option("--steps", "num_steps", type=click.IntRange(2), default=128, show_default=True, help="That count.")
+@click.option("--virtual", "is_virtual", is_flag=True, help="Decisions alone, in virtual time.")
+@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False, writable=True, path_type=Path))
+def device(streams: tuple[int, ...], num_steps: int, is_virtual: bool, markdown_file: Path | None) -> None:
+    """Measure what drafts bring on a played accelerator: an 8 B target and a 1.4 B draft model on an H100."""
+    torch.set_num_threads(1)
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    drafts = f"drafts of {DRAFT_LENGTH}"
+    tables = [
+        _table(
+            "Decisions, in virtual time",
+            ("streams", "plain, tokens/s", "warm / plain", "drafted", "cold / plain", "drafted"),
+            decisions(streams, num_steps),
+            say,
+        )
+    ]
+    if not is_virtual:
+        headings = ("streams", "plain, tokens/s", "plain again", "known", "cold", "own process", "it runs ahead")
+        headings += ("plain, ms a step", "in turn, ms", "known, ms", "of it the host's, ms")
+        tables.append(_table("By the clock", headings, by_the_clock(streams, num_steps), say))
+        headings = ("verification", "waited for, ms a round", "ahead, ms a round", "hits", "ahead / waited for")
+        tables.append(_table("A drafter on a device of its own, one stream", headings, ahead(num_steps), say))
+    page = "\n\n".join([f"{drafts}; {describe_machine()}.", *tables])
+    console_of(PLAIN_WIDTH).print(page, highlight=False, markup=False)
+    if markdown_file is not None:
+        markdown_file.write_text(page + "\n")
