@@ -357,6 +357,7 @@ class DraftEngine:
         session.round = None
         session.answered_s = self._clock()
         self._observe(session.answered_s - ask.asked_s)
+        self._spare_time.observe_answer(session.answered_s - ask.asked_s)
         self.counters.num_drafts += 1
         self.counters.num_draft_tokens += len(result.token_ids)
         draft = Draft(

@@ -1,4 +1,8 @@
-"""What a drafting engine does with the time in which nothing is asked of it: it lets its drafter run ahead."""
+"""What a drafting engine does with the time in which nothing is asked of it: it lets its drafter run ahead.
+
+What is prepared answers at once, and what is being prepared holds up whoever asks meanwhile. Which of both weighs more
+depends on the load, so it is tried: some answers with running ahead, some without, and then the quicker way for long.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ if TYPE_CHECKING:  # the engine is built on this module
     from outrider.drafter_service.engine.sessions import SessionKey
     from outrider.verifier_service.messages.drafter_load import DrafterCounters
 
+TRIED_ANSWERS = 32  # of each way …
+KEPT_ANSWERS = 1024  # … and of the one that was quicker, until both are tried again
 MAX_AHEAD_TOKENS = 64  # of one forward in spare time, which an ask that has just come has to wait for
 
 
@@ -47,6 +53,10 @@ class SpareTime:
         self._drafter = drafter
         self._cost = cost
         self._counters = counters
+        self._is_on = True
+        self._num_left = TRIED_ANSWERS  # of the present way
+        self._seconds: list[float] = []  # of the answers that are tried …
+        self._ahead_s: float | None = None  # … and what they took on average with running ahead; None: is tried now
 
     def timed(self) -> AbstractContextManager[None]:
         """Take the time of what the drafter does."""
@@ -54,7 +64,22 @@ class SpareTime:
         return self._cost.timed(None if drafter is None else lambda: drafter.num_forwards)
 
     def has_work(self) -> bool:
-        return self._drafter is not None and self._drafter.has_spare_work()
+        return self._drafter is not None and self._is_on and self._drafter.has_spare_work()
+
+    def observe_answer(self, seconds: float) -> None:
+        """Take in how long an ask was waited for."""
+        self._seconds.append(seconds)
+        self._num_left -= 1
+        if self._num_left:
+            return
+        mean_s, is_trial = sum(self._seconds) / len(self._seconds), len(self._seconds) == TRIED_ANSWERS
+        self._seconds.clear()
+        if is_trial and self._is_on and self._ahead_s is None:
+            self._ahead_s, self._is_on, self._num_left = mean_s, False, TRIED_ANSWERS
+        elif is_trial and self._ahead_s is not None:
+            self._is_on, self._ahead_s, self._num_left = self._ahead_s <= mean_s, None, KEPT_ANSWERS
+        else:
+            self._is_on, self._num_left = True, TRIED_ANSWERS
 
     def spend(self, max_num_tokens: int) -> None:
         """Run one forward over what is prepared."""

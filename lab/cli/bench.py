@@ -34,7 +34,10 @@ SERVE_PLAIN_WIDTH = 180
 EMBEDDED_INFLATE_TO = 100e6
 DEFAULT_CONCURRENCIES = (1, 4, 16)
 # most were verbs of this group
-STUDIES = ("acceptance", "adaptive", "ahead", "clients", "exact", "policy", "pricing", "router", "step", "vllm-pool")
+STUDIES = (
+    *("acceptance", "adaptive", "ahead", "clients", "device", "exact"),
+    *("policy", "pricing", "router", "step", "vllm-pool"),
+)
 
 _COMMON_OPTIONS = (
     click.argument("model", required=False),

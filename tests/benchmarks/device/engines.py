@@ -56,15 +56,17 @@ class Pair:
     share_right: float = 0.945  # of a drafted token after right ones: of four, 0.87 are accepted
     cold_s: float = 0.0  # what a first call takes besides
     num_ahead_branches: int = 0
-    is_warm: bool = True  # drafter and verifier have run what they will be asked for
+    is_warm: bool = True  # drafter and verifier have run what they will be asked for …
+    max_requests: int = 256  # … by so many requests at most
 
 
-def draft_engine(pair: Pair, device: PlayedDevice, max_sessions: int = 512) -> DraftEngine:
+def draft_engine(pair: Pair, device: PlayedDevice) -> DraftEngine:
     """Return the engine of the pair's draft model."""
     model = PlayedDraftModel(device, pair.draft, share_right=pair.share_right)
     num_branches = pair.num_ahead_branches
     drafter = ModelDrafter(model, torch.Generator(), num_ahead_branches=num_branches, read_back=model.read_back)
-    config = DraftEngineConfig(max_draft_length=DRAFT_LENGTH, max_sessions=max_sessions, max_num_batched_tokens=2048)
+    limits = {"max_sessions": pair.max_requests, "max_num_batched_tokens": 2048}
+    config = DraftEngineConfig(max_draft_length=DRAFT_LENGTH, **limits)
     if pair.is_warm:
         cold = DraftEngine(drafter, clock=device.clock.now_s, config=config)
         warm_up_drafter(cold, state_width=0, patience_s=WARM_UP_S[True], clock=device.clock.now_s)
@@ -101,7 +103,7 @@ def played_engine(
     target = PlayedTarget(device, pair.target)
     if pair.is_warm:
         cold = _engine_of(target, DraftPricing(), MadeUpDrafts())
-        warm_up(cold, max_requests=256, patience_s=WARM_UP_S[True], clock=clock.now_s)
+        warm_up(cold, max_requests=pair.max_requests, patience_s=WARM_UP_S[True], clock=clock.now_s)
     pricing = DraftPricing()
     client = client or NoDrafters()
     engine = _engine_of(target, pricing, client)
@@ -129,10 +131,10 @@ def _engine_of(target: PlayedTarget, pricing: DraftPricing, client: DraftClient)
     )
 
 
-def beside(pair: Pair, clock: Clock, *, max_sessions: int = 512) -> Played:
+def beside(pair: Pair, clock: Clock) -> Played:
     """Return a verifier with its drafter in the same process, on the same device."""
     device = PlayedDevice(clock, cold_s=pair.cold_s)
-    return played_engine(pair, clock, LocalDraftClient(draft_engine(pair, device, max_sessions)), device=device)
+    return played_engine(pair, clock, LocalDraftClient(draft_engine(pair, device)), device=device)
 
 
 @contextlib.contextmanager

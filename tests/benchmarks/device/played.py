@@ -166,7 +166,7 @@ class PlayedModel:
         is_captured = isinstance(bucket, Bucket)
         num_rows = bucket.num_tokens if isinstance(bucket, Bucket) else batch.num_tokens
         seconds = self._times.of(num_rows, is_captured=is_captured, num_context_tokens=sum(batch.context_lengths))
-        self.device.launch(seconds, first and (first, bucket))
+        self.device.launch(seconds, first and (first, len(batch.query_lengths).bit_length()))
 
 
 def batch_table_width(max_model_len: int) -> int:

@@ -8,7 +8,7 @@ from outrider.drafter_service.engine.engine import Ask, DraftResult
 from outrider.drafter_service.engine.forward_cost import ForwardCost
 from outrider.drafter_service.engine.outcomes import Pace
 from outrider.drafter_service.engine.sessions import SessionKey
-from outrider.drafter_service.engine.spare_time import SpareTime
+from outrider.drafter_service.engine.spare_time import KEPT_ANSWERS, TRIED_ANSWERS, SpareTime
 from outrider.verifier_service.messages.draft import DraftSampling
 from outrider.verifier_service.messages.drafter_load import DrafterCounters
 
@@ -87,3 +87,21 @@ def test_forgetting_is_the_drafters():
     ahead = Ahead()
     ahead.spare_time()[0].forget(KEY)
     assert ahead.forgotten == [KEY]
+
+
+def answered(spare_time: SpareTime, seconds: float, count: int) -> None:
+    for _ in range(count):
+        spare_time.observe_answer(seconds)
+
+
+@pytest.mark.parametrize(("without_s", "is_ahead"), [(0.02, True), (0.005, False)], ids=["quicker", "slower"])
+def test_running_ahead_is_kept_where_answers_come_quicker(without_s: float, is_ahead: bool):
+    spare_time, _ = Ahead().spare_time()
+    for _ in range(3):
+        assert spare_time.has_work(), "tried first"
+        answered(spare_time, 0.01, TRIED_ANSWERS)
+        assert not spare_time.has_work(), "then without"
+        answered(spare_time, without_s, TRIED_ANSWERS)
+        for _ in range(KEPT_ANSWERS):
+            assert spare_time.has_work() == is_ahead
+            answered(spare_time, 1.0, 1)

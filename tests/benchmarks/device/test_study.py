@@ -1,0 +1,80 @@
+"""The played accelerator: what it takes, what is decided over it, and the study's tables in a few steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.device.engines import DRAFT_LENGTH, Pair, apart, beside, decode_steps, played_engine
+from benchmarks.device.played import H100_8B, PlayedDevice, VirtualClock
+from benchmarks.device.study import COLD_PAIR, device
+
+
+def test_a_device_does_what_it_is_told_in_order_and_first_calls_are_dear():
+    clock = VirtualClock()
+    played = PlayedDevice(clock, cold_s=1.0)
+    for first in (None, "drafting", "drafting"):
+        played.launch(0.25, first)
+    assert clock.now_s() == 0.0, "nobody has waited"
+    played.wait()
+    assert clock.now_s() == 0.75 + 1.0
+    assert played.num_cold == 1
+
+
+def test_forwards_take_what_the_table_says_and_beyond_it_grow_as_at_its_end():
+    captured = {"is_captured": True, "num_context_tokens": 0}
+    assert H100_8B.of(1, **captured) == pytest.approx(6.48e-3)
+    assert 7.13e-3 < H100_8B.of(160, **captured) < 8.6e-3
+    assert H100_8B.of(4096, **captured) == pytest.approx(52.5e-3 * 2, rel=0.01)
+    eager_s = H100_8B.of(1, is_captured=False, num_context_tokens=1000)
+    assert eager_s == pytest.approx((6.48 + 12.3 + 0.05) * 1e-3)
+
+
+def test_plain_steps_take_their_forward_where_the_host_takes_no_time():
+    found = decode_steps(played_engine(Pair(), VirtualClock()), 1, num_skipped=4, num_steps=16)
+    assert found.step_s == pytest.approx(6.48e-3, rel=0.01)
+    assert (found.drafted, found.accepted) == (0.0, None)
+
+
+@pytest.mark.parametrize(("streams", "least"), [(1, 2.6), (16, 2.2), (64, 1.6), (256, 0.985)])
+@pytest.mark.parametrize("pair", [Pair(), COLD_PAIR], ids=["warm", "cold"])
+def test_within_64_steps_drafts_are_as_long_as_they_pay(streams: int, least: float, pair: Pair):
+    """As issue O asks; after dear first calls as soon as without."""
+    pair = replace(pair, max_requests=streams)
+    plain = decode_steps(played_engine(pair, VirtualClock()), streams, num_steps=32)
+    found = decode_steps(beside(pair, VirtualClock()), streams, num_steps=32)
+    assert found.tokens_per_s / plain.tokens_per_s >= least
+    if streams == 1:
+        assert found.drafted == DRAFT_LENGTH
+
+
+def test_who_is_warm_makes_no_first_call_when_it_is_asked():
+    played = beside(Pair(cold_s=0.15, max_requests=4), VirtualClock())
+    before = played.device.num_cold
+    assert before > 0
+    for streams in (1, 4):
+        assert decode_steps(played, streams, num_skipped=0, num_steps=16).drafted > 0
+    assert played.device.num_cold == before
+
+
+def test_drafts_that_never_pay_cost_little():
+    pair = Pair(share_right=0.02, max_requests=1)
+    plain = decode_steps(played_engine(pair, VirtualClock()), 1, num_steps=256)
+    found = decode_steps(beside(pair, VirtualClock()), 1, num_steps=256)
+    assert found.tokens_per_s / plain.tokens_per_s > 0.97
+
+
+def test_a_drafter_in_a_process_of_its_own_drafts_for_a_played_verifier():
+    with apart(Pair(num_ahead_branches=2, max_requests=2)) as played:
+        found = decode_steps(played, 2, num_skipped=8, num_steps=8)
+    assert found.drafted > 0
+    assert found.accepted is not None
+
+
+def test_the_study_writes_its_tables():
+    shown = CliRunner().invoke(device, ["--virtual", "--streams", "1", "--steps", "16"], catch_exceptions=False)
+    assert shown.exit_code == 0
+    assert "## Decisions, in virtual time" in shown.stdout
+    assert "| 1 | 154 |" in shown.stdout
