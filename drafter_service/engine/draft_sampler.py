@@ -101,7 +101,7 @@ def launch_children(
 
 def first_ids(found: Sequence[ChildrenOnDevice]) -> tuple[torch.Tensor, list[int]]:
     """Return the first child of every row where it lies, int64 [num_rows], and where in there each row's is."""
-    ids = [one.numbers[0][:, 0] for one in found]
+    ids = [one.numbers[0][:, 0].contiguous() for one in found]  # ranks are told them by a broadcast
     if len(ids) == 1:
         return ids[0], list(range(len(ids[0])))
     place_of = {row: place for place, row in enumerate(row for one in found for row in one.rows)}

@@ -153,9 +153,9 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 def tolerance_of(options: AttentionOptions, shape: Shape) -> float:
     """Return how far sums in another order may be apart; in float32 that grows with the size of the logits.
 
-    An exponential makes an absolute error of a logit a relative one of its weight. Logits of standard normal queries and
-    keys have a deviation of scaling * sqrt(head_dim), usually 1. With heads of 64 and a scaling of 0.7 they reach 31, and
-    the reference itself is 1.3e-5 away from float64.
+    An exponential makes an absolute error of a logit a relative one of its weight. Logits of standard normal queries
+    and keys have a deviation of scaling * sqrt(head_dim), usually 1. With heads of 64 and a scaling of 0.7 they reach
+    31, and the reference itself is 1.3e-5 away from float64.
     """
     deviation = 1.0 if options.scaling is None or options.softcap else options.scaling * shape.head_dim**0.5
     return TOLERANCES[shape.dtype] * (max(1.0, deviation) if shape.dtype is torch.float32 else 1.0)
