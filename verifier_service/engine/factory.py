@@ -35,7 +35,7 @@ from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerC
 
 COLLECTIVE_TIMEOUT_S = 60.0  # a rank that is this late is dead: the group fails and its replica is replaced
 MAX_PROFILED_TOKENS = 512  # beyond, the refitted slope goes on
-WARM_UP_S = (0.5, 5.0)  # on a CPU, where first calls cost little; on a GPU
+WARM_UP_S = (0.1, 5.0)  # on a CPU, where first calls cost little; on a GPU
 
 
 def build_engine(
