@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Generic
 
 from outrider.drafter_service.engine.engine import Ask, DraftResult
@@ -42,6 +43,18 @@ class AheadDrafter(ABC, Generic[StateT]):
     def forget_outcomes(self, key: SessionKey) -> None:
         if self._cache is not None:
             self._cache.drop(key)
+
+    @abstractmethod
+    def _reserve(self, state: StateT, share: int, *, asked: Sequence[StateT], younger: Sequence[StateT]) -> bool:
+        """Give a state blocks for so many tokens more; False: it has to wait. See `kv_budget.reserve`."""
+
+    def _num_following(self, states: Sequence[StateT], asked: Sequence[StateT]) -> list[int]:
+        """Return how many tokens after its next one each state's chain is taken further: all, where it has room."""
+        lefts: list[int] = []
+        for state in states:
+            left = max(0, state.growth.chain_left - 1) if state.growth is not None else 0
+            lefts.append(left if left and self._reserve(state, left, asked=asked, younger=()) else 0)
+        return lefts
 
     def has_spare_work(self) -> bool:
         return self._cache is not None and self._cache.has_work()

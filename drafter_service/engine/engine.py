@@ -356,8 +356,9 @@ class DraftEngine:
         assert ask.ask_id == result.ask_id, "a drafter answered what it was not asked for"
         session.round = None
         session.answered_s = self._clock()
-        self._observe(session.answered_s - ask.asked_s)
-        self._spare_time.observe_answer(session.answered_s - ask.asked_s)
+        waited_s = session.answered_s - ask.asked_s
+        self._observe(waited_s)
+        self._spare_time.observe_answer(waited_s)
         self.counters.num_drafts += 1
         self.counters.num_draft_tokens += len(result.token_ids)
         draft = Draft(

@@ -20,9 +20,9 @@ from outrider.drafter_service.engine.tree_growth import (
     TreeConfig,
     answer_of,
     chain_growth,
+    draws_rows,
     result_of,
 )
-from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
 
 BRANCHING = 10  # the most children that a node of a best tree has: the product is deep in its likeliest tokens
 
@@ -54,8 +54,7 @@ class RowDrafts:
     def _kind(self, ask: Ask) -> Callable[[Sequence[Ask], Sequence[torch.Tensor]], list[DraftResult]]:
         if not ask.max_nodes:
             return self._chains
-        has_law = ask.sampling.temperature > GREEDY_TEMPERATURE and ask.sampling.seed is None
-        return self._drawn_trees if has_law and self.trees.method == "sampled" else self._best_trees
+        return self._drawn_trees if draws_rows(ask) and self.trees.method == "sampled" else self._best_trees
 
     def _chains(self, asks: Sequence[Ask], rows: Sequence[torch.Tensor]) -> list[DraftResult]:
         results: list[DraftResult] = []

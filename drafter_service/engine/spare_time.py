@@ -6,6 +6,7 @@ depends on the load, so it is tried: some answers with running ahead, some witho
 
 from __future__ import annotations
 
+import enum
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,6 +46,14 @@ class RunsAhead(Protocol):
         """Run one forward of at most `max_num_tokens` tokens over what is prepared; return how many it had."""
 
 
+class _Phase(enum.Enum):
+    """Which way is tried, or that the quicker one is kept."""
+
+    AHEAD = enum.auto()
+    WITHOUT = enum.auto()
+    KEPT = enum.auto()
+
+
 class SpareTime:
     """The spare time of one drafter; one that cannot run ahead (None) has no use for it."""
 
@@ -53,10 +62,11 @@ class SpareTime:
         self._drafter = drafter
         self._cost = cost
         self._counters = counters
+        self._phase = _Phase.AHEAD
         self._is_on = True
-        self._num_left = TRIED_ANSWERS  # of the present way
-        self._seconds: list[float] = []  # of the answers that are tried …
-        self._ahead_s: float | None = None  # … and what they took on average with running ahead; None: is tried now
+        self._num_left = TRIED_ANSWERS  # of the phase
+        self._waited_s = 0.0  # for the answers of the phase …
+        self._ahead_s = 0.0  # … and of the one with running ahead before it
 
     def timed(self) -> AbstractContextManager[None]:
         """Take the time of what the drafter does."""
@@ -68,18 +78,19 @@ class SpareTime:
 
     def observe_answer(self, seconds: float) -> None:
         """Take in how long an ask was waited for."""
-        self._seconds.append(seconds)
+        self._waited_s += seconds
         self._num_left -= 1
         if self._num_left:
             return
-        mean_s, is_trial = sum(self._seconds) / len(self._seconds), len(self._seconds) == TRIED_ANSWERS
-        self._seconds.clear()
-        if is_trial and self._is_on and self._ahead_s is None:
-            self._ahead_s, self._is_on, self._num_left = mean_s, False, TRIED_ANSWERS
-        elif is_trial and self._ahead_s is not None:
-            self._is_on, self._ahead_s, self._num_left = self._ahead_s <= mean_s, None, KEPT_ANSWERS
-        else:
-            self._is_on, self._num_left = True, TRIED_ANSWERS
+        waited_s, self._waited_s = self._waited_s, 0.0
+        match self._phase:
+            case _Phase.AHEAD:
+                self._phase, self._is_on, self._num_left = _Phase.WITHOUT, False, TRIED_ANSWERS
+                self._ahead_s = waited_s
+            case _Phase.WITHOUT:
+                self._phase, self._is_on, self._num_left = _Phase.KEPT, self._ahead_s <= waited_s, KEPT_ANSWERS
+            case _Phase.KEPT:
+                self._phase, self._is_on, self._num_left = _Phase.AHEAD, True, TRIED_ANSWERS
 
     def spend(self, max_num_tokens: int) -> None:
         """Run one forward over what is prepared."""

@@ -33,9 +33,8 @@ from outrider.drafter_service.engine.outcomes import (
     likely_outcomes,
 )
 from outrider.drafter_service.engine.sessions import SessionKey
-from outrider.drafter_service.engine.tree_growth import ChainGrowth, Growth
+from outrider.drafter_service.engine.tree_growth import ChainGrowth, Growth, draws_rows
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE
-from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 
 AHEAD_ID = -1  # of the asks that nobody has asked yet
@@ -50,7 +49,7 @@ class WatchedChain(ChainGrowth):
     """A chain in the making that notes at each place what might stand there instead."""
 
     def __init__(self, ask: Ask, *, num_candidates: int) -> None:
-        has_rows = ask.sampling.temperature > GREEDY_TEMPERATURE and ask.sampling.seed is None
+        has_rows = draws_rows(ask)
         super().__init__((), depth=ask.length, has_rows=has_rows)
         self.places: list[Place] = []
         self.num_children = 1 if has_rows else num_candidates

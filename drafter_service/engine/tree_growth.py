@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -93,20 +93,23 @@ def start_growth(ask: Ask, trees: TreeConfig, *, vocab_size: int, max_nodes: int
     """
     forced_ids = list(itertools.takewhile(lambda token_id: token_id < vocab_size, ask.forced_ids))
     num_nodes = ask.max_nodes if max_nodes is None else min(ask.max_nodes, max_nodes)
-    has_rows = ask.sampling.temperature > GREEDY_TEMPERATURE and ask.sampling.seed is None
-    if num_nodes and not (has_rows and trees.method == "sampled"):
-        return BestFirstGrowth(forced_ids, depth=ask.length, max_nodes=num_nodes, branching=trees.branching)
+    has_rows = draws_rows(ask)
     if not num_nodes:
         return ChainGrowth(forced_ids, depth=ask.length, has_rows=has_rows)
-    return DrawnGrowth(
-        forced_ids, depth=ask.length, max_nodes=num_nodes, branching=trees.branching, has_rows=has_rows
-    )
+    shape = {"depth": ask.length, "max_nodes": num_nodes, "branching": trees.branching}
+    if has_rows and trees.method == "sampled":
+        return DrawnGrowth(forced_ids, has_rows=has_rows, **shape)
+    return BestFirstGrowth(forced_ids, **shape)
+
+
+def draws_rows(ask: Ask) -> bool:
+    """Return whether an ask's tokens may be drawn from rows: greedy and seeded requests take the likeliest."""
+    return ask.sampling.temperature > GREEDY_TEMPERATURE and ask.sampling.seed is None
 
 
 def chain_growth(ask: Ask, depth: int) -> ChainGrowth:
     """Start a chain: greedy and seeded requests take the likeliest tokens, others draw theirs from rows."""
-    is_drawn = ask.sampling.temperature > GREEDY_TEMPERATURE and ask.sampling.seed is None
-    return ChainGrowth(ask.forced_ids, depth=depth, has_rows=is_drawn)
+    return ChainGrowth(ask.forced_ids, depth=depth, has_rows=draws_rows(ask))
 
 
 class ChainGrowth:
@@ -286,10 +289,13 @@ class Growing:
     @property
     def positions(self) -> list[int]:
         """Where the children of the frontier stand, or those of the open tokens after it."""
-        tree, first = self.growth.tree, self.first_position + self.num_open
-        if self.growth.is_chain:
-            return [first + len(tree)]
-        return [first + (0 if node == ROOT else tree.depths[node] + 1) for node in self.growth.frontier]
+        depths, first = self.growth.tree.depths, self.first_position + self.num_open
+        return [first + (0 if node == ROOT else depths[node] + 1) for node in self.growth.frontier]
+
+
+# Of open tokens, by the index of their chain, the numbers that they are among, and how many open ones precede them in
+# their chains; returns float32 logits [num_tokens, draft_vocab_size].
+OpenForward = Callable[[dict[int, int], torch.Tensor, int], torch.Tensor]
 
 
 class Levels:
@@ -311,8 +317,10 @@ class Levels:
         owners = [each for each in growing for _ in each.growth.frontier]
         positions = [position for each in growing for position in each.positions]
         found: list[ChildrenOnDevice] = []
-        for is_drawn in {owner.growth.is_drawn: None for owner in owners}:
+        for is_drawn in (True, False):
             rows = [row for row, owner in enumerate(owners) if owner.growth.is_drawn == is_drawn]
+            if not rows:
+                continue
             launched = launch_children(
                 select_rows(logits, rows),
                 [owners[row].ask.sampling for row in rows],
@@ -329,10 +337,22 @@ class Levels:
         self._levels.append(growing)
         self._found.append(found)
 
-    def open_tokens(self) -> tuple[torch.Tensor, list[int]]:
-        """Return the numbers that the last level chose, int64, and what stands for the first child of each node."""
-        numbers, places = first_ids(self._found[-1])
-        return numbers, [open_token(place) for place in places]
+    def follow(self, chains: Sequence[Growing], num_following: Sequence[int], forward: OpenForward) -> None:
+        """Take chains, which are the last level, so many tokens further each, one forward for every level."""
+        last, num_open = list(range(len(chains))), 0  # the chains of the last level
+        while any(num_following[index] > num_open for index in last):
+            numbers, places = first_ids(self._found[-1])
+            opened = {
+                index: open_token(place)
+                for index, place in zip(last, places, strict=True)
+                if num_following[index] > num_open
+            }
+            logits = forward(opened, numbers, num_open)
+            num_open += 1
+            for index in opened:
+                chains[index].num_open = num_open
+            last = list(opened)
+            self.launch([chains[index] for index in last], logits)
 
     def read(self) -> None:
         """Wait for the device, and let all drafts grow."""

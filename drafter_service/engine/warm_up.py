@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from outrider.drafter_service.engine.engine import DraftEngine
+from outrider.verifier_service.engine.warm_up import doubled
 from outrider.verifier_service.messages.draft import Commit, DraftSampling, Open, States
 
 PEER = "warm-up"
@@ -30,12 +31,12 @@ def warm_up(engine: DraftEngine, *, state_width: int, patience_s: float, clock: 
     if length < 1:
         return 0
     rounds = itertools.count(1)
-    begin_s, count, num_done = clock(), 1, 0
-    while count <= config.max_sessions and (clock() - begin_s) * 2 <= patience_s:
+    num_done = 0
+    for count in doubled(config.max_sessions, patience_s, clock):
         for sampling in SAMPLINGS:
             for max_nodes in {0, config.max_tree_nodes}:
                 _draft(engine, count, sampling, length, max_nodes, state_width, rounds)
-        num_done, count = count, 2 * count
+        num_done = count
     return num_done
 
 

@@ -11,9 +11,9 @@ once, and the target's states, which come with the ask that it answers, are take
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -246,12 +246,15 @@ class EagleDrafter(AheadDrafter[HeadState]):
             of_set = [chunk for chunk in chunks if chunk.set_index == set_index]
             growing += self._execute_set(of_set, set_index, copies, levels)
             copies = AheadStep()
-        goes_on = len(growing) == len(asked) and len(self._runner.heads) == 1
-        followed = self._follow(levels, growing, asked) if goes_on else {}
+        if len(growing) == len(asked) and len(self._runner.heads) == 1:
+            num_following = self._num_following(growing, asked)
+            levels.follow(_drafts_of(growing), num_following, partial(self._forward_open, growing))
+        else:
+            num_following = [0] * len(growing)
         levels.read()
-        for index, num_followed in followed.items():
-            growing[index].num_stem += num_followed
-            self._trim(growing[index])
+        for state, num_followed in zip(growing, num_following, strict=True):
+            state.num_stem += num_followed
+            self._trim(state)
 
     def _execute_set(
         self, chunks: Sequence[HeadChunk], set_index: int, copies: AheadStep[HeadState], levels: Levels
@@ -269,34 +272,23 @@ class EagleDrafter(AheadDrafter[HeadState]):
             self._trim(chunk.state)
         return self._launch(chunks, outlets, rows, levels)
 
-    def _follow(self, levels: Levels, growing: Sequence[HeadState], asked: Sequence[HeadState]) -> dict[int, int]:
-        """Launch the forwards of open tokens, chain by chain as far as each has room: how many, by its index."""
-        num_following = {
-            index: state.draft.chain_left - 1
-            for index, state in enumerate(growing)
-            if state.draft.chain_left > 1 and self._reserve(state, state.draft.chain_left - 1, asked=asked, younger=())
-        }
-        first_rows = list(itertools.accumulate((len(state.draft.frontier) for state in growing), initial=0))
-        rows = {index: first_rows[index] for index in num_following}  # of the open tokens
-        num_open = 0
-        while rows := {index: row for index, row in rows.items() if num_following[index] > num_open}:
-            numbers, token_ids = levels.open_tokens()
-            tokens: list[OpenToken] = []
-            hidden: list[torch.Tensor] = []
-            for index, row in rows.items():
-                state, node = growing[index], len(growing[index].draft.tree) + num_open
-                at = state.num_slots + num_open
-                tokens.append(OpenToken(token_ids[row], state.num_cached + node, state.block_table, at))
-                hidden.append(state.feedback[node - 1 if node else ROOT])
-            self.num_forwards += 1
-            found = self._runner.execute(pack_open(tokens, self._pool.block_size), torch.stack(hidden), chosen=numbers)
-            for index, own in zip(rows, found.feedback, strict=True):
-                growing[index].feedback[len(growing[index].draft.tree) + num_open] = own
-            num_open += 1
-            drafts = [Growing(_ask_of(growing[i]), growing[i].draft, len(growing[i].tokens), num_open) for i in rows]
-            levels.launch(drafts, found.logits)
-            rows = {index: row for row, index in enumerate(rows)}
-        return num_following
+    def _forward_open(
+        self, states: Sequence[HeadState], opened: dict[int, int], numbers: torch.Tensor, num_open: int
+    ) -> torch.Tensor:
+        """Run one forward of the pairs of the states' open tokens; see `OpenForward`."""
+        tokens: list[OpenToken] = []
+        hidden: list[torch.Tensor] = []
+        nodes = {index: len(states[index].draft.tree) + num_open for index in opened}
+        for index, token_id in opened.items():
+            state, node = states[index], nodes[index]
+            place = state.num_slots + num_open
+            tokens.append(OpenToken(token_id, state.num_cached + node, state.block_table, place))
+            hidden.append(state.feedback[node - 1 if node else ROOT])
+        self.num_forwards += 1
+        found = self._runner.execute(pack_open(tokens, self._pool.block_size), torch.stack(hidden), chosen=numbers)
+        for (index, node), own in zip(nodes.items(), found.feedback, strict=True):
+            states[index].feedback[node] = own
+        return found.logits
 
     def _hidden(self, chunks: Sequence[HeadChunk]) -> torch.Tensor:
         """Join the states that the pairs start from: [num_tokens, hidden_size]."""
@@ -317,8 +309,7 @@ class EagleDrafter(AheadDrafter[HeadState]):
                 wanted += range(base, base + len(nodes))
             base += len(nodes)
         if growing:
-            drafts = [Growing(_ask_of(state), state.draft, len(state.tokens)) for state in growing]
-            levels.launch(drafts, select_rows(rows.logits, wanted))
+            levels.launch(_drafts_of(growing), select_rows(rows.logits, wanted))
         return growing
 
     # --- answers ---
@@ -351,6 +342,10 @@ class EagleDrafter(AheadDrafter[HeadState]):
 def _ask_of(state: HeadState) -> Ask:
     assert state.ask is not None, "nothing was asked for"
     return state.ask
+
+
+def _drafts_of(states: Sequence[HeadState]) -> list[Growing]:
+    return [Growing(_ask_of(state), state.draft, len(state.tokens)) for state in states]
 
 
 def _is_missing(states: torch.Tensor, index: int) -> bool:

@@ -13,9 +13,9 @@ a fork are computed under a tree mask, in each level's forward again, so that no
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -206,40 +206,24 @@ class ModelDrafter(AheadDrafter[DraftState]):
         )
         growing = [Growing(chunk.ask, chunk.growth, self._first_position(chunk.ask)) for chunk in whole]
         levels.launch(growing, logits)
-        followed = self._follow(levels, growing, [chunk.state for chunk in whole], asked) if asked else {}
+        states = [chunk.state for chunk in whole]
+        num_following = self._num_following(states, asked) if asked else [0] * len(states)
+        levels.follow(growing, num_following, partial(self._forward_open, states))
         levels.read()
-        for index, chunk in enumerate(whole):
-            state, num_followed = chunk.state, followed.get(index, 0)
+        for state, num_followed in zip(states, num_following, strict=True):
             state.follow_growth()
             self._roll_back(state, state.num_cached + num_followed)
 
-    def _follow(
-        self, levels: Levels, growing: Sequence[Growing], states: Sequence[DraftState], asked: Sequence[DraftState]
-    ) -> dict[int, int]:
-        """Launch the forwards of open tokens, chain by chain as far as each has room: how many, by its index."""
-        num_following = {
-            index: each.growth.chain_left - 1
-            for index, (each, state) in enumerate(zip(growing, states, strict=True))
-            if each.growth.chain_left > 1 and self._reserve(state, each.growth.chain_left - 1, asked=asked, younger=())
-        }
-        first_rows = list(itertools.accumulate((len(each.growth.frontier) for each in growing), initial=0))
-        rows = {index: first_rows[index] for index in num_following}  # of the open tokens
-        num_open = 0
-        while rows := {index: row for index, row in rows.items() if num_following[index] > num_open}:
-            numbers, token_ids = levels.open_tokens()
-            tokens: list[OpenToken] = []
-            for index, row in rows.items():
-                place = states[index].num_cached + num_open
-                tokens.append(OpenToken(token_ids[row], place, states[index].block_table, place))
-            num_open += 1
-            self.num_forwards += 1
-            logits = self._runner.execute(pack_open(tokens, self._pool.block_size), numbers)
-            following = [growing[index] for index in rows]
-            for each in following:
-                each.num_open = num_open
-            levels.launch(following, logits)
-            rows = {index: row for row, index in enumerate(rows)}
-        return num_following
+    def _forward_open(
+        self, states: Sequence[DraftState], opened: dict[int, int], numbers: torch.Tensor, num_open: int
+    ) -> torch.Tensor:
+        """Run one forward of the states' open tokens; see `OpenForward`."""
+        tokens: list[OpenToken] = []
+        for index, token_id in opened.items():
+            place = states[index].num_cached + num_open
+            tokens.append(OpenToken(token_id, place, states[index].block_table, place))
+        self.num_forwards += 1
+        return self._runner.execute(pack_open(tokens, self._pool.block_size), numbers)
 
     def _complete(self, state: DraftState) -> DraftResult:
         ask, growth = state.ask, state.draft

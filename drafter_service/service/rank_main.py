@@ -21,8 +21,9 @@ from outrider.drafter_service.service.plugin_drafter import PluginDrafter
 from outrider.drafter_service.service.speculative_config import MODEL_FREE
 from outrider.drafter_service.target.self_drafter import SelfDrafter
 from outrider.drafter_service.target.target_view import TargetView
-from outrider.verifier_service.engine.factory import WARM_UP_S, load_rank
+from outrider.verifier_service.engine.factory import load_rank
 from outrider.verifier_service.engine.runners import Runner
+from outrider.verifier_service.engine.warm_up import patience_s
 from outrider.verifier_service.links.tensor_channel import TensorStore
 from outrider.verifier_service.messages.draft import DrafterMessage
 from outrider.verifier_service.messages.engine import PeerState, Relay
@@ -82,9 +83,9 @@ def _warm_up(spec: DrafterSpec, drafter: Drafter, config: DraftEngineConfig) -> 
     state_width = 0
     if taps := drafter.needs.taps:
         state_width = len(taps) * read_description(resolve_description(spec.target), spec.target).hidden_size
-    is_on_gpu = spec.model is not None and resolve_device(spec.model.device).type == "cuda"
+    device = resolve_device((spec.model or spec.target).device)
     engine = DraftEngine(drafter, clock=time.monotonic, config=config)
-    warm_up(engine, state_width=state_width, patience_s=WARM_UP_S[is_on_gpu], clock=time.monotonic)
+    warm_up(engine, state_width=state_width, patience_s=patience_s(device), clock=time.monotonic)
 
 
 def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:

@@ -16,7 +16,7 @@ from outrider.verifier_service.engine.loop import EngineLoop
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.engine.step_profile import measure_step_profile
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
-from outrider.verifier_service.engine.warm_up import MadeUpDrafts, warm_up
+from outrider.verifier_service.engine.warm_up import MadeUpDrafts, patience_s, warm_up
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.draft import DraftClient
 from outrider.verifier_service.messages.engine import EngineReady, StepTime
@@ -35,7 +35,6 @@ from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerC
 
 COLLECTIVE_TIMEOUT_S = 60.0  # a rank that is this late is dead: the group fails and its replica is replaced
 MAX_PROFILED_TOKENS = 512  # beyond, the refitted slope goes on
-WARM_UP_S = (0.1, 5.0)  # on a CPU, where first calls cost little; on a GPU
 
 
 def build_engine(
@@ -85,7 +84,7 @@ def profile_engine(engine: VerifierEngine, runner: ParallelRunner, spec: Verifie
     warm_up(
         build_engine(runner, spec, MadeUpDrafts(), has_grammars=False),
         max_requests=spec.max_num_seqs,
-        patience_s=WARM_UP_S[runner.device.type == "cuda"],
+        patience_s=patience_s(runner.device),
         clock=time.monotonic,
     )
     profile = measure_step_profile(runner, max_tokens=min(MAX_PROFILED_TOKENS, spec.max_num_batched_tokens))

@@ -6,7 +6,9 @@ seeded and drawn ones, one by one and then more and more of them together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
 
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.messages.draft import (
@@ -60,17 +62,30 @@ def _made_up(ask: Commit) -> Draft:
     )
 
 
+def patience_s(device: torch.device) -> float:
+    """Return how long a warm-up may take: on a CPU first calls cost little."""
+    return 5.0 if device.type == "cuda" else 0.1
+
+
+def doubled(most: int, patience_s: float, clock: Callable[[], float]) -> Iterator[int]:
+    """Yield 1, 2, 4 … up to `most`, as long as twice what all before took is less than `patience_s`."""
+    begin_s, count = clock(), 1
+    while count <= most and (clock() - begin_s) * 2 <= patience_s:
+        yield count
+        count *= 2
+
+
 def warm_up(engine: VerifierEngine, *, max_requests: int, patience_s: float, clock: Callable[[], float]) -> int:
     """Verify drafts of 1, 2, 4 … requests as long as that takes less than `patience_s` in all; return how many at most.
 
     `engine` must have `MadeUpDrafts` and be used for nothing else. One that cannot hold such a request verifies none.
     """
-    begin_s, count, num_done = clock(), 1, 0
-    while count <= max_requests and (clock() - begin_s) * 2 <= patience_s:
+    num_done = 0
+    for count in doubled(max_requests, patience_s, clock):
         together = [range(kind, kind + 1) for kind in range(len(SAMPLINGS))] if count == 1 else [range(count)]
         if not all(_verify(engine, numbers) for numbers in together):
             break
-        num_done, count = count, 2 * count
+        num_done = count
     return num_done
 
 

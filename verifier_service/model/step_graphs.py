@@ -243,7 +243,7 @@ class StepGraphs:
         if self._model.not_captured is not None:
             logger.warning("no step is captured: %s", self._model.not_captured)
             return
-        for with_trees in {has_trees, False}:  # the largest first
+        for with_trees in (False, True) if has_trees else (False,):
             for bucket in all_buckets(has_trees=with_trees):
                 self._captured_at(bucket)
         logger.info("captured %d steps in %.1f s", self.counts.num_graphs, self.counts.capture_s)

@@ -30,9 +30,8 @@ from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.service.rank_main import DraftLoop
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
-from outrider.verifier_service.engine.factory import WARM_UP_S
 from outrider.verifier_service.engine.step_profile import measure_step_profile
-from outrider.verifier_service.engine.warm_up import MadeUpDrafts, warm_up
+from outrider.verifier_service.engine.warm_up import MadeUpDrafts, patience_s, warm_up
 from outrider.verifier_service.messages.draft import DraftClient
 from outrider.verifier_service.messages.engine import EngineUpdate
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
@@ -45,6 +44,7 @@ from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerC
 DRAFT_LENGTH = 4
 PROMPT_LENGTH = 64
 MAX_PROFILED_TOKENS = 512
+PATIENCE_S = patience_s(torch.device("cuda"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def draft_engine(pair: Pair, device: PlayedDevice) -> DraftEngine:
     config = DraftEngineConfig(max_draft_length=DRAFT_LENGTH, **limits)
     if pair.is_warm:
         cold = DraftEngine(drafter, clock=device.clock.now_s, config=config)
-        warm_up_drafter(cold, state_width=0, patience_s=WARM_UP_S[True], clock=device.clock.now_s)
+        warm_up_drafter(cold, state_width=0, patience_s=PATIENCE_S, clock=device.clock.now_s)
     ahead = drafter if num_branches else None
     return DraftEngine(drafter, clock=device.clock.now_s, config=config, ahead=ahead)
 
@@ -103,7 +103,7 @@ def played_engine(
     target = PlayedTarget(device, pair.target)
     if pair.is_warm:
         cold = _engine_of(target, DraftPricing(), MadeUpDrafts())
-        warm_up(cold, max_requests=pair.max_requests, patience_s=WARM_UP_S[True], clock=clock.now_s)
+        warm_up(cold, max_requests=pair.max_requests, patience_s=PATIENCE_S, clock=clock.now_s)
     pricing = DraftPricing()
     client = client or NoDrafters()
     engine = _engine_of(target, pricing, client)
