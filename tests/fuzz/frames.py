@@ -174,7 +174,7 @@ def replace_value(frame: bytes, data: st.DataObject) -> bytes:
     node: Any = fields
     while isinstance(node, dict | list) and node:
         # a message of another type is refused before any of its fields is looked at
-        keys = [key for key in node if key != "type"] if isinstance(node, dict) else range(len(node))
+        keys = list(node) if isinstance(node, dict) else range(node is fields, len(node))
         if not keys:
             break
         key: Any = data.draw(st.sampled_from(keys))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 LOCAL_DRAFTER_ID = "local"  # of a drafter in the verifier's own process
 ROOT = -1  # as a parent: the last committed token
 DRAFT_PROB_SCALE = 1 << 16  # quantised draft probabilities are integers that sum to this

@@ -196,7 +196,7 @@ def peek_type(payload: bytes) -> str | None:
     unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES)
     try:
         unpacker.feed(payload)
-        if unpacker.read_map_header() < 1 or unpacker.unpack() != "type":
+        if unpacker.read_array_header() < 1:
             return None
         name = unpacker.unpack()
     except (ValueError, msgpack.UnpackException, msgpack.BufferFull):
@@ -207,8 +207,8 @@ def peek_type(payload: bytes) -> str | None:
 def peek_request_id(payload: bytes) -> str | None:
     """Return the request that a message which does not decode was about, where that much can be read."""
     try:
-        fields = msgpack.unpackb(payload)
-    except (ValueError, TypeError, msgpack.UnpackException):
+        _, fields = msgpack.unpackb(payload)
+        request_id = fields.get("request_id")
+    except (ValueError, TypeError, AttributeError, msgpack.UnpackException):
         return None
-    request_id = fields.get("request_id") if isinstance(fields, dict) else None
     return request_id if isinstance(request_id, str) else None

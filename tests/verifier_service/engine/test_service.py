@@ -243,12 +243,12 @@ async def test_a_lost_engine_is_unavailable_to_running_and_to_new_calls():
     ("payload", "named"),
     [
         (b"", ""),
-        (b"\xc1", "msgpack"),
+        (b"\xc1", "MessagePack"),
         (encode(Cancel(request_id="a")), "Cancel"),
-        (encode(make_request("a")).replace(b"max_tokens", b"mAx_tokens"), "mAx_tokens"),
+        (encode(make_request("a")).replace(b"request_id", b"rEquest_id"), "request_id"),
         (encode(make_request("a", max_tokens=77)).replace(b"max_tokens\x4d", b"max_tokens\x00"), "max_tokens"),
     ],
-    ids=["empty", "no msgpack", "another message", "unknown field", "bad value"],
+    ids=["empty", "no msgpack", "another message", "missing field", "bad value"],
 )
 async def test_a_frame_that_is_no_request_is_an_invalid_argument(payload: bytes, named: str):
     engine = ScriptedEngine()

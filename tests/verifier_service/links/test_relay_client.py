@@ -36,7 +36,7 @@ def test_the_largest_message_of_a_link_still_fits_its_relay():
 @pytest.mark.parametrize(
     "payload",
     [b"", b"\xc1", encode(DRAFT)[:-1], encode(COMMIT), encode(DRAFT).replace(b"position", b"poSition")],
-    ids=["empty", "no msgpack", "cut short", "a verifier's message", "unknown field"],
+    ids=["empty", "no msgpack", "cut short", "a verifier's message", "missing field"],
 )
 def test_a_bad_frame_is_counted_and_nothing_else(payload: bytes):
     client = RelayDraftClient()
