@@ -36,7 +36,7 @@ DEFAULT_CONCURRENCIES = (1, 4, 16)
 # most were verbs of this group
 STUDIES = (
     *("acceptance", "adaptive", "ahead", "clients", "device", "exact"),
-    *("policy", "pricing", "router", "step", "vllm-pool"),
+    *("policy", "pricing", "router", "step", "usual", "vllm-pool"),
 )
 
 _COMMON_OPTIONS = (

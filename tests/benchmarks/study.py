@@ -18,10 +18,11 @@ from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router
 from benchmarks.step import step
+from benchmarks.usual import usual
 from benchmarks.vllm.pool import vllm_pool
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 
-STUDIES = (acceptance, adaptive, ahead, clients, device, exact, policy, pricing, router, step, vllm_pool)
+STUDIES = (acceptance, adaptive, ahead, clients, device, exact, policy, pricing, router, step, usual, vllm_pool)
 
 
 @click.group(context_settings=CONTEXT_SETTINGS)
@@ -32,7 +33,7 @@ def study() -> None:
     every fixed draft length; ahead: drafting while the verifier verifies; clients: required tool calls and predicted
     edits of a running server; device: what drafts bring on a played accelerator; exact: a real model's tokens with
     drafts and without; policy: how much to draft, over recorded acceptance; pricing: what deciding that costs a step;
-    router: what its decisions cost; step: a running server's load from 1 to many streams and back; vllm-pool: vLLM with
+    router: what its decisions cost; step: a running server's load from 1 to many streams and back; usual: which drafter a small machine should have where nobody says; vllm-pool: vLLM with
     drafts from a pool, and without.
     """
 

@@ -14,13 +14,8 @@ import click
 import torch
 
 from benchmarks.device.engines import DRAFT_LENGTH, Decoded, Pair, Played, apart, beside, decode_steps, played_engine
-from benchmarks.device.played import (
-    QUICK_DRAFTS,
-    SLOW_70B,
-    SLOW_DRAFTS,
-    VirtualClock,
-    WallClock,
-)
+from benchmarks.device.linked import run_link
+from benchmarks.device.played import SLOW_70B, VirtualClock, WallClock, drafts_in
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table, numbers
 from outrider.cluster.offline.engine import PipeDraftClient
@@ -31,10 +26,7 @@ COLD_S = 0.15  # of each first call, of a drafter that nobody has warmed up
 NUM_BRANCHES = 4  # outcomes that a drafter which runs ahead prepares for
 PLAIN_WIDTH = 200
 COLD_PAIR = Pair(cold_s=COLD_S, is_warm=False)
-FAR_PAIRS = {
-    "20 ms, drafts in 6 ms": Pair(target=SLOW_70B, draft=QUICK_DRAFTS),
-    "20 ms, drafts in 20 ms": Pair(target=SLOW_70B, draft=SLOW_DRAFTS),
-}
+FAR_DRAFTS_MS = (6, 12, 20, 40, 80)  # of four tokens, beside verifications of 20 ms
 
 
 def decisions(streams: Sequence[int], num_steps: int) -> Iterator[list[str]]:
@@ -75,16 +67,19 @@ def beyond_s(count: int, found: Decoded, num_steps: int) -> float:
 
 
 def ahead(num_steps: int) -> Iterator[list[str]]:
-    """Yield a row of what running ahead brings to one stream, with a drafter on a device of its own."""
-    for name, pair in FAR_PAIRS.items():
+    """Yield a row of what running ahead brings to one stream, with a drafter on a device of its own behind a link."""
+    plain = decode_steps(played_engine(Pair(target=SLOW_70B), WallClock()), 1, num_steps=num_steps)
+    for draft_ms in FAR_DRAFTS_MS:
+        pair = Pair(target=SLOW_70B, draft=drafts_in(draft_ms * 1e-3 / DRAFT_LENGTH))
         found: list[Decoded] = []
         for num_branches in (0, NUM_BRANCHES):
-            with apart(replace(pair, num_ahead_branches=num_branches)) as played:
+            with apart(replace(pair, num_ahead_branches=num_branches), run_link) as played:
                 found.append(decode_steps(played, 1, num_steps=num_steps))
                 hits = _hit_rate(played)
         waited, ran = found
-        ratio = ran.tokens_per_s / waited.tokens_per_s
-        yield [name, f"{1e3 * waited.step_s:.1f}", f"{1e3 * ran.step_s:.1f}", f"{hits:.0%}", f"{ratio:.2f}"]
+        rounds = [f"{1e3 * one.step_s:.1f}" for one in found]
+        speeds = (ran.tokens_per_s / waited.tokens_per_s, *(one.tokens_per_s / plain.tokens_per_s for one in found))
+        yield [f"{draft_ms} ms", *rounds, f"{hits:.0%}", *(f"{speed:.2f}" for speed in speeds)]
 
 
 def _hit_rate(played: Played) -> float:
@@ -132,8 +127,9 @@ def device(streams: tuple[int, ...], num_steps: int, is_virtual: bool, markdown_
         headings = ("streams", "plain, tokens/s", "plain again", "known", "cold", "own process", "it runs ahead")
         headings += ("plain, ms a step", "in turn, ms", "known, ms", "of it the host's, ms")
         tables.append(_table("By the clock", headings, by_the_clock(streams, num_steps), say))
-        headings = ("verification", "waited for, ms a round", "ahead, ms a round", "hits", "ahead / waited for")
-        tables.append(_table("A drafter on a device of its own, one stream", headings, ahead(num_steps), say))
+        headings = ("drafts take", "waited for, ms a round", "ahead, ms a round", "hits", "ahead / waited for")
+        headings += ("waited for / plain", "ahead / plain")
+        tables.append(_table("A drafter behind a link, verifications of 20 ms", headings, ahead(num_steps), say))
     page = "\n\n".join([f"{drafts}; {describe_machine()}.", *tables])
     console_of(PLAIN_WIDTH).print(page, highlight=False, markup=False)
     if markdown_file is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
 from benchmarks.device.engines import DRAFT_LENGTH, Pair, apart, beside, decode_steps, played_engine
+from benchmarks.device.linked import run_link
 from benchmarks.device.played import H100_8B, PlayedDevice, VirtualClock
 from benchmarks.device.study import COLD_PAIR, device
 
@@ -66,8 +68,9 @@ def test_drafts_that_never_pay_cost_little():
     assert found.tokens_per_s / plain.tokens_per_s > 0.97
 
 
-def test_a_drafter_in_a_process_of_its_own_drafts_for_a_played_verifier():
-    with apart(Pair(num_ahead_branches=2, max_requests=2)) as played:
+@pytest.mark.parametrize("link", [None, run_link], ids=["pipe", "gRPC"])
+def test_a_drafter_in_a_process_of_its_own_drafts_for_a_played_verifier(link: Callable[..., None] | None):
+    with apart(Pair(num_ahead_branches=2, max_requests=2), link) as played:
         found = decode_steps(played, 2, num_skipped=8, num_steps=8)
     assert found.drafted > 0
     assert found.accepted is not None
