@@ -33,8 +33,8 @@ def study() -> None:
     every fixed draft length; ahead: drafting while the verifier verifies; clients: required tool calls and predicted
     edits of a running server; device: what drafts bring on a played accelerator; exact: a real model's tokens with
     drafts and without; policy: how much to draft, over recorded acceptance; pricing: what deciding that costs a step;
-    router: what its decisions cost; step: a running server's load from 1 to many streams and back; usual: which drafter a small machine should have where nobody says; vllm-pool: vLLM with
-    drafts from a pool, and without.
+    router: what its decisions cost; step: a running server's load from 1 to many streams and back; usual: what a small
+    machine should draft with; vllm-pool: vLLM with drafts from a pool, and without.
     """
 
 

@@ -39,7 +39,8 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 OFF, NEW, AGAIN, OFF_AGAIN = "off", "new", "again", "off again"
 ORDERS = ((OFF, NEW, AGAIN, OFF_AGAIN), (NEW, OFF, OFF_AGAIN, AGAIN), (NEW, AGAIN, OFF_AGAIN, OFF))  # in turn
 MAX_LENGTH = 4
-HEADINGS = ("drafts by", "requests", "off, tokens/s", "new / off", "again / off", "off again / off", "drafted: new", "again")
+HEADINGS = ("drafts by", "requests", "off, tokens/s", "new / off", "again / off", "off again / off")
+HEADINGS += ("drafted", "drafted again")
 HELD_OUT = Path("lab/peers/prompts.jsonl")  # chat prompts of kinds that no shipped drafter has learnt from
 
 
