@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constr
 PACKAGES := proto verifier_service drafter_service cluster lab
 ARGS ?=
 
-.PHONY: help demo serve bench peers vllm smollm2 study train check test soak fuzz lint proto install install-dev system-deps clean
+.PHONY: help demo serve bench peers vllm smollm2 study train head check test soak fuzz lint proto install install-dev system-deps clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -57,6 +57,9 @@ study: install-dev  ## Run a study for developers: NAME=acceptance|adaptive|ahea
 
 train: install  ## Train the shipped model pair again from the standard library's sources
 	$(BIN)/python -m outrider.lab.embedded.train $(ARGS)
+
+head: smollm2  ## Make SmolLM2's EAGLE-3 head on one GPU: corpus, training, served figures; ARGS="--tiny --device cpu"
+	deploy/one_gpu.sh make $(ARGS)
 
 check: install-dev smollm2  ## The short loop: lint, types, and all tests that start no service and take no time
 	tests/check.sh $(ARGS)

@@ -31,7 +31,7 @@ ROOMS = {
     "verifier_service/pricing": "messages scheduling",
     "verifier_service/links": "proto messages",
     "verifier_service/drafting": "messages pricing links",  # and neither model code nor Ray: other engines stand on it
-    "verifier_service/engine": "proto messages gpu model sampling scheduling pricing links drafting",
+    "verifier_service/engine": "verifier_service proto messages gpu model sampling scheduling pricing links drafting",
     # who drafts
     "drafter_service": "engine service verifier_service/messages",  # the names that plug-ins import
     "drafter_service/engine": (
@@ -49,18 +49,22 @@ ROOMS = {
     ),
     "drafter_service/target": "engine verifier_service/messages verifier_service/model verifier_service/engine",
     "drafter_service/service": (
-        "proto engine lookup heads head_drafters models target verifier_service/messages verifier_service/model "
-        "verifier_service/links verifier_service/engine"
+        "proto engine lookup heads head_drafters models target verifier_service verifier_service/messages "
+        "verifier_service/model verifier_service/links verifier_service/engine"
     ),
     "drafter_service/embedded": "service",
     "drafter_service/shipped": "service",
-    "drafter_service/training": "engine heads models service verifier_service/messages verifier_service/model",
+    "drafter_service/training": (
+        "engine heads models service verifier_service verifier_service/messages verifier_service/model"
+    ),
     # the service around them
     "cluster": "router replicas offline hosted",  # the names that users' configurations and programs import
     "cluster/common": "verifier_service/links",
     "cluster/router": "common verifier_service/messages",
     "cluster/monitoring": "common router verifier_service/messages",
-    "cluster/gateway": "common router monitoring proto verifier_service/messages verifier_service/links",
+    "cluster/gateway": (
+        "common router monitoring proto verifier_service verifier_service/messages verifier_service/links"
+    ),
     "cluster/web": "",
     "cluster/replies": "common verifier_service/messages",
     "cluster/api/openai": "common gateway replies web verifier_service/messages",
@@ -71,9 +75,9 @@ ROOMS = {
         "verifier_service/engine drafter_service/service drafter_service/embedded drafter_service/shipped"
     ),
     "cluster/replicas": (
-        "common router monitoring gateway api api/openai config vllm_engine proto verifier_service/messages "
-        "verifier_service/model verifier_service/links verifier_service/engine drafter_service/engine "
-        "drafter_service/service"
+        "common router monitoring gateway api api/openai config vllm_engine proto verifier_service "
+        "verifier_service/messages verifier_service/model verifier_service/links verifier_service/engine "
+        "drafter_service/engine drafter_service/service"
     ),
     "cluster/hosted": (  # within another engine's process: no Ray, no transformers at import, nothing of drafters
         "common router proto verifier_service/messages verifier_service/model verifier_service/scheduling "
@@ -96,6 +100,10 @@ ROOMS = {
     ),
     "lab/peers": ("bench cluster/common cluster/config cluster/offline verifier_service/model drafter_service/service"),
     "lab/corpus": "cluster/offline drafter_service/training",
+    "lab/head": (
+        "bench corpus peers cluster/common cluster/config cluster/offline verifier_service/messages "
+        "verifier_service/model drafter_service/service drafter_service/training"
+    ),
     "lab/embedded": "drafter_service/embedded drafter_service/training",
     "lab/replay": ("bench cluster/common verifier_service/messages drafter_service/engine drafter_service/lookup"),
     "lab/simulate": (
@@ -107,7 +115,7 @@ ROOMS = {
         "verifier_service/model drafter_service/embedded"
     ),
     "lab/cli": (  # nothing imports it
-        "bench peers corpus replay simulate demo cluster/common cluster/router cluster/config cluster/replicas "
+        "bench peers corpus head replay simulate demo cluster/common cluster/router cluster/config cluster/replicas "
         "cluster/offline cluster/client cluster/cli"
     ),
 }

@@ -22,14 +22,13 @@ from outrider.cluster.common.extras import missing_extra
 from outrider.cluster.common.security import bind
 from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
 from outrider.cluster.gateway.gateway import Gateway, RequestInput
-from outrider.cluster.gateway.structured_format import structure_of
+from outrider.cluster.gateway.structured_format import NamedStructure, structure_of
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
 from outrider.verifier_service.messages.request import (
     FinishReason,
     SpeculationMetrics,
     StructuredKind,
-    StructuredOutput,
     TokenLogprobs,
     TokenOrigin,
 )
@@ -70,21 +69,25 @@ class InferenceServicer(generation_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateChunk]:
         try:
-            async with aclosing(self._chunks(request)) as chunks:  # type: ignore[type-var]
+            valid = await self._gateway.parse(request_input(request))
+            warnings = valid.warnings
+            async with aclosing(self._gateway.generate(valid)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
-                    yield _chunk_message(chunk)
+                    yield _chunk_message(chunk, warnings)
+                    warnings = ()
         except OutriderError as error:
             await abort(context, error)
 
     async def GenerateUnary(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         choices: dict[int, list[GatewayChunk]] = {}
         try:
-            async with aclosing(self._chunks(request)) as chunks:  # type: ignore[type-var]
+            valid = await self._gateway.parse(request_input(request))
+            async with aclosing(self._gateway.generate(valid)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     choices.setdefault(chunk.index, []).append(chunk)
         except OutriderError as error:
             await abort(context, error)
-        return _response_message([choices[index] for index in sorted(choices)])
+        return _response_message([choices[index] for index in sorted(choices)], valid.warnings)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         return pb.AbortResponse(aborted=[id_ for id_ in request.request_ids if self._gateway.abort(id_)])
@@ -108,12 +111,6 @@ class InferenceServicer(generation_pb2_grpc.InferenceServicer):
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         return json_format.ParseDict({"load": self._gateway.load()}, pb.GetLoadsResponse())
 
-    async def _chunks(self, request: pb.GenerateRequest) -> AsyncIterator[GatewayChunk]:
-        valid = await self._gateway.parse(request_input(request))
-        async with aclosing(self._gateway.generate(valid)) as chunks:  # type: ignore[type-var]
-            async for chunk in chunks:
-                yield chunk
-
 
 def request_input(request: pb.GenerateRequest) -> RequestInput:
     """Read a message; absent fields stay absent, since proto3's zero is not a default."""
@@ -121,6 +118,7 @@ def request_input(request: pb.GenerateRequest) -> RequestInput:
     if kind is None:
         raise InvalidRequest("prompt must be given as text or token_ids", "prompt")
     sampling = request.sampling
+    structure = _structure(sampling)
     return RequestInput(
         request_id=request.request_id or None,
         prompt=request.text if kind == "text" else list(request.token_ids.ids),
@@ -128,19 +126,20 @@ def request_input(request: pb.GenerateRequest) -> RequestInput:
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         logit_bias=dict(sampling.logit_bias),
-        structured=_structured_output(sampling),
+        bad_words=list(sampling.bad_words),
+        structured=None if structure is None else structure.output,
+        warnings=() if structure is None else structure.warnings,
         **_optional_fields(sampling),
         **_optional_fields(request),
     )
 
 
-def _structured_output(sampling: pb.SamplingParams) -> StructuredOutput | None:
+def _structure(sampling: pb.SamplingParams) -> NamedStructure | None:
     name = sampling.WhichOneof("structured_output")
     if name is None:
         return None
     value = list(sampling.choice.choices) if name == "choice" else getattr(sampling, name)
-    structure = structure_of(StructuredKind(name), value, name)
-    return None if structure is None else structure.output
+    return structure_of(StructuredKind(name), value, name)
 
 
 def _optional_fields(message: pb.SamplingParams | pb.GenerateRequest) -> dict[str, Any]:
@@ -153,20 +152,21 @@ def _optional_fields(message: pb.SamplingParams | pb.GenerateRequest) -> dict[st
     return {name: getattr(message, name) for name in names if message.HasField(name)}
 
 
-def _chunk_message(chunk: GatewayChunk) -> pb.GenerateChunk:
-    message = pb.GenerateChunk(request_id=chunk.request_id, index=chunk.index)
+def _chunk_message(chunk: GatewayChunk, warnings: Sequence[str]) -> pb.GenerateChunk:
+    message = pb.GenerateChunk(request_id=chunk.request_id, index=chunk.index, warnings=warnings)
     _fill(message, chunk)
     if chunk.usage is not None:
         message.usage.CopyFrom(_usage_message([chunk.usage]))
     return message
 
 
-def _response_message(choices: list[list[GatewayChunk]]) -> pb.GenerateResponse:
+def _response_message(choices: list[list[GatewayChunk]], warnings: Sequence[str]) -> pb.GenerateResponse:
     usages = [chunks[-1].usage for chunks in choices]
     return pb.GenerateResponse(
         request_id=choices[0][0].request_id,
         choices=[_choice_message(joined(chunks)) for chunks in choices],
         usage=_usage_message([usage for usage in usages if usage is not None]),
+        warnings=warnings,
     )
 
 

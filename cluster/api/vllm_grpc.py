@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import logging
 import time
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -36,8 +37,10 @@ from outrider.cluster.api.grpc_errors import abort
 from outrider.cluster.common.errors import InvalidRequest, OutriderError
 from outrider.cluster.gateway.choice import GatewayChunk, joined
 from outrider.cluster.gateway.gateway import Gateway, RequestInput, ValidRequest
-from outrider.cluster.gateway.structured_format import structure_of
-from outrider.verifier_service.messages.request import FinishReason, StructuredKind, StructuredOutput, TokenLogprobs
+from outrider.cluster.gateway.structured_format import NamedStructure, structure_of
+from outrider.verifier_service.messages.request import FinishReason, StructuredKind, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 METADATA_PREFIX = "x-outrider-"
@@ -78,6 +81,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._last_request_s = self._wall_clock()
         try:
             valid = await self._gateway.parse(request_input(request, context.invocation_metadata()))
+            for warning in valid.warnings:  # vLLM's messages have no place for one
+                logger.warning("request %s: %s", valid.request_id, warning)
             answer = _streamed if request.stream else _collected
             async with aclosing(answer(self._gateway, valid)) as responses:  # type: ignore[type-var]
                 async for response in responses:
@@ -169,6 +174,7 @@ def request_input(request: pb.GenerateRequest, metadata: Iterable[tuple[str, str
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidRequest("input must be given as tokenized or text", "input")
+    structure = _structure(request.sampling_params)
     return RequestInput(
         request_id=request.request_id or None,
         prompt=request.text if kind == "text" else list(request.tokenized.input_ids),
@@ -179,18 +185,18 @@ def request_input(request: pb.GenerateRequest, metadata: Iterable[tuple[str, str
         logit_bias=dict(request.sampling_params.logit_bias),
         skip_special_tokens=request.sampling_params.skip_special_tokens,  # matters to stop strings
         **{name: sampling[name] for name in SAMPLING_FIELDS if name in sampling},
-        structured=_structured_output(request.sampling_params),
+        structured=None if structure is None else structure.output,
+        warnings=() if structure is None else structure.warnings,
         **_switches(metadata),
     )
 
 
-def _structured_output(sampling: pb.SamplingParams) -> StructuredOutput | None:
+def _structure(sampling: pb.SamplingParams) -> NamedStructure | None:
     name = sampling.WhichOneof("constraint")
     if name not in STRUCTURED_FIELDS:
         return None
     value = list(sampling.choice.choices) if name == "choice" else getattr(sampling, name)
-    structure = structure_of(StructuredKind(name), value, name)
-    return None if structure is None else structure.output
+    return structure_of(StructuredKind(name), value, name)
 
 
 def _given(message: pb.GenerateRequest | pb.SamplingParams, unsupported: frozenset[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 @click.option("--min-p", type=float, default=0.0, show_default=True)
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token.")
 @click.option("--drafter-process", is_flag=True, help="Draft in a process on a core of its own.")
-@click.option("--json", "as_json", is_flag=True, help="A JSON line per prompt.")
+@click.option("--json", "as_json", is_flag=True, help="A JSON line per prompt, as it ends.")
 def generate(
     prompt_texts: tuple[str, ...],
     prompts_file: Path | None,
@@ -65,8 +65,10 @@ def generate(
         )
         lines = generation.read_lines(prompt_texts, prompts_file, is_chat=is_chat, system=system)
         is_silent = bool(lines)
-        for record in generation.run(options, lines, sampling, drafter_process=drafter_process):
-            click.echo(json.dumps(record) if as_json else record.get("error") or record["text"])
-            is_silent = is_silent and generation.ended_at_once(record)
+        run = generation.run(options, lines, sampling, drafter_process=drafter_process, as_json=as_json)
+        with contextlib.closing(run) as printed:  # also where nobody reads on
+            for part in printed:
+                click.echo(part.text, nl=False)
+                is_silent = is_silent and part.is_silence
         if is_silent and (hint := generation.hint(options["model"], is_chat=is_chat)) is not None:
             click.echo(hint, err=True)

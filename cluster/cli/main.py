@@ -26,6 +26,7 @@ VERBS = {
     "bench": "outrider.lab.cli.bench:bench",
     "simulate": "outrider.lab.cli.simulate:simulate",
     "generate-corpus": "outrider.lab.cli.generate_corpus:generate_corpus",
+    "make-head": "outrider.lab.cli.make_head:make_head",
 }
 
 

@@ -51,6 +51,9 @@ _MODEL_OPTIONS = (
     ),
     click.option("--quantization", type=click.Choice(["int8"]), help="Hold the target's linear layers in int8 (CPU)."),
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+    click.option(
+        "--check-anew", is_flag=True, help="Check logits and measure steps again, though a start here has done so."
+    ),
     click.option("--enforce-eager", is_flag=True, help="Capture no steps as CUDA graphs; without CUDA, none is."),
     click.option(
         "--async-scheduling/--no-async-scheduling",
@@ -96,6 +99,8 @@ def usage_errors() -> Iterator[None]:
     """Show a bad value as a usage error, not as a traceback."""
     try:
         yield
+    except BrokenPipeError:  # who reads has read enough: click ends quietly
+        raise
     except (ValueError, OSError) as error:  # OSError: no such model, here or at the hub
         raise click.UsageError(str(error)) from error
 

@@ -37,7 +37,8 @@ OWN_OPTIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _layer_ids(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+def layer_ids(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Read an option's layer numbers."""
     if value is None:
         return None
     try:
@@ -122,7 +123,7 @@ _OPTIONS = (
     click.option(
         "--taps",
         metavar="I,J,K",
-        callback=_layer_ids,
+        callback=layer_ids,
         help="eagle3, dflash: layers of the target whose input is read. Default: 2, the middle one, the last but two.",
     ),
     click.option(

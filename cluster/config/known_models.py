@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from outrider.drafter_service import embedded, shipped
 from outrider.drafter_service.service.speculative_config import Location, Method
@@ -43,6 +44,11 @@ def usual_drafting(model: str | None) -> dict[str, str]:
     shipped_method = next(iter(drafter_paths(model)), None)
     if shipped_method is not None:
         return {"method": shipped_method.value}
+    return {"method": Method.SUFFIX.value, "location": Location.VERIFIER.value}
+
+
+def lone_drafting(model: str | None) -> dict[str, Any]:
+    """Return the `speculative_config` of a model on a small machine: look-ups in the verifier."""
     return {"method": Method.SUFFIX.value, "location": Location.VERIFIER.value}
 
 

@@ -72,6 +72,7 @@ class ServiceConfig:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's `AsyncEngineArgs`
     lora_modules: dict[str, str] = field(default_factory=dict)  # of vLLM: adapters' folders by their names
     device: str = "auto"
+    check_anew: bool = False  # find out again what an earlier start of this checkpoint here found out
     enforce_eager: bool = False  # capture no steps as CUDA graphs
     async_scheduling: bool = True  # on CUDA: launch the next step before one is read
     max_model_len: int | None = None
@@ -428,6 +429,7 @@ class ServiceConfig:
             dtype=self.dtype,
             quantization=self.quantization if path == self.target_path else None,
             device=self.device,
+            check_anew=self.check_anew,
             enforce_eager=self.enforce_eager,
             max_model_len=self.max_model_len,
             block_size=self.block_size,

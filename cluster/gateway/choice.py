@@ -24,6 +24,7 @@ from outrider.verifier_service.messages.request import (
 )
 
 logger = logging.getLogger(__name__)
+request_logger = logging.getLogger("outrider.request")
 
 
 class Backend(Protocol):
@@ -305,3 +306,22 @@ async def _closing(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[Async
     finally:
         if (aclose := getattr(outputs, "aclose", None)) is not None:
             await aclose()
+
+
+def log_end(choices: Sequence[Choice], status: str, *, e2e_s: float) -> None:
+    """Log a request's end, one record with its figures as extra fields; never its text."""
+    first = [choice.first_s - choice.started_s for choice in choices if choice.first_s is not None]
+    known = [choice.speculation for choice in choices if choice.speculation is not None]
+    num_draft_tokens = sum(speculation.num_draft_tokens for speculation in known)
+    num_accepted_tokens = sum(speculation.num_accepted_tokens for speculation in known)
+    fields = {
+        "request_id": choices[0].request_id,
+        "status": status,  # ok, cancelled, or the error's class
+        "num_prompt_tokens": len(choices[0].message.prompt_token_ids),
+        "num_completion_tokens": sum(choice.num_completion_tokens for choice in choices),
+        "ttft_s": min(first, default=None),
+        "e2e_s": e2e_s,
+        "finish_reason": ",".join(sorted({choice.finish_reason.value for choice in choices if choice.finish_reason})),
+        "acceptance": num_accepted_tokens / num_draft_tokens if num_draft_tokens else None,
+    }
+    request_logger.info("request %s: %s", fields["request_id"], status, extra=fields)

@@ -6,14 +6,15 @@ Knows nothing of HTTP, gRPC or Ray; those shells only translate.
 from __future__ import annotations
 
 import dataclasses
-import logging
+import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outrider.cluster.common.errors import InvalidRequest, ModelNotFound, OutriderError
-from outrider.cluster.gateway.choice import Backend, Choice, GatewayChunk, Generation
+from outrider.cluster.gateway.bad_words import check_bad_words
+from outrider.cluster.gateway.choice import Backend, Choice, GatewayChunk, Generation, log_end
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.verifier_service.messages.request import (
@@ -28,8 +29,6 @@ from outrider.verifier_service.messages.request import (
 
 if TYPE_CHECKING:
     from outrider.cluster.gateway.tracing import Tracing
-
-request_logger = logging.getLogger("outrider.request")
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOP_STRINGS = 4  # as OpenAI
@@ -91,6 +90,7 @@ class RequestInput:
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -102,6 +102,7 @@ class RequestInput:
     num_speculative_tokens: int | None = None  # a cap; 0: off
     rejection_sample_method: str | None = None  # an `AcceptanceRule`
     structured: StructuredOutput | None = None
+    warnings: tuple[str, ...] = ()  # of what the output is not held to
     priority: int | None = None
     target_inter_token_ms: float | None = None
     session_id: str | None = None
@@ -130,6 +131,7 @@ class ValidRequest:
     cache_salt: str
     adapter: str | None = None
     prediction_token_ids: tuple[int, ...] = ()
+    warnings: tuple[str, ...] = ()
     trace_parent: str | None = None  # of the span that the choices are children of; None: not traced
 
     def choices(self) -> list[GenerationRequest]:
@@ -213,7 +215,7 @@ class Gateway:
             stop=stop,
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,
-            sampling=self._sampling(request, self.model.max_model_len - len(prompt_token_ids)),
+            sampling=await self._sampling(request, self.model.max_model_len - len(prompt_token_ids)),
             num_prompt_logprobs=request.prompt_logprobs,
             echo=await self._echo(request, prompt_token_ids) if request.echo else (),
             is_prompt_only=request.max_tokens == 0,
@@ -224,6 +226,7 @@ class Gateway:
             cache_salt=_label(request.cache_salt, "cache_salt") or "",
             adapter=request.model if request.model in self.model.adapters else None,
             prediction_token_ids=await self._prediction(request),
+            warnings=request.warnings,
         )
 
     async def _prediction(self, request: RequestInput) -> tuple[int, ...]:
@@ -264,7 +267,7 @@ class Gateway:
         in_bounds = all(0 <= id_ < self.model.vocab_size for id_ in ids)
         _require(in_bounds, field, f"token ids in [0, {self.model.vocab_size})")
 
-    def _sampling(self, request: RequestInput, num_free_tokens: int) -> SamplingParams:
+    async def _sampling(self, request: RequestInput, num_free_tokens: int) -> SamplingParams:
         stop_token_ids = tuple(request.stop_token_ids or ())
         _require(len(stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}")
         self.require_in_vocabulary(stop_token_ids, "stop_token_ids")
@@ -280,7 +283,9 @@ class Gateway:
         set_fields: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
         max_tokens = _max_tokens(request, num_free_tokens)
         try:
+            bad_words = await self._bad_words(request.bad_words or ())
             return SamplingParams(
+                bad_words=bad_words,
                 max_tokens=max_tokens,
                 stop_token_ids=stop_token_ids,
                 logit_bias=tuple(LogitBias(token_id=id_, bias=bias) for id_, bias in logit_bias.items()),
@@ -290,6 +295,12 @@ class Gateway:
             name, _, rest = str(error).partition(" ")
             field = request.logprobs_field if name == "logprobs" else name
             raise InvalidRequest(f"{field} {rest}", field) from error
+
+    async def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        check_bad_words(words)
+        sequences = await self.text.word_sequences(words) if words else ()
+        self.require_in_vocabulary(itertools.chain.from_iterable(sequences), "bad_words")
+        return sequences
 
     def _top_k(self, top_k: int | None) -> int | None:
         if top_k is None or top_k < -1:
@@ -373,25 +384,6 @@ class Gateway:
             clock=self._clock,
             started_s=started_s,
         )
-
-
-def log_end(choices: Sequence[Choice], status: str, *, e2e_s: float) -> None:
-    """Log a request's end, one record with its figures as extra fields; never its text."""
-    first = [choice.first_s - choice.started_s for choice in choices if choice.first_s is not None]
-    known = [choice.speculation for choice in choices if choice.speculation is not None]
-    num_draft_tokens = sum(speculation.num_draft_tokens for speculation in known)
-    num_accepted_tokens = sum(speculation.num_accepted_tokens for speculation in known)
-    fields = {
-        "request_id": choices[0].request_id,
-        "status": status,  # ok, cancelled, or the error's class
-        "num_prompt_tokens": len(choices[0].message.prompt_token_ids),
-        "num_completion_tokens": sum(choice.num_completion_tokens for choice in choices),
-        "ttft_s": min(first, default=None),
-        "e2e_s": e2e_s,
-        "finish_reason": ",".join(sorted({choice.finish_reason.value for choice in choices if choice.finish_reason})),
-        "acceptance": num_accepted_tokens / num_draft_tokens if num_draft_tokens else None,
-    }
-    request_logger.info("request %s: %s", fields["request_id"], status, extra=fields)
 
 
 def _max_tokens(request: RequestInput, num_free_tokens: int) -> int:

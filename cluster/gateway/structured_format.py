@@ -4,6 +4,9 @@ OpenAI   response_format     {"type": "text" | "json_object" | "json_schema", "j
 vLLM     structured_outputs  {"json" | "regex" | "choice" | "grammar" | "json_object": …}
          guided_json, guided_regex, guided_choice, guided_grammar: the same, in older clients
 gRPC     json_schema, regex, grammar, choice, json_object
+
+Where a schema is not `strict`, constraints that the grammar lacks are left out, and the answer has a warning that names
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import did_you_mean
 from outrider.verifier_service.messages.request import StructuredKind, StructuredOutput
-from outrider.verifier_service.messages.structured_output import check_structured
+from outrider.verifier_service.messages.structured_output import check_structured, warning_of
 
 OPENAI_FIELDS = (
     *("response_format", "structured_outputs"),
@@ -48,6 +51,7 @@ class NamedStructure:
 
     output: StructuredOutput
     field: str
+    warnings: tuple[str, ...] = ()  # of what the output is not held to
 
 
 def openai_structure(fields: Mapping[str, Any]) -> NamedStructure | None:
@@ -70,7 +74,7 @@ def only(found: Iterable[NamedStructure]) -> NamedStructure | None:
     return asked[0] if asked else None
 
 
-def structure_of(kind: StructuredKind, value: Any, field: str) -> NamedStructure | None:
+def structure_of(kind: StructuredKind, value: Any, field: str, *, is_strict: bool = False) -> NamedStructure | None:
     """Read one description of a form; None where it asks for none (a json_object that is false)."""
     if kind is StructuredKind.JSON_OBJECT:
         _require(isinstance(value, bool), field, "a boolean")
@@ -82,7 +86,7 @@ def structure_of(kind: StructuredKind, value: Any, field: str) -> NamedStructure
         value = json.dumps(value, ensure_ascii=False)
     expectation = "an object or a string" if kind is StructuredKind.JSON_SCHEMA else "a string"
     _require(isinstance(value, str), field, expectation)
-    return _named(field, lambda: StructuredOutput(kind=kind, text=value))
+    return _named(field, lambda: StructuredOutput(kind=kind, text=value, is_strict=is_strict))
 
 
 def _of_response_format(value: Any) -> NamedStructure | None:
@@ -99,7 +103,9 @@ def _of_response_format(value: Any) -> NamedStructure | None:
             described = value.get("json_schema")
             has_schema = isinstance(described, dict) and isinstance(described.get("schema"), dict)
             _require(has_schema, field, "an object whose json_schema has an object as schema")
-            return structure_of(StructuredKind.JSON_SCHEMA, described["schema"], field)
+            is_strict = described.get("strict")
+            _require(isinstance(is_strict, bool | None), field, "an object whose json_schema.strict is a boolean")
+            return structure_of(StructuredKind.JSON_SCHEMA, described["schema"], field, is_strict=bool(is_strict))
     raise InvalidRequest(f"{field} must be of type text, json_object or json_schema", field)
 
 
@@ -120,11 +126,11 @@ def _of_structured_outputs(value: Any) -> NamedStructure | None:
 
 def _named(field: str, make: Callable[[], StructuredOutput]) -> NamedStructure:
     try:
-        named = NamedStructure(output=make(), field=field)
-        check_structured(named.output)
+        output = make()
+        names = check_structured(output)
     except ValueError as error:
         raise InvalidRequest(f"{field}{str(error).removeprefix('structured')}", field) from error
-    return named
+    return NamedStructure(output=output, field=field, warnings=(warning_of(field, names),) if names else ())
 
 
 def _require(condition: bool, field: str, expectation: str) -> None:

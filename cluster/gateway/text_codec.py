@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from outrider.cluster.common.errors import InvalidRequest
+from outrider.cluster.gateway.bad_words import word_sequences
 from outrider.cluster.gateway.detokenizer import REPLACEMENT_CHARACTER, Detokenizer, silent_token_ids
+from outrider.verifier_service.chat_template import ArgumentsError, ChatWriter
 
 NUM_THREADS = 2  # that tokenise at a time; the tokenizer releases the interpreter's lock
 
@@ -22,6 +24,7 @@ class TextCodec:
 
     def __init__(self, tokenizer: Any) -> None:  # transformers.PreTrainedTokenizerBase, which has no types
         self._tokenizer = tokenizer
+        self._chats = ChatWriter(tokenizer)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
         self._silent_ids = silent_token_ids(tokenizer)
         self._max_token_chars = max(len(piece) for piece in tokenizer.get_vocab())
@@ -40,6 +43,14 @@ class TextCodec:
     def encode_now(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Return a text's token ids, made in this thread."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    async def word_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return how bad words are written in tokens; raises `ValueError` naming `bad_words`."""
+        return await self._in_thread(functools.partial(self.word_sequences_now, words))
+
+    def word_sequences_now(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the same, made in this thread."""
+        return word_sequences(words, functools.partial(self.encode_now, add_special_tokens=False))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
@@ -79,10 +90,11 @@ class TextCodec:
         """
         fields = {"add_generation_prompt": True, **fields}
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **fields)
+            return self._chats.write(messages, **fields)
+        except ArgumentsError as error:
+            raise InvalidRequest(f"messages: {error}", "messages") from error
         except Exception as error:  # whatever a model's template raises, these messages do not fit it
             raise InvalidRequest(f"messages do not fit the model's chat template: {error}", "messages") from error
-        return str(text)
 
     def is_longer_than(self, text: str, num_tokens: int) -> bool:
         """Return True where a text has more tokens than that for sure, as its length alone tells."""

@@ -1,14 +1,17 @@
-"""`outrider generate`: lines in, records out."""
+"""`outrider generate`: lines in, texts or records out."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outrider.cluster.offline.llm import LLM, offline_config
-from outrider.cluster.offline.outputs import CompletionOutput, RequestOutput
+from outrider.cluster.offline.outputs import CompletionOutput, RequestOutput, TextPiece
 from outrider.cluster.offline.prompts import PromptError, parse_line, read_prompt_lines
 from outrider.cluster.offline.sampling_params import SamplingParams
 from outrider.verifier_service.messages.request import SpeculationMetrics
@@ -41,21 +44,76 @@ def _as_chat(line: dict[str, Any], system: str | None) -> dict[str, Any]:
     return rest if is_instructed else {**rest, "messages": [{"role": "system", "content": system}, *messages]}
 
 
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """What is printed next."""
+
+    text: str
+    is_silence: bool = False  # it is the model's end and nothing else
+
+
 def run(
-    options: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], sampling: SamplingParams, *, drafter_process: bool
-) -> Iterator[dict[str, Any]]:
-    """Yield a record per prompt, of several outputs one each, in the order in which they finish."""
+    options: Mapping[str, Any],
+    lines: Sequence[Mapping[str, Any]],
+    sampling: SamplingParams,
+    *,
+    drafter_process: bool,
+    as_json: bool,
+) -> Generator[Printed]:
+    """Yield the outputs' texts in the prompts' order, as they come; as JSON a line per output, as they end."""
     parsed = [parse_line(line, f"prompt-{index}", sampling) for index, line in enumerate(lines)]
     with LLM(**options, drafter_process=drafter_process) as llm:
         prompts, samplings = [line.prompt for line in parsed], [line.sampling for line in parsed]
-        for found in llm.as_completed(prompts, samplings):
-            for output in found.outputs:
-                yield to_record(found, output)
+        if as_json:
+            yield from _as_json(llm.as_completed(prompts, samplings))
+        else:
+            turns = [(str(number), index) for number, own in enumerate(samplings) for index in range(own.n)]
+            yield from as_text(in_order(llm.as_generated(prompts, samplings), turns))
 
 
-def ended_at_once(record: Mapping[str, Any]) -> bool:
+def in_order(pieces: Iterable[TextPiece], turns: Iterable[tuple[str, int]]) -> Iterator[TextPiece]:
+    """Yield the pieces of one output after the other; those of later ones are held, to come as one in their turn.
+
+    `turns` are the outputs' request ids and indices.
+    """
+    waiting = iter(turns)
+    turn = next(waiting, None)
+    held: dict[tuple[str, int] | None, list[TextPiece]] = defaultdict(list)
+    for piece in pieces:
+        held[piece.request_id, piece.index].append(piece)
+        while begun := held.pop(turn, None):
+            last = begun[-1]
+            yield dataclasses.replace(last, text="".join(each.text for each in begun))
+            if last.finish_reason is not None:
+                turn = next(waiting, None)
+
+
+def as_text(pieces: Iterable[TextPiece]) -> Iterator[Printed]:
+    """Yield what is printed of outputs that come one after the other; an error has a line of its own."""
+    is_begun = False
+    for piece in pieces:
+        is_silence = ended_at_once(piece.text, piece.finish_reason) and not is_begun
+        is_begun = is_begun or bool(piece.text)
+        text = piece.text
+        if piece.error is not None:
+            text += f"\n{piece.error}" if is_begun else piece.error
+        if piece.finish_reason is None:
+            yield Printed(text)
+        else:
+            yield Printed(f"{text}\n", is_silence)
+            is_begun = False
+
+
+def _as_json(outputs: Iterable[RequestOutput]) -> Iterator[Printed]:
+    for found in outputs:
+        for output in found.outputs:
+            is_silence = ended_at_once(output.text, output.finish_reason)
+            yield Printed(f"{json.dumps(to_record(found, output))}\n", is_silence)
+
+
+def ended_at_once(text: str, finish_reason: str | None) -> bool:
     """Tell whether an output is the model's end and nothing else."""
-    return not record["text"] and record["finish_reason"] == "stop"
+    return not text and finish_reason == "stop"
 
 
 def hint(model: str | None, *, is_chat: bool) -> str | None:
@@ -77,6 +135,7 @@ def to_record(found: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
     if output.index == 0:  # counters are the prompt's, of all its outputs
         fields["metrics"] = {"speculative_decoding": speculation_json(found.metrics)}
     fields |= {"index": output.index} if len(found.outputs) > 1 else {}
+    fields |= {"warnings": found.warnings} if found.warnings else {}
     return fields | ({"error": found.error} if output.finish_reason == "error" else {})
 
 

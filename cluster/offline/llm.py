@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,12 @@ from prometheus_client import CollectorRegistry
 
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import did_you_mean
+from outrider.cluster.config.machine import fit_drafting, share_cores, usable_cores
 from outrider.cluster.config.service_config import ServiceConfig
-from outrider.cluster.config.threads import share_cores, usable_cores
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.offline.engine import OfflineEngine
-from outrider.cluster.offline.outputs import RequestOutput
+from outrider.cluster.offline.outputs import RequestOutput, TextPiece
 from outrider.cluster.offline.prompt_run import PromptRun, RunContext
 from outrider.cluster.offline.prompts import Prompt, PromptError, PromptInput, parse_messages, parse_prompt
 from outrider.cluster.offline.sampling_params import SamplingParams
@@ -32,7 +32,7 @@ OPTIONS = (  # those of `ServiceConfig` that mean something without a server
     *("enforce_eager", "max_model_len", "tensor_parallel_size", "draft_tensor_parallel_size", "threads_per_rank"),
     *("num_speculative_tokens", "speculative_config", "speculation", "seed"),
     *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching"),
-    *("async_scheduling", "check_integrity"),
+    *("async_scheduling", "check_anew", "check_integrity"),
 )
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -66,11 +66,9 @@ class LLM:
             "max_model_len": max_model_len,
             "seed": seed,
         }
-        config, plan = _planned(offline_config({**given, **options}))
+        config, plan = _planned(fit_drafting(offline_config({**given, **options}), num_cores=usable_cores()))
         num_apart = config.draft_tensor_parallel_size if drafter_process and config.has_drafters else 0
-        config = share_cores(
-            config, num_ranks=config.tensor_parallel_size + num_apart, num_cores=usable_cores()
-        )
+        config = share_cores(config, num_ranks=config.tensor_parallel_size + num_apart, num_cores=usable_cores())
         codec = TextCodec(load_tokenizer(config.verifier_spec.model))
         prices_drafts = plan.draft_length > 0 and not plan.is_pinned
         self._engine = OfflineEngine(config, drafter_process=drafter_process, prices_drafts=prices_drafts)
@@ -130,6 +128,14 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield what `generate` returns, each prompt's as it finishes; closing the iterator cancels the others."""
         return self._run(self._runs(_parsed(prompts), sampling_params))
+
+    def as_generated(
+        self,
+        prompts: PromptInput | Iterable[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[TextPiece]:
+        """Yield the text of every output piece by piece, as it is generated; closing the iterator cancels the rest."""
+        return self._pieces(self._runs(_parsed(prompts), sampling_params))
 
     def close(self) -> None:
         """Free the models and end the processes."""
@@ -193,17 +199,26 @@ class LLM:
 
     def _run(self, runs: Sequence[PromptRun]) -> Iterator[RequestOutput]:
         """Run prompts together; yield each one's outputs once it has ended, however it did."""
+        by_id = {run.request_id: run for run in runs}
+        with contextlib.closing(self._pieces(runs)) as pieces:
+            for piece in pieces:
+                run = by_id[piece.request_id]
+                if piece.finish_reason is not None and run.is_finished:
+                    yield run.output()
+
+    def _pieces(self, runs: Sequence[PromptRun]) -> Generator[TextPiece]:
+        """Run prompts together; yield what each step adds to the texts of their outputs."""
         by_request = {request.request_id: run for run in runs for request in run.requests}
         with self._alone():
             try:
                 for output in self._engine.generate(request for run in runs for request in run.requests):
                     if self._is_closed:  # while the iterator was suspended
                         raise RuntimeError("this LLM is closed")
-                    run = by_request[output.request_id]
-                    if run.absorb(output):
+                    piece = by_request[output.request_id].absorb(output)
+                    if piece.finish_reason is not None:
                         self._engine.cancel(output.request_id)  # it knows nothing of stop strings
-                        if run.is_finished:
-                            yield run.output()
+                    if piece.text or piece.finish_reason is not None:
+                        yield piece
             finally:
                 for request_id in by_request:
                     self._engine.cancel(request_id)

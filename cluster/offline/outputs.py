@@ -33,6 +33,17 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextPiece:
+    """What was added to the text of one output."""
+
+    request_id: str
+    index: int
+    text: str
+    finish_reason: str | None = None  # of the last piece of an output, as in `CompletionOutput`
+    error: str | None = None  # where that is error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """A prompt and its outputs. A prompt that could not be run, or failed, has an `error`; the others are whole."""
 
@@ -43,6 +54,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # per prompt token; the first has none
     finished: bool = True
     error: str | None = None
+    warnings: list[str] = field(default_factory=list)  # of what the outputs are not held to
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)  # of all outputs together
 

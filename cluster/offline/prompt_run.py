@@ -7,10 +7,16 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.cluster.gateway.choice import Choice, GatewayChunk, joined
+from outrider.cluster.gateway.choice import Choice, GatewayChunk, OutputToken, joined
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.monitoring.metrics import GatewayMetrics
-from outrider.cluster.offline.outputs import CompletionOutput, RequestOutput, logprobs_by_id, prompt_logprobs_by_id
+from outrider.cluster.offline.outputs import (
+    CompletionOutput,
+    RequestOutput,
+    TextPiece,
+    logprobs_by_id,
+    prompt_logprobs_by_id,
+)
 from outrider.cluster.offline.sampling_params import SamplingParams
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
@@ -18,9 +24,11 @@ from outrider.verifier_service.messages.request import (
     GenerationRequest,
     SpeculationMetrics,
     SpeculationPlan,
+    StructuredOutput,
 )
 from outrider.verifier_service.messages.request import RequestOutput as EngineOutput
 from outrider.verifier_service.messages.request import SamplingParams as EngineSamplingParams
+from outrider.verifier_service.messages.structured_output import check_structured, warning_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +56,72 @@ class OutputRun:
     def is_finished(self) -> bool:
         return bool(self.chunks) and self.chunks[-1].finish_reason is not None
 
-    def absorb(self, output: EngineOutput) -> None:
-        """Take in what one step brought; an error ends this output alone."""
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.choice.num_cached_tokens
+
+    @property
+    def finish_reason(self) -> str | None:
+        reason = self.chunks[-1].finish_reason if self.chunks else None
+        return FinishReason.ERROR.value if self.error is not None else reason and reason.value
+
+    def absorb(self, output: EngineOutput) -> GatewayChunk:
+        """Take in what one step brought, and return what it added; an error ends this output alone."""
         if output.finish_reason is FinishReason.ERROR:
             self.error = output.error or "the engine failed"
             self.chunks.append(self.choice.aborted_chunk())
         else:
             self.chunks.append(self.choice.absorb(output))
+        return self.chunks[-1]
+
+    def whole(self) -> GatewayChunk:
+        """Return all of a finished output."""
+        return joined(self.chunks)
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenRun:
+    """One output of which nobody wants the text: what steps brought is put together once, at the end."""
+
+    nothing: GatewayChunk  # what a step adds that is not the last
+    steps: list[EngineOutput] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return max((step.num_cached_tokens for step in self.steps), default=0)
+
+    @property
+    def finish_reason(self) -> str | None:
+        reason = self.steps[-1].finish_reason if self.steps else None
+        return reason and reason.value
+
+    def absorb(self, output: EngineOutput) -> GatewayChunk:
+        """Take in what one step brought, and return what it added; an error ends this output alone."""
+        self.steps.append(output)
+        if output.finish_reason is FinishReason.ERROR:
+            self.error = output.error or "the engine failed"
+        return self.nothing if output.finish_reason is None else self.whole()
+
+    def whole(self) -> GatewayChunk:
+        """Return all of a finished output."""
+        return dataclasses.replace(
+            self.nothing,
+            tokens=tuple(token for step in self.steps for token in _silent_tokens(step)),
+            prompt_logprobs=next((step.prompt_logprobs for step in self.steps if step.prompt_logprobs), None),
+            finish_reason=self.steps[-1].finish_reason,
+            speculation=next((step.speculation for step in reversed(self.steps) if step.speculation), None),
+        )
+
+
+def _silent_tokens(step: EngineOutput) -> list[OutputToken]:
+    logprobs = step.logprobs if step.logprobs is not None else (None,) * len(step.token_ids)
+    items = zip(step.token_ids, step.origins, logprobs, strict=True)
+    return [OutputToken(id=id_, text="", origin=origin, logprobs=own) for id_, origin, own in items]
 
 
 class PromptRun:
@@ -68,9 +135,14 @@ class PromptRun:
         sampling: SamplingParams,
         context: RunContext,
     ) -> None:
-        self._request_id, self._prompt, self._prompt_token_ids = request_id, prompt, prompt_token_ids
+        self.request_id, self._prompt, self._prompt_token_ids = request_id, prompt, prompt_token_ids
         self._sampling, self._context = sampling, context
-        engine_sampling = sampling.for_engine(max_model_len=context.max_model_len, acceptance=context.acceptance)
+        engine_sampling = sampling.for_engine(
+            max_model_len=context.max_model_len,
+            acceptance=context.acceptance,
+            bad_words=context.codec.word_sequences_now(sampling.bad_words or ()),
+        )
+        self._warnings = _warnings(engine_sampling.structured)
         self.requests = [
             GenerationRequest(
                 request_id=f"{request_id}-{index}",
@@ -81,28 +153,31 @@ class PromptRun:
             )
             for index in range(sampling.n)
         ]
-        self._runs = {
-            request.request_id: OutputRun(choice=self._choice(index, request))
-            for index, request in enumerate(self.requests)
-        }
+        self._runs = {request.request_id: self._run(index, request) for index, request in enumerate(self.requests)}
 
     @property
     def is_finished(self) -> bool:
         return all(run.is_finished for run in self._runs.values())
 
-    def absorb(self, output: EngineOutput) -> bool:
-        """Take in what one step brought for one of the outputs; return whether that one has ended."""
+    def absorb(self, output: EngineOutput) -> TextPiece:
+        """Take in what one step brought for one of the outputs; return what it added to that one's text."""
         run = self._runs[output.request_id]
-        run.absorb(output)
-        return run.is_finished
+        chunk = run.absorb(output)
+        return TextPiece(
+            request_id=self.request_id,
+            index=chunk.index,
+            text=chunk.text,
+            finish_reason=run.finish_reason,
+            error=run.error,
+        )
 
     def output(self) -> RequestOutput:
         """Return what came of the prompt, once all is finished."""
         runs = list(self._runs.values())
-        chunks = [joined(run.chunks) for run in runs]
+        chunks = [run.whole() for run in runs]
         counters = [chunk.speculation for chunk in chunks if chunk.speculation is not None]
         return RequestOutput(
-            request_id=self._request_id,
+            request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=list(self._prompt_token_ids),
             outputs=[self._completion(run, chunk) for run, chunk in zip(runs, chunks, strict=True)],
@@ -110,23 +185,23 @@ class PromptRun:
                 chunks[0].prompt_logprobs, self._context.codec, self._sampling.prompt_logprobs
             ),
             error=next((run.error for run in runs if run.error is not None), None),
-            num_cached_tokens=max(run.choice.num_cached_tokens for run in runs),
+            warnings=self._warnings,
+            num_cached_tokens=max(run.num_cached_tokens for run in runs),
             metrics=functools.reduce(SpeculationMetrics.plus, counters) if counters else SpeculationMetrics(),
         )
 
-    def _completion(self, run: OutputRun, chunk: GatewayChunk) -> CompletionOutput:
+    def _completion(self, run: OutputRun | TokenRun, chunk: GatewayChunk) -> CompletionOutput:
         num_top, codec = self._sampling.logprobs, self._context.codec
         entries = [token.logprobs for token in chunk.tokens if token.logprobs is not None]
-        reason = FinishReason.ERROR if run.error is not None else chunk.finish_reason
-        assert reason is not None
+        assert run.finish_reason is not None
         return CompletionOutput(
             index=chunk.index,
             text=chunk.text,
             token_ids=list(chunk.token_ids),
             logprobs=None if num_top is None else [logprobs_by_id(entry, codec, num_top) for entry in entries],
             cumulative_logprob=None if num_top is None else sum(entry.logprob for entry in entries),
-            finish_reason=reason.value,
-            stop_reason=self._stop_reason(chunk, run.choice.message.sampling),
+            finish_reason=run.finish_reason,
+            stop_reason=self._stop_reason(chunk, self.requests[chunk.index].sampling),
         )
 
     def _stop_reason(self, chunk: GatewayChunk, sampling: EngineSamplingParams) -> int | str | None:
@@ -139,11 +214,16 @@ class PromptRun:
     def _end_ids(self, sampling: EngineSamplingParams) -> frozenset[int]:
         return frozenset() if sampling.ignore_eos else self._context.eos_token_ids
 
+    def _run(self, index: int, request: GenerationRequest) -> OutputRun | TokenRun:
+        if not self._sampling.detokenize:
+            return TokenRun(nothing=GatewayChunk(request_id=self.request_id, index=index, tokens=()))
+        return OutputRun(choice=self._choice(index, request))
+
     def _choice(self, index: int, request: GenerationRequest) -> Choice:
         context, own = self._context, self._sampling
         stop_ids = self._end_ids(request.sampling) | set(request.sampling.stop_token_ids)
         return Choice(
-            request_id=self._request_id,
+            request_id=self.request_id,
             index=index,
             message=request,
             silent_stop_ids=frozenset() if own.include_stop_str_in_output else stop_ids,
@@ -158,3 +238,14 @@ class PromptRun:
             clock=context.clock,
             started_s=context.clock(),
         )
+
+
+def _warnings(structured: StructuredOutput | None) -> list[str]:
+    """Return what the outputs are not held to; a form that cannot be followed is the engine's to refuse."""
+    if structured is None:
+        return []
+    try:
+        names = check_structured(structured)
+    except ValueError:
+        return []
+    return [warning_of("structured_outputs", names)] if names else []

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.cluster.common.errors import InvalidRequest
+from outrider.cluster.gateway.bad_words import check_bad_words
 from outrider.cluster.gateway.structured_format import openai_structure
 from outrider.verifier_service.messages.draft import require
 from outrider.verifier_service.messages.request import AcceptanceRule, LogitBias, StructuredOutput
@@ -20,7 +21,7 @@ _NUMBERS = (
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("typical_epsilon", "typical_delta"),
 )
-_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
 _AS_THEY_ARE = (  # the same here and in the engine's own dataclass
     *_NUMBERS,
     *("min_tokens", "choice_index", "seed", "ignore_eos", "logprobs", "prompt_logprobs", "num_speculative_tokens"),
@@ -45,9 +46,11 @@ class SamplingParams:
     min_tokens: int = 0
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None  # texts whose tokens the output must not have
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True  # False: token ids alone, which spares the work of making text of each
     logprobs: int | None = None  # of each output token and so many alternatives
     prompt_logprobs: int | None = None
     structured_outputs: Mapping[str, Any] | StructuredOutput | None = None  # {"json" | "regex" | "choice" | …: …}
@@ -70,6 +73,10 @@ class SamplingParams:
         require(self.n >= 1, "n", "at least 1")
         require(self.top_k >= -1, "top_k", "-1 or 0 (off) or positive")
         self._check_stops()
+        words = () if self.bad_words is None else self.bad_words
+        is_texts = isinstance(words, Sequence) and not isinstance(words, str) and all(isinstance(w, str) for w in words)
+        require(is_texts, "bad_words", "a sequence of texts")
+        check_bad_words(words)
         biases = {} if self.logit_bias is None else self.logit_bias
         is_mapping = isinstance(biases, Mapping) and all(
             _is_token_id(id_) and _is_number(bias) for id_, bias in biases.items()
@@ -84,6 +91,7 @@ class SamplingParams:
         stop = () if self.stop is None else self.stop
         is_texts = isinstance(stop, str | Sequence) and all(isinstance(text, str) and text for text in stop)
         require(is_texts and stop != "", "stop", "a text or a sequence of them, none of them empty")
+        require(self.detokenize or not self.stop_strings, "detokenize", "True where there are stop strings")
         ids = () if self.stop_token_ids is None else self.stop_token_ids
         is_ids = isinstance(ids, Sequence) and all(map(_is_token_id, ids))
         require(is_ids, "stop_token_ids", "a sequence of token ids")
@@ -92,10 +100,12 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def for_engine(self, *, max_model_len: int, acceptance: AcceptanceRule) -> EngineSamplingParams:
+    def for_engine(
+        self, *, max_model_len: int, acceptance: AcceptanceRule, bad_words: tuple[tuple[int, ...], ...] = ()
+    ) -> EngineSamplingParams:
         """Return the engine's parameters of the first output; it ends each at the model's longest sequence anyway.
 
-        `acceptance` is the rule of those who name none.
+        `acceptance` is the rule of those who name none; `bad_words` are those of here, in the model's tokens.
         """
         name = self.rejection_sample_method
         return EngineSamplingParams(
@@ -103,6 +113,7 @@ class SamplingParams:
             top_k=max(0, self.top_k),
             max_tokens=max(max_model_len, self.min_tokens) if self.max_tokens is None else self.max_tokens,
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            bad_words=bad_words,
             logit_bias=tuple(LogitBias(token_id=id_, bias=bias) for id_, bias in (self.logit_bias or {}).items()),
             structured=_structured(self.structured_outputs),
             acceptance=acceptance if name is None else AcceptanceRule(name),

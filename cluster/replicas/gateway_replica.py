@@ -33,6 +33,7 @@ from outrider.verifier_service.messages.request import AcceptanceRule
 from outrider.verifier_service.model.architectures import read_description, read_eos_token_ids, resolve_description
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import load_tokenizer
+from outrider.verifier_service.start_phases import begin_phases, tell_phase
 
 if TYPE_CHECKING:
     from outrider.cluster.gateway.tracing import Tracing
@@ -52,8 +53,11 @@ class GatewayReplica:
         self._tasks.start(self._router.follow(), "follow the router")
         gateway_id = serve.get_replica_context().replica_id.unique_id
         configure_logging(config.log_format, replica=f"gateway/{gateway_id}")
+        begin_phases("gateway")
+        tell_phase("reading the tokenizer, waiting for a verifier")
         self._tracing = tracing_of(config, gateway_id)
         model = config.verifier_spec.model
+        tokenizer = asyncio.create_task(asyncio.to_thread(load_tokenizer, model))
         info = model_info(
             config.model_name,
             model,
@@ -72,7 +76,7 @@ class GatewayReplica:
         registry = CollectorRegistry()
         self._gateway = Gateway(
             info,
-            load_tokenizer(model),
+            await tokenizer,
             self._backend,
             GatewayMetrics(registry, model_name=config.model_name, engine=gateway_id),
             time.monotonic,
@@ -99,6 +103,7 @@ class GatewayReplica:
         if config.tls is not None:
             self._https_server = HttpsServer(self._api, config.host, config.port, config.tls)
             self._tasks.start(self._https_server.run(), "serve HTTPS")
+        tell_phase("ready")
 
     def _application(self, config: ServiceConfig, keys: ApiKeys, metrics: SharedMetrics) -> ASGIApp:
         """Return the HTTP application with all that stands in front of it."""

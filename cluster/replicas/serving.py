@@ -17,15 +17,17 @@ from typing import Any, TypeVar
 import click
 import ray
 from ray import serve
+from ray._private import worker
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import DeploymentStatus, ServeStatus
 
 from outrider.cluster.common.extras import is_installed
 from outrider.cluster.config.checks import VLLM
 from outrider.cluster.config.drafters_config import DraftersConfig
+from outrider.cluster.config.machine import fit_drafting, num_busy_ranks, share_cores, usable_cores
 from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
-from outrider.cluster.config.threads import share_cores, usable_cores
 from outrider.cluster.replicas.app import build, build_drafters
+from outrider.cluster.replicas.phase_listener import phases_heard
 from outrider.cluster.replicas.stopping import (
     RoutedStreams,
     drain,
@@ -71,8 +73,8 @@ def running_service(
     *,
     build: Callable[[_Config], serve.Application] = build,
     name: str = APP_NAME,
-) -> Iterator[None]:
-    """Run the service: on the cluster that RAY_ADDRESS names, else on a Ray of its own on this machine.
+) -> Iterator[_Config]:
+    """Run the service: on the cluster that RAY_ADDRESS names, else on a Ray of its own on this machine, and fit to it.
 
     `on_phase` is told what is being done until then, in words for whoever waits. `build` makes the application.
     """
@@ -83,17 +85,20 @@ def running_service(
     is_shared = "RAY_ADDRESS" in os.environ
     if not is_shared:
         check_ports(config)
+        config = fit_drafting(config, num_cores=usable_cores())
     on_phase(f"fetching {config.model_name}")
     fetch_models(config)
     with ThreadPoolExecutor(max_workers=1) as beside, contextlib.ExitStack() as undo:
+        starting = undo.enter_context(contextlib.ExitStack())
         # Ray's processes take as long to start as the libraries that read a model take to load
         on_phase(f"reading {config.model_name}, {'joining the Ray cluster' if is_shared else 'starting Ray'}")
         checked = beside.submit(check_models, config)
         if is_shared:
             ray.init(log_to_driver=False)
         else:
+            starting.enter_context(phases_heard(on_phase))  # before Ray, whose processes inherit where
             config = _start_own_ray(config)
-        undo.callback(_quietly, ray.shutdown)
+        undo.callback(_quietly, stop_ray)
         checked.result()
         undo.callback(_quietly, lambda: stop_serve(is_shared=is_shared, name=name))
         on_phase("starting Ray Serve")
@@ -101,14 +106,15 @@ def running_service(
         serve.start(proxy_location=proxy_location, http_options=HTTPOptions(host=config.host, port=config.port))
         on_phase(_replicas_of(config))
         deploy(build(config), name)
-        yield
+        starting.close()
+        yield config
 
 
 def _start_own_ray(config: _Config) -> _Config:
     """Start a Ray for this service alone; return the configuration with this machine's cores shared out."""
     for name, level in _CHATTY_LOGS.items():
         logging.getLogger(name).setLevel(level)
-    config = share_cores(config, num_ranks=config.num_ranks, num_cores=usable_cores())
+    config = share_cores(config, num_ranks=num_busy_ranks(config), num_cores=usable_cores())
     with sigterm_blocked():
         start_ray(**own_ray_options(config))
     return config
@@ -130,13 +136,13 @@ def own_ray_options(config: ServiceConfig) -> dict[str, Any]:
 
 
 def _replicas_of(config: ServiceConfig) -> str:
-    """Say what is started for a service, and what takes the time."""
+    """Say what is started for a service."""
     counts = []
     if not isinstance(config, DraftersConfig):
         counts = [("gateway", config.gateway_range.fewest), ("verifier", config.verifier_range.fewest)]
     counts.append(("drafter", sum(pool.drafter_range.fewest for pool in config.pools.values())))
     named = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts if count]
-    return f"starting {', '.join(named)}: loading, checking against the library, measuring steps"
+    return f"starting {', '.join(named)}"
 
 
 def start_ray(
@@ -194,6 +200,19 @@ def stop_serve(
         delete(name)  # others may have applications there
     else:
         shutdown()
+
+
+def stop_ray() -> None:
+    """Leave Ray, and end the one that was started here.
+
+    Ray lets each of its five processes have a second for the SIGTERM that they have blocked, one after the other; by
+    now nothing is left in them that could be lost.
+    """
+    node: Any = worker._global_node
+    if node is not None:
+        kill = node.kill_all_processes
+        node.kill_all_processes = lambda **options: kill(**{**options, "allow_graceful": False})
+    ray.shutdown()
 
 
 def _quietly(stop: Callable[[], None], whisper: str = "infinite retries remaining") -> None:
@@ -270,7 +289,7 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
         click.echo(line, err=True)
 
     on_phase = tell_phases(tell)
-    with running_service(config, on_phase):
+    with running_service(config, on_phase) as config:
         on_phase("ready")
         interrupt_at_signals()  # not before: Ray has set a handler of its own by now
         scheme = "http" if config.tls is None else "https"

@@ -39,7 +39,7 @@ def calls_structure(
     calls = writer.rules("calls", begin="")
     if instead is not None and instead.kind is StructuredKind.JSON_SCHEMA:
         trigger = writer.literal(family.written.trigger)
-        schema = embedded_schema(json.loads(instead.text))
+        schema = embedded_schema(json.loads(instead.text), is_strict=instead.is_strict)
         return _grammar([f"start: {trigger} calls | schema", f"schema: %json {schema}", *calls])
     if instead is not None:
         return None
@@ -51,6 +51,16 @@ def calls_structure(
     begin = "thoughts " if marks else ""
     start = f"start: {begin}TEXT | {begin}opened calls"
     return _grammar([start, opened, r"TEXT: /(.|\n)*/", *thoughts, *calls])
+
+
+def left_out_of_calls(use: ToolUse) -> tuple[str, ...]:
+    """Return the constraints of the parameters that calls are not held to, for the grammar lacks them."""
+    return tuple(dict.fromkeys(name for tool in use.callable_tools for name in check_structured(_form_of(tool))))
+
+
+def _form_of(tool: Tool) -> StructuredOutput:
+    text = json.dumps(tool.parameters)
+    return StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=text, is_strict=tool.is_strict)
 
 
 def _grammar(rules: Sequence[str]) -> StructuredOutput:
@@ -91,8 +101,8 @@ class _Writer:
         begin = self.literal(self._written.begin.replace(NAME, tool.name))
         end = self.literal(self._written.end)
         if self._written.is_json:
-            return [f"{name}: {begin} %json {embedded_schema(tool.parameters)} {end}"]
-        check_structured(StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=json.dumps(tool.parameters)))
+            return [f"{name}: {begin} %json {embedded_schema(tool.parameters, is_strict=tool.is_strict)} {end}"]
+        check_structured(_form_of(tool))
         arguments = (_keywords if self._written.has_keywords else _tags)(f"{name}_arguments", tool)
         return [f"{name}: {begin} {name}_arguments {end}", *arguments]
 
@@ -106,7 +116,7 @@ def _keywords(name: str, tool: Tool) -> list[str]:
     values = {}
     for index, key in enumerate([*required, *optional]):
         values[key] = f"{name}_{index}"
-        rules.append(f"{values[key]}: {json.dumps(key + '=')} %json {embedded_schema(schemas[key])}")
+        rules.append(f"{values[key]}: {json.dumps(key + '=')} %json {_embedded(schemas[key], tool)}")
     always = ' ", " '.join(values[key] for key in required)
     if required:
         return [f"{name}: {always}" + "".join(f' (", " {values[key]})?' for key in optional), *rules]
@@ -114,6 +124,10 @@ def _keywords(name: str, tool: Tool) -> list[str]:
     for index, key in enumerate(optional):
         chains.append(values[key] + "".join(f' (", " {values[later]})?' for later in optional[index + 1 :]))
     return [f"{name}: {' | '.join(chains)}", *rules]
+
+
+def _embedded(schema: Schema, tool: Tool) -> str:
+    return embedded_schema(schema, is_strict=tool.is_strict)
 
 
 def _tags(name: str, tool: Tool) -> list[str]:
@@ -129,7 +143,7 @@ def _tags(name: str, tool: Tool) -> list[str]:
         if plain_strings(schema):
             rules += [f"{tag}: {opening} {tag.upper()}", f"{tag.upper()}: {_tagged_text(schema)}"]
         else:
-            rules.append(f"{tag}: {opening} %json {embedded_schema(schema)} {_TAG_END}")
+            rules.append(f"{tag}: {opening} %json {_embedded(schema, tool)} {_TAG_END}")
     return [f"{name}: {' '.join(sequence)}", *rules]
 
 

@@ -25,6 +25,7 @@ class Tool:
     name: str
     parameters: dict[str, Any]  # JSON schema of an object
     description: str | None = None
+    is_strict: bool = False  # what no grammar can hold a call to is refused, not left out
 
     def as_template_input(self) -> dict[str, Any]:
         """Return the tool as chat templates expect it."""
@@ -106,7 +107,10 @@ def _tool(index: int, tool: object) -> Tool:
         raise InvalidRequest(f"{field_name}.function.parameters must be the JSON schema of an object", "tools")
     if not isinstance(description, str | None):
         raise InvalidRequest(f"{field_name}.function.description must be a string", "tools")
-    return Tool(name=name, parameters={"type": "object", **parameters}, description=description)
+    if not isinstance(is_strict := function.get("strict"), bool | None):
+        raise InvalidRequest(f"{field_name}.function.strict must be a boolean", "tools")
+    schema = {"type": "object", **parameters}
+    return Tool(name=name, parameters=schema, description=description, is_strict=bool(is_strict))
 
 
 def _choice(choice: object, names: Sequence[str]) -> tuple[Need, str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 from outrider.cluster.hosted.vllm_settings import CAP_KEY
@@ -13,6 +14,7 @@ from outrider.verifier_service.messages.request import (
     StructuredKind,
     StructuredOutput,
 )
+from outrider.verifier_service.messages.structured_output import check_structured, with_guidance
 
 
 def sampling_of(request: GenerationRequest, *, has_drafts: bool) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def structured_of(structured: StructuredOutput) -> dict[str, Any]:
     """Return the arguments of vLLM's `StructuredOutputsParams`."""
     match structured.kind:
         case StructuredKind.JSON_SCHEMA:
-            return {"json": structured.text}
+            return {"json": _schema_of(structured)}
         case StructuredKind.JSON_OBJECT:
             return {"json_object": True}
         case StructuredKind.REGEX:
@@ -61,9 +63,18 @@ def structured_of(structured: StructuredOutput) -> dict[str, Any]:
             return {"choice": list(structured.choices)}
 
 
+def _schema_of(structured: StructuredOutput) -> str:
+    """Return a schema that vLLM's own llguidance takes as we do: what it lacks is left out, unless that is refused."""
+    if not check_structured(structured):
+        return structured.text
+    return json.dumps(with_guidance(json.loads(structured.text), defaults={}, is_lenient=True))
+
+
 def _check(sampling: SamplingParams, num_published: int, *, has_drafts: bool) -> None:
     if sampling.acceptance is not AcceptanceRule.STANDARD:
         raise ValueError(f"acceptance: vLLM verifies by the standard rule, not {sampling.acceptance.value}")
+    if sampling.bad_words:
+        raise ValueError("bad_words: vLLM takes none as tokens")
     if has_drafts and (sampling.min_p > 0.0 or sampling.logit_bias):
         name = "logit_bias" if sampling.logit_bias else "min_p"
         raise ValueError(f"{name}: vLLM takes none in a service that drafts")

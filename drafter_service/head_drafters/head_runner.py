@@ -24,14 +24,8 @@ from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.model.attention import AttentionHandler, AttentionOptions, KVPool, packed
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.paged_metadata import close_tokens
-from outrider.verifier_service.model.runner import (
-    attention_context,
-    graph_backend,
-    limit_to_pool,
-    resolve_device,
-    resolve_dtype,
-    resolve_num_blocks,
-)
+from outrider.verifier_service.model.runner import attention_context, graph_backend
+from outrider.verifier_service.model.settled import limit_to_pool, resolve_device, resolve_dtype, resolve_num_blocks
 from outrider.verifier_service.model.step_graphs import TOKEN_BUCKETS, GraphBackend, StepGraphs
 from outrider.verifier_service.model.weights import Checkpoint, TensorSource
 

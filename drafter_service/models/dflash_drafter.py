@@ -25,7 +25,7 @@ from outrider.drafter_service.models.one_pass_drafter import Canvas, Chunk, OneP
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.model.attention import KVPool
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.runner import limit_to_pool, resolve_device, resolve_dtype, resolve_num_blocks
+from outrider.verifier_service.model.settled import limit_to_pool, resolve_device, resolve_dtype, resolve_num_blocks
 from outrider.verifier_service.model.weights import Checkpoint
 
 MIN_WIDTH = 16  # block tables up to this width share one call, wider ones with those of up to twice the width
@@ -167,9 +167,7 @@ class _Contexts:
         return output.transpose(1, 2)
 
 
-def _group(
-    pool: KVPool, members: Sequence[int], tables: Sequence[list[int]], lengths: Sequence[int]
-) -> _Group:
+def _group(pool: KVPool, members: Sequence[int], tables: Sequence[list[int]], lengths: Sequence[int]) -> _Group:
     width = max(len(tables[index]) for index in members)
     block_ids = [block for index in members for block in [*tables[index], *[0] * (width - len(tables[index]))]]
     own_lengths = torch.tensor([lengths[index] for index in members], device=pool.device)

@@ -1,4 +1,7 @@
-"""Build the drafter that a configuration asks for, where it runs."""
+"""Build the drafter that a configuration asks for, where it runs.
+
+Heads bring the library's model code, which takes seconds to load: whoever has none does without.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,10 @@ import torch
 
 from outrider.drafter_service.engine.engine import Drafter
 from outrider.drafter_service.engine.tree_growth import TreeConfig
-from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
-from outrider.drafter_service.head_drafters.head_runner import HeadRunner, load_heads
-from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
-from outrider.drafter_service.head_drafters.mlp_drafter import MlpDrafter
 from outrider.drafter_service.heads.head_files import CONFIG_NAME, read_json
-from outrider.drafter_service.heads.medusa import MedusaHeads
-from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.lookup.lookahead_drafter import LookaheadConfig, LookaheadDrafter
 from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
 from outrider.drafter_service.lookup.suffix_drafter import SuffixConfig, SuffixDrafter
-from outrider.drafter_service.models.dflash_drafter import dflash_drafter, load_dflash
 from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.drafter_service.models.parallel_drafter import parallel_drafter, parse_mask_token_id
 from outrider.drafter_service.models.translated_drafter import IntersectionDrafter, TextDrafter
@@ -44,7 +40,7 @@ from outrider.drafter_service.target.target_view import TargetView
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.seeds import derive_seed
 from outrider.verifier_service.model.architectures import read_description, resolve_description, resolve_folder
-from outrider.verifier_service.model.runner import resolve_device
+from outrider.verifier_service.model.settled import resolve_device
 from outrider.verifier_service.model.weights import Checkpoint
 
 
@@ -203,12 +199,18 @@ class _Maker:
         return sparse_drafter(self._view, self._rng, num_blocks=self._config.sparse_num_blocks, trees=self._trees)
 
     def _medusa(self) -> Drafter:
+        from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
+        from outrider.drafter_service.heads.medusa import MedusaHeads
+
         folder = self._head_folder()
         heads = MedusaHeads.from_folder(folder, target_lm_head=self._target_lm_head())
         self._require_width(folder, heads.hidden_size)
         return MedusaDrafter(heads.to(self._device), rng=self._rng, **self._limits)
 
     def _mlp_speculator(self) -> Drafter:
+        from outrider.drafter_service.head_drafters.mlp_drafter import MlpDrafter
+        from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
+
         folder = self._head_folder()
         speculator = MlpSpeculator.from_folder(folder)
         self._require_width(folder, speculator.emb_dim)
@@ -226,6 +228,9 @@ class _Maker:
             return None if name is None else target.read(name)
 
     def _eagle(self, method: Method) -> Drafter:
+        from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
+        from outrider.drafter_service.head_drafters.head_runner import HeadRunner, load_heads
+
         is_with_target = method is Method.MTP and (self._spec.model is None or bool(self._config.methods))
         model = self._spec.target if self._spec.model is None or is_with_target else self._spec.model
         paths = self._config.models or (model.path,)
@@ -247,6 +252,8 @@ class _Maker:
         )
 
     def _dflash(self) -> Drafter:
+        from outrider.drafter_service.models.dflash_drafter import dflash_drafter, load_dflash
+
         assert self._spec.model is not None, "the drafter has no checkpoint"
         model = load_dflash(
             self._head_folder(),

@@ -13,7 +13,6 @@ from outrider.drafter_service.engine.forward_cost import ForwardCost, MeteredRun
 from outrider.drafter_service.engine.messages import TO_DRAFT_ENGINE, DrafterReady, DrafterUpdate
 from outrider.drafter_service.engine.state_transport import StateTransport
 from outrider.drafter_service.engine.warm_up import warm_up
-from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.drafters import build_drafter, drafter_rng
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
@@ -31,8 +30,10 @@ from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.architectures import read_description, resolve_description
 from outrider.verifier_service.model.ranks import RankSpec, arrived, connect, keep_loaded
-from outrider.verifier_service.model.runner import ParallelRunner, follow, resolve_device
+from outrider.verifier_service.model.runner import ParallelRunner, follow
+from outrider.verifier_service.model.settled import resolve_device
 from outrider.verifier_service.model.tokenizer import fingerprint_of
+from outrider.verifier_service.start_phases import tell_phase
 
 LOAD_INTERVAL_S = 0.2
 
@@ -53,6 +54,7 @@ def build_draft_engine(
         max_sessions=spec.max_sessions,
         drafts_greedily=speculative.draft_sample_method == "greedy",
     )
+    tell_phase("warming up the drafter")
     rng = drafter_rng(spec)
     drafter = build_drafter(spec, runner=runner, view=view, rng=rng)
     before = rng.get_state()
@@ -61,8 +63,9 @@ def build_draft_engine(
     rng.set_state(before)  # what is drawn follows from the seed, however much was warmed up
     ahead = drafter if isinstance(drafter, AheadDrafter) and drafter.runs_ahead else None
     engine = DraftEngine(drafter, clock=time.monotonic, config=config, ahead=ahead, cost=cost)
-    if isinstance(drafter, EagleDrafter):
-        engine.counters.graphs = drafter.graph_counts
+    graphs = getattr(drafter, "graph_counts", None)  # of a head, whose runner captures its steps
+    if graphs is not None:
+        engine.counters.graphs = graphs
     return engine
 
 
@@ -119,6 +122,7 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
         tensor_store="" if store is None else store.address,
     )
     shell.send_bytes(encode(ready))
+    tell_phase("ready")
     DraftLoop(engine, shell, clock=time.monotonic, check_integrity=spec.check_integrity, store=store).run()
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from outrider.drafter_service.training.shards import SUFFIX, Conversation, read_shard
+from outrider.verifier_service.chat_template import ArgumentsError, ChatWriter
 
 HELD_OUT_SHARE = 0.02
 TEXT_PROMPT_TOKENS = 32  # of plain text that is to be continued
@@ -187,17 +188,20 @@ def read_documents(paths: Iterable[Path], tokenizer: PreTrainedTokenizerBase) ->
     to which the tokenizer's chat template is applied. A shard of `outrider generate-corpus` holds many. Of folders,
     files that are not text are passed over.
     """
+    chats = ChatWriter(tokenizer)
     for path in paths:
         if path.is_dir():
             for file in sorted(p for p in path.rglob("*") if p.is_file()):
-                yield from _documents_of(file, tokenizer, is_named=False)
+                yield from _documents_of(file, tokenizer, chats, is_named=False)
         elif path.is_file():
-            yield from _documents_of(path, tokenizer, is_named=True)
+            yield from _documents_of(path, tokenizer, chats, is_named=True)
         else:
             raise ValueError(f"{path}: no such file or folder")
 
 
-def _documents_of(path: Path, tokenizer: PreTrainedTokenizerBase, *, is_named: bool) -> Iterator[Document]:
+def _documents_of(
+    path: Path, tokenizer: PreTrainedTokenizerBase, chats: ChatWriter, *, is_named: bool
+) -> Iterator[Document]:
     if path.suffix == SUFFIX:
         yield from map(_answered, read_shard(path))
         return
@@ -212,7 +216,7 @@ def _documents_of(path: Path, tokenizer: PreTrainedTokenizerBase, *, is_named: b
         return
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
-            yield _document_of_line(line, tokenizer, f"{path}:{number}")
+            yield _document_of_line(line, tokenizer, chats, f"{path}:{number}")
 
 
 def _answered(conversation: Conversation) -> Document:
@@ -226,7 +230,7 @@ def _plain(text: str, tokenizer: PreTrainedTokenizerBase) -> Document:
     return Document(opening + token_ids)
 
 
-def _document_of_line(line: str, tokenizer: PreTrainedTokenizerBase, place: str) -> Document:
+def _document_of_line(line: str, tokenizer: PreTrainedTokenizerBase, chats: ChatWriter, place: str) -> Document:
     try:
         record: Any = json.loads(line)
     except json.JSONDecodeError as error:
@@ -234,19 +238,21 @@ def _document_of_line(line: str, tokenizer: PreTrainedTokenizerBase, place: str)
     if isinstance(record, dict) and isinstance(record.get("text"), str):
         return _plain(record["text"], tokenizer)
     if isinstance(record, dict) and isinstance(record.get("messages"), list):
-        return _conversation(record["messages"], tokenizer)
+        try:
+            return _conversation(record["messages"], tokenizer, chats)
+        except ArgumentsError as error:
+            raise ValueError(f"{place}: {error}") from error
     raise ValueError(f"{place}: an object with `text` or `messages` was expected")
 
 
-def _conversation(messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> Document:
+def _conversation(messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chats: ChatWriter) -> Document:
     """Write messages through the chat template and mark what the assistant says.
 
     What a message adds is what the template writes with it and not without it, with an answer's opening before it.
     """
 
     def written(count: int, *, opens_answer: bool = False) -> str:
-        some = list(messages[:count])
-        return str(tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=opens_answer))
+        return chats.write(messages[:count], add_generation_prompt=opens_answer)
 
     text = written(len(messages))
     spans: list[tuple[int, int]] = []

@@ -68,7 +68,7 @@ class DistilOptions:
     seed: int = 0
     num_positions: int = 4  # heads of Medusa's, steps of other heads; of all: draft positions in the figures
     eval_windows: int = 64
-    eval_prompts: int = 16  # of what is held out, played as served
+    eval_prompts: int = 16  # of what is held out, played as served; 0: none, what training ends with is kept
     judge_every_s: float = 600.0
     matrix_lr: float = 0.04  # of Muon; heads that begin near the target bear twice what a new model does
     checkpoint_every_s: float = 60.0
@@ -83,8 +83,8 @@ class DistilOptions:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, not {self.method}")
-        if min(self.rows, self.num_positions, self.eval_windows, self.eval_prompts) < 1:
-            raise ValueError("rows, num_positions, eval_windows and eval_prompts must be positive")
+        if min(self.rows, self.num_positions, self.eval_windows) < 1 or self.eval_prompts < 0:
+            raise ValueError("rows, num_positions and eval_windows must be positive, eval_prompts 0 or more")
         if self.window <= self.num_positions + 1:
             raise ValueError(f"window: {self.window} tokens leave no root for drafts of {self.num_positions}")
         if self.rate_scale is not None and self.rate_scale <= 0:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from outrider.verifier_service.model.runner import multiplies_bfloat16
+from outrider.verifier_service.model.settled import multiplies_bfloat16
 
 
 def is_fast_in_half_precision(device: torch.device) -> bool:

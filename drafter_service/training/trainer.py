@@ -77,6 +77,14 @@ class PupilOptimizers(Optimizers):
         self.base_lrs = (recipe.matrix_lr, recipe.vector_lr)
 
 
+def trained_s(checkpoint: Path) -> float:
+    """Return for how many seconds the run of a checkpoint has trained; 0 where there is none yet."""
+    if not checkpoint.exists():
+        return 0.0
+    _, elapsed_s, _ = torch.load(checkpoint, map_location="cpu", weights_only=True)["progress"]
+    return float(elapsed_s)
+
+
 @dataclass(slots=True)
 class Trainer:
     """One pupil on its way through its budget, with the file that it resumes from."""

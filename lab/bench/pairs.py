@@ -46,7 +46,7 @@ from outrider.lab.bench.inflate import inflate
 from outrider.verifier_service.model.architectures import load_model_description, resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.empty_model import build_empty_model
-from outrider.verifier_service.model.runner import resolve_device, resolve_dtype, resolve_max_model_len
+from outrider.verifier_service.model.settled import resolve_device, resolve_dtype, resolve_max_model_len
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
 PROMPT_FIELDS = {"prompt", "prompt_token_ids"}

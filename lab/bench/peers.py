@@ -12,7 +12,7 @@ from transformers.generation import BaseStreamer
 from outrider.lab.bench.figures import DraftCounts, RequestTrace, RunTrace, Workload
 from outrider.verifier_service.model.architectures import load_model_description, resolve_folder
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.runner import resolve_device, resolve_dtype
+from outrider.verifier_service.model.settled import resolve_device, resolve_dtype
 
 PAD_TOKEN_ID = 0  # any id: padding is masked
 NO_TOP_K = 0

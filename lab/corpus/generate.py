@@ -48,18 +48,24 @@ class CorpusOptions:
     def sampling(self, number: int) -> SamplingParams:
         """Return how the answer to a prompt is sampled."""
         temperature = random.Random(f"{self.seed}/{number}/temperature").choice(self.temperatures)
-        return SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed * 1_000_003 + number)
+        seed = self.seed * 1_000_003 + number
+        return SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=seed, detokenize=False)
 
 
-def generate_corpus(llm: LLM, options: CorpusOptions, on_tokens: Callable[[int], None]) -> int:
+def generate_corpus(
+    llm: LLM, options: CorpusOptions, on_tokens: Callable[[int], None], *, is_over: Callable[[], bool] = lambda: False
+) -> int:
     """Write the shards that are missing and return how many tokens there are in all.
 
-    `on_tokens` is told so on the way, of finished conversations alone.
+    `on_tokens` is told so on the way, of finished conversations alone. No shard is begun once `is_over`, but the first:
+    a corpus is not empty.
     """
     options.output.mkdir(parents=True, exist_ok=True)
     total = shard = 0
     while total < options.num_tokens and (texts := options.texts(shard)):
         path = options.shard_path(shard)
+        if shard and not path.exists() and is_over():
+            break
         if path.exists():
             total += count_tokens(path)
             on_tokens(total)

@@ -1,107 +1,69 @@
-"""The demo's first act: the same questions with speculation off, measured, and on, shown token by token."""
+"""The demo's first acts, one request at a time: new questions, a file edited, and the same questions asked again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import click
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cluster.common.terminal import NOTHING
 from outrider.lab.demo.ask import Answer, Client, Wish
+from outrider.lab.demo.comparison import Comparison, require_same
 from outrider.lab.demo.paint import Painter, legend
 from outrider.lab.demo.questions import Question
-from outrider.lab.demo.waiting import show_wait
+from outrider.lab.demo.waiting import Count, show_wait
 
 MAX_TOKENS = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """One protocol's answers without and with drafts."""
-
-    protocol: str
-    off: tuple[Answer, ...]
-    on: tuple[Answer, ...]
-
-    @property
-    def off_rate(self) -> float:
-        return rate(self.off)
-
-    @property
-    def on_rate(self) -> float:
-        return rate(self.on)
-
-    @property
-    def tokens_per_verification(self) -> float | None:
-        return tokens_per_verification(self.on)
-
-    @property
-    def summary(self) -> str:
-        """Say in one line what drafts brought."""
-        num_drafted = sum(answer.speculation.num_draft_tokens for answer in self.on)
-        num_accepted = sum(answer.speculation.num_accepted_tokens for answer in self.on)
-        return (
-            f"{self.protocol}: the same text without drafts and with them; {self.off_rate:.0f} tokens/s off, "
-            f"{self.on_rate:.0f} on; {num_accepted} of {num_drafted} draft tokens accepted, "
-            f"{shown_length(self.tokens_per_verification)} tokens per verification"
-        )
-
-
-def rate(answers: Sequence[Answer]) -> float:
-    """Return tokens per second from each answer's first token to its last."""
-    seconds = sum(answer.decode_s for answer in answers)
-    return sum(len(answer.tokens) - 1 for answer in answers) / seconds if seconds else 0.0
-
-
-def tokens_per_verification(answers: Sequence[Answer]) -> float | None:
-    """Return what a step that verifies a draft brings, its own token included; None: no draft was verified."""
-    num_drafts = sum(answer.speculation.num_drafts for answer in answers)
-    num_accepted = sum(answer.speculation.num_accepted_tokens for answer in answers)
-    return 1 + num_accepted / num_drafts if num_drafts else None
-
-
-def shown_length(length: float | None) -> str:
-    """Write tokens per verification for a reader."""
-    return NOTHING if length is None else f"{length:.2f}"
+NEW = "new text, of which a look-up finds little"
+EDITED = "most of a file stays as it is, and the client sent it along as `prediction`"
+SAID_BEFORE = "these answers were given a minute ago, and look-ups remember them"
 
 
 async def show_answers(
-    console: Console, asked: Sequence[tuple[Client, Sequence[Question]]], max_tokens: int = MAX_TOKENS
+    console: Console,
+    asked: Sequence[tuple[Client, Sequence[Question]]],
+    edits: Sequence[Question],
+    *,
+    knows_answers: bool,
+    max_tokens: int = MAX_TOKENS,
 ) -> list[Comparison]:
-    """Ask every client its questions twice; raises `click.ClickException` where drafts changed a text."""
-    console.print(Text("\nAnswers, greedy, drafts pinned on; every token by its origin:", "bold"))
+    """Ask every client its questions, the first one to edit files as well, then all questions again.
+
+    `knows_answers`: the drafter remembers what was answered. Raises `click.ClickException` where drafts changed a text.
+    """
+    console.print(Text("\nAnswers, greedy; every token by its origin:", "bold"))
     for line in legend(console):
         console.print(line)
-    return [await _compare(console, client, questions, max_tokens) for client, questions in asked]
+    found = [await _compare(console, client, ("answers", NEW), questions, max_tokens) for client, questions in asked]
+    if edits:
+        length = max(len(edit.token_ids) for edit in edits)
+        found.append(await _compare(console, asked[0][0], ("files edited", EDITED), edits, length))
+    again = ("asked again", SAID_BEFORE if knows_answers else "the same, to a drafter that remembers no answers")
+    for (client, questions), first in zip(asked, found[: len(asked)], strict=True):
+        found.append(await _compare(console, client, again, questions, max_tokens, plain=first.off))
+    return found
 
 
-async def _compare(console: Console, client: Client, questions: Sequence[Question], max_tokens: int) -> Comparison:
-    off, on = [], []
-    with show_wait(f"{client.name}, speculation off", len(questions)) as on_work:
-        for number, question in enumerate(questions):
-            on_work(number, f"question {number + 1} of {len(questions)}")
-            off.append(await client.ask(question, Wish(max_tokens=max_tokens, may_draft=False)))
-        on_work(len(questions), "measured")
-    for question, plain in zip(questions, off, strict=True):
+async def _compare(
+    console: Console,
+    client: Client,
+    act: tuple[str, str],
+    questions: Sequence[Question],
+    max_tokens: int,
+    plain: Sequence[Answer] = (),
+) -> Comparison:
+    """Ask each question without drafts, unless its answer is known, and with them, every token shown as it comes."""
+    what, story = act
+    off, on = list(plain), []
+    for question in questions:
         console.print(Text(f"\n{client.name} > {question.shown}", "bold"), soft_wrap=True)
+        if not plain:
+            with show_wait(f"{client.name}, speculation off", max_tokens) as on_work:
+                count = Count(on_work)
+                wish = Wish(max_tokens=max_tokens, may_draft=False)
+                off.append(await client.ask(question, wish, count.take))
         painter = Painter(console)
         on.append(await client.ask(question, Wish(max_tokens=max_tokens), painter.write))
         painter.end()
-        require_same(plain, on[-1], f"{client.name}: {question.shown}")
-    comparison = Comparison(protocol=client.name, off=tuple(off), on=tuple(on))
-    console.print(Text(f"\n{comparison.summary}", "dim"), soft_wrap=True)
-    return comparison
-
-
-def require_same(expected: Answer, answer: Answer, what: str) -> None:
-    """Raise `click.ClickException` unless both answers have the same tokens."""
-    if answer.token_ids != expected.token_ids:
-        pairs = enumerate(zip(expected.token_ids, answer.token_ids, strict=False))
-        shorter = min(len(expected.tokens), len(answer.tokens))
-        first = next((index for index, (before, after) in pairs if before != after), shorter)
-        raise click.ClickException(
-            f"{what}: token {first + 1} differs from plain decoding's\nplain: {expected.text!r}\nhere: {answer.text!r}"
-        )
+        require_same(off[len(on) - 1], on[-1], f"{client.name}: {question.shown}")
+    return Comparison(what=f"{what} by {client.name} ({len(on)})", story=story, off=tuple(off), on=tuple(on))

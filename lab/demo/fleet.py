@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 
 from ray import serve
 
@@ -25,22 +24,10 @@ class Fleet:
         self._router = serve.get_deployment_handle("Router", APP_NAME)
         self._drafter = serve.get_deployment_handle(drafter_deployment(next(iter(config.pools))), APP_NAME)
 
-    async def let_router_decide(self) -> None:
-        """Leave it to the router who drafts."""
-        await self._set(PolicyMode.AUTO)
-
     async def pin_drafts(self) -> None:
         """Have everybody draft, whatever it costs, as an operator may."""
-        await self._set(PolicyMode.ALWAYS)
-
-    async def _set(self, mode: PolicyMode) -> None:
-        await self._router.reconfigure.remote({"mode": mode.value})
+        await self._router.reconfigure.remote({"mode": PolicyMode.ALWAYS.value})
         await asyncio.sleep(HEARD_S)
-
-    async def decisions(self) -> Counter[str]:
-        """Return how often the router has decided what, since its start, as "off: load"."""
-        snapshot: FleetSnapshot = await self._router.snapshot.remote()
-        return Counter({f"{item.decision}: {item.reason}": item.count for item in snapshot.decisions})
 
     async def linked_drafters(self) -> frozenset[str]:
         """Return the drafters that every verifier has a link to."""

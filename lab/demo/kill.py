@@ -1,4 +1,4 @@
-"""The demo's third act: a drafter dies while a stream runs. Not a token changes, and another takes its place."""
+"""The demo's last act: a drafter dies while a stream runs. Not a token changes, and another takes its place."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from outrider.lab.demo.answers import require_same
 from outrider.lab.demo.ask import ACCEPTED, PLAIN, Answer, Client, Token, Wish
+from outrider.lab.demo.comparison import require_same
 from outrider.lab.demo.fleet import Fleet
 from outrider.lab.demo.paint import Painter
 from outrider.lab.demo.questions import Question
-from outrider.lab.demo.waiting import show_wait
+from outrider.lab.demo.waiting import Count, show_wait
 
 MAX_TOKENS = 128
 KILL_AFTER = 32  # tokens
@@ -91,6 +91,7 @@ async def show_kill(console: Console, client: Client, fleet: Fleet, question: Qu
     await fleet.pin_drafts()
     await fleet.wait_for_drafter(RECOVERY_S)
     plain = await _plain(client, question)
+    await client.ask(question, Wish(max_tokens=MAX_TOKENS, ignore_eos=True))  # so that look-ups have what to draft from
     painter = Painter(console)
     dead = await fleet.linked_drafters()
     assassin = _Assassin(await fleet.drafter_pid(), painter)
@@ -108,15 +109,9 @@ async def show_kill(console: Console, client: Client, fleet: Fleet, question: Qu
 
 async def _plain(client: Client, question: Question) -> Answer:
     """Return what the stream must be, from plain decoding."""
-    num_tokens = 0
     with show_wait("the same stream before, speculation off", MAX_TOKENS) as on_work:
-
-        def count(tokens: Sequence[Token]) -> None:
-            nonlocal num_tokens
-            num_tokens += len(tokens)
-            on_work(num_tokens, "streamed")
-
-        return await client.ask(question, Wish(max_tokens=MAX_TOKENS, may_draft=False, ignore_eos=True), count)
+        wish = Wish(max_tokens=MAX_TOKENS, may_draft=False, ignore_eos=True)
+        return await client.ask(question, wish, Count(on_work).take)
 
 
 async def _recovery(client: Client, fleet: Fleet, question: Question, dead: frozenset[str]) -> Recovery:

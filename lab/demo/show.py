@@ -16,25 +16,27 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cluster.client.openai_client import ServerError
+from outrider.cluster.config.known_models import is_embedded
+from outrider.cluster.config.machine import is_small, usable_cores
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.replicas.serving import running_service
 from outrider.lab.demo.answers import show_answers
-from outrider.lab.demo.ask import Wish, open_clients
+from outrider.lab.demo.ask import Client, Wish, open_clients
 from outrider.lab.demo.burst import show_burst
 from outrider.lab.demo.fleet import Fleet
 from outrider.lab.demo.kill import show_kill
-from outrider.lab.demo.questions import questions_for
+from outrider.lab.demo.questions import Question, questions_for
 from outrider.lab.demo.table import closing_table
 from outrider.lab.demo.waiting import show_phases
 from outrider.verifier_service.model.ranks import free_ports
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
-WAVES = (4, 64, 128, 256)  # a few first: whether drafts pay where there is room
+WAVES = (16, 64)
 FIRST_DRAFTER_S = 60.0
 DRAIN_TIMEOUT_S = 3.0  # when it stops all streams have ended
 WARM_UP_TOKENS = 16  # what comes first takes longer, drafts or not
-# for a model without a drafter of its own: it drafts from what was said before, and needs no checkpoint
+# it drafts from what was said before, and needs neither a checkpoint nor a core
 STAND_IN = {"method": "suffix"}
 
 
@@ -47,7 +49,8 @@ def run(config: ServiceConfig, console: Console, waves: Sequence[int] = WAVES) -
         raise ValueError("the demo kills a process of its own, on a Ray of its own: unset RAY_ADDRESS")
     begin_s = time.monotonic()
     port, grpc_port = free_ports(2)
-    config = dataclasses.replace(with_drafter(config), port=port, grpc_port=grpc_port, drain_timeout_s=DRAIN_TIMEOUT_S)
+    config = with_drafter(config, num_cores=usable_cores())
+    config = dataclasses.replace(config, port=port, grpc_port=grpc_port, drain_timeout_s=DRAIN_TIMEOUT_S)
     with _quiet_ray(), contextlib.ExitStack() as service:
         with show_phases() as on_phase:
             service.enter_context(running_service(config, on_phase))
@@ -57,8 +60,10 @@ def run(config: ServiceConfig, console: Console, waves: Sequence[int] = WAVES) -
             table = asyncio.run(_acts(config, console, waves))
         except (ServerError, grpc.RpcError) as error:
             raise click.ClickException(str(error)) from error
-        on_phase("stopping")
-    on_phase("stopped")
+        with show_phases() as on_phase:
+            on_phase("stopping")
+            service.close()
+            on_phase("stopped")
     console.print(table)
     total_s = time.monotonic() - begin_s
     console.print(f"\n{total_s:.0f} s in all, {start_s:.0f} s of them until the service was up", highlight=False)
@@ -69,14 +74,16 @@ async def _acts(config: ServiceConfig, console: Console, waves: Sequence[int]) -
     codec = TextCodec(load_tokenizer(config.verifier_spec.model))
     questions, fleet = questions_for(config.model, codec), Fleet(config)
     async with open_clients(config, codec) as (http, over_grpc):
-        await fleet.pin_drafts()
         if not await fleet.wait_for_drafter(FIRST_DRAFTER_S):
             raise click.ClickException(f"no drafter was there within {FIRST_DRAFTER_S:.0f} s")
         await http.ask(questions.over_http[0], Wish(max_tokens=WARM_UP_TOKENS))
-        comparisons = await show_answers(console, [(http, questions.over_http), (over_grpc, questions.over_grpc)])
-        bursts = await show_burst(console, http, fleet, questions.burst, waves)
+        asked: list[tuple[Client, Sequence[Question]]]
+        asked = [(http, questions.over_http), (over_grpc, questions.over_grpc)]
+        remembers = STAND_IN["method"] in config.speculative.all_methods
+        comparisons = await show_answers(console, asked, questions.edits, knows_answers=remembers)
+        comparisons += await show_burst(console, http, questions.burst, waves)
         kill = await show_kill(console, http, fleet, questions.long)
-    return closing_table(comparisons, bursts, kill)
+    return closing_table(comparisons, kill)
 
 
 @contextlib.contextmanager
@@ -89,9 +96,13 @@ def _quiet_ray() -> Iterator[None]:
         worker._worker_logs_enabled = True
 
 
-def with_drafter(config: ServiceConfig) -> ServiceConfig:
-    """Return a service that has a drafter pool; raises `ValueError` where one of another kind was asked for."""
-    if not config.has_drafters and not config.speculative_config:
+def with_drafter(config: ServiceConfig, *, num_cores: int) -> ServiceConfig:
+    """Return a service that has a drafter pool; raises `ValueError` where one of another kind was asked for.
+
+    On a small machine look-ups draft where nobody says: whatever computes drafts there takes the verifier's cores.
+    """
+    is_free = not config.is_drafter_named and not is_embedded(config.model)
+    if is_free and (is_small(config, num_cores=num_cores) or not config.has_drafters):
         config = dataclasses.replace(config, speculative_config=STAND_IN)
     if not config.has_drafters:
         raise ValueError("the demo kills a drafter of a pool: there must be one")

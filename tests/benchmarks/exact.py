@@ -8,10 +8,9 @@ a prompt may leave at a near tie: where plain decoding's two largest logits, noi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,26 +18,21 @@ from typing import Any
 import click
 import torch
 
-from outrider.cluster import LLM, RequestOutput, SamplingParams
+from outrider.cluster import RequestOutput
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table
 from outrider.cluster.config.known_models import path_of
 from outrider.lab.bench.pairs import describe_machine
-from outrider.lab.peers.measure import chat_encoder, chat_prompts
+from outrider.lab.head.acceptance import SAMPLINGS, TEMPERATURE, Prompts, encoded_prompts, generated
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
-from outrider.verifier_service.model.tokenizer import load_tokenizer
 from outrider.verifier_service.sampling.coupled_sampler import NOISE_FRACTION_BITS, gumbel_noise
 
 NEAR_TIE = 2.0**-7  # of the largest |logit|
 MOST_NEAR_TIES = 0.05  # of the prompts
-TEMPERATURE = 0.8
-SAMPLINGS = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": TEMPERATURE}}  # the seed is the prompt's number
 PLAIN_WIDTH = 120
-
-Prompts = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,31 +127,6 @@ def compare(
     drafted = generated(model, prompts, fields, speculation="always", speculative_config=drafting, **shared)
     reference = Reference(config)
     return [_outcome(name, prompts, plain[name], drafted[name], reference) for name in SAMPLINGS]
-
-
-def encoded_prompts(config: ModelConfig) -> Prompts:
-    """Return the committed prompts, through the model's chat template where it has one."""
-    tokenizer: Any = load_tokenizer(config)
-    return chat_prompts(tokenizer.encode if tokenizer.chat_template is None else chat_encoder(tokenizer))
-
-
-def generated(
-    model: str, prompts: Prompts, fields: Mapping[str, Any], **options: Any
-) -> dict[str, list[RequestOutput]]:
-    """Return what a model loaded with `options` makes of all prompts, by each kind of sampling."""
-    with contextlib.closing(LLM(model, **options)) as llm:
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        return {
-            name: llm.generate(
-                asked,
-                [SamplingParams(**fields, **sampling, **_seed(sampling, index)) for index in range(len(prompts))],
-            )
-            for name, sampling in SAMPLINGS.items()
-        }
-
-
-def _seed(sampling: Mapping[str, float], index: int) -> dict[str, int]:
-    return {"seed": index} if sampling["temperature"] else {}
 
 
 def _outcome(

@@ -1,4 +1,4 @@
-"""The study of what drafters are served at, on the embedded model and on counters worked out by hand."""
+"""The study of what drafters are served at, on the embedded model."""
 
 from __future__ import annotations
 
@@ -7,20 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.acceptance import ALL, Served, acceptance, to_rows
-from outrider.verifier_service.messages.request import SpeculationMetrics
-
-METRICS = {
-    "fact": SpeculationMetrics(num_drafts=3, num_empty_rounds=1, num_accepted_tokens=6),
-    "code": SpeculationMetrics(num_drafts=0, num_empty_rounds=4),
-    "list": SpeculationMetrics(),
-}
-
-
-def test_rounds_without_a_draft_count():
-    served = Served(drafter="d", sampling="greedy", by_kind=METRICS)
-    assert [served.tokens_per_verification(kind) for kind in ("fact", "code", "list", ALL)] == [2.5, 1.0, None, 1.75]
-    assert to_rows([served])[-1] == "| d | greedy | 1.75 | 2.50 | 1.00 | - |"
+from benchmarks.acceptance import acceptance
 
 
 def test_every_drafter_is_measured_greedy_and_seeded(tmp_path: Path):

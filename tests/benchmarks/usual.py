@@ -110,8 +110,8 @@ def usual(
     markdown_file: Path | None,
 ) -> None:
     """Measure what a drafter in the verifier's process brings on new chat, and on answers that it has seen before."""
+    from outrider.cluster.config.machine import usable_cores
     from outrider.cluster.config.service_config import ServiceConfig
-    from outrider.cluster.config.threads import usable_cores
     from outrider.lab.bench.arms import OutriderArm
     from outrider.lab.bench.figures import Workload
     from outrider.lab.bench.pairs import describe_machine

@@ -37,6 +37,7 @@ SAMPLING = SamplingParams(
     repetition_penalty=1.5,
     logit_bias=(LogitBias(token_id=1, bias=0.7), LogitBias(token_id=2, bias=-0.5)),
     min_tokens=2,
+    bad_words=((1, 0), (2, 3, 1)),
     top_p=0.95,
 )
 LOGITS = 1.2 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))  # after each token

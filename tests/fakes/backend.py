@@ -33,7 +33,37 @@ BRACKETS = (  # a chat template whose texts are told apart at sight
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+CALL_ARGUMENTS = '{"city": "größer"}'
+CALL_TEMPLATES = {  # how templates of each kind write the arguments of a call, and what comes of CALL_ARGUMENTS
+    "joins": ("{{ '!' + arguments }}", f"!{CALL_ARGUMENTS}"),
+    "joins without content": ("{% if not m.content %}{{ '!' + arguments }}{% endif %}", f"!{CALL_ARGUMENTS}"),
+    "joins where there are tools": ("{% if tools %}{{ '!' + arguments }}{% endif %}", ""),
+    "prints": ("{{ arguments }}", CALL_ARGUMENTS),
+    "walks": ("{% for key, value in arguments|items %}<{{ key }}>{{ value }}{% endfor %}", "<city>größer"),
+    "walks keys": ("{% for key in arguments %}{{ key }}={{ arguments[key] }}{% endfor %}", "city=größer"),
+    "takes both": ("{{ arguments if arguments is string else arguments|tojson }}", CALL_ARGUMENTS),
+    "writes JSON": ("{{ arguments|tojson }}", CALL_ARGUMENTS),
+    "writes all as JSON": ("{{ call.function|tojson }}", f'{{"name": "weather", "arguments": {CALL_ARGUMENTS}}}'),
+    "wants long ids": (
+        "{% if call.id|length not in (2, 9) %}{{ raise_exception('no id') }}{% endif %}{{ '!' + arguments }}",
+        f"!{CALL_ARGUMENTS}",
+    ),
+    "ignores": ("", ""),
+}
 Step = Sequence[int] | Exception | None  # tokens of one step; an error; None: wait for ever
+
+
+def calls_template(body: str) -> str:
+    """Return BRACKETS with calls, whose arguments a body of CALL_TEMPLATES writes; it refuses what tools answer."""
+    calls = "{% for call in m.tool_calls or [] %}{% set arguments = call.function.arguments %}" + body + "{% endfor %}"
+    refused = "{% if m.role == 'tool' %}{{ raise_exception('no such role') }}{% endif %}"
+    return BRACKETS.replace("{% endfor %}", refused + calls + "{% endfor %}", 1)
+
+
+def chat_of_call(arguments: Any) -> list[dict[str, Any]]:
+    """Return a conversation in which a call was made."""
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def build_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:

@@ -29,4 +29,7 @@ def processed_row(
             row[token_id] = row[token_id] / factor if row[token_id] > 0.0 else row[token_id] * factor
         row[token_id] -= sampling.frequency_penalty * output.count(token_id)
         row[token_id] -= sampling.presence_penalty * (token_id in output)
+    for *begin, last in sampling.bad_words:
+        if list(output)[len(output) - len(begin) :] == begin and len(begin) <= len(output):
+            row[last] = -torch.inf
     return row

@@ -79,6 +79,7 @@ CHECKED_FIELDS: dict[type, dict[str, st.SearchStrategy[Any]]] = {
         **_SAMPLING_SHAPE,
         "max_tokens": st.integers(20, 1 << 40),
         "min_tokens": st.integers(0, 20),
+        "bad_words": st.lists(st.lists(INTEGERS, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
         "num_speculative_tokens": st.none() | st.integers(0, 1 << 40),
         "presence_penalty": st.floats(-2.0, 2.0),
         "frequency_penalty": st.floats(-2.0, 2.0),

@@ -31,7 +31,8 @@ BODY_KINDS: dict[str, type[BaseModel]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+LISTS = {"properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": LISTS, "strict": False}}]
 CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 # with all that tools bring, for values to be spoilt in: by path
 TOOL_BODIES: dict[str, dict[str, Any]] = {
@@ -52,7 +53,7 @@ TOOL_BODIES: dict[str, dict[str, Any]] = {
             {"type": "function_call_output", "call_id": "c", "output": "fox"},
             {"type": "reasoning", "summary": []},
         ],
-        "tools": [{"type": "function", "name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}],
+        "tools": [{"type": "function", "name": "f", "parameters": LISTS, "strict": False}],
         "tool_choice": {"type": "function", "name": "f"},
         "text": {"format": {"type": "text"}},
         "reasoning": {"effort": "low"},

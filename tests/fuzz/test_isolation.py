@@ -121,6 +121,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.5, "seed": 2},
     {"frequency_penalty": 1.5, "logprobs": 1},
     {"min_tokens": 3, "stop_token_ids": tuple(range(0, 97, 5))},
+    {"bad_words": tuple((a, b) for a in range(3, 97, 4) for b in range(5))},
 )
 
 

@@ -77,7 +77,15 @@ def test_invented_fields(name: str, fields: dict[str, Any]) -> None:
 def test_memory_stays_in_proportion_to_the_frame(item: bytes, field: str) -> None:
     num_items = (1 << 16) // len(item)
     head = msgpack.packb({"request_id": "r", "round_id": 1, "position": 0})[1:]
-    payload = b"\x92" + msgpack.packb("Draft") + b"\x84" + head + msgpack.packb(field) + struct.pack(">BI", 0xDD, num_items) + item * num_items
+    payload = (
+        b"\x92"
+        + msgpack.packb("Draft")
+        + b"\x84"
+        + head
+        + msgpack.packb(field)
+        + struct.pack(">BI", 0xDD, num_items)
+        + item * num_items
+    )
     assert _peak_bytes(payload) < len(payload) * MAX_BYTES_PER_BYTE + FIXED_BYTES
 
 

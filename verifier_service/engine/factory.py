@@ -14,7 +14,7 @@ from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, Dr
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.loop import EngineLoop
 from outrider.verifier_service.engine.runners import Runner
-from outrider.verifier_service.engine.step_profile import measure_step_profile
+from outrider.verifier_service.engine.step_profile import StepProfile, measure_step_profile
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.engine.warm_up import MadeUpDrafts, patience_s, warm_up
 from outrider.verifier_service.links.relay_client import RelayDraftClient
@@ -25,13 +25,15 @@ from outrider.verifier_service.messages.wire import encode
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.packed_linear import bound_shape_caches
 from outrider.verifier_service.model.ranks import RankSpec, connect, gather, keep_freed_memory, keep_loaded
-from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow, resolve_device
+from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow
+from outrider.verifier_service.model.settled import resolve_device
 from outrider.verifier_service.model.tokenizer import fingerprint_of
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.sampling.coupled_sampler import gumbel_noise
 from outrider.verifier_service.sampling.grammar import GrammarCompiler
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from outrider.verifier_service.start_phases import tell_phase
 
 COLLECTIVE_TIMEOUT_S = 60.0  # a rank that is this late is dead: the group fails and its replica is replaced
 MAX_PROFILED_TOKENS = 512  # beyond, the refitted slope goes on
@@ -81,16 +83,27 @@ def profile_engine(engine: VerifierEngine, runner: ParallelRunner, spec: Verifie
 
     Where plans are not bounds but lengths, nothing is priced.
     """
+    tell_phase("warming up, measuring steps")
     warm_up(
         build_engine(runner, spec, MadeUpDrafts(), has_grammars=False),
         max_requests=spec.max_num_seqs,
         patience_s=patience_s(runner.device),
         clock=time.monotonic,
     )
-    profile = measure_step_profile(runner, max_tokens=min(MAX_PROFILED_TOKENS, spec.max_num_batched_tokens))
+    profile = _profile_of(runner, min(MAX_PROFILED_TOKENS, spec.max_num_batched_tokens))
     if spec.prices_drafts:
         engine.pricing.use_profile(profile.step_times, runner.experts, profile.context)
     return profile.step_times
+
+
+def _profile_of(runner: ParallelRunner, max_tokens: int) -> StepProfile:
+    """Return what steps take, as an earlier start has measured it or now; the steps that run refit it either way."""
+    name = f"profile of {max_tokens} tokens"
+    if (known := runner.memory.recall(name)) is not None:
+        return StepProfile.from_json(known)
+    profile = measure_step_profile(runner, max_tokens)
+    runner.memory.remember(name, profile.to_json())
+    return profile
 
 
 def load_rank(
@@ -151,5 +164,6 @@ def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDraft
         vocab_fingerprint=fingerprint_of(spec.model),
     )
     shell.send_bytes(encode(ready))
+    tell_phase("ready")
     with contextlib.closing(links):
         EngineLoop(engine, links, shell, clock=time.monotonic, check_integrity=spec.check_integrity).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, Request, SamplingParams
@@ -22,13 +23,17 @@ class RequestLimits:
         for name in ("prompt_token_ids", "output_token_ids"):
             self._check_token_ids(name, getattr(message, name))
         self._check_token_ids("logit_bias", (item.token_id for item in message.sampling.logit_bias))
+        self._check_token_ids("bad_words", itertools.chain.from_iterable(message.sampling.bad_words))
         num_top = message.sampling.prompt_logprobs
         if num_top is not None and encoded_bytes(len(message.prompt_token_ids), num_top) > MAX_PROMPT_LOGPROBS_BYTES:
             raise ValueError(f"prompt_logprobs: too many for a prompt of {len(message.prompt_token_ids)} tokens")
         vocabulary = range(self.vocab_size)
-        num_stops = sum(token_id in vocabulary for token_id in self.stop_token_ids(message.sampling))
-        if message.sampling.min_tokens and num_stops == len(vocabulary):
+        stops = {id_ for id_ in self.stop_token_ids(message.sampling) if id_ in vocabulary}
+        if message.sampling.min_tokens and len(stops) == len(vocabulary):
             raise ValueError("min_tokens: every token of the vocabulary is a stop token")
+        barred = {sequence[-1] for sequence in message.sampling.bad_words}
+        if len(barred | (stops if message.sampling.min_tokens else set())) == len(vocabulary):
+            raise ValueError("bad_words: every token of the vocabulary may be barred")
 
     def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
         if any(not 0 <= token_id < self.vocab_size for token_id in token_ids):

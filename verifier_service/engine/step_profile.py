@@ -7,12 +7,13 @@ found, and straight stretches cost one more point.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.engine import StepTime
@@ -37,6 +38,17 @@ class StepProfile:
 
     step_times: tuple[StepTime, ...]  # of one-token sequences with nothing before them
     context: ContextTime | None  # None: there is too little to compare with
+
+    def to_json(self) -> dict[str, Any]:
+        """Write it as plain values, for `from_json`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> StepProfile:
+        return cls(
+            step_times=tuple(StepTime(**time) for time in values["step_times"]),
+            context=None if values["context"] is None else ContextTime(**values["context"]),
+        )
 
 
 def measure_step_profile(

@@ -17,6 +17,7 @@ MAX_TARGET_INTER_TOKEN_MS = 60_000.0
 MAX_STRUCTURED_CHARS = 1 << 17  # of a schema, or of all choices together
 MAX_GRAMMAR_CHARS = 1 << 14  # of a regular expression or a grammar: reading one is quadratic in it
 MAX_STRUCTURED_CHOICES = 1024
+MAX_BAD_WORD_TOKENS = 1024  # of all bad words together, as vLLM
 
 
 class FinishReason(enum.Enum):
@@ -76,6 +77,7 @@ class StructuredOutput:
     kind: StructuredKind
     text: str = ""  # the schema as JSON, the regular expression or the grammar
     choices: tuple[str, ...] = ()
+    is_strict: bool = False  # a schema's keywords that the grammar lacks are refused, not left out
 
     def __post_init__(self) -> None:
         is_short = self.kind in (StructuredKind.REGEX, StructuredKind.GRAMMAR)
@@ -108,6 +110,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides (multiplies, below zero) the logits of tokens in prompt or output
     logit_bias: tuple[LogitBias, ...] = ()
     min_tokens: int = 0  # neither an end-of-sequence nor a stop token before so many output tokens
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not have
     logprobs: int | None = None  # of each output token and so many alternatives; None: not wanted
     prompt_logprobs: int | None = None  # the same of each prompt token but the first
     structured: StructuredOutput | None = None  # the form that the output must have
@@ -129,6 +132,9 @@ class SamplingParams:
         require(len(self.logit_bias) <= MAX_LOGIT_BIASES, "logit_bias", f"at most {MAX_LOGIT_BIASES} tokens")
         require(all(-100.0 <= item.bias <= 100.0 for item in self.logit_bias), "logit_bias", "in [-100, 100]")
         require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "in [0, max_tokens]")
+        require(all(self.bad_words), "bad_words", "of one token or more each")
+        num_bad_tokens, limit = sum(map(len, self.bad_words)), MAX_BAD_WORD_TOKENS
+        require(num_bad_tokens <= limit, "bad_words", f"at most {limit} tokens together")
         require(0.0 < self.typical_epsilon <= 1.0, "typical_epsilon", "in (0, 1]")
         require(0.0 < self.typical_delta <= 1.0, "typical_delta", "in (0, 1]")
         for name in ("logprobs", "prompt_logprobs"):

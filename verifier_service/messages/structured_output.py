@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,12 +16,14 @@ from llguidance import LLMatcher, LLParserLimits, grammar_from
 from outrider.verifier_service.messages.request import StructuredKind, StructuredOutput
 
 MAX_ERROR_CHARS = 300  # an error may quote the whole grammar
+MAX_WARNING_CHARS = 1000  # a schema may have many formats that nobody knows
 # Between two parts of a JSON text. Without a bound, a model that likes white space writes nothing else.
 WHITE_SPACE = r"[ \n\r\t]{1,20}"
 # The same of a number's digits, where its schema sets no bound.
 LARGEST_NUMBER = 10**15
 FINEST_NUMBER = 1e-9
 
+_OPTIONS = "x-guidance"  # what llguidance calls its own keyword
 _SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
 _SCHEMA_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
 _SCHEMAS = {"items", "additionalProperties"}
@@ -33,6 +35,10 @@ _ASCII_CLASSES = {
     "s": r"[ \t\n\r\f\v]",
     "S": r"[^ \t\n\r\f\v]",
 }
+# What llguidance says of a schema whose constraints it may leave out.
+_UNKNOWN_KEYWORDS, _UNKNOWN_FORMAT, _ONE_OF = "Unimplemented keys: ", "Unknown format: ", "oneOf not fully supported"
+_NO_TOKENS = "no tokenizer - can't validate"  # of a grammar that names tokens: no word on constraints
+_REPEATED = re.compile(r" \(\d+ times\)$")
 LARK_MARK = "%llguidance"  # what a grammar begins with that is Lark's for sure
 
 # What a grammar may cost: some 20 ms to compile, as much for one mask, and some 100 MB.
@@ -50,9 +56,9 @@ def grammar_text(structured: StructuredOutput) -> str:
     """Return llguidance's own description of a form; raises `ValueError` naming `structured` where it sees none."""
     match structured.kind:
         case StructuredKind.JSON_SCHEMA:
-            return _of_schema(structured.text)
+            return _of_schema(structured.text, is_lenient=not structured.is_strict)
         case StructuredKind.JSON_OBJECT:
-            return _of_schema('{"type": "object"}')
+            return _of_schema('{"type": "object"}', is_lenient=False)
         case StructuredKind.REGEX:
             return LLMatcher.grammar_from_regex(with_ascii_classes(structured.text))
         case StructuredKind.GRAMMAR:
@@ -62,25 +68,59 @@ def grammar_text(structured: StructuredOutput) -> str:
             return LLMatcher.grammar_from_lark(f"start: {alternatives}")
 
 
-@lru_cache(maxsize=64)
-def check_structured(structured: StructuredOutput) -> None:
-    """Raise `ValueError` naming `structured` unless it can be followed, as far as that is known without a model.
+@lru_cache(maxsize=256)  # a chat may have 128 tools
+def check_structured(structured: StructuredOutput) -> tuple[str, ...]:
+    """Return the constraints that are left out because the grammar lacks them: "uniqueItems", 'format "path"'.
 
-    Takes milliseconds; the last right ones are remembered, for many requests ask for the same.
+    Raises `ValueError` naming `structured` unless it can be followed, as far as that is known without a model. Takes
+    milliseconds; the last right ones are remembered, for many requests ask for the same.
     """
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar_text(structured), limits=LIMITS)
     if is_error:
         raise invalid(structured.kind, messages[0])
+    return left_out(structured.kind, messages)
+
+
+def left_out(kind: StructuredKind, warnings: Iterable[str]) -> tuple[str, ...]:
+    """Return the constraints that llguidance left out, by its own warnings.
+
+    Raises `ValueError` naming `structured` where it has left out more than a constraint: a reference, or what it
+    follows half.
+    """
+    names: list[str] = []
+    for warning in warnings:
+        text = _REPEATED.sub("", warning)
+        if text.startswith(_UNKNOWN_KEYWORDS):
+            keywords = json.loads(text.removeprefix(_UNKNOWN_KEYWORDS))
+            if any(keyword.startswith("$") for keyword in keywords):
+                raise invalid(kind, text)
+            names += keywords
+        elif text.startswith(_UNKNOWN_FORMAT):
+            names.append(f"format {json.dumps(text.removeprefix(_UNKNOWN_FORMAT), ensure_ascii=False)}")
+        elif text.startswith(_ONE_OF):
+            names.append("oneOf (followed as anyOf)")
+        elif not text.startswith(_NO_TOKENS):
+            raise invalid(kind, text)
+    return tuple(dict.fromkeys(names))
+
+
+def warning_of(field: str, names: Sequence[str]) -> str:
+    """Return what the user is told of constraints that were left out."""
+    shown = _shortened(", ".join(names), MAX_WARNING_CHARS)
+    return f"{field}: the answer may break what the grammar lacks and leaves out: {shown}"
 
 
 def invalid(kind: StructuredKind, reason: str) -> ValueError:
     """Return the error of a form that cannot be followed."""
-    text = " ".join(reason.split())
-    shown = text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + "…"
+    shown = _shortened(" ".join(reason.split()), MAX_ERROR_CHARS)
     return ValueError(f"structured must be a {kind} that can be followed: {shown}")
 
 
-def _of_schema(text: str) -> str:
+def _shortened(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def _of_schema(text: str, *, is_lenient: bool) -> str:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -88,14 +128,23 @@ def _of_schema(text: str) -> str:
     if not isinstance(schema, dict | bool):
         raise invalid(StructuredKind.JSON_SCHEMA, "a schema is an object or a boolean")
     return LLMatcher.grammar_from_json_schema(
-        json.dumps(with_bounded_numbers(schema)), defaults={"whitespace_pattern": WHITE_SPACE}
+        json.dumps(with_bounded_numbers(schema)),
+        defaults={"whitespace_pattern": WHITE_SPACE},
+        overrides={"lenient": is_lenient},
     )
 
 
-def embedded_schema(schema: Mapping[str, Any]) -> str:
+def embedded_schema(schema: Mapping[str, Any], *, is_strict: bool = False) -> str:
     """Return a JSON schema as it may stand behind `%json` in one of llguidance's grammars, bounded as others are."""
-    bounded = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **with_bounded_numbers(dict(schema))}
-    return json.dumps(bounded)
+    options = {"whitespace_pattern": WHITE_SPACE}
+    return json.dumps(with_guidance(with_bounded_numbers(dict(schema)), defaults=options, is_lenient=not is_strict))
+
+
+def with_guidance(schema: Mapping[str, Any], *, defaults: Mapping[str, Any], is_lenient: bool) -> dict[str, Any]:
+    """Put llguidance's options into a schema, which may have some itself."""
+    own = schema.get(_OPTIONS)
+    options = {**defaults, **(own if isinstance(own, dict) else {}), "lenient": is_lenient}
+    return {**schema, _OPTIONS: options}
 
 
 def with_bounded_numbers(schema: Any) -> Any:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
 
 from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.batch import ScheduledBatch
@@ -99,6 +98,8 @@ def packed(heads: torch.Tensor) -> torch.Tensor:
 
 def register_attention() -> None:
     """Tell the library about `attend_paged`; it builds no mask for an implementation it has no mask function for."""
+    from transformers import AttentionInterface  # brings the library's model code, two seconds that our own needs not
+
     AttentionInterface.register(IMPLEMENTATION_NAME, attend_paged)
 
 

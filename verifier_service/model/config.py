@@ -31,6 +31,7 @@ class ModelConfig:
     num_scratch_blocks: int = 0  # KV blocks beyond the pool's, for drafts made by the model itself
     enforce_eager: bool = False  # capture no steps as CUDA graphs
     check_logits: bool = True  # compare the engine's logits with the library's own at start
+    check_anew: bool = False  # find out again what an earlier start found out about this checkpoint on this machine
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "path", "a folder or a model id")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.verifier_service.model.attention import IMPLEMENTATION_NAME, register_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def build_empty_model(description: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Build the library's model without memory for parameters (meta device), its computed buffers on `device`."""
+    from transformers import AutoModelForCausalLM
+
     register_attention()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(description, dtype=dtype, attn_implementation=IMPLEMENTATION_NAME)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from outrider.verifier_service.model.weights import Shard
 
@@ -36,6 +36,8 @@ class RandomWeights:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        from transformers import AutoModelForCausalLM
+
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(description)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -38,6 +39,13 @@ from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.library_model import finish, load_library_model, round_linears
 from outrider.verifier_service.model.paged_metadata import close_tokens
 from outrider.verifier_service.model.random_weights import read_recipe
+from outrider.verifier_service.model.settled import (
+    limit_to_pool,
+    resolve_device,
+    resolve_dtype,
+    resolve_max_model_len,
+    resolve_num_blocks,
+)
 from outrider.verifier_service.model.start_check import (
     engine_logits,
     has_long_window,
@@ -50,11 +58,14 @@ from outrider.verifier_service.model.state_pool import StatePool, require_taps, 
 from outrider.verifier_service.model.step_graphs import CudaCapture, GraphBackend, StepGraphs
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import Checkpoint, StateDictSource, TensorSource, WeightReader
+from outrider.verifier_service.start_memory import StartMemory
+from outrider.verifier_service.start_phases import tell_phase
 
 logger = logging.getLogger(__name__)
 
 CPU_CACHE_LIMIT_BYTES = 1 << 30
 CPU_CACHE_SHARE = 0.1  # of the physical memory
+CHECKED = "checked"  # remembered: the logits are the library's
 CUDA_CACHE_SHARE = 0.8  # of the memory that is free once the weights are loaded
 
 
@@ -262,15 +273,9 @@ class ModelRunner:
         self.eos_token_ids = read_eos_token_ids(folder, description)
         self.num_layers: int = description.num_hidden_layers
         self.experts = expert_shape(description)
-        with contextlib.ExitStack() as stack:
-            drawn = read_recipe(folder, description, dtype=self.dtype, device=self.device)
-            checkpoint = stack.enter_context(Checkpoint(folder)) if drawn is None else drawn
-            self.model = load_model(
-                *(description, checkpoint, group, self.dtype, self.device),
-                check=config.check_logits,
-                quantization=config.quantization,
-            )
-            self.weight_bytes_read = checkpoint.bytes_read
+        settings = {**dataclasses.asdict(config), "check_logits": None, "check_anew": None}
+        self.memory = StartMemory(settings, folder, self.device, rank=group.rank, is_anew=config.check_anew)
+        self.model = self._load(config, folder, description)
         shapes = self.model.kv_shapes
         self.num_blocks = group.all_reduce_min(resolve_num_blocks(config, shapes, self.dtype, self.device))
         self.max_model_len = limit_to_pool(config, self.max_model_len, self.num_blocks * self.block_size)
@@ -303,6 +308,24 @@ class ModelRunner:
                 taps=self._taps,
                 is_alone=group.size == 1,
             )
+
+    def _load(self, config: ModelConfig, folder: Path, description: PreTrainedConfig) -> PackedModel:
+        """Load this rank's part; the logits are checked unless an earlier start has found them right."""
+        is_checked = self.group.all_reduce_min(int(self.memory.recall(CHECKED) is True)) == 1  # ranks check together
+        check = config.check_logits and not is_checked
+        tell_phase("loading weights, checking logits" if check else "loading weights")
+        with contextlib.ExitStack() as stack:
+            drawn = read_recipe(folder, description, dtype=self.dtype, device=self.device)
+            checkpoint = stack.enter_context(Checkpoint(folder)) if drawn is None else drawn
+            model = load_model(
+                *(description, checkpoint, self.group, self.dtype, self.device),
+                check=check,
+                quantization=config.quantization,
+            )
+            self.weight_bytes_read = checkpoint.bytes_read
+        if check:
+            self.memory.remember(CHECKED, True)
+        return model
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         """Run one step and return float32 logits [num_rows, vocab_size] of `batch.logits_indices`.
@@ -345,6 +368,7 @@ class ParallelRunner:
         self.states, self.scratch_blocks = runner.states, runner.scratch_blocks
         self.pool, self.num_layers, self.experts = runner.pool, runner.num_layers, runner.experts
         self.model = runner.model  # rank 0's part
+        self.memory = runner.memory  # rank 0's
         self.graph_counts = GraphCounts() if runner.graphs is None else runner.graphs.counts
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
@@ -375,70 +399,3 @@ def follow(connection: Connection, runner: ModelRunner) -> None:
         if isinstance(message, Stop):
             return
         runner.execute(message)
-
-
-def resolve_device(name: str) -> torch.device:
-    """Choose the device of `ModelConfig.device`."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
-
-
-def resolve_dtype(name: str, description: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """Choose the dtype of `ModelConfig.dtype`: "auto" is the checkpoint's own.
-
-    On a CPU that is bfloat16 for a checkpoint of 16 bit if the processor multiplies it in hardware, else float32.
-    """
-    if name != "auto":
-        return getattr(torch, name)
-    own = description.dtype
-    if not isinstance(own, torch.dtype):
-        return torch.float32
-    if device.type == "cuda":
-        return own
-    return torch.bfloat16 if own.itemsize == 2 and multiplies_bfloat16() else torch.float32
-
-
-def multiplies_bfloat16() -> bool:
-    """Tell whether this CPU has instructions for products in bfloat16 (AVX512-BF16 or AMX)."""
-    found = torch.cpu.get_capabilities()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
-
-
-def resolve_max_model_len(config: ModelConfig, description: PreTrainedConfig) -> int:
-    """Bound the sequence length by the model's own limit; raises `ValueError` naming the field."""
-    own = description.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > own:
-        raise ValueError(f"max_model_len must be at most the model's own limit of {own}")
-    return config.max_model_len or own
-
-
-def limit_to_pool(config: ModelConfig, max_model_len: int, num_slots: int) -> int:
-    """Bound the sequence length by what the KV pool holds; raises `ValueError` where more was asked for."""
-    if max_model_len <= num_slots:
-        return max_model_len
-    if config.max_model_len is not None:
-        raise ValueError(f"max_model_len must be at most {num_slots}, the tokens that the KV cache holds")
-    logger.warning("the KV cache holds %d tokens of the model's %d: sequences end there", num_slots, max_model_len)
-    return num_slots
-
-
-def resolve_num_blocks(
-    config: ModelConfig, shapes: dict[int, LayerShape], dtype: torch.dtype, device: torch.device
-) -> int:
-    """Count the KV blocks that fit; raises `ValueError` where not even one does."""
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
-    block_bytes = config.block_size * dtype.itemsize * sum(shape.num_elements for shape in shapes.values())
-    budget_bytes = config.kv_cache_memory_bytes or free_cache_bytes(device)
-    if budget_bytes < block_bytes:
-        raise ValueError(f"kv_cache_memory_bytes must be at least {block_bytes}, one block; there are {budget_bytes}")
-    return budget_bytes // block_bytes
-
-
-def free_cache_bytes(device: torch.device) -> int:
-    """Take a modest share of a CPU's memory, most of what a CUDA device has free."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * CUDA_CACHE_SHARE)
-    physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(CPU_CACHE_LIMIT_BYTES, int(physical_bytes * CPU_CACHE_SHARE))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.model.architectures import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # how many tokens of each sequence a step takes: a long prefill chunk, decode, verification, decode; never all alike
 STEPS = ((19, 4, 11), (1, 3, 1), (5, 1, 5), (1, 1, 1), (1, 0, 0))
@@ -104,6 +106,8 @@ def make_tiny_model(description: PreTrainedConfig, tensor_parallel_size: int) ->
     A sharded model cannot be compared with the library's own forward, which would need all of the weights, and windows
     of thousands of tokens would take sequences as long; the slicing and the windows of this one can.
     """
+    from transformers import AutoModelForCausalLM
+
     tiny = type(description).from_dict({**description.to_dict(), **_tiny_fields(description, tensor_parallel_size)})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.verifier_service.messages.draft import ROOT
 from outrider.verifier_service.messages.request import GenerationRequest, StructuredOutput
-from outrider.verifier_service.messages.structured_output import LIMITS, grammar_text, invalid
+from outrider.verifier_service.messages.structured_output import LIMITS, grammar_text, invalid, left_out
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
@@ -79,6 +79,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self.tokenizer(), grammar_text(structured), log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise invalid(structured.kind, matcher.get_error())
+        left_out(structured.kind, matcher.get_grammar_warnings())
         with self._lock:
             self._compiled[structured] = matcher
             while len(self._compiled) > self._capacity:

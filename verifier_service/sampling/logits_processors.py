@@ -1,13 +1,14 @@
-"""Change a target's logits before tokens are drawn or drafts are judged: biases, minimum length, penalties.
+"""Change a target's logits before tokens are drawn or drafts are judged: biases, bad words, minimum length, penalties.
 
 Semantics are those of vLLM and OpenAI. In this order, and all before temperature and truncation:
 
     logit_bias          added
     min_tokens          end-of-sequence and stop tokens get -inf while the output is shorter
+    bad_words           the last token of a sequence gets -inf where the output ends with the others
     repetition_penalty  divides a positive logit, multiplies another, of tokens in prompt or output
     frequency_penalty   subtracted once per occurrence in the output
     presence_penalty    subtracted if the output has the token
-    structured          what the grammar does not allow gets -inf; where min_tokens bars all that it does, it gives way
+    structured          what the grammar does not allow gets -inf; bars that leave nothing of what it does give way
 
 The row after a draft token sees that token and its ancestors as output: that is the output by the time the row counts.
 """
@@ -27,6 +28,7 @@ from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.draft import ROOT
 from outrider.verifier_service.messages.request import SamplingParams
 from outrider.verifier_service.messages.tree import depths
+from outrider.verifier_service.sampling.bad_words import BadWords
 
 
 class TokenMask(Protocol):
@@ -90,13 +92,16 @@ class LogitsProcessor:
             self._biases[self._slot(item.token_id)] += item.bias
         suppressed = stop_token_ids if sampling.min_tokens else ()
         self._stop_slots = [self._slot(token_id) for token_id in suppressed if 0 <= token_id < vocab_size]
+        self._bad_words = BadWords(sampling.bad_words) if sampling.bad_words else None
+        for token_id in () if self._bad_words is None else self._bad_words.last_ids:
+            self._slot(token_id)
 
     @staticmethod
     def is_needed(sampling: SamplingParams) -> bool:
         """Say whether these parameters change logits at all."""
         penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
-        changes_some = bool(sampling.logit_bias) or sampling.min_tokens > 0 or sampling.structured is not None
-        return changes_some or penalties != (0.0, 0.0, 1.0)
+        changes_some = bool(sampling.logit_bias) or sampling.min_tokens > 0 or bool(sampling.bad_words)
+        return changes_some or sampling.structured is not None or penalties != (0.0, 0.0, 1.0)
 
     def edits(
         self, token_ids: Sequence[int], draft_token_ids: Sequence[int], parents: Sequence[int] | None = None
@@ -108,13 +113,18 @@ class LogitsProcessor:
         parents = range(ROOT, len(draft_token_ids) - 1) if parents is None else parents
         sampling, num_rows = self._sampling, len(draft_token_ids) + 1
         num_missing = sampling.min_tokens - (len(token_ids) - self._num_prompt_tokens)
-        if not (self._counts_tokens or sampling.logit_bias or num_missing > 0 or self._mask is not None):
+        is_always = self._counts_tokens or sampling.logit_bias or sampling.bad_words or self._mask is not None
+        if not (is_always or num_missing > 0):
             return None
         self._count(token_ids)
         new_ids = self._new_ids(draft_token_ids)
         biases = np.tile(_extended(self._biases, len(new_ids)), (num_rows, 1))
         num_drafted = np.array([0, *(depth + 1 for depth in depths(parents))])  # [num_rows] by the time a row counts
         biases[np.ix_(np.flatnonzero(num_drafted < num_missing), np.array(self._stop_slots, dtype=np.int64))] = -np.inf
+        if self._bad_words is not None:
+            rows = self._bad_words.barred(token_ids, self._num_prompt_tokens, draft_token_ids, parents)
+            for row, ids in enumerate(rows):
+                biases[row, [self._slots[id_] for id_ in ids]] = -np.inf
         counts = self._output_counts(draft_token_ids, parents, new_ids)
         is_seen = (counts > 0) | (_extended(self._is_in_prompt, len(new_ids)) > 0)
         penalties = sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)

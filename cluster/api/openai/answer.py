@@ -62,11 +62,13 @@ class Answer:
             **answer,
             "usage": self._usage({index: chunk.usage for index, chunk in whole.items() if chunk.usage}, shown.values()),
             "metrics": metrics_object([chunk.speculation for chunk in whole.values()]),
+            **self._warning_fields(),
         }
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the SSE events of a stream, `[DONE]` last."""
+        """Yield the SSE events of a stream, `[DONE]` last; the first one has the warnings."""
         usages: dict[int, Usage] = {}
+        extra = self._warning_fields()
         shown: dict[int, ShownChoice] = {}
         async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
             async for index, chunk in chunks:
@@ -75,7 +77,8 @@ class Answer:
                 choice = shown[index] = shown.get(index) or self.shown(index)
                 choice.take(chunk)
                 if choice.shows(chunk):
-                    yield event_of(self._chunk_object(choice, chunk))
+                    yield event_of({**self._chunk_object(choice, chunk), **extra})
+                    extra = {}
         if self.include_usage:
             usage = self._usage(usages, shown.values())
             yield event_of({**self._envelope(self.format.chunk_object_name, []), "usage": usage})
@@ -86,6 +89,11 @@ class Answer:
         async with _merged([self.gateway.generate(request) for request in self.requests]) as chunks:
             async for prompt_index, chunk in chunks:
                 yield prompt_index * self.requests[0].n + chunk.index, chunk
+
+    def _warning_fields(self) -> dict[str, Any]:
+        """Return what the answer is not held to, where there is such."""
+        warnings = list(self.requests[0].warnings)  # the prompts of a body have the same
+        return {"warnings": warnings} if warnings else {}
 
     def shown(self, index: int) -> ShownChoice:
         """Return a choice of which nothing was shown yet."""

@@ -10,11 +10,11 @@ from outrider.cluster.api.openai.answer import Answer
 from outrider.cluster.api.openai.protocol import ChatBody, template_input
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway.gateway import RequestInput
-from outrider.cluster.replies.grammar import calls_structure
+from outrider.cluster.gateway.structured_format import NamedStructure
+from outrider.cluster.replies.grammar import calls_structure, left_out_of_calls
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.cluster.replies.tools import ToolUse
-from outrider.verifier_service.messages.request import StructuredOutput
-from outrider.verifier_service.messages.structured_output import check_structured
+from outrider.verifier_service.messages.structured_output import check_structured, warning_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,21 +34,24 @@ class Chats:
         shows_special = is_read and request.skip_special_tokens is None  # the parts' marks may be special tokens
         request = dataclasses.replace(
             request,
-            structured=calls or request.structured,
+            structured=request.structured if calls is None else calls.output,
+            warnings=request.warnings if calls is None else (*request.warnings, *calls.warnings),
             skip_special_tokens=False if shows_special else request.skip_special_tokens,
         )
         answer.requests = [await answer.gateway.parse(request)]
 
-    def _calls_structure(self, request: RequestInput, use: ToolUse, answer: Answer) -> StructuredOutput | None:
+    def _calls_structure(self, request: RequestInput, use: ToolUse, answer: Answer) -> NamedStructure | None:
         if not use.callable_tools:
             return None
         if use.need == "required" and request.structured is not None:
             raise InvalidRequest("tool_choice: an answer that must call a tool has that form alone", "tool_choice")
         try:
             structured = calls_structure(use, self.syntax, answer.gateway.text.special_ids, request.structured)
-            if structured is not None:
-                check_structured(structured)
+            if structured is None:
+                return None
+            check_structured(structured)
+            names = left_out_of_calls(use)
         except ValueError as error:
             reason = str(error).partition("can be followed: ")[2]
             raise InvalidRequest(f"tools: parameters that no answer can follow: {reason}", "tools") from error
-        return structured
+        return NamedStructure(output=structured, field="tools", warnings=(warning_of("tools", names),) if names else ())

@@ -109,6 +109,7 @@ class _Body(ModelBody):
     skip_special_tokens: bool | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
@@ -138,8 +139,9 @@ class _Body(ModelBody):
         shared = {field.name for field in dataclasses.fields(RequestInput)} & _Body.model_fields.keys()
         fields: dict[str, Any] = {name: getattr(self, name) for name in shared}
         structure = openai_structure({name: getattr(self, name) for name in OPENAI_FIELDS})
-        structured = None if structure is None else structure.output
-        return fields | {"logit_bias": _token_biases(self.logit_bias or {}), "structured": structured}
+        if structure is not None:
+            fields |= {"structured": structure.output, "warnings": structure.warnings}
+        return fields | {"logit_bias": _token_biases(self.logit_bias or {})}
 
 
 def _token_biases(logit_bias: dict[str, float]) -> dict[int, float]:
@@ -215,20 +217,14 @@ class ChatMessage(BaseModel):
 
 
 def _call_of_template(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call that was made before as templates expect it: its arguments are no text but what it says."""
+    """Return a call that was made before; its arguments get their form where the template is known."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest("messages: a tool call must have a function with a name", "messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"messages: a tool call's arguments are no JSON: {error}", "messages") from error
     return {
         "id": call.get("id"),
         "type": "function",
-        "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
+        "function": {"name": function["name"], "arguments": function.get("arguments")},
     }
 
 

@@ -22,7 +22,7 @@ from outrider.cluster.api.openai.format import (
     usage_object,
 )
 from outrider.cluster.api.openai.response_store import ResponseStore
-from outrider.cluster.api.openai.responses_protocol import Message, ResponsesBody
+from outrider.cluster.api.openai.responses_protocol import Message, ResponsesBody, in_own_name
 from outrider.cluster.common.errors import OutriderError
 from outrider.cluster.gateway.choice import GatewayChunk
 from outrider.cluster.replies.reader import Said
@@ -198,6 +198,7 @@ class ResponsesAnswer:
 
     def _response(self, status: str) -> dict[str, Any]:
         body, sampling = self.body, self.answer.requests[0].sampling
+        warnings = [in_own_name(warning) for warning in self.answer.requests[0].warnings]
         return {
             "id": self.id,
             "object": "response",
@@ -221,6 +222,7 @@ class ResponsesAnswer:
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,
+            **({"warnings": warnings} if warnings else {}),
         }
 
 

@@ -24,7 +24,7 @@ class ResponsesBody(ModelBody):
         (
             *("top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
             *("stop", "ignore_eos", "min_tokens", "priority", "target_inter_token_ms", "session_id", "cache_salt"),
-            *("disable_spec_decode", "num_speculative_tokens", "chat_template_kwargs", "prediction"),
+            *("bad_words", "disable_spec_decode", "num_speculative_tokens", "chat_template_kwargs", "prediction"),
         )
     )
 
@@ -89,6 +89,12 @@ def told_in_own_names() -> Iterator[None]:
             raise
         name = _OWN_NAMES[error.field]
         raise InvalidRequest(str(error).replace(error.field, name, 1), name) from error
+
+
+def in_own_name(warning: str) -> str:
+    """Return a chat's warning as one of the body that the chat was made from."""
+    field, _, rest = warning.partition(":")
+    return f"{_OWN_NAMES.get(field, field)}:{rest}"
 
 
 def _add_item(messages: list[Message], item: Mapping[str, Any], place: str) -> None:

@@ -73,6 +73,7 @@ async def test_stream_and_unary_agree(tokenizer):
         (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(presence_penalty=3)), "presence_penalty"),
         (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(regex="((")), "regex"),
         (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(choice=pb.TextChoices())), "choice"),
+        (pb.GenerateRequest(text="a", sampling=pb.SamplingParams(bad_words=[""])), "bad_words"),
         (pb.GenerateRequest(text="a", priority=1001), "priority"),
         (pb.GenerateRequest(text="a", target_inter_token_ms=-1), "target_inter_token_ms"),
         (pb.GenerateRequest(text="a", request_id="two\nlines"), "request_id"),
@@ -169,14 +170,15 @@ async def test_every_parameter_reaches_the_engine(tokenizer):
     same |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "max_tokens": 9}
     same |= {"logprobs": 1, "prompt_logprobs": 2, "num_speculative_tokens": 3, "min_tokens": 2}
     message = {"priority": -3, "target_inter_token_ms": 20.5, "session_id": "s", "cache_salt": "salt"}
-    sampling = pb.SamplingParams(logit_bias={7: 2.0}, stop_token_ids=[9], **same)
+    sampling = pb.SamplingParams(logit_bias={7: 2.0}, stop_token_ids=[9], bad_words=["dog"], **same)
     async with serving(backend, tokenizer) as (_, _, stub):
         prompt = pb.TokenIds(ids=[5])
         await stub.GenerateUnary(pb.GenerateRequest(token_ids=prompt, sampling=sampling, prediction="fox", **message))
     request = backend.requests[0]
     assert request.prediction_token_ids == tuple(tokenizer.encode("fox"))
     bias = (LogitBias(token_id=7, bias=2.0),)
-    assert request.sampling == SamplingParams(logit_bias=bias, stop_token_ids=(9,), **same)
+    words = tuple(tuple(tokenizer.encode(text)) for text in ("dog", " dog"))
+    assert request.sampling == SamplingParams(logit_bias=bias, stop_token_ids=(9,), bad_words=words, **same)
     assert {name: getattr(request, name) for name in message} == message
 
 
@@ -196,6 +198,20 @@ async def test_structured_output_reaches_the_engine(tokenizer, sampling, structu
     async with serving(backend, tokenizer) as (_, _, stub):
         await stub.GenerateUnary(pb.GenerateRequest(text="a", sampling=pb.SamplingParams(**sampling)))
     assert backend.requests[0].sampling.structured == structured
+
+
+async def test_what_the_output_is_not_held_to_is_said_once(tokenizer):
+    backend = FakeBackend(lambda _: says(tokenizer, "the fox"))
+    schema = '{"type": "array", "uniqueItems": true}'
+    request = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(json_schema=schema, n=2))
+    async with serving(backend, tokenizer) as (_, _, stub):
+        first, *others = [chunk async for chunk in stub.Generate(request)]
+        answer = await stub.GenerateUnary(request)
+        plain = await stub.GenerateUnary(pb.GenerateRequest(text="a"))
+    warning = "json_schema: the answer may break what the grammar lacks and leaves out: uniqueItems"
+    assert list(first.warnings) == list(answer.warnings) == [warning]
+    assert not any(chunk.warnings for chunk in others)
+    assert not plain.warnings
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,14 @@ async def test_structured_output_reaches_the_engine(tokenizer, sampling, structu
     assert backend.requests[0].sampling.structured == structured
 
 
+async def test_what_the_output_is_not_held_to_is_logged_for_want_of_a_field(tokenizer, caplog):
+    backend = FakeBackend(lambda _: [[5]])
+    async with serving(build_gateway(backend, tokenizer)) as (_, stub):
+        await responses(stub, asks(json_schema='{"type": "array", "uniqueItems": true}'))
+    (record,) = [record for record in caplog.records if record.name == vllm_grpc.__name__]
+    assert "json_schema: the answer may break what the grammar lacks and leaves out: uniqueItems" in record.getMessage()
+
+
 def test_every_field_of_the_protocol_is_read_or_refused():
     sampling = {"stop", "stop_token_ids", "logit_bias", "skip_special_tokens"}
     text_only = {"spaces_between_special_tokens"}

@@ -11,6 +11,7 @@ from click.testing import Result
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fakes.command_line import assert_usage_error, invoke
+from outrider.cluster.cli.options import usage_errors
 from outrider.cluster.offline import generation
 from tiny.models import make_checkpoint
 
@@ -161,6 +162,28 @@ def test_a_line_may_ask_for_several_outputs(pair: list[str], tmp_path: Path):
     assert found[0]["token_ids"] != found[1]["token_ids"]
 
 
+def test_texts_come_in_the_prompts_order_and_records_as_they_end(pair: list[str], tmp_path: Path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": PROMPT, "max_tokens": 12},
+        {"prompt": "fox jumps over", "max_tokens": 2},
+        {"prompt_token_ids": [5] * 500},
+        {"prompt": PROMPT, "max_tokens": 3},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    common = ("generate", *pair, "--prompts", str(file))
+    by_end = records(invoke(*common, "--json"))
+    ids = [record["request_id"] for record in by_end]
+    assert ids.index("prompt-1") < ids.index("prompt-0"), "the shortest ends first"
+    by_id = {record["request_id"]: record.get("error") or record["text"] for record in by_end}
+    assert invoke(*common).stdout == "".join(f"{by_id[f'prompt-{number}']}\n" for number in range(4))
+
+
+def test_who_stops_reading_made_no_error_of_usage():
+    with pytest.raises(BrokenPipeError), usage_errors():
+        raise BrokenPipeError
+
+
 def test_a_record_has_the_fields_that_scripts_read(pair: list[str]):
     (record,) = records(invoke("generate", *pair, "--prompt", PROMPT, "--max-tokens", "2", "--json"))
     assert list(record) == ["request_id", "prompt_token_ids", "token_ids", "text", "finish_reason", "metrics"]
@@ -192,6 +215,6 @@ def test_a_model_that_chats_and_ends_at_once_is_told_how_to_be_asked(
     tokenizer.chat_template = "{{ messages[0].content }}" if has_template else None
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
-    is_silent = bool(records) and all(generation.ended_at_once(record) for record in records)
+    is_silent = bool(records) and all(generation.ended_at_once(**record) for record in records)
     hint = generation.hint(str(folder), is_chat=is_chat) if is_silent else None
     assert (hint is not None) == is_hinted

@@ -174,6 +174,10 @@ async def test_an_id_that_runs_is_refused(tokenizer):
         ({"logit_bias": {5: 101.0}}, "logit_bias"),
         ({"logit_bias": {5: float("nan")}}, "logit_bias"),
         ({"min_tokens": 17}, "min_tokens"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["a"] * 129}, "bad_words"),
+        ({"bad_words": [chr(ord("a") + index) * 200 for index in range(20)]}, "bad_words"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": 21, "logprobs_field": "top_logprobs"}, "top_logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
@@ -224,12 +228,13 @@ async def test_what_is_asked_for_reaches_the_engine(tokenizer):
     same |= {"logprobs": 1, "prompt_logprobs": 2, "num_speculative_tokens": 3}
     message = {"priority": -3, "target_inter_token_ms": 20.5, "session_id": "s", "cache_salt": "salt"}
     gateway = build_gateway(backend, tokenizer)
-    ours = {"logit_bias": {7: 2.0}, "stop_token_ids": [9], "rejection_sample_method": "block"}
+    ours = {"logit_bias": {7: 2.0}, "stop_token_ids": [9], "rejection_sample_method": "block", "bad_words": ["dog"]}
     await collect(gateway, prompt=[5], **ours, **same, **message)
     request = backend.requests[0]
     bias = (LogitBias(token_id=7, bias=2.0),)
+    words = tuple(tuple(tokenizer.encode(text)) for text in ("dog", " dog"))
     assert request.sampling == SamplingParams(
-        logit_bias=bias, stop_token_ids=(9,), acceptance=AcceptanceRule.BLOCK, **same
+        logit_bias=bias, stop_token_ids=(9,), acceptance=AcceptanceRule.BLOCK, bad_words=words, **same
     )
     assert {name: getattr(request, name) for name in message} == message
     assert request.group_id is None

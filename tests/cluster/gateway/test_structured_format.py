@@ -14,6 +14,9 @@ VLLM = "structured_outputs"
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "é"}}}
 
 
+LACKING = {"type": "array", "uniqueItems": True}
+
+
 def json_schema(schema: object) -> dict[str, object]:
     return {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
 
@@ -85,6 +88,9 @@ def test_nothing_may_be_asked_for(fields):
         ({"guided_choice": ["a", ""]}, "guided_choice"),
         ({"guided_regex": "(("}, "guided_regex"),
         ({"response_format": json_schema({"type": "nope"})}, "response_format"),
+        ({"response_format": json_schema(LACKING)}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}}, "response_format"),
+        ({"guided_json": {"$dynamicRef": "#a"}}, "guided_json"),
         ({"guided_choice": ["a"] * 1025}, "guided_choice"),
         ({"guided_regex": ""}, "guided_regex"),
         ({"guided_regex": "a" * 20_000}, "guided_regex"),
@@ -98,6 +104,29 @@ def test_an_error_names_its_field(fields, field):
         openai_structure(fields)
     assert raised.value.field == field
     assert str(raised.value).startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": LACKING}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": LACKING, "strict": False}}},
+            "response_format",
+        ),
+        ({VLLM: {"json": LACKING}}, f"{VLLM}.json"),
+        ({"guided_json": json.dumps(LACKING)}, "guided_json"),
+    ],
+)
+def test_what_is_left_out_is_told_with_its_field(fields, field):
+    found = openai_structure(fields)
+    assert not found.output.is_strict
+    assert found.warnings == (f"{field}: the answer may break what the grammar lacks and leaves out: uniqueItems",)
+
+
+def test_what_is_followed_has_no_warning():
+    found = openai_structure({"response_format": json_schema(SCHEMA)})
+    assert (found.output.is_strict, found.warnings) == (True, ())
 
 
 def test_one_description_by_its_kind():

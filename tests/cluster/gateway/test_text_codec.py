@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from fakes.backend import EOS
+from fakes.backend import CALL_TEMPLATES, EOS, build_tokenizer, calls_template, chat_of_call
+from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway.text_codec import NUM_THREADS, TextCodec
 
 
@@ -102,3 +103,14 @@ def test_a_text_that_is_surely_too_long(tokenizer):
     longest = max(map(len, tokenizer.get_vocab()))
     assert codec.is_longer_than("a" * (longest * 4 + 1), 4)
     assert not codec.is_longer_than("a" * (longest * 4), 4)
+
+
+async def test_calls_that_were_made_before_are_written_in_the_templates_form_or_named():
+    joins, walks = (calls_template(CALL_TEMPLATES[kind][0]) for kind in ("joins", "walks"))
+    codec = TextCodec(build_tokenizer(joins))
+    assert codec.render_chat_now(chat_of_call({"city": "Rom"})).endswith('!{"city": "Rom"}[assistant]')
+    codec = TextCodec(build_tokenizer(walks))
+    assert (await codec.render_chat(chat_of_call('{"city": "Rom"}'))).endswith("<city>Rom[assistant]")
+    with pytest.raises(InvalidRequest, match=r"^messages: tool_calls: function.arguments of 'weather'") as refused:
+        await codec.render_chat(chat_of_call("Rom"))
+    assert refused.value.field == "messages"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from fakes.backend import build_tokenizer
+from fakes.backend import CALL_ARGUMENTS, CALL_TEMPLATES, build_tokenizer, calls_template, chat_of_call
 from outrider.cluster import LLM, CompletionOutput, Logprob, RequestOutput, SamplingParams
 from outrider.cluster.cli.generate import generate
 from outrider.cluster.offline.llm import OPTIONS, offline_config
@@ -111,6 +112,21 @@ def test_each_prompt_may_have_sampling_of_its_own(llm: LLM, expected):
     assert token_ids(outputs) == [ids[:size] for ids, size in zip(expected, (9, 2, 5), strict=True)]
     finished = [output.request_id for output in llm.as_completed(TEXTS, params)]
     assert sorted(finished, key=int) != finished, "the shortest ends first"
+
+
+def test_texts_come_piece_by_piece(llm: LLM):
+    prompts = [*TEXTS, {"prompt_token_ids": [5] * 500}]
+    params = [SamplingParams(temperature=0, max_tokens=size, ignore_eos=True) for size in (9, 2, 5, 5)]
+    outputs = llm.generate(prompts, params)
+    pieces = list(llm.as_generated(prompts, params))
+    first_id = int(outputs[-1].request_id) + 1
+    by_prompt = [[piece for piece in pieces if piece.request_id == str(first_id + place)] for place in range(4)]
+    for own, output in zip(by_prompt, outputs, strict=True):
+        assert "".join(piece.text for piece in own) == output.outputs[0].text
+        assert [piece.finish_reason for piece in own[:-1]] == [None] * (len(own) - 1)
+        assert (own[-1].finish_reason, own[-1].error) == (output.outputs[0].finish_reason, output.error)
+    assert len(by_prompt[0]) > 2
+    assert pieces.index(by_prompt[1][-1]) < pieces.index(by_prompt[0][-1])
 
 
 def test_several_outputs_of_a_seed_differ_and_repeat(llm: LLM):
@@ -234,6 +250,20 @@ def test_a_chat_goes_through_the_template(llm: LLM, tokenizer):
     assert open_.prompt != rendered
     (own,) = llm.chat(MESSAGES, GREEDY, chat_template="{{ messages[0]['content'] }}!")
     assert own.prompt == "the quick fox!"
+
+
+@pytest.mark.parametrize("kind", CALL_TEMPLATES)
+@pytest.mark.parametrize("arguments", [CALL_ARGUMENTS, json.loads(CALL_ARGUMENTS)])
+def test_calls_made_before_are_written_in_whichever_form_they_come(llm: LLM, kind: str, arguments: Any):
+    body, written = CALL_TEMPLATES[kind]
+    (output,) = llm.chat(chat_of_call(arguments), GREEDY, chat_template=calls_template(body))
+    assert output.prompt == f"[user]fox[assistant]{written}[assistant]"
+
+
+def test_arguments_that_no_template_can_walk_are_named(llm: LLM):
+    template = calls_template(CALL_TEMPLATES["walks"][0])
+    with pytest.raises(ValueError, match=r"^messages\[1\]: messages: tool_calls: function.arguments of 'weather'"):
+        llm.chat([MESSAGES, chat_of_call('{"city')], GREEDY, chat_template=template)
 
 
 def test_a_template_writes_its_own_special_tokens(tmp_path: Path):

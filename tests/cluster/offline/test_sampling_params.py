@@ -32,9 +32,11 @@ DEFAULTS: dict[str, Any] = {
     "min_tokens": 0,
     "stop": None,
     "stop_token_ids": None,
+    "bad_words": None,
     "include_stop_str_in_output": False,
     "ignore_eos": False,
     "skip_special_tokens": True,
+    "detokenize": True,
     "logprobs": None,
     "prompt_logprobs": None,
     "structured_outputs": None,
@@ -110,10 +112,15 @@ def test_stop_is_one_text_or_several(stop: Any, strings: tuple[str, ...]):
         ("stop", ""),
         ("stop", ["a", ""]),
         ("stop", 3),
+        ("bad_words", "dog"),
+        ("bad_words", [3]),
+        ("bad_words", [""]),
+        ("bad_words", ["a"] * 129),
         ("stop_token_ids", 3),
         ("stop_token_ids", [-1]),
         ("ignore_eos", 1),
         ("skip_special_tokens", None),
+        ("detokenize", 0),
         ("logprobs", -1),
         ("prompt_logprobs", 21),
         ("structured_outputs", {"choices": ["a"]}),
@@ -127,6 +134,11 @@ def test_stop_is_one_text_or_several(stop: Any, strings: tuple[str, ...]):
 def test_a_wrong_value_names_its_field(field: str, value: Any):
     with pytest.raises(ValueError, match=f"^{field}"):
         SamplingParams(**{field: value})
+
+
+def test_stop_strings_need_the_text():
+    with pytest.raises(ValueError, match=r"^detokenize must be True where there are stop strings"):
+        SamplingParams(stop="x", detokenize=False)
 
 
 def test_an_unknown_field_is_refused():

@@ -9,11 +9,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from fakes.written_calls import written
 from outrider.cluster.replies.families import TOOL_FAMILIES
-from outrider.cluster.replies.grammar import MAX_CALLS, calls_structure
+from outrider.cluster.replies.grammar import MAX_CALLS, calls_structure, left_out_of_calls
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.cluster.replies.tools import read_tool_use
 from outrider.verifier_service.messages.request import StructuredKind, StructuredOutput
-from outrider.verifier_service.messages.structured_output import grammar_text
+from outrider.verifier_service.messages.structured_output import check_structured, grammar_text
 
 SCHEMA = {
     "type": "object",
@@ -98,6 +98,40 @@ def test_a_response_format_holds_for_an_answer_that_calls_nothing():
     assert structure_of(None, "auto", instead=instead) is None
     regex = StructuredOutput(kind=StructuredKind.REGEX, text="a+")
     assert structure_of("hermes", "auto", instead=regex) is None
+
+
+LISTS = {"type": "object", "properties": {"cities": {"type": "array", "items": {"const": "a"}, "uniqueItems": True}}}
+
+
+@pytest.mark.parametrize("family", [None, *TOOL_FAMILIES])
+def test_constraints_that_the_grammar_lacks_are_left_out_unless_the_tool_is_strict(family):
+    lenient, strict = (
+        read_tool_use(
+            [{"type": "function", "function": {"name": "f", "parameters": LISTS, "strict": is_strict}}],
+            "required",
+            None,
+        )
+        for is_strict in (False, True)
+    )
+    syntax = ReplySyntax(tool_call_parser=family)
+    assert left_out_of_calls(lenient) == ("uniqueItems",)
+    structure = calls_structure(lenient, syntax, {})
+    assert fits(structure, written(family, [("f", {"cities": ["a", "a"]})]))
+    assert not fits(structure, written(family, [("f", {"cities": ["b"]})]))
+    with pytest.raises(ValueError, match="uniqueItems"):
+        check_structured(calls_structure(strict, syntax, {}))
+
+
+def test_a_strict_form_stays_strict_beside_tools():
+    schema = {"type": "array", "uniqueItems": True}
+    for is_strict in (False, True):
+        instead = StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=json.dumps(schema), is_strict=is_strict)
+        structure = structure_of("hermes", "auto", instead=instead)
+        if is_strict:
+            with pytest.raises(ValueError, match="uniqueItems"):
+                check_structured(structure)
+        else:
+            assert fits(structure, "[1, 1]")
 
 
 def test_special_tokens_are_written_by_their_ids():

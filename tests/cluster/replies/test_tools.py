@@ -14,6 +14,7 @@ def test_tools_are_offered_unless_told_otherwise():
     use = read_tool_use([function("f", description="d", strict=True), function("g")], None, None)
     assert (use.need, use.only, use.is_parallel) == ("auto", None, True)
     assert [tool.name for tool in use.callable_tools] == ["f", "g"]
+    assert [tool.is_strict for tool in use.tools] == [True, False]
     assert use.tools[0].as_template_input()["function"] == {
         "name": "f",
         "description": "d",
@@ -59,6 +60,7 @@ def test_a_schema_without_a_type_is_an_objects():
         ([function(), function()], None, "tools", "'f' is there twice"),
         ([function(f"f{index}") for index in range(MAX_TOOLS + 1)], None, "tools", "at most"),
         ([], "required", "tool_choice", "needs tools"),
+        ([function(strict="yes")], None, "tools", "strict must be a boolean"),
         ([function("weather")], {"type": "function", "function": {"name": "wether"}}, "tool_choice", "weather"),
         ([function()], "any", "tool_choice", "none, auto, required"),
         ([function()], {"type": "allowed_tools"}, "tool_choice", "none, auto, required"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +68,7 @@ def test_choices_have_the_seeds_that_vllm_gives_its_own_and_a_continuation_has_a
         (request(acceptance=AcceptanceRule.TYPICAL), False, "acceptance"),
         (request(acceptance=AcceptanceRule.BLOCK), False, "acceptance"),
         (request(min_p=0.1), True, "min_p"),
+        (request(bad_words=((5,),)), False, "bad_words"),
         (request(logit_bias=(LogitBias(token_id=1, bias=1.0),)), True, "logit_bias"),
         (request((4,), presence_penalty=0.1), False, "presence_penalty"),
         (request((4,), frequency_penalty=0.1), False, "frequency_penalty"),
@@ -91,3 +93,10 @@ def test_what_vllm_cannot_do_is_refused_by_name(asked: GenerationRequest, has_dr
 )
 def test_every_form_has_vllms_name(structured: StructuredOutput, expected: dict[str, Any]):
     assert structured_of(structured) == expected
+
+
+@pytest.mark.parametrize("text", ['{"type": "array", "uniqueItems": true}', '{"type": "string", "format": "path"}'])
+def test_vllms_grammar_leaves_out_what_ours_does(text: str):
+    wanted = StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=text)
+    told = json.loads(structured_of(wanted)["json"])
+    assert told == {**json.loads(text), "x-guidance": {"lenient": True}}

@@ -5,7 +5,14 @@ import json
 import pytest
 import torch
 
-from fakes.backend import BRACKETS, build_tokenizer
+from fakes.backend import (
+    BRACKETS,
+    CALL_ARGUMENTS,
+    CALL_TEMPLATES,
+    build_tokenizer,
+    calls_template,
+    chat_of_call,
+)
 from outrider.drafter_service.training.corpus_windows import (
     TokenStream,
     encode,
@@ -131,6 +138,22 @@ def test_of_a_conversation_the_assistants_tokens_count_alone(tmp_path):
     said = [token for token, counts in zip(document.token_ids, document.counted, strict=True) if counts]
     assert CHAT_TOKENIZER.decode(said) == "yesno"
     assert CHAT_TOKENIZER.decode(list(document.prompt_ids)) == "[user]hi[assistant]"
+
+
+@pytest.mark.parametrize("kind", CALL_TEMPLATES)
+@pytest.mark.parametrize("arguments", [CALL_ARGUMENTS, json.loads(CALL_ARGUMENTS)])
+def test_calls_of_a_conversation_are_written_in_the_templates_form(tmp_path, kind, arguments):
+    body, written = CALL_TEMPLATES[kind]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": chat_of_call(arguments)}))
+    (document,) = read_documents([tmp_path], build_tokenizer(calls_template(body)))
+    assert texts_of([document]) == [f"[user]fox[assistant]{written}"]
+
+
+def test_arguments_that_no_template_can_walk_are_named_with_their_line(tmp_path):
+    (tmp_path / "chat.jsonl").write_text("\n" + json.dumps({"messages": chat_of_call("[")}))
+    tokenizer = build_tokenizer(calls_template(CALL_TEMPLATES["walks"][0]))
+    with pytest.raises(ValueError, match=r"chat.jsonl:2: tool_calls: function.arguments of 'weather'"):
+        list(read_documents([tmp_path], tokenizer))
 
 
 def test_a_shard_is_read_as_conversations_of_which_answers_count(tmp_path):

@@ -17,14 +17,21 @@ from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.drafter_service.heads.mtp import MtpHead
 from outrider.drafter_service.models.parallel_drafter import parse_mask_token_id
 from outrider.drafter_service.training.dflash import DFlashShape
-from outrider.drafter_service.training.distil import EVAL_NEW_TOKENS, METHODS, distil, pick_device, recipe_for
+from outrider.drafter_service.training.distil import (
+    CHECKPOINT_NAME,
+    EVAL_NEW_TOKENS,
+    METHODS,
+    distil,
+    pick_device,
+    recipe_for,
+)
 from outrider.drafter_service.training.draft_model import DraftModelPupil, DraftShape
 from outrider.drafter_service.training.eagle3 import Eagle3Shape
 from outrider.drafter_service.training.medusa import MedusaShape
 from outrider.drafter_service.training.mlp_speculator import MlpShape
 from outrider.drafter_service.training.recipe import Recipe
 from outrider.drafter_service.training.served import Rounds
-from outrider.drafter_service.training.trainer import Budget
+from outrider.drafter_service.training.trainer import Budget, trained_s
 from outrider.verifier_service.model.weights import Checkpoint
 from tiny.training import DRAFT_VOCAB_SIZE, VOCAB_SIZE, make_teacher, options_for, write_target, write_text
 
@@ -129,6 +136,16 @@ def test_a_run_writes_what_the_loaders_read_and_its_figures(method, load, place,
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "drafter").iterdir()} == {0o644}
 
 
+def test_without_prompts_what_training_ends_with_is_kept_unserved(place, tmp_path):
+    options = replace(options_for("eagle3", tmp_path / "head", num_steps=2), eval_prompts=0)
+    distilled, _ = run(options, place)
+    assert distilled.served is None
+    assert json.loads((tmp_path / "head" / "acceptance.json").read_text())["served"] is None
+    load_eagle3(place, tmp_path / "head")
+    assert trained_s(tmp_path / "head.training" / CHECKPOINT_NAME) == pytest.approx(distilled.elapsed_s)
+    assert trained_s(tmp_path / "no such") == 0.0
+
+
 def test_training_ends_when_less_is_served_and_the_best_is_kept(place, tmp_path, monkeypatch):
     figures = iter([2.0, 2.5, 2.4, 2.3, 2.2])
     monkeypatch.setattr(
@@ -197,7 +214,8 @@ def test_a_head_can_be_gone_on_with(place, tmp_path):
     [
         ({"method": "eagle9"}, "method must be one of draft-model, medusa, mlp-speculator, eagle, eagle3"),
         ({"window": 4}, "window: 4 tokens leave no root for drafts of 3"),
-        ({"rows": 0}, "rows, num_positions, eval_windows and eval_prompts must be positive"),
+        ({"rows": 0}, "rows, num_positions and eval_windows must be positive, eval_prompts 0 or more"),
+        ({"eval_prompts": -1}, "eval_prompts 0 or more"),
         ({"device": "tpu"}, "device must be auto, cpu or cuda"),
     ],
 )

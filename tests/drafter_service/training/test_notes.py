@@ -13,20 +13,21 @@ BYTES_OF_A_WINDOW = WINDOW * 2 * 64 * 2  # of one tap and the last states, 64 wi
 
 
 class CountingTeacher(Teacher):
-    """Counts the windows that it reads."""
+    """Counts the windows that it reads, and in how many forwards."""
 
-    num_read = 0
+    num_read = num_forwards = 0
 
     def tapping(self, taps):
         return CountingTeacher(self.model, taps)
 
     def lesson(self, token_ids, counted=None):
         CountingTeacher.num_read += len(token_ids)
+        CountingTeacher.num_forwards += 1
         return super().lesson(token_ids, counted)
 
 
 def counting_teacher() -> CountingTeacher:
-    CountingTeacher.num_read = 0
+    CountingTeacher.num_read = CountingTeacher.num_forwards = 0
     return CountingTeacher(make_teacher().model, (2,))
 
 
@@ -62,6 +63,20 @@ def test_a_window_is_read_once_and_its_lesson_stays_the_same():
     assert torch.equal(first.final, again.final)
     notes.lesson(windows(5, step=1))
     assert CountingTeacher.num_read > num_read
+
+
+def test_windows_that_are_not_noted_are_read_together_and_are_what_they_are_alone():
+    notes, alone = Notes(counting_teacher()), Notes(counting_teacher())
+    drawn = windows(6)
+    notes.lesson(Windows(drawn.token_ids[:2], drawn.counted[:2], drawn.starts[:2]))  # some of them are noted already
+    CountingTeacher.num_forwards = 0
+    together = notes.lesson(drawn)
+    assert CountingTeacher.num_forwards == 1
+    for row in range(6):
+        part = slice(row, row + 1)
+        own = alone.lesson(Windows(drawn.token_ids[part], drawn.counted[part], drawn.starts[part]))
+        assert torch.allclose(together.states[part], own.states, rtol=2**-7, atol=2**-7)
+        assert torch.equal(together.likeliest[part], own.likeliest)
 
 
 def test_no_more_is_noted_than_there_is_room_for():

@@ -19,7 +19,7 @@ from outrider.lab.bench.gpu_models import FULL, TINY
 from outrider.lab.bench.pairs import streamed_weight_bytes
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.random_weights import read_recipe, write_recipe
-from outrider.verifier_service.model.runner import resolve_dtype
+from outrider.verifier_service.model.settled import resolve_dtype
 from outrider.verifier_service.model.weights import Shard
 
 CPU = torch.device("cpu")

@@ -63,6 +63,21 @@ def test_a_run_that_stopped_goes_on_with_the_shard_that_is_missing(tmp_path):
         assert list(read_shard(one)) == list(read_shard(other))
 
 
+def test_time_that_is_over_ends_a_corpus_after_a_whole_shard_and_no_sooner_than_the_first(tmp_path):
+    model, folder = PlayedModel(), tmp_path / "corpus"
+    assert generate_corpus(model, options(folder), lambda _: None, is_over=lambda: True) == 18
+    assert len(model.asked) == 3
+    assert generate_corpus(model, options(folder), lambda _: None, is_over=lambda: len(model.asked) >= 6) == 36
+    assert generate_corpus(model, options(folder), lambda _: None, is_over=lambda: True) == 36, "what is there counts"
+    assert len(model.asked) == 6
+
+
+def test_nobody_makes_text_of_the_answers(tmp_path):
+    model = PlayedModel()
+    generate_corpus(model, options(tmp_path), lambda _: None)
+    assert not any(sampling.detokenize for _, sampling in model.asked)
+
+
 def test_temperatures_and_seeds_are_each_prompts_own(tmp_path):
     model = PlayedModel()
     generate_corpus(model, options(tmp_path, num_tokens=600), lambda _: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -11,16 +12,22 @@ from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.lab.demo.questions import questions_for
 from outrider.lab.demo.show import STAND_IN, run, with_drafter
-from outrider.lab.demo.waiting import show_wait
+from outrider.lab.demo.waiting import SILENCE_S, show_phases, show_wait
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
 
-def test_a_model_with_a_drafter_keeps_it():
-    assert with_drafter(ServiceConfig()) == ServiceConfig()
+def test_the_embedded_model_keeps_its_drafter():
+    assert with_drafter(ServiceConfig(), num_cores=2) == ServiceConfig()
+
+
+def test_a_model_with_a_drafter_keeps_it_where_that_has_cores_of_its_own():
+    config = ServiceConfig(model="smollm2", device="cpu")
+    assert with_drafter(config, num_cores=8) == config
+    assert with_drafter(config, num_cores=2).speculative_config == STAND_IN
 
 
 def test_one_without_gets_one_that_needs_no_checkpoint():
-    config = with_drafter(ServiceConfig(model=ServiceConfig().target_path))  # by its folder it has none
+    config = with_drafter(ServiceConfig(model=ServiceConfig().target_path), num_cores=8)  # by its folder it has none
     assert config.speculative_config == STAND_IN
     assert config.has_drafters
 
@@ -30,7 +37,7 @@ def test_one_without_gets_one_that_needs_no_checkpoint():
 )
 def test_without_a_pool_there_is_nothing_to_kill(options: dict):
     with pytest.raises(ValueError, match="there must be one"):
-        with_drafter(ServiceConfig(**options))
+        with_drafter(ServiceConfig(**options), num_cores=8)
 
 
 def test_on_a_shared_cluster_nothing_is_killed(monkeypatch: pytest.MonkeyPatch):
@@ -46,13 +53,27 @@ def test_the_embedded_model_goes_on_with_code_it_has_not_seen():
     chats = questions_for("a chat model", codec)
     assert {question.path for question in (*chats.over_http, *chats.over_grpc, chats.long)} == {"/v1/chat/completions"}
     assert len({question.shown for question in chats.burst}) == 256
+    assert questions.edits == ()
+    assert all(edit.fields["prediction"]["content"] in edit.fields["messages"][0]["content"] for edit in chats.edits)
 
 
-def test_a_log_gets_one_line_of_a_wait():
-    written = io.StringIO()
-    with show_wait("waiting", 10, Console(file=written, width=20)) as on_work:
+def test_a_log_is_told_now_and_then_that_a_wait_goes_on():
+    written, now_s = io.StringIO(), 0.0
+    with show_wait("waiting", 10, Console(file=written, width=20), clock=lambda: now_s) as on_work:
+        on_work(1, "one")
+        now_s = SILENCE_S
         on_work(5, "half")
-    assert written.getvalue() == "waiting …\n"
+        on_work(6, "more")
+    assert written.getvalue() == "waiting …\nwaiting: half\n"
+
+
+def test_a_log_is_told_again_what_takes_long(capsys: pytest.CaptureFixture[str]):
+    with show_phases() as on_phase:
+        on_phase("loading")
+        time.sleep(1.5 * SILENCE_S)
+        on_phase("ready")
+    said = [line.partition(" s  ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["loading", "… loading", "ready"]
 
 
 def test_a_terminal_gets_a_bar():

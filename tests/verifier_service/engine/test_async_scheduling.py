@@ -102,6 +102,7 @@ def test_who_comes_while_a_step_runs_is_in_the_next_to_be_launched():
         {"presence_penalty": 1.0},
         {"logit_bias": (LogitBias(token_id=1, bias=0.5),)},
         {"min_tokens": 3},
+        {"bad_words": ((96, 96),)},
     ],
     ids=lambda options: next(iter(options)),
 )

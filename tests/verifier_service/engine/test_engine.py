@@ -657,6 +657,9 @@ def test_requests_with_and_without_processors_share_a_step():
         ({"logit_bias": (LogitBias(token_id=97, bias=1.0),)}, "logit_bias"),
         ({"logit_bias": (LogitBias(token_id=-1, bias=1.0),)}, "logit_bias"),
         ({"min_tokens": 1, "stop_token_ids": tuple(range(97))}, "min_tokens"),
+        ({"bad_words": ((5,), (3, 97))}, "bad_words"),
+        ({"bad_words": tuple((3, id_) for id_ in range(97))}, "bad_words"),
+        ({"min_tokens": 1, "stop_token_ids": tuple(range(96)), "bad_words": ((96,),)}, "bad_words"),
         ({"prompt": (1,) * 150_000, "prompt_logprobs": 20}, "prompt_logprobs"),
     ],
 )

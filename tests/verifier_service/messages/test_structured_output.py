@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import Literal
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from pydantic import BaseModel, FilePath
 
 from fakes.byte_tokens import ByteTokens
 from outrider.verifier_service.messages.request import SamplingParams, StructuredKind, StructuredOutput
-from outrider.verifier_service.messages.structured_output import LIMITS, check_structured, embedded_schema, grammar_text
+from outrider.verifier_service.messages.structured_output import (
+    LIMITS,
+    MAX_WARNING_CHARS,
+    check_structured,
+    embedded_schema,
+    grammar_text,
+    warning_of,
+)
 from outrider.verifier_service.messages.wire import decode, encode
 
 EOS = 256
@@ -22,6 +32,10 @@ def structured(kind: str, value: object = "") -> StructuredOutput:
         return StructuredOutput(kind=StructuredKind.CHOICE, choices=tuple(value))
     text = json.dumps(value) if kind == "json_schema" and not isinstance(value, str) else value
     return StructuredOutput(kind=StructuredKind(kind), text=text)
+
+
+def strictly(schema: object) -> StructuredOutput:
+    return replace(structured("json_schema", schema), is_strict=True)
 
 
 def admits(wanted: StructuredOutput, text: str) -> bool:
@@ -74,7 +88,11 @@ def test_each_kind_admits_what_it_describes(wanted, right, wrong):
         (structured("json_schema", "[" * 100_000), "not JSON"),
         (structured("json_schema", "[1]"), "an object or a boolean"),
         (structured("json_schema", {"type": "nope"}), "Invalid type: nope"),
-        (structured("json_schema", {"not": {}}), "Unimplemented keys"),
+        (strictly({"not": {}}), 'Unimplemented keys: ."not".'),
+        (strictly({"type": "array", "uniqueItems": True}), 'Unimplemented keys: ."uniqueItems".'),
+        (strictly({"type": "string", "format": "path"}), "Unknown format: path"),
+        (structured("json_schema", {"$dynamicRef": "#a"}), "dynamicRef"),  # not a constraint, but what stands there
+        (structured("json_schema", {"type": "object", "properties": {"a": {}}, "minProperties": 2}), "maxProperties"),
         (structured("json_schema", {"$ref": "http://127.0.0.1/x.json"}), "does not fetch"),
         (structured("json_schema", {"type": "string", "minLength": 3, "maxLength": 2}), "Unsatisfiable"),
         (structured("regex", "((("), "invalid regex"),
@@ -157,3 +175,89 @@ def test_a_schema_may_say_what_llamas_grammars_begin_with():
     schema = {"type": "object", "properties": {"a": {"const": "root ::= x"}}, "required": ["a"]}
     wanted = structured("grammar", f"%llguidance {{}}\nstart: %json {embedded_schema(schema)}")
     assert admits(wanted, '{"a": "root ::= x"}')
+
+
+# --- constraints that the grammar lacks ---
+
+
+class Part(BaseModel):
+    """As pydantic writes it: `uniqueItems`, `propertyNames`, and formats that are not in the standard."""
+
+    tags: set[Literal["a", "b"]]
+    counts: dict[Literal["x"], int]
+    path: FilePath
+
+
+NESTED = {
+    "$defs": {"set": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}},
+    "type": "object",
+    "properties": {
+        "defined": {"$ref": "#/$defs/set"},
+        "chosen": {"anyOf": [{"type": "null"}, {"type": "array", "items": {"type": "integer", "not": {"const": 1}}}]},
+        "listed": {"type": "array", "items": {"type": "array", "contains": {"const": 1}, "minContains": 2}},
+    },
+    "required": ["defined", "chosen", "listed"],
+    "if": {},
+    "then": {},
+    "additionalProperties": False,
+}
+EITHER = {"oneOf": [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "names"),
+    [
+        (Part.model_json_schema(), ("propertyNames", "uniqueItems", 'format "file-path"')),
+        (NESTED, ("if", "then", "not", "uniqueItems", "contains", "minContains")),
+        (EITHER, ("oneOf (followed as anyOf)",)),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, ("dependentRequired",)),
+        ({"type": "string", "format": 'o"dd\n'}, (r'format "o\"dd\n"',)),
+        (POINT, ()),
+        ({"type": "object", "properties": {"uniqueItems": {"type": "boolean"}}}, ()),
+    ],
+)
+def test_what_is_left_out_is_named_and_refused_where_strict(schema: dict[str, object], names: tuple[str, ...]):
+    assert sorted(check_structured(structured("json_schema", schema))) == sorted(names)
+    if names:
+        with pytest.raises(ValueError, match="structured must be a json_schema that can be followed"):
+            check_structured(strictly(schema))
+    else:
+        assert check_structured(strictly(schema)) == ()
+
+
+def test_all_else_of_the_schema_is_followed():
+    wanted = structured("json_schema", NESTED)
+    assert admits(wanted, '{"defined": ["a", "a"], "chosen": [1], "listed": [[]]}')
+    assert not admits(wanted, '{"defined": ["c"], "chosen": [1], "listed": [[]]}')
+    assert not admits(wanted, '{"defined": ["a"], "chosen": ["x"], "listed": [[]]}')
+    assert not admits(wanted, '{"defined": ["a"], "chosen": null}')
+    assert admits(structured("json_schema", EITHER), '"a"')
+    assert not admits(structured("json_schema", EITHER), "1")
+
+
+def test_a_schemas_own_options_do_not_undo_strict():
+    own = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
+    with pytest.raises(ValueError, match="uniqueItems"):
+        check_structured(strictly(own))
+    assert check_structured(structured("json_schema", {**own, "x-guidance": {"lenient": False}})) == ("uniqueItems",)
+
+
+def test_a_schema_within_a_grammar_is_as_lenient():
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    text = "%llguidance {{}}\nstart: %json {}"
+    wanted = structured("grammar", text.format(embedded_schema(schema)))
+    assert check_structured(wanted) == ("uniqueItems",)
+    assert admits(wanted, "[1, 1]")
+    with pytest.raises(ValueError, match="uniqueItems"):
+        check_structured(structured("grammar", text.format(embedded_schema(schema, is_strict=True))))
+
+
+def test_a_grammar_that_names_tokens_has_nothing_left_out():
+    assert check_structured(structured("grammar", "%llguidance {}\nstart: <[5]>")) == ()
+
+
+def test_a_warning_names_the_field_and_is_short():
+    warning = warning_of("guided_json", ["uniqueItems", 'format "path"'])
+    says = "the answer may break what the grammar lacks and leaves out"
+    assert warning == f'guided_json: {says}: uniqueItems, format "path"'
+    assert len(warning_of("guided_json", ["x" * 60] * 99)) < MAX_WARNING_CHARS + 200

@@ -22,7 +22,8 @@ from outrider.verifier_service.model.attention import AttentionContext, Attentio
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.library_model import round_linears
 from outrider.verifier_service.model.packed_linear import PackedLinear, PanelLinear
-from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow, forward_packed, resolve_dtype
+from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner, follow, forward_packed
+from outrider.verifier_service.model.settled import resolve_dtype
 from outrider.verifier_service.model.start_check import (
     engine_logits,
     library_logits,

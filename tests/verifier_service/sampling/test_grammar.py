@@ -243,6 +243,12 @@ def test_what_only_a_tokenizer_shows_to_be_wrong_is_an_error_too():
         GrammarCompiler(tiny_tokenizer).open(grammar, ENDS)
 
 
+def test_a_schema_that_is_followed_but_for_a_reference_is_an_error_too():
+    schema = StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text='{"$dynamicRef": "#a"}')
+    with pytest.raises(ValueError, match=r"structured must be a json_schema that can be followed: .*dynamicRef"):
+        GrammarCompiler(tiny_tokenizer).open(schema, ENDS)
+
+
 def message(request_id: str, structured: StructuredOutput) -> GenerationRequest:
     sampling = SamplingParams(structured=structured)
     return GenerationRequest(request_id=request_id, prompt_token_ids=(1,), sampling=sampling)

@@ -233,6 +233,9 @@ def random_sampling(rng: random.Random) -> SamplingParams:
         repetition_penalty=rng.choice((1.0, 1.7, 0.6)),
         logit_bias=tuple(LogitBias(token_id=token_id, bias=rng.uniform(-5, 5)) for token_id in biased),
         min_tokens=rng.choice((0, 0, 4)),
+        bad_words=tuple(
+            tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 2, 2, 3)))) for _ in range(rng.choice((0, 5)))
+        ),
     )
 
 

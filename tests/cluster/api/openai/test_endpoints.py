@@ -568,7 +568,7 @@ async def test_structured_output_reaches_the_engine(tokenizer, backend):
         await client.post("/v1/completions", json={"prompt": "a", "guided_choice": ["x", "y"]})
         await client.post("/v1/completions", json={"prompt": "a"})
     first, second, third = (request.sampling.structured for request in backend.requests)
-    assert first == StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=json.dumps(schema))
+    assert first == StructuredOutput(kind=StructuredKind.JSON_SCHEMA, text=json.dumps(schema), is_strict=True)
     assert second == StructuredOutput(kind=StructuredKind.CHOICE, choices=("x", "y"))
     assert third is None
 

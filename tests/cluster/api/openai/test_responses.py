@@ -8,7 +8,16 @@ import httpx
 import openai
 import pytest
 
-from fakes.backend import BRACKETS, FakeBackend, build_gateway, build_tokenizer, says
+from fakes.backend import (
+    BRACKETS,
+    CALL_ARGUMENTS,
+    CALL_TEMPLATES,
+    FakeBackend,
+    build_gateway,
+    build_tokenizer,
+    calls_template,
+    says,
+)
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.api.openai.response_store import ResponseStore
 from outrider.cluster.common.errors import RequestFailed, ResponseNotFound, Unavailable
@@ -73,6 +82,31 @@ async def test_items_become_the_chat_that_they_stand_for(tokenizer):
         ],
     )
     assert prompt_of(tokenizer, backend.requests[0]) == "[system]rules[user]fox[assistant]the[tool]dog[assistant]"
+
+
+ITEMS_OF_CALL = [
+    {"role": "user", "content": "fox"},
+    {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": CALL_ARGUMENTS},
+]
+
+
+@pytest.mark.parametrize("kind", CALL_TEMPLATES)
+async def test_calls_made_before_are_written_in_the_templates_form(kind):
+    body, written = CALL_TEMPLATES[kind]
+    tokenizer = build_tokenizer(calls_template(body))
+    client, backend = client_to(tokenizer, "ok")
+    await client.responses.create(model="tiny", input=ITEMS_OF_CALL)
+    assert prompt_of(tokenizer, backend.requests[0]) == f"[user]fox[assistant]{written}[assistant]"
+
+
+async def test_arguments_that_no_template_can_walk_are_named():
+    tokenizer = build_tokenizer(calls_template(CALL_TEMPLATES["walks"][0]))
+    client, _ = client_to(tokenizer, "ok")
+    user, call = ITEMS_OF_CALL
+    named = r"input: tool_calls: function.arguments of 'weather' \(c1\) must be a JSON object"
+    with pytest.raises(openai.BadRequestError, match=named) as refused:
+        await client.responses.create(model="tiny", input=[user, call | {"arguments": "{"}])
+    assert refused.value.param == "input"
 
 
 async def test_calls_and_thoughts_are_items(tokenizer):

@@ -9,7 +9,17 @@ import httpx
 import openai
 import pytest
 
-from fakes.backend import BRACKETS, FakeBackend, build_gateway, build_tokenizer, says
+from fakes.backend import (
+    BRACKETS,
+    CALL_ARGUMENTS,
+    CALL_TEMPLATES,
+    FakeBackend,
+    build_gateway,
+    build_tokenizer,
+    calls_template,
+    chat_of_call,
+    says,
+)
 from outrider.cluster.api.openai.endpoints import build_api
 from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind
@@ -121,6 +131,41 @@ async def test_tools_reach_the_template_and_answers_go_back_into_it(tokenizer):
         )
     prompt = tokenizer.decode(backend.requests[0].prompt_token_ids)
     assert prompt == "<weather>[user]fox[assistant]!weather:Rom[tool]sunny#low[assistant]"
+
+
+@pytest.mark.parametrize("kind", CALL_TEMPLATES)
+@pytest.mark.parametrize("arguments", [CALL_ARGUMENTS, json.loads(CALL_ARGUMENTS)])
+async def test_calls_made_before_are_written_in_whichever_form_they_come(kind, arguments):
+    body, written = CALL_TEMPLATES[kind]
+    tokenizer = build_tokenizer(calls_template(body))
+    backend = backend_that_says(tokenizer, "ok")
+    async with client_to(backend, tokenizer) as client:
+        fields = {"messages": chat_of_call(arguments)}
+        await client.post("/chat/completions", body=fields, cast_to=object)
+        tokenized = await client.post("http://gateway/tokenize", body=fields, cast_to=dict)
+    prompts = [tokenizer.decode(ids) for ids in (backend.requests[0].prompt_token_ids, tokenized["tokens"])]
+    assert prompts == [f"[user]fox[assistant]{written}[assistant]"] * 2
+
+
+@pytest.mark.parametrize("arguments", ['{"city', "[1]", [1], '{"city": "\\ud800"}'])
+async def test_arguments_that_are_no_object_are_named_where_the_template_walks_them(arguments):
+    tokenizer = build_tokenizer(calls_template(CALL_TEMPLATES["walks"][0]))
+    async with client_to(backend_that_says(tokenizer, "ok"), tokenizer) as client:
+        named = r"messages: tool_calls: function.arguments of 'weather' \(c1\) must be a JSON object"
+        with pytest.raises(openai.BadRequestError, match=named) as refused:
+            await client.post("/chat/completions", body={"messages": chat_of_call(arguments)}, cast_to=object)
+    assert refused.value.param == "messages"
+
+
+async def test_arguments_that_are_joined_as_text_stay_as_they_are():
+    tokenizer = build_tokenizer(calls_template(CALL_TEMPLATES["joins"][0]))
+    backend = backend_that_says(tokenizer, "ok")
+    async with client_to(backend, tokenizer) as client:
+        for arguments in ('{"city', '{ "city":"Rom"}', "", None, [1]):
+            await client.post("/chat/completions", body={"messages": chat_of_call(arguments)}, cast_to=object)
+    prompts = [tokenizer.decode(request.prompt_token_ids) for request in backend.requests]
+    written = ['{"city', '{ "city":"Rom"}', "", "{}", "[1]"]
+    assert prompts == [f"[user]fox[assistant]!{text}[assistant]" for text in written]
 
 
 async def test_what_must_be_called_is_held_to_its_form(tokenizer):

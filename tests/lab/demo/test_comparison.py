@@ -1,0 +1,58 @@
+"""What is said of an act: how fast it was without drafts and with them, and why."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from fakes.played import plain_answer, played_answer
+from outrider.lab.demo.comparison import Comparison, require_same
+
+PLAIN = plain_answer(11)
+DRAFTED = plain_answer(11, every_s=0.05, num_drafts=4, num_draft_tokens=16, num_accepted_tokens=6)
+
+
+def compared(off=(PLAIN,), on=(DRAFTED,), **fields) -> Comparison:
+    return Comparison(what="answers", story="a story", off=off, on=on, **fields)
+
+
+def test_one_by_one_their_decoding_counts():
+    found = compared()
+    assert found.rates == pytest.approx((10.0, 20.0))
+    assert found.ratio == pytest.approx(2.0)
+    assert found.tokens_per_verification == 2.5
+
+
+def test_together_the_whole_time_counts():
+    found = compared(off=(plain_answer(10),) * 4, on=(plain_answer(10),) * 2, seconds=(2.0, 0.5))
+    assert found.rates == (20.0, 40.0)
+
+
+def test_where_drafts_won_their_part_is_said():
+    assert compared().why == "a story; 6 of 16 drafted tokens were right, in 80% of the steps"
+
+
+def test_where_they_did_not_that_is_said():
+    even = compared(on=(plain_answer(11, num_drafts=1, num_draft_tokens=4),))
+    assert even.why == "a story; 0 of 4 drafted tokens were right, in 9% of the steps: no more than they cost"
+    assert compared(off=(DRAFTED,), on=(plain_answer(11),)).why == "a story; nothing was drafted: less than they cost"
+
+
+def test_why_they_were_stopped_is_said():
+    on = (plain_answer(11, disabled_reason="load"), plain_answer(11, disabled_reason="load"), DRAFTED)
+    assert compared(on=on).why.endswith("; stopped for 2 of 3: a draft token costs more than it brings")
+
+
+def test_a_ratio_needs_both_sides():
+    idle = compared(off=(plain_answer(1),), on=(plain_answer(1),))
+    assert (idle.ratio, idle.tokens_per_verification) == (None, None)
+
+
+def test_the_same_tokens_pass_whatever_their_origin():
+    require_same(played_answer(("a", "plain")), played_answer(("a", "accepted")), "HTTP")
+
+
+@pytest.mark.parametrize("tokens", [(("a", "plain"), ("xyz", "plain")), (("a", "plain"),)])
+def test_another_token_or_a_missing_one_is_an_error(tokens: tuple[tuple[str, str], ...]):
+    with pytest.raises(click.ClickException, match="HTTP: token 2 differs"):
+        require_same(played_answer(("a", "plain"), ("bc", "plain")), played_answer(*tokens), "HTTP")

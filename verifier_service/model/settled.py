@@ -1,0 +1,85 @@
+"""What a `ModelConfig` leaves open and a machine decides: device, dtype, longest sequence, size of the KV pool."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+from transformers import PreTrainedConfig
+
+from outrider.verifier_service.model.attention import LayerShape
+from outrider.verifier_service.model.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+CPU_CACHE_LIMIT_BYTES = 1 << 30
+CPU_CACHE_SHARE = 0.1  # of the physical memory
+CUDA_CACHE_SHARE = 0.8  # of the memory that is free once the weights are loaded
+
+
+def resolve_device(name: str) -> torch.device:
+    """Choose the device of `ModelConfig.device`."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def resolve_dtype(name: str, description: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """Choose the dtype of `ModelConfig.dtype`: "auto" is the checkpoint's own.
+
+    On a CPU that is bfloat16 for a checkpoint of 16 bit if the processor multiplies it in hardware, else float32.
+    """
+    if name != "auto":
+        return getattr(torch, name)
+    own = description.dtype
+    if not isinstance(own, torch.dtype):
+        return torch.float32
+    if device.type == "cuda":
+        return own
+    return torch.bfloat16 if own.itemsize == 2 and multiplies_bfloat16() else torch.float32
+
+
+def multiplies_bfloat16() -> bool:
+    """Tell whether this CPU has instructions for products in bfloat16 (AVX512-BF16 or AMX)."""
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
+def resolve_max_model_len(config: ModelConfig, description: PreTrainedConfig) -> int:
+    """Bound the sequence length by the model's own limit; raises `ValueError` naming the field."""
+    own = description.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > own:
+        raise ValueError(f"max_model_len must be at most the model's own limit of {own}")
+    return config.max_model_len or own
+
+
+def limit_to_pool(config: ModelConfig, max_model_len: int, num_slots: int) -> int:
+    """Bound the sequence length by what the KV pool holds; raises `ValueError` where more was asked for."""
+    if max_model_len <= num_slots:
+        return max_model_len
+    if config.max_model_len is not None:
+        raise ValueError(f"max_model_len must be at most {num_slots}, the tokens that the KV cache holds")
+    logger.warning("the KV cache holds %d tokens of the model's %d: sequences end there", num_slots, max_model_len)
+    return num_slots
+
+
+def resolve_num_blocks(
+    config: ModelConfig, shapes: dict[int, LayerShape], dtype: torch.dtype, device: torch.device
+) -> int:
+    """Count the KV blocks that fit; raises `ValueError` where not even one does."""
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    block_bytes = config.block_size * dtype.itemsize * sum(shape.num_elements for shape in shapes.values())
+    budget_bytes = config.kv_cache_memory_bytes or free_cache_bytes(device)
+    if budget_bytes < block_bytes:
+        raise ValueError(f"kv_cache_memory_bytes must be at least {block_bytes}, one block; there are {budget_bytes}")
+    return budget_bytes // block_bytes
+
+
+def free_cache_bytes(device: torch.device) -> int:
+    """Take a modest share of a CPU's memory, most of what a CUDA device has free."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * CUDA_CACHE_SHARE)
+    physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(CPU_CACHE_LIMIT_BYTES, int(physical_bytes * CPU_CACHE_SHARE))
