@@ -20,7 +20,7 @@ from outrider.drafter_service.lookup.token_history import (
     GuessTree,
     TokenHistory,
 )
-from outrider.verifier_service.messages.draft import ROOT, DraftNeeds
+from outrider.verifier_service.messages.draft import NO_NEEDS, ROOT, DraftNeeds
 
 PRIOR = 0.5  # acceptance of a kind that was never judged
 
@@ -53,13 +53,14 @@ class NgramDrafter:
         prompt_lookup_min: int = 2,
         prompt_lookup_max: int = 5,
         max_model_len: int = UNBOUNDED_MODEL_LEN,
+        needs: DraftNeeds = NO_NEEDS,
     ) -> None:
         """Match the last `prompt_lookup_max` tokens, or fewer down to `prompt_lookup_min`."""
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:
             raise ValueError("prompt_lookup_min must be at least 1 and at most prompt_lookup_max")
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self.needs = DraftNeeds()
+        self.needs = needs
         self._sizes = range(prompt_lookup_min, prompt_lookup_max + 1)
         self._estimate = AcceptanceEstimate()
         self._sessions: dict[SessionKey, _Session] = {}

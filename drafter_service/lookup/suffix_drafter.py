@@ -23,7 +23,7 @@ from outrider.drafter_service.lookup.token_history import (
     GuessTree,
     TokenHistory,
 )
-from outrider.verifier_service.messages.draft import ROOT, DraftNeeds, require
+from outrider.verifier_service.messages.draft import NO_NEEDS, ROOT, DraftNeeds, require
 
 MAX_BRANCHES = 8  # children of one node of a draft tree
 
@@ -122,11 +122,16 @@ class SuffixDrafter:
     """A `Drafter` over suffix trees, for chains and trees."""
 
     def __init__(
-        self, *, vocab_size: int, config: SuffixConfig | None = None, max_model_len: int = UNBOUNDED_MODEL_LEN
+        self,
+        *,
+        vocab_size: int,
+        config: SuffixConfig | None = None,
+        max_model_len: int = UNBOUNDED_MODEL_LEN,
+        needs: DraftNeeds = NO_NEEDS,
     ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self.needs = DraftNeeds()
+        self.needs = needs
         self._config = config or SuffixConfig()
         self._past = PastResponses(self._config)
         self._estimate = AcceptanceEstimate()

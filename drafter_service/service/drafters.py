@@ -38,6 +38,7 @@ from outrider.drafter_service.target.early_exit_drafter import early_exit_drafte
 from outrider.drafter_service.target.sparse_drafter import sparse_drafter
 from outrider.drafter_service.target.target_view import TargetView
 from outrider.verifier_service.engine.runners import Runner
+from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.seeds import derive_seed
 from outrider.verifier_service.model.architectures import read_description, resolve_description, resolve_folder
 from outrider.verifier_service.model.settled import resolve_device
@@ -94,6 +95,9 @@ class _Maker:
         self._limits = {"vocab_size": self._vocab_size, "max_model_len": self._max_model_len}
         self._trees = TreeConfig(method=self._config.tree_method)
         self._num_ahead_branches = 0 if view is not None else self._config.num_ahead_branches  # no time of its own
+
+        # behind a link a draft takes time; and trees are priced as others' are
+        self._lookup_needs = DraftNeeds(is_found=view is not None and not self._config.num_tree_nodes)
 
     def make(self, method: Method) -> Drafter:
         makers: dict[Method, Callable[[], Drafter]] = {
@@ -173,6 +177,7 @@ class _Maker:
         return NgramDrafter(
             prompt_lookup_min=self._config.prompt_lookup_min,
             prompt_lookup_max=self._config.prompt_lookup_max,
+            needs=self._lookup_needs,
             **self._limits,
         )
 
@@ -183,7 +188,7 @@ class _Maker:
             max_spec_factor=self._config.suffix_decoding_max_spec_factor,
             min_token_prob=self._config.suffix_decoding_min_token_prob,
         )
-        return SuffixDrafter(config=config, **self._limits)
+        return SuffixDrafter(config=config, needs=self._lookup_needs, **self._limits)
 
     def _lookahead(self) -> Drafter:
         config = LookaheadConfig(window=self._config.lookahead_window, ngram=self._config.lookahead_ngram_size)

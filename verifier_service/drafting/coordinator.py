@@ -22,6 +22,7 @@ from outrider.verifier_service.drafting.joining import DueDraft
 from outrider.verifier_service.drafting.predicted_text import PREDICTION, Predictions
 from outrider.verifier_service.drafting.state_source import StateSource
 from outrider.verifier_service.messages.draft import (
+    NO_NEEDS,
     Close,
     Commit,
     Draft,
@@ -42,7 +43,6 @@ from outrider.verifier_service.pricing.step_price import NEVER
 
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-_NO_NEEDS = DraftNeeds()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class DraftCoordinator:
     def needs_of(self, request: Request) -> DraftNeeds:
         """Return what a request's drafter wants to know."""
         session = self._sessions.get(request.request_id)
-        return _NO_NEEDS if session is None else self._drafters[session.drafter_id].needs
+        return NO_NEEDS if session is None else self._drafters[session.drafter_id].needs
 
     def answered_round(self, request: Request) -> AnsweredRound | None:
         """Return the last round in which a good draft came for a request, or None."""
@@ -359,8 +359,8 @@ class DraftCoordinator:
             bound, request.metrics.disabled_reason = 0, reason
         if self._pricing is None:
             return bound
-        has_predictions = drafter_id is not None and self._drafters[drafter_id].needs.predictions
-        return self._pricing.length(request, drafter_id or "", bound, has_predictions=has_predictions)
+        needs = NO_NEEDS if drafter_id is None else self._drafters[drafter_id].needs
+        return self._pricing.length(request, drafter_id or "", bound, needs)
 
     def _longest_draft(self, request: Request) -> int:
         """Return how long a draft the plan, the request itself and its remaining places allow."""

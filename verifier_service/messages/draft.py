@@ -60,8 +60,10 @@ class DraftNeeds:
     taps: tuple[int, ...] = ()
     last_state_only: bool = False  # the states of the token before the draft are enough
     predictions: bool = False  # `Commit.predicted_ids`
+    is_found: bool = False  # its drafts, chains, are found and not computed, in the verifier's process: at once
 
 
+NO_NEEDS = DraftNeeds()
 FINAL_TAP = -1
 
 

@@ -23,15 +23,17 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from outrider.verifier_service.messages.draft import ROOT, Draft
+from outrider.verifier_service.messages.draft import NO_NEEDS, ROOT, Draft, DraftNeeds
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.messages.request import DisabledReason, Request
 from outrider.verifier_service.messages.tree import depths
 from outrider.verifier_service.pricing.cost_model import ContextTime, CostModel, StepShape, StepTimeModel
+from outrider.verifier_service.pricing.found_drafts import FoundDrafts
 from outrider.verifier_service.pricing.load_levels import LoadLevel, LoadLevels
 from outrider.verifier_service.pricing.offer import (
     Offer,
+    PricedRequest,
     PricedRound,
     PricedStep,
     confidences_of,
@@ -39,6 +41,7 @@ from outrider.verifier_service.pricing.offer import (
     judged_nodes,
     num_alike_plain,
 )
+from outrider.verifier_service.pricing.probes import PROBE_LENGTH, PROBE_ROUNDS, ProbeBudget
 from outrider.verifier_service.pricing.recent_confidences import RecentConfidences
 from outrider.verifier_service.pricing.step_price import NEVER
 from outrider.verifier_service.pricing.survival import SurvivalEstimator
@@ -46,26 +49,10 @@ from outrider.verifier_service.pricing.token_worth import TokenWorth
 from outrider.verifier_service.scheduling.outcome import Outcome, num_draft_tokens
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest, first_nodes, kept_nodes
 
-PROBE_ROUNDS = 16  # a request without drafts tries one every so many of its rounds, at most: others probe, too
-PROBE_LENGTH = 2  # of a probe: the first position says whether drafts are right, the second what one more costs
-PROBE_SHARE = 0.01  # of the time of steps of one request; of n, over the root of n: there are more to probe
 STALL = 4.0  # times what a step should have taken: more is not booked, whatever it was
 SLOW = 1.5  # times what a step with drafts usually takes: beyond that they are not what slows it down
-MAX_SAVED_STEPS = 50.0  # of that share: what is left over does not pile up to end in a burst of probes
 UNPLANNED_LENGTH = 4  # of a draft: priced until a plan has named a drafter, so that drafts have a price by then
 LOW_SURVIVAL = 0.25  # of a first position: below, a request is off for what it drafts and not for the load
-
-
-@dataclass(slots=True)
-class _Pricing:
-    """What is remembered of one request."""
-
-    drafter_id: str
-    num_rounds_off: int  # since its last draft was asked for
-    is_opening: bool = True  # its drafter has not answered yet
-    round: PricedRound | None = None  # None: it has not asked since the last step that it was in
-    survivals: Sequence[float] = ()  # by history
-    survivals_at: tuple[int, str, int] | None = None  # what they were estimated from
 
 
 @dataclass(slots=True)
@@ -82,12 +69,13 @@ class DraftPricing:
     _levels: LoadLevels | None = None  # None: there is no profile, so nothing is priced
     _level: LoadLevel | None = None  # of the last step
     _depths: tuple[int | None, int | None] = (None, None)  # how long drafts should be, and may be now; None: any length
-    _requests: dict[str, _Pricing] = field(default_factory=dict)
+    _requests: dict[str, PricedRequest] = field(default_factory=dict)
     _usual: tuple[str, int] = ("", UNPLANNED_LENGTH)  # drafter and plan of the last request that was allowed to draft
     _base: StepShape = field(default_factory=lambda: StepShape(1, 0))  # of the last step, its drafts left out
+    _found: FoundDrafts = field(default_factory=FoundDrafts)
     _unlearnt: PricedStep | None = None  # the last one, until it is learnt from
     _gone: set[str] = field(default_factory=set)  # requests that have left since
-    _probe_s: float = 0.0  # what probes may cost now
+    _probes: ProbeBudget = field(default_factory=ProbeBudget)
     _num_plain_steps: int = 0  # in a row, of one load, without prompts and with nobody who asked
 
     def use_profile(
@@ -130,14 +118,19 @@ class DraftPricing:
         """Return whether a step of so many requests can be learnt from later than they ask again."""
         return self._levels is None or not self._levels.at(num_requests).price.is_new
 
-    def length(self, request: Request, drafter_id: str, bound: int, *, has_predictions: bool = False) -> int:
+    def length(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> int:
         """Return how many of `bound` tokens to ask a drafter for: those expected to be worth the price.
 
-        Only earlier rounds count, so nothing depends on what the drafter will draw. `has_predictions`: the drafter is
-        told what the target predicts after each node of its trees.
+        Only earlier rounds count, so nothing depends on what the drafter will draw.
         """
         if self._level is None:
             return bound
+        if needs.is_found and bound and not request.plan.is_pinned:
+            found = self._found.ask(self._level, self._base, drafter_id, bound)
+            if found is not None:
+                self._kept(request, drafter_id).round = found
+                request.metrics.disabled_reason = None if found.length else DisabledReason.LOAD
+                return found.length
         if bound:
             self._usual = drafter_id, request.plan.draft_length
         # who is switched off goes on being priced, or nobody would learn when the load that was the reason is gone
@@ -150,7 +143,7 @@ class DraftPricing:
             potential,
             bound,
             is_pinned=is_pinned,
-            has_predictions=has_predictions,
+            has_predictions=needs.predictions,
             is_opening=kept.is_opening,
         )
         if bound and not is_pinned:
@@ -176,10 +169,10 @@ class DraftPricing:
         self._kept(request, drafter_id).round = asked
         return length
 
-    def _worths(self, request_id: str, kept: _Pricing, asked: PricedRound) -> Sequence[float]:
+    def _worths(self, request_id: str, kept: PricedRequest, asked: PricedRound) -> Sequence[float]:
         return self.worth.worths(request_id, self._survivals(request_id, kept, asked))
 
-    def _survivals(self, request_id: str, kept: _Pricing, asked: PricedRound) -> Sequence[float]:
+    def _survivals(self, request_id: str, kept: PricedRequest, asked: PricedRound) -> Sequence[float]:
         """Return those by history, estimated again only after something was learnt: without drafts nothing is."""
         source = (self.survival.num_observed, asked.drafter_id, asked.bound)
         if kept.survivals_at != source:
@@ -187,23 +180,21 @@ class DraftPricing:
             kept.survivals_at = source
         return kept.survivals
 
-    def _kept(self, request: Request, drafter_id: str) -> _Pricing:
+    def _kept(self, request: Request, drafter_id: str) -> PricedRequest:
         kept = self._requests.get(request.request_id)
         if kept is None:  # requests that came together do not probe together
             waited = zlib.crc32(request.request_id.encode()) % PROBE_ROUNDS
-            kept = self._requests[request.request_id] = _Pricing(drafter_id, num_rounds_off=waited)
+            kept = self._requests[request.request_id] = PricedRequest(drafter_id, num_rounds_off=waited)
         return kept
 
-    def _probe(self, request_id: str, kept: _Pricing, asked: PricedRound) -> None:
+    def _probe(self, request_id: str, kept: PricedRequest, asked: PricedRound) -> None:
         """Let a request draft a little although it does not pay: mostly not at all."""
         assert self._level is not None
-        if kept.num_rounds_off + 1 < PROBE_ROUNDS:
-            return
-        if self._probe_s <= 0.0:  # the last probes are not paid for yet
+        if not self._probes.allow(kept.num_rounds_off):
             return
         length = min(PROBE_LENGTH, asked.bound)
         times = self._level.cost.seconds_with(self._base, length)
-        self._probe_s -= times[-1] - times[0] + times[0] / self._base.num_tokens  # it misses a step at least
+        self._probes.spend(times[-1] - times[0] + times[0] / self._base.num_tokens)  # it misses a step at least
         asked.length, asked.is_probe = length, True
         asked.worths = self._worths(request_id, kept, asked)
 
@@ -212,6 +203,11 @@ class DraftPricing:
         kept = self._requests.get(request.request_id)
         if self._level is None or kept is None or (asked := kept.round) is None:
             return draft
+        if asked.is_free:
+            asked.confidences = confidences_of(draft)
+            known = request.request_id, asked.drafter_id, len(draft.token_ids), asked.confidences
+            length = self._level.cost.best_length(self._base, self.survival.survivals(*known))
+            return first_nodes(draft, max_nodes=length, max_depth=length)
         if draft.parents is not None and draft.draft_probs is None:
             return self._best_nodes(request.request_id, asked, draft)
         is_chain = draft.parents is None
@@ -302,6 +298,7 @@ class DraftPricing:
         if self._unlearnt is None:
             return
         step, self._unlearnt = self._unlearnt, None
+        self._found.end_step()
         self._observe_step(step)
         gone, self._gone = self._gone, set()
         for request_id in gone:
@@ -312,8 +309,7 @@ class DraftPricing:
             return
         outcomes, shape = step.outcomes, step.shape
         priced = [outcome.item for outcome in outcomes if outcome.item.samples and not step.is_pinned(outcome.item)]
-        granted_s = PROBE_SHARE * step.step_s / math.sqrt(max(1, len(priced)))
-        self._probe_s = min(self._probe_s + granted_s, MAX_SAVED_STEPS * granted_s)
+        self._probes.earn(step.step_s, len(priced))
         is_asking = any(one.length for one in step.rounds.values())
         is_plain = not is_asking and shape.num_tokens == len(outcomes)
         if is_asking:
@@ -327,7 +323,7 @@ class DraftPricing:
             return
         taking_part = step.asking(item.request for item in step.items)
         asking = [*taking_part, *step.asking(step.held)]
-        num_drafted = sum(len(item.draft.token_ids) for item in priced if item.draft is not None)
+        num_drafted = sum(len(item.draft.token_ids) for item in step.items if item.draft and step.may_end(item))
         # a step with drafts says nothing of how long plain ones take: drafters' work may have slowed it down
         is_drafting = bool(step.held) or any(item.draft is not None for item in step.items)
         shape = replace(shape, is_drafting=is_drafting)
@@ -397,7 +393,7 @@ class DraftPricing:
         elif base.num_tokens == len(priced):  # what a few cost says nothing of what all would
             level.observe_plain()
             level.trial.observe_probe(forgone - made)
-            self._probe_s -= max(0.0, elapsed_s - plain_s * made)
+            self._probes.spend(max(0.0, elapsed_s - plain_s * made))
 
     def _offer(self, step: PricedStep, request: Request) -> Offer:
         """Return what one request had on offer; where nothing was asked for, as if it were one of the last drafts."""

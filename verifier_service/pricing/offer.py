@@ -55,11 +55,24 @@ class PricedRound:
     is_probe: bool = False
     is_pinned: bool = False
     has_predictions: bool = False  # the drafter is told what the target predicts after each node of a tree
+    is_free: bool = False  # it takes no time to draft: what is verified follows from the draft alone
     is_opening: bool = True  # its drafter had not answered yet: its first round contains a prefill
     worths: Sequence[float] = ()  # of the positions, by history, when a draft was asked for
     offered: Offer | None = None  # by its draft; None: it has none
     confidences: Sequence[float] | None = None  # of a chain, before it was cut; None: it claims nothing
     after: LastRound = LastRound.UNDRAFTED  # how the round before it had gone
+
+
+@dataclass(slots=True)
+class PricedRequest:
+    """What is remembered of one request."""
+
+    drafter_id: str
+    num_rounds_off: int  # since its last draft was asked for
+    is_opening: bool = True  # its drafter has not answered yet
+    round: PricedRound | None = None  # None: it has not asked since the last step that it was in
+    survivals: Sequence[float] = ()  # by history
+    survivals_at: tuple[int, str, int] | None = None  # what they were estimated from
 
 
 @dataclass(slots=True)
@@ -88,6 +101,11 @@ class PricedStep:
         """Return whether a request drafts whatever that costs."""
         asked = self.rounds.get(item.request.request_id)
         return asked is not None and asked.is_pinned
+
+    def may_end(self, item: ScheduledRequest) -> bool:
+        """Return whether it is decided here what a request drafts."""
+        asked = self.rounds.get(item.request.request_id)
+        return asked is None or asked.is_free or not asked.is_pinned
 
     def expected(self, item: ScheduledRequest) -> float:
         """Return how many tokens of an item's draft were expected to be accepted."""

@@ -241,9 +241,7 @@ class SurvivalEstimator:
                 pool.observe_claim(confidence, is_rejected and place == num_judged)
         self._all.add_draft(num_judged, is_rejected)
 
-    def end_round(
-        self, request_id: str, drafter_id: str, num_draft_tokens: int, num_accepted_tokens: int
-    ) -> LastRound:
+    def end_round(self, request_id: str, drafter_id: str, num_draft_tokens: int, num_accepted_tokens: int) -> LastRound:
         """Note how a request's round went, which its next one is judged by, and return how the one before had gone.
 
         All else that the draft teaches may wait for `observe`.

@@ -11,7 +11,14 @@ from fakes.engine_bench import PROMPT, make_request
 from fakes.priced_bench import DEAR, FREE, KNEED, ONE_CORE, Bench, FarBench, FarDrafts, GuessingDrafts
 from outrider.verifier_service.engine.loop import engine_load
 from outrider.verifier_service.engine.step_stats import RecentRates
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Commit, Draft, DrafterEvent, SparseRow
+from outrider.verifier_service.messages.draft import (
+    DRAFT_PROB_SCALE,
+    Commit,
+    Draft,
+    DrafterEvent,
+    DraftNeeds,
+    SparseRow,
+)
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import DisabledReason, Request, SpeculationPlan
 from outrider.verifier_service.pricing.draft_pricing import PROBE_ROUNDS, DraftPricing
@@ -280,7 +287,7 @@ def priced_at(price: float, *, has_predictions: bool = False) -> tuple[DraftPric
     request = bench.engine.requests["0"]
     assert bench.pricing._level is not None
     bench.pricing._depths = None, None  # drafts may be long
-    assert bench.pricing.length(request, "d", 4, has_predictions=has_predictions) == 4
+    assert bench.pricing.length(request, "d", 4, DraftNeeds(predictions=has_predictions)) == 4
     bench.pricing._level.price._price = bench.pricing._level.price._price_if_free = price
     return bench.pricing, request
 
