@@ -35,6 +35,8 @@ ELSEWHERE = {
     "load.png": "a command beside it writes it",
     "results.json": "a command beside it writes it",
     "STEP.md": "a command beside it writes it",
+    "figures.json": "`outrider make-head` writes it",
+    "figures.md": "`outrider make-head` writes it",
     "ray/serve/_private/replica_result.py": "Ray's",
 }
 

@@ -65,7 +65,7 @@ def make_head(
 ) -> None:
     """Have MODEL answer prompts, train an EAGLE-3 head on that, and measure what the head is served at.
 
-    The same command goes on where it stopped. OUTPUT/figures.md and figures.json say what came of each phase.
+    The same command goes on where it stopped. figures.md and figures.json say what came of each phase.
     """
     from dataclasses import replace
 

@@ -1,9 +1,9 @@
 """Make an EAGLE-3 head for a target on one machine: a corpus of its own answers, training, and what it is served at.
 
-    OUTPUT/corpus/           shards of the target's answers, of many streams at once
-    OUTPUT/head/             the head; head.training/ beside it has the checkpoint to go on from
-    OUTPUT/figures.json      what each phase did, took and found
-    OUTPUT/figures.md        the same as tables
+    corpus/          shards of the target's answers, of many streams at once
+    head/            the head; head.training/ beside it has the checkpoint to go on from
+    figures.json     what each phase did, took and found
+    figures.md       the same as tables
 
 Training's own judge plays prompts one after another; here the engine judges, with all of them at once.
 """

@@ -14,6 +14,7 @@ from outrider.verifier_service.drafting.state_source import StateSource
 from outrider.verifier_service.links.circuit_breaker import BreakerConfig
 from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,
+    NO_NEEDS,
     Close,
     Commit,
     Draft,
@@ -285,8 +286,8 @@ class HeardPricing:
     def __init__(self) -> None:
         self.heard: list[tuple[str, int, bool]] = []
 
-    def length(self, request: Request, drafter_id: str, bound: int, *, has_predictions: bool = False) -> int:
-        self.heard.append((drafter_id, bound, has_predictions))
+    def length(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> int:
+        self.heard.append((drafter_id, bound, needs.predictions))
         return bound
 
 
@@ -460,7 +461,7 @@ class ClosedPricing:
     def __init__(self) -> None:
         self.probe_length = 0
 
-    def length(self, request: Request, drafter_id: str, bound: int, *, has_predictions: bool = False) -> int:
+    def length(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> int:
         return self.probe_length
 
 
