@@ -54,10 +54,11 @@ class GatewayReplica:
         gateway_id = serve.get_replica_context().replica_id.unique_id
         configure_logging(config.log_format, replica=f"gateway/{gateway_id}")
         begin_phases("gateway")
-        tell_phase("reading the tokenizer, waiting for a verifier")
+        tell_phase("reading the tokenizer")
         self._tracing = tracing_of(config, gateway_id)
         model = config.verifier_spec.model
-        tokenizer = asyncio.create_task(asyncio.to_thread(load_tokenizer, model))
+        tokenizer = await asyncio.to_thread(load_tokenizer, model)  # while verifiers load
+        tell_phase("waiting for a verifier")
         info = model_info(
             config.model_name,
             model,
@@ -76,7 +77,7 @@ class GatewayReplica:
         registry = CollectorRegistry()
         self._gateway = Gateway(
             info,
-            await tokenizer,
+            tokenizer,
             self._backend,
             GatewayMetrics(registry, model_name=config.model_name, engine=gateway_id),
             time.monotonic,
