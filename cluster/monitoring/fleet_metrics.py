@@ -254,7 +254,7 @@ _DRAFTING = (
         "price",
         "gauge",
         "Committed tokens that one more draft position costs a verifier: drafts go on while their survival exceeds it; "
-        "what the router goes by, so never below its min_price; no sample while nobody decodes",
+        "what the router goes by: the verifier's own, or the KV pressure where that is more; none while nobody decodes",
         lambda state: state.price,
     ),
     of_verifiers(

@@ -13,7 +13,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from outrider.cluster.common.hints import did_you_mean
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
@@ -204,40 +204,6 @@ class RouteAnswer:
     assignment: Assignment | None  # None: no verifier takes it now
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwitchPolicy:
-    """Hysteresis of every on/off decision: gains are throughput with speculation ÷ throughput without."""
-
-    on_gain: float = 1.10
-    off_gain: float = 1.00
-    on_dwell_s: float = 0.15  # two reports: the verifier's own price decides below the bound, so it risks little
-    off_dwell_s: float = 2.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.off_gain <= self.on_gain:
-            raise ValueError("off_gain must be positive and at most on_gain")
-        if self.on_dwell_s < 0 or self.off_dwell_s < 0:
-            raise ValueError("on_dwell_s and off_dwell_s must be at least 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptancePolicy:
-    """How acceptance is estimated: a Beta prior from the pool's requests, then the request's own history."""
-
-    initial_rate: float = 0.6  # of a pool that has not drafted yet
-    pool_prior_tokens: float = 16.0  # how many judged tokens `initial_rate` counts for in the pool's estimate
-    request_prior_tokens: float = 8.0  # how many the pool's estimate counts for in a request's
-    request_memory_tokens: float = 128.0  # older outcomes fade beyond this many
-    pool_memory_tokens: float = 8192.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.initial_rate < 1.0:
-            raise ValueError("initial_rate must be in (0, 1)")
-        for name in ("pool_prior_tokens", "request_prior_tokens", "request_memory_tokens", "pool_memory_tokens"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive")
-
-
 BatchSizeTable = tuple[tuple[int, int, int], ...]
 
 
@@ -268,14 +234,10 @@ class RouterPolicy:
     max_draft_length: int = 8  # a bound in mode auto, the length itself in mode always
     # vLLM's num_speculative_tokens_per_batch_size, in mode auto: (first, last, length) by running requests; empty: none
     draft_length_by_batch_size: BatchSizeTable = ()
-    switch: SwitchPolicy = field(default_factory=SwitchPolicy)
-    acceptance: AcceptancePolicy = field(default_factory=AcceptancePolicy)
-    min_price: float = 0.1  # committed tokens that one draft token costs at least: the pool's work is not free
+    on_dwell_s: float = 0.15  # how long drafts must have paid to be switched on: two reports …
+    off_dwell_s: float = 2.0  # … and not have paid to be switched off
     kv_pressure_from: float = 0.9  # used share of the KV blocks from which drafts cost more: they bring preemptions
     max_queue_depth: int = 64  # a drafter with more asks waiting gets no new requests and hands some over
-    probe_every_s: float = 10.0  # a request that is off for its own acceptance tries again this often ...
-    probe_s: float = 1.5  # ... for this long ...
-    probe_length: int = 2  # ... with drafts of this length
     expire_after_s: float = 3.0  # a replica that has not reported for so long is gone
     stale_snapshot_s: float = 10.0  # an older snapshot says who is there, not who is busy
 
@@ -283,30 +245,28 @@ class RouterPolicy:
         for name in ("max_draft_length", "max_queue_depth"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0")
-        for name in ("min_price", "kv_pressure_from"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} must be in [0, 1]")
+        if not 0.0 <= self.kv_pressure_from <= 1.0:
+            raise ValueError("kv_pressure_from must be in [0, 1]")
+        for name in ("on_dwell_s", "off_dwell_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0")
         _check_table(self.draft_length_by_batch_size)
-        for name in ("probe_every_s", "probe_s", "expire_after_s", "stale_snapshot_s", "probe_length"):
+        for name in ("expire_after_s", "stale_snapshot_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive")
 
 
-_Settings = TypeVar("_Settings", bound=RouterPolicy | SwitchPolicy | AcceptancePolicy)
-
-
-def with_changes(settings: _Settings, changes: Mapping[str, Any]) -> _Settings:
-    """Return settings with some fields changed, those of a group by a mapping of their own.
+def with_changes(policy: RouterPolicy, changes: Mapping[str, Any]) -> RouterPolicy:
+    """Return a policy with some fields changed.
 
     Raises `ValueError` naming the field; an unknown one is refused with the closest match.
     """
-    known = [known.name for known in dataclasses.fields(settings)]
+    known = [known.name for known in dataclasses.fields(policy)]
     for name in changes:
         if name not in known:
             raise ValueError(f"unknown policy setting {name!r}{did_you_mean(str(name), known)}")
-    return dataclasses.replace(
-        settings, **{name: _changed(name, getattr(settings, name), value) for name, value in changes.items()}
-    )
+    changed = {name: _changed(name, getattr(policy, name), value) for name, value in changes.items()}
+    return dataclasses.replace(policy, **changed)
 
 
 def _changed(name: str, old: Any, value: Any) -> Any:
@@ -318,10 +278,6 @@ def _changed(name: str, old: Any, value: Any) -> Any:
         if not isinstance(value, list | tuple) or not all(isinstance(row, list | tuple) for row in value):
             raise ValueError(f"{name} must be a list of rows, not {value!r}")
         return tuple(tuple(row) for row in value)
-    if isinstance(old, SwitchPolicy | AcceptancePolicy):
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{name} must be a mapping of its settings")
-        return with_changes(old, value)
     if isinstance(value, bool) or not isinstance(value, int if isinstance(old, int) else int | float):
         raise ValueError(f"{name} must be a {'whole ' if isinstance(old, int) else ''}number, not {value!r}")
     return value

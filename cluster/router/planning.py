@@ -1,28 +1,25 @@
-"""Which requests of a verifier speculate, on which drafter and how far: a pure function of its report.
+"""Which requests of a verifier may draft, and with which drafter: a pure function of its report.
 
-The rule, per verifier and per report:
-1. Estimate each request's acceptance from its own past drafts, starting from what the pool achieves.
-2. What the operator pins holds: off, always the same length, or vLLM's table of lengths by batch size.
-3. Otherwise a draft position pays where its survival (the chance that it and all before it are accepted) exceeds the
-   price of a draft token that the verifier says (`judging`). When the machine is compute-bound, the requests with the
-   lowest acceptance so lose their drafts first. A token of an urgent request (by its `priority`, or since it is slower
-   than its target inter-token time) counts double, one of a lesser request (by its `priority`, or since it takes less
-   than half of its target) half.
-4. Speculation of the whole verifier is switched off (`load`, or `draft_queue` where few requests decode, so that the
-   wait for drafts makes it slow) when even the best position has not paid for a dwell, and on again when the gain has
-   exceeded 10 % for a dwell. Each request has such a switch too, moved by whether positions of it pay. One that is off
-   competes with its survivals divided by 1.10, so equals do not take turns. Off means a plan without a drafter: its
-   session is released.
-5. A request that is off for its own acceptance would never show a better one, so it drafts for a moment every few
-   seconds. Likewise a verifier that is off because drafts came too late.
-6. A router that has just started takes the requests as their verifier says they are, so nothing changes for a dwell.
-Only figures of earlier rounds enter, so no choice depends on the tokens of the draft that it concerns.
+How much a request drafts its verifier decides, step by step: a plan's length is a bound. The router says who may draft
+at all, by one rule over what verifiers say of themselves, per verifier and report:
+1. What the operator pins holds: off, always the same length, or vLLM's table of lengths by batch size.
+2. A request that opted out, or that no drafter serves, runs without drafts.
+3. Any other may draft while its verifier's price is below `NEVER`: the price is what a draft token takes from the
+   batch, in committed tokens, and at `NEVER` nothing that is drafted pays.
+4. Near the end of the KV pool drafts bring preemptions: from `kv_pressure_from` on the price is at least the pressure,
+   which is 1 where the pool is full. To a request that matters less than others (by its `priority`, or since it takes
+   less than half of its target inter-token time) the price counts double. So such requests lose their drafts first. To
+   one that matters more it counts half: a full pool leaves it its drafts.
+5. A wish must stay for a dwell. One that is off gives its drafter's session back, and its verifier goes on pricing
+   what it would draft.
+A router that has just started takes requests as their verifier says they are. While nobody decodes, the price is that
+of a load that is gone: nothing changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from outrider.cluster.router.fleet import (
     DrafterState,
@@ -33,13 +30,22 @@ from outrider.cluster.router.fleet import (
     off,
     table_length,
 )
-from outrider.cluster.router.goodput import VerifierMemory, observe
-from outrider.cluster.router.judging import Entrant, Judge, Verdict
 from outrider.cluster.router.routing import DrafterDesk
+from outrider.cluster.router.switches import Switch
 from outrider.verifier_service.messages.request import DisabledReason, EnabledReason, SpeculationPlan
 
-URGENT_WORTH = 2.0  # of a token of an urgent request; of a lesser one's the inverse: a nudge, for prices differ by more
+NEVER = 1.0  # a price at which no draft pays
+LESSER, PLAIN, URGENT = WORTHS = (0.5, 1.0, 2.0)  # of a request's tokens
 AMPLE_SHARE = 0.5  # of its target inter-token time: a request that takes less can afford to lose its drafts
+FILLED = 0.5  # of the knee: from there on one percent more tokens cost a third of a percent of a step's time or more
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierMemory:
+    """What is kept of one verifier between reports."""
+
+    switches: Mapping[float, Switch] = field(default_factory=dict)  # by what requests' tokens are worth; empty: new
+    plans: Mapping[str, SpeculationPlan] = field(default_factory=dict)  # by request, as last decided
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class Decision:
     plans: dict[str, SpeculationPlan]
     default_plan: SpeculationPlan
     memory: VerifierMemory
-    price: float | None  # committed tokens that one more draft position costs; None: nothing was computed
+    price: float | None  # by which was decided; None: by none
 
 
 def plan_speculation(
@@ -63,76 +69,96 @@ def plan_speculation(
 
     While the verifier has no price yet, speculation is off (`warmup`), unless it is pinned.
     """
-    memory = observe(report, memory, policy, now_s)
     desk = DrafterDesk(drafters, report, policy)
-    plans, entrants = _enter(report, memory, desk, policy)
-    newcomer = _enter_newcomer(memory, desk, policy)
     pinned = _pinned_length(report, policy)
-    if (reason := _blanket_reason(report, pinned, policy)) is not None:
-        verdict = Verdict(memory, {entrant.request_id: off(reason) for entrant in entrants}, off(reason))
-    elif pinned is not None:
-        default = off(desk.reason) if newcomer is None else _pin(newcomer, pinned)
-        verdict = Verdict(memory, {entrant.request_id: _pin(entrant, pinned) for entrant in entrants}, default)
-    else:
-        verdict = Judge(report, policy, now_s).decide(memory, entrants, newcomer, desk.reason)
-    plans |= verdict.plans
-    for request in report.waiting:
-        plans[request.request_id] = _capped(verdict.default_plan, request)
-    requests = {
-        request_id: kept if kept.plan == plans[request_id] else replace(kept, plan=plans[request_id])
-        for request_id, kept in verdict.memory.requests.items()
-    }
-    memory = replace(verdict.memory, requests=requests, default_plan=verdict.default_plan)
-    return Decision(plans, verdict.default_plan, memory, verdict.price)
+    blanket = _blanket_reason(report, pinned, policy)
+    rule: _Rule | None = None
+    if blanket is None and pinned is None:
+        rule = _Rule.after(report, memory, policy, now_s)
+        memory = replace(memory, switches=rule.switches)
 
+    def plan_of(drafter: DrafterState | None, cap: int | None, worth: float) -> SpeculationPlan:
+        if cap == 0:
+            return off(DisabledReason.REQUEST_OPT_OUT)
+        if drafter is None:
+            return off(desk.reason)
+        if blanket is not None:
+            return off(blanket)
+        longest = min(policy.max_draft_length, drafter.report.max_draft_length)
+        longest = longest if cap is None else min(longest, cap)
+        if rule is not None:
+            return rule.plan(drafter.report.drafter_id, longest, worth)
+        return SpeculationPlan(
+            drafter_id=drafter.report.drafter_id,
+            draft_length=min(longest, pinned or 0),
+            enabled_reason=EnabledReason.PINNED,
+            is_pinned=True,
+        )
 
-def _enter(
-    report: VerifierReport, memory: VerifierMemory, desk: DrafterDesk, policy: RouterPolicy
-) -> tuple[dict[str, SpeculationPlan], list[Entrant]]:
-    """Sort the running requests into those that cannot speculate, with their plans, and those that can."""
     plans: dict[str, SpeculationPlan] = {}
-    entrants: list[Entrant] = []
-    prior_rate, prior_tokens = memory.pool_rate(policy.acceptance), policy.acceptance.request_prior_tokens
     for request in report.running:
-        if request.num_speculative_tokens == 0:
-            plans[request.request_id] = off(DisabledReason.REQUEST_OPT_OUT)
-        elif (drafter := desk.choose(request.drafter_id)) is None:
-            plans[request.request_id] = off(desk.reason)
-        else:
-            cap = policy.max_draft_length if request.num_speculative_tokens is None else request.num_speculative_tokens
-            entrants.append(
-                Entrant(
-                    request.request_id,
-                    drafter.report.drafter_id,
-                    memory.requests[request.request_id].counts.rate(prior_rate=prior_rate, prior_tokens=prior_tokens),
-                    min(cap, policy.max_draft_length, drafter.report.max_draft_length),
-                    _worth(request),
-                )
-            )
-    return plans, entrants
+        cap = request.num_speculative_tokens
+        drafter = None if cap == 0 else desk.choose(request.drafter_id)
+        plans[request.request_id] = plan_of(drafter, cap, worth_of(request))
+    default_plan = plan_of(desk.choose(None), None, PLAIN)
+    for request in report.waiting:
+        plans[request.request_id] = _capped(default_plan, request)
+    return Decision(plans, default_plan, replace(memory, plans=plans), None if rule is None else rule.price)
 
 
-def _worth(request: RequestLoad) -> float:
-    """Return what a request's tokens count for beside others': those who matter less lose their drafts first.
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """The rule at one price."""
+
+    price: float | None  # None: nobody decodes
+    is_filled: bool  # verifying costs what drafts do not bring; below that it is the wait for them
+    switches: Mapping[float, Switch]
+
+    @classmethod
+    def after(cls, report: VerifierReport, memory: VerifierMemory, policy: RouterPolicy, now_s: float) -> _Rule:
+        """Return the rule after a report, whose price moves the switches."""
+        load = report.load
+        pressure = (load.kv_usage - policy.kv_pressure_from) / (1.0 - policy.kv_pressure_from or 1.0)
+        is_filled = pressure > 0.0 or (load.knee is not None and load.num_decoding >= FILLED * load.knee)
+        price = None if load.num_decoding == 0 or load.price is None else max(load.price, pressure)
+        switches = memory.switches or _as_reported(report)
+        if price is not None:
+            may_pay = load.price is not None and load.price < NEVER
+            dwells = {"on_dwell_s": policy.on_dwell_s, "off_dwell_s": policy.off_dwell_s}
+            switches = {
+                worth: switch.toward(may_pay and price / worth < NEVER, now_s, **dwells)
+                for worth, switch in switches.items()
+            }
+        return cls(price, is_filled, switches)
+
+    def plan(self, drafter_id: str, longest: int, worth: float) -> SpeculationPlan:
+        """Return the plan of a request whose tokens are worth so much."""
+        switch = self.switches[worth]
+        if not switch.is_on:
+            return off(DisabledReason.LOAD if self.is_filled or worth < PLAIN else DisabledReason.DRAFT_QUEUE)
+        reason = EnabledReason.PAYS if switch.pending_since_s is None else EnabledReason.DWELL
+        return SpeculationPlan(drafter_id=drafter_id, draft_length=longest, enabled_reason=reason)
+
+
+def _as_reported(report: VerifierReport) -> dict[float, Switch]:
+    """Return the switches of a verifier that is new here: on, unless its requests run without drafts."""
+    running = [request for request in report.running if request.num_speculative_tokens != 0]
+    is_on = not running or any(request.draft_length > 0 for request in running)
+    return dict.fromkeys(WORTHS, Switch(is_on))
+
+
+def worth_of(request: RequestLoad) -> float:
+    """Return what a request's tokens count for beside others'.
 
     Of its two hints, priority and target, the one that makes it matter more holds.
     """
     target_ms, taken_ms = request.target_inter_token_ms, request.inter_token_ms
     share = 1.0 if target_ms is None or taken_ms is None else taken_ms / target_ms
     if request.priority < 0 or share > 1.0:
-        return URGENT_WORTH
+        return URGENT
     if request.priority > 0 or share < AMPLE_SHARE:
-        return 1.0 / URGENT_WORTH
-    return 1.0
-
-
-def _enter_newcomer(memory: VerifierMemory, desk: DrafterDesk, policy: RouterPolicy) -> Entrant | None:
-    """Return the request that may arrive next, of the pool's acceptance; None when no drafter takes it."""
-    drafter = desk.choose(None)
-    if drafter is None:
-        return None
-    max_length = min(policy.max_draft_length, drafter.report.max_draft_length)
-    return Entrant("", drafter.report.drafter_id, memory.pool_rate(policy.acceptance), max_length)
+        return LESSER
+    return PLAIN
 
 
 def _pinned_length(report: VerifierReport, policy: RouterPolicy) -> int | None:
@@ -150,10 +176,6 @@ def _blanket_reason(report: VerifierReport, pinned: int | None, policy: RouterPo
     if pinned is not None:
         return DisabledReason.LOAD if pinned == 0 else None  # the table's: at this batch size no draft pays
     return DisabledReason.WARMUP if report.load.price is None else None
-
-
-def _pin(entrant: Entrant, length: int) -> SpeculationPlan:
-    return entrant.plan(min(length, entrant.max_length), EnabledReason.PINNED)
 
 
 def _capped(plan: SpeculationPlan, request: RequestLoad) -> SpeculationPlan:

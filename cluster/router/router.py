@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from outrider.cluster.router.fleet import (
@@ -26,8 +27,7 @@ from outrider.cluster.router.fleet import (
     VerifierReport,
     VerifierState,
 )
-from outrider.cluster.router.goodput import VerifierMemory
-from outrider.cluster.router.planning import plan_speculation
+from outrider.cluster.router.planning import VerifierMemory, plan_speculation
 from outrider.cluster.router.routing import is_fresh, route
 from outrider.verifier_service.messages.link import DrafterEndpoint
 from outrider.verifier_service.messages.request import SpeculationPlan
@@ -67,7 +67,7 @@ class RouterCore:
             _refuse_stale(report.verifier_id, report.epoch, known.state.report.epoch)
         is_new = known is None or report.epoch > known.state.report.epoch
         memory = VerifierMemory() if known is None or is_new else known.memory
-        before = {request_id: kept.plan for request_id, kept in memory.requests.items()}
+        before = memory.plans
         drafters = [*self._drafters.values(), *self._unheard(report, now_s)]
         decision = plan_speculation(report, drafters, memory, self.policy, now_s)
         load = replace(report.load, requests=())  # what nobody routes by stays out of snapshots
@@ -188,7 +188,7 @@ def _as_linked(drafter_id: str, max_draft_length: int, now_s: float) -> DrafterS
 
 
 def _changed_plans(
-    report: VerifierReport, plans: dict[str, SpeculationPlan], before: dict[str, SpeculationPlan | None]
+    report: VerifierReport, plans: Mapping[str, SpeculationPlan], before: Mapping[str, SpeculationPlan]
 ) -> dict[str, SpeculationPlan]:
     """Return the plans that differ from what was last said, or from what the verifier says it follows."""
     changed: dict[str, SpeculationPlan] = {}
@@ -212,7 +212,7 @@ def _decision(plan: SpeculationPlan) -> tuple[str, str]:
 
 
 def _changed_decisions(
-    report: VerifierReport, plans: dict[str, SpeculationPlan], before: dict[str, SpeculationPlan | None]
+    report: VerifierReport, plans: Mapping[str, SpeculationPlan], before: Mapping[str, SpeculationPlan]
 ) -> list[tuple[str, str]]:
     """Return the decisions about running requests that differ from the one before; another length is none.
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -37,7 +38,6 @@ from outrider.cluster.router.fleet import (
     VerifierState,
     off,
 )
-from outrider.cluster.router.goodput import stable_hash
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
 from outrider.verifier_service.messages.engine import DrafterPerformance
 from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
@@ -95,6 +95,11 @@ def with_assignment(snapshot: FleetSnapshot, assignment: Assignment) -> FleetSna
             for state in snapshot.drafters
         ),
     )
+
+
+def stable_hash(text: str) -> int:
+    """Return a hash that is the same in every process (Python's own is salted)."""
+    return zlib.crc32(text.encode())
 
 
 def is_fresh(reported_s: float, now_s: float, policy: RouterPolicy) -> bool:

@@ -130,9 +130,6 @@ def _load_of(request: GenerationRequest) -> RequestLoad:
         is_running=True,
         drafter_id=None,
         draft_length=0,
-        num_drafts=0,
-        num_draft_tokens=0,
-        num_accepted_tokens=0,
         num_speculative_tokens=request.sampling.num_speculative_tokens,
         priority=request.priority,
     )

@@ -352,21 +352,18 @@ class FakeVerifier:
         )
 
     def _request_loads(self) -> tuple[RequestLoad, ...]:
-        rows = [(True, *row) for row in self._rows[(NUMBER, DRAFTS, DRAFTED, ACCEPTED), : self._num_rows].T.tolist()]
-        rows += [(True, prefill.number, 0, 0, 0) for prefill in self._prefills]
-        rows += [(False, number, 0, 0, 0) for number in self._waiting]
+        rows = [(True, number) for number in self._rows[NUMBER, : self._num_rows].tolist()]
+        rows += [(True, prefill.number) for prefill in self._prefills]
+        rows += [(False, number) for number in self._waiting]
         return tuple(
             RequestLoad(
                 request_id=str(number),
                 is_running=is_running,
                 drafter_id=self._plans[number].drafter_id,
                 draft_length=self._plans[number].draft_length,
-                num_drafts=num_drafts,
-                num_draft_tokens=num_drafted,
-                num_accepted_tokens=num_accepted,
                 num_speculative_tokens=None,
             )
-            for is_running, number, num_drafts, num_drafted, num_accepted in rows
+            for is_running, number in rows
         )
 
     def follow(self, plans: Mapping[str, SpeculationPlan]) -> None:

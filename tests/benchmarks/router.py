@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 PLAIN_WIDTH = 120  # columns of text where the output is no terminal
 REPORT_INTERVAL_S = 0.25
 NUM_WARM_ROUNDS = 16  # until switches have settled
-ROUNDS_PER_REPORT = 8  # verifications of a request between two reports
 KNEE_TOKENS = 256
 STEP_S = 0.03
 
@@ -87,14 +86,13 @@ class Row:
 
 
 class PlayedVerifier:
-    """A verifier that follows the router's plans and drafts with its requests' acceptance."""
+    """A verifier that follows the router's plans."""
 
     def __init__(self, number: int, num_requests: int, situation: Situation, rng: random.Random) -> None:
         self._id = f"verifier-{number}"
         self._situation = situation
         self._rng = rng
-        self._acceptance = {f"request-{number}-{index}": rng.uniform(0.3, 0.9) for index in range(num_requests)}
-        self._counters = {request_id: [0, 0, 0] for request_id in self._acceptance}
+        self._request_ids = [f"request-{number}-{index}" for index in range(num_requests)]
         self._plans: dict[str, Any] = {}
 
     @property
@@ -105,11 +103,11 @@ class PlayedVerifier:
         self._plans |= plans
 
     def report(self, drafter_ids: tuple[str, ...]) -> VerifierReport:
-        """Let every request go on, and say how they are."""
+        """Say how its requests are."""
         from outrider.cluster.router.fleet import VerifierReport
         from outrider.verifier_service.messages.engine import DrafterPerformance, EngineLoad, StepTime
 
-        num_requests = len(self._acceptance)
+        num_requests = len(self._request_ids)
         return VerifierReport(
             verifier_id=self._id,
             endpoint=f"{self._id}:1",
@@ -119,7 +117,7 @@ class PlayedVerifier:
                 num_waiting=0,
                 num_decoding=num_requests,
                 kv_usage=0.5,
-                requests=tuple(self._request(request_id) for request_id in self._acceptance),
+                requests=tuple(self._request(request_id) for request_id in self._request_ids),
                 drafters=tuple(
                     DrafterPerformance(drafter_id=drafter_id, round_trip_s=self._rng.uniform(0.002, 0.004))
                     for drafter_id in drafter_ids
@@ -137,21 +135,13 @@ class PlayedVerifier:
     def _request(self, request_id: str) -> Any:
         from outrider.verifier_service.messages.engine import RequestLoad
 
-        plan, counters = self._plans.get(request_id), self._counters[request_id]
+        plan = self._plans.get(request_id)
         length = 0 if plan is None else plan.draft_length
-        for _ in range(ROUNDS_PER_REPORT if length else 0):
-            rate = self._acceptance[request_id]
-            accepted = next((place for place in range(length) if self._rng.random() >= rate), length)
-            for index, amount in enumerate((1, length, accepted)):
-                counters[index] += amount
         return RequestLoad(
             is_running=True,
             request_id=request_id,
             drafter_id=None if plan is None else plan.drafter_id,
             draft_length=length,
-            num_drafts=counters[0],
-            num_draft_tokens=counters[1],
-            num_accepted_tokens=counters[2],
             num_speculative_tokens=None,
         )
 

@@ -1,9 +1,8 @@
-"""A verifier in virtual time that drafts with known acceptance and reports to a router every second."""
+"""A verifier in virtual time that follows a router and reports to it every second."""
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ def names(count: int, prefix: str = "r") -> list[str]:
 
 
 class Fleet:
-    """One verifier, some drafters, a fake clock; requests are named and have a true acceptance each.
+    """One verifier, some drafters, a fake clock; requests are named.
 
     `price`, where it is set, is what the verifier says of its steps, whether it drafts or not. Else it is what one more
     token takes from a step by the profile, `points`, as far as that is known: 0 below the knee, 1 beyond it.
@@ -45,18 +44,14 @@ class Fleet:
         drafters: Sequence[str] = ("d0",),
         round_trip_s: float = 0.0,
         price: float | None = None,
-        seed: int = 0,
     ) -> None:
         self.core = RouterCore(policy or RouterPolicy())
-        self.rng = random.Random(seed)
         self.now_s = 1000.0
         self.points, self.price = points, price
         self.kv_usage = 0.1
         self.drafters = {drafter_id: drafter_report(drafter_id) for drafter_id in drafters}
         self.up = set(drafters)
         self.round_trips_s = dict.fromkeys(drafters, round_trip_s)
-        self.acceptance: dict[str, float] = {}
-        self.counters: dict[str, list[int]] = {}
         self.caps: dict[str, int | None] = {}
         self.priorities: dict[str, int] = {}
         self.targets_ms: dict[str, float] = {}  # of the inter-token time
@@ -65,24 +60,14 @@ class Fleet:
         self.default_plan = SpeculationPlan()
         self.directive: Directive | None = None
 
-    def add(self, *request_ids: str, acceptance: float = 0.7, cap: int | None = None) -> None:
+    def add(self, *request_ids: str, cap: int | None = None) -> None:
         for request_id in request_ids:
-            self.acceptance[request_id], self.counters[request_id] = acceptance, [0, 0, 0]
             self.caps[request_id], self.plans[request_id] = cap, self.default_plan
 
     def drop(self, *request_ids: str) -> None:
         for request_id in request_ids:
-            for held in (self.acceptance, self.counters, self.caps, self.plans):
+            for held in (self.caps, self.plans):
                 del held[request_id]
-
-    def draft(self, num_rounds: int = 10) -> None:
-        for request_id, plan in self.plans.items():
-            length = min(plan.draft_length, 99 if self.caps[request_id] is None else self.caps[request_id])
-            for _ in range(num_rounds if length else 0):
-                rate = self.acceptance[request_id]
-                accepted = next((j for j in range(length) if self.rng.random() >= rate), length)
-                for index, amount in enumerate((1, length, accepted)):
-                    self.counters[request_id][index] += amount
 
     def report(self, num_waiting: int = 0) -> VerifierReport:
         num_running = len(self.plans) - num_waiting
@@ -92,9 +77,6 @@ class Fleet:
                 is_running=index < num_running,
                 drafter_id=plan.drafter_id,
                 draft_length=plan.draft_length,
-                num_drafts=self.counters[request_id][0],
-                num_draft_tokens=self.counters[request_id][1],
-                num_accepted_tokens=self.counters[request_id][2],
                 num_speculative_tokens=self.caps[request_id],
                 priority=self.priorities.get(request_id, 0),
                 target_inter_token_ms=self.targets_ms.get(request_id),
@@ -129,12 +111,11 @@ class Fleet:
         if self.price is not None or self._model is None:
             return self.price
         num_tokens = max(1, num_running)
-        return min(1.0, num_tokens * self._model.slope(num_tokens) / self._model.t(num_tokens))
+        return min(1.0, round(num_tokens * self._model.slope(num_tokens) / self._model.t(num_tokens), 6))
 
     def tick(self, seconds: float, *, with_drafters: bool = True, **report: Any) -> None:
         """Let time pass, then report."""
         self.now_s += seconds
-        self.draft()
         for drafter in self.drafters.values() if with_drafters else ():
             self.core.report_drafter(drafter, self.now_s)
         self.directive = self.core.report_verifier(self.report(**report), self.now_s)

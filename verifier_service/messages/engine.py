@@ -66,15 +66,12 @@ class EngineReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLoad:
-    """One request: its plan, and its counters since it started on this verifier."""
+    """One request: its plan, and what says how much it matters."""
 
     request_id: str
     is_running: bool  # else it waits
     drafter_id: str | None
     draft_length: int
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
     num_speculative_tokens: int | None  # the request's own cap; 0: it opted out
     priority: int = 0
     target_inter_token_ms: float | None = None
@@ -82,15 +79,12 @@ class RequestLoad:
 
     @classmethod
     def of(cls, request: Request, *, is_running: bool) -> RequestLoad:
-        metrics, inter_token_time = request.metrics, request.inter_token_time
+        inter_token_time = request.inter_token_time
         return cls(
             request_id=request.request_id,
             is_running=is_running,
             drafter_id=request.plan.drafter_id,
             draft_length=request.plan.draft_length,
-            num_drafts=metrics.num_drafts,
-            num_draft_tokens=metrics.num_draft_tokens,
-            num_accepted_tokens=metrics.num_accepted_tokens,
             num_speculative_tokens=request.sampling.num_speculative_tokens,
             priority=request.priority,
             target_inter_token_ms=None if inter_token_time is None else inter_token_time.target_ms,

@@ -178,8 +178,6 @@ class EnabledReason(enum.StrEnum):
 
     PAYS = "pays"  # a draft token brings more than it costs
     DWELL = "dwell"  # none does by now, but not for long enough to switch it off
-    PROBE = "probe"  # it is off, but for a moment in which it drafts to see whether that would pay by now
-    KV_PRESSURE = "kv_pressure"  # the KV pool is nearly full: only the best positions are drafted
     PINNED = "pinned"  # the operator says how far, whatever it costs
 
 

@@ -29,7 +29,7 @@ def test_what_is_shipped_is_as_it_should_be():
         ("num_verifiers:", "num_verifierz:", "unknown option 'num_verifierz'; did you mean 'num_verifiers'?"),
         ("num_gateways: 1", "num_gateways: none", "num_gateways "),
         ("grpc_port: 50051", "grpc_port: many", "grpc_port: Input should be a valid integer"),
-        ("min_price: 0.1", "min_prize: 0.1", "unknown policy setting 'min_prize'; did you mean 'min_price'?"),
+        ("off_dwell_s: 2.0", "off_dwel_s: 2.0", "unknown policy setting 'off_dwel_s'; did you mean 'off_dwell_s'?"),
         ("low_price: 0.5", "low_prize: 0.5", "low_prize"),
         ("proxy_location: HeadOnly", "proxy_location: Head", "proxy_location: Input should be"),
         ("applications:", "aplications:", "applications: Field required"),

@@ -12,29 +12,20 @@ POLICY = RouterPolicy(mode=PolicyMode.ALWAYS, max_draft_length=5)
 
 
 def test_a_policy_changes_where_it_is_named():
-    changed = with_changes(
-        POLICY, {"mode": "auto", "min_price": 1, "switch": {"on_gain": 1.5}, "acceptance": {"initial_rate": 0.5}}
-    )
+    changed = with_changes(POLICY, {"mode": "auto", "off_dwell_s": 1})
     assert changed.mode is PolicyMode.AUTO
-    assert changed.max_draft_length == 5
-    assert changed.min_price == 1
-    assert (changed.switch.on_gain, changed.switch.off_gain) == (1.5, POLICY.switch.off_gain)
-    assert changed.acceptance.initial_rate == 0.5
+    assert (changed.max_draft_length, changed.off_dwell_s, changed.on_dwell_s) == (5, 1, POLICY.on_dwell_s)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"max_draft_lenght": 3}, "unknown policy setting 'max_draft_lenght'; did you mean 'max_draft_length'"),
-        ({"switch": {"on_gian": 2.0}}, "did you mean 'on_gain'"),
-        ({"switch": 2.0}, "switch must be a mapping"),
         ({"mode": "sometimes"}, "mode must be auto, always or off, not 'sometimes'"),
         ({"mode": True}, "mode must be"),
         ({"max_draft_length": "3"}, "max_draft_length must be a whole number, not '3'"),
         ({"max_draft_length": 2.5}, "max_draft_length must be a whole number"),
-        ({"min_price": False}, "min_price must be a number"),
-        ({"min_price": 2}, r"min_price must be in \[0, 1\]"),
-        ({"acceptance": {"request_prior_tokens": 0}}, "request_prior_tokens must be positive"),
+        ({"on_dwell_s": False}, "on_dwell_s must be a number"),
         ({"draft_length_by_batch_size": 3}, "draft_length_by_batch_size must be a list of rows"),
         ({"draft_length_by_batch_size": [3]}, "draft_length_by_batch_size must be a list of rows"),
         ({"draft_length_by_batch_size": [[1, 4]]}, "must be rows of three whole numbers"),
@@ -44,7 +35,7 @@ def test_a_policy_changes_where_it_is_named():
         ({"draft_length_by_batch_size": [[1, 0, 2]]}, "first <= last"),
         ({"draft_length_by_batch_size": [[1, 4, 2], [4, 8, 1]]}, "ranges in order and apart"),
         ({"kv_pressure_from": 1.5}, r"kv_pressure_from must be in \[0, 1\]"),
-        ({"switch": {"off_gain": 9.0}}, "off_gain must be positive and at most on_gain"),
+        ({"off_dwell_s": -1}, "off_dwell_s must be at least 0"),
     ],
 )
 def test_a_bad_change_is_named(changes, message):
@@ -77,9 +68,6 @@ def test_requests_that_run_are_told_from_those_that_wait_by_what_they_say():
             is_running=is_running,
             drafter_id=None,
             draft_length=0,
-            num_drafts=0,
-            num_draft_tokens=0,
-            num_accepted_tokens=0,
             num_speculative_tokens=None,
         )
         for name, is_running in (("a", False), ("b", True))

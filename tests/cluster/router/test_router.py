@@ -1,4 +1,4 @@
-"""The router in virtual time: a simulated verifier drafts with known acceptance and reports every second."""
+"""The router in virtual time: a simulated verifier follows it and reports every second."""
 
 import time
 
@@ -7,7 +7,6 @@ import pytest
 from fakes.reporting_fleet import COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE, Fleet, names
 from fakes.reports import drafter_report, verifier_report
 from outrider.cluster.router.fleet import (
-    AcceptancePolicy,
     Directive,
     DrafterReport,
     PolicyMode,
@@ -24,7 +23,7 @@ from outrider.verifier_service.messages.wire import decode, encode
 class TestLoad:
     def test_memory_bound_drafts_are_long(self):
         fleet = Fleet(MEMORY_BOUND)
-        fleet.add(*names(16), acceptance=0.9)
+        fleet.add(*names(16))
         fleet.run(10)
         assert set(fleet.lengths.values()) == {8}
         assert fleet.default_plan.draft_length == 8
@@ -39,14 +38,14 @@ class TestLoad:
     @pytest.mark.parametrize(
         ("points", "mode", "price"),
         [
-            (MEMORY_BOUND, PolicyMode.AUTO, RouterPolicy().min_price),
+            (MEMORY_BOUND, PolicyMode.AUTO, 0.0),
             (COMPUTE_BOUND, PolicyMode.AUTO, 1.0),
             (MEMORY_BOUND, PolicyMode.ALWAYS, 0.0),
         ],
     )
     def test_operators_see_the_price(self, points, mode, price):
         fleet = Fleet(points, policy=RouterPolicy(mode=mode))
-        fleet.add(*names(16), acceptance=0.9)
+        fleet.add(*names(16))
         fleet.run(10)
         (verifier,) = fleet.core.snapshot(fleet.now_s).verifiers
         assert verifier.price == pytest.approx(price)
@@ -76,67 +75,22 @@ class TestLoad:
         fleet.second()
         assert min(fleet.lengths.values()) >= 4
 
-    def test_slow_drafts_are_draft_queue_and_are_tried_again(self):
+    def test_slow_drafts_are_draft_queue(self):
         fleet = Fleet(MEMORY_BOUND, price=1.0)  # far below the knee
         fleet.add(*names(4))
         fleet.run(8)
         assert set(fleet.reasons.values()) == {"draft_queue"}
-        lengths = []
-        for _ in range(24):
-            fleet.second()
-            lengths.append(max(fleet.lengths.values()))
-        assert 2 <= sum(length > 0 for length in lengths) <= 6
-        assert max(lengths) == fleet.core.policy.probe_length
         fleet.price = 0.1
         fleet.run(4)
-        assert min(fleet.lengths.values()) >= 4
-
-
-class TestAcceptance:
-    def test_low_acceptance_goes_off_alone_and_probes(self):
-        fleet = Fleet(MEMORY_BOUND)
-        fleet.add(*names(8), acceptance=0.8)
-        fleet.add("hopeless", acceptance=0.0)
-        fleet.run(40)
-        assert min(fleet.lengths[request_id] for request_id in names(8)) == 8
-        seen = set()
-        for _ in range(24):
-            fleet.second()
-            seen.add((fleet.lengths["hopeless"], fleet.reasons["hopeless"]))
-        assert seen == {(0, "low_acceptance"), (fleet.core.policy.probe_length, None)}
-
-    def test_a_request_that_recovers_comes_back(self):
-        fleet = Fleet(MEMORY_BOUND)
-        fleet.add(*names(8), acceptance=0.8)
-        fleet.add("moody", acceptance=0.0)
-        fleet.run(40)
-        fleet.acceptance["moody"] = 0.9
-        fleet.run(60)
-        assert fleet.lengths["moody"] >= 4
-        assert fleet.reasons["moody"] is None
-
-    def test_newcomers_start_from_the_pools_acceptance(self):
-        """They are let in at a price of 0.5, until it shows that drafts here are right three times in ten."""
-        fleet = Fleet(MEMORY_BOUND, price=0.5)
-        fleet.second()
-        fleet.run(4)
-        first = fleet.default_plan.draft_length
-        fleet.add(*names(8), acceptance=0.3)
-        fleet.run(20)
-        assert first > 0
-        assert fleet.default_plan.draft_length == 0
-
-    def test_priors_are_checked(self):
-        with pytest.raises(ValueError, match="initial_rate"):
-            AcceptancePolicy(initial_rate=1.0)
+        assert set(fleet.lengths.values()) == {8}
 
 
 class TestWishes:
     def test_opt_out_and_caps(self):
         fleet = Fleet(MEMORY_BOUND)
         fleet.add("out", cap=0)
-        fleet.add("capped", acceptance=0.9, cap=2)
-        fleet.add("free", acceptance=0.9)
+        fleet.add("capped", cap=2)
+        fleet.add("free")
         fleet.run(5)
         assert fleet.lengths == {"out": 0, "capped": 2, "free": 8}
         assert fleet.reasons == {"out": "request_opt_out", "capped": None, "free": None}
@@ -291,7 +245,7 @@ class TestReplicas:
 
     def test_a_restarted_router_says_everything_again(self):
         fleet = Fleet(MEMORY_BOUND)
-        fleet.add(*names(3), acceptance=1.0)
+        fleet.add(*names(3))
         fleet.run(10)
         assert fleet.directive.plans == {}
         fleet.core = RouterCore()
@@ -300,7 +254,7 @@ class TestReplicas:
 
     def test_a_lost_directive_is_said_again(self):
         fleet = Fleet(MEMORY_BOUND)
-        fleet.add(*names(3), acceptance=1.0)
+        fleet.add(*names(3))
         fleet.run(5)
         plan = fleet.plans["r0"]
         fleet.plans["r0"] = SpeculationPlan()
@@ -310,8 +264,8 @@ class TestReplicas:
 
 def test_the_same_reports_give_the_same_answers():
     def history(order):
-        fleet, answers = Fleet(ROOFLINE, drafters=order, seed=7), []
-        fleet.add(*names(60), acceptance=0.6)
+        fleet, answers = Fleet(ROOFLINE, drafters=order), []
+        fleet.add(*names(60))
         for _ in range(30):
             fleet.second()
             answers.append((fleet.directive, sorted(fleet.plans.items())))

@@ -37,9 +37,6 @@ def request(request_id: str, num_speculative_tokens: int | None = None, *, is_ru
         is_running=is_running,
         drafter_id=None,
         draft_length=0,
-        num_drafts=0,
-        num_draft_tokens=0,
-        num_accepted_tokens=0,
         num_speculative_tokens=num_speculative_tokens,
     )
 

@@ -353,7 +353,9 @@ def test_loads_count_what_drafters_did():
         loop.hear_until(lambda: len(loop.loads) > num_before)
         load = loop.loads[-1]
         (request,) = load.requests
-        assert (request.num_drafts, request.num_draft_tokens, request.num_accepted_tokens) == (2, 5, 5)
+        assert request.drafter_id == "d"
+        counters = load.counters
+        assert (counters.num_drafts, counters.num_draft_tokens, counters.num_accepted_tokens) == (2, 5, 5)
         assert load.counters.num_stale_drafts == 1
         assert sum(load.counters.round_trip_s.counts) == 2
         assert load.tokens_per_s > 0.0
