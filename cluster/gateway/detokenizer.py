@@ -10,6 +10,9 @@ space in front of the first token it sees. So a short window of tokens is decode
 Once the window's text ends in a finished character, `new` becomes the context of the next window: constant work per
 token, whatever the length of the text.
 
+(`DecodeStream` of tokenizers takes 0.7 µs a token instead of 5.4, but tells neither what it holds back nor that a
+character is unfinished, and tokenizers that are not its own have none: a second decoder would have to stay.)
+
 What is published is whole tokens: the texts of the tokens published so far concatenate to the text published so far.
 So a token is held back while its last character is unfinished, or while its text may become part of a stop string.
 """
