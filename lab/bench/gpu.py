@@ -94,6 +94,7 @@ class GpuBench:
         """Measure the target alone; return the tokens of every prompt."""
         from outrider.cluster.offline.engine import OfflineEngine
         from outrider.lab.bench.pairs import describe_machine, streamed_weight_bytes
+        from outrider.verifier_service.engine.pipelined import PipelinedEngine
         from outrider.verifier_service.model.runner import graph_backend
 
         shape, clock, result = self._shape, self._clock, self.result
@@ -110,8 +111,8 @@ class GpuBench:
             plain, _ = tokens_of(offline, shape)
             result.num_prompts = len(plain)
             self._decode(OFF, offline)
-            if offline.engine.runs_apart:
-                offline.engine.async_scheduling = False
+            if isinstance(offline.engine, PipelinedEngine):
+                offline.engine.launches_early = False
                 self._decode(IN_TURN, offline)
             result.graphs = asdict(offline.runner.graph_counts)
         if result.tensor_parallel_size == 1:

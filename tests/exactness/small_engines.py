@@ -151,14 +151,16 @@ class Limits:
     num_blocks: int = NUM_BLOCKS
 
 
-def make_engine(runner: Runner, drafts: Drafts, limits: Limits, **options: Any) -> VerifierEngine:
+def make_engine(
+    runner: Runner, drafts: Drafts, limits: Limits, *, kind: type[VerifierEngine] = VerifierEngine, **options: Any
+) -> VerifierEngine:
     """Put an engine with these options around a runner, which may be shared with engines that have finished."""
     assert limits.num_blocks <= runner.num_blocks
     model = {"max_model_len": runner.max_model_len, "vocab_size": runner.vocab_size}
     config = SchedulerConfig(
         max_num_batched_tokens=limits.max_num_batched_tokens, max_num_seqs=limits.max_num_seqs, **model
     )
-    return VerifierEngine(
+    return kind(
         runner,
         Scheduler(config, BlockPool(limits.num_blocks, runner.block_size)),
         DraftCoordinator(drafts, CoordinatorConfig(**model)),

@@ -33,6 +33,7 @@ from exactness.small_engines import (
 from fakes.scripted import ScriptedTarget, triple_law
 from outrider.verifier_service.cpu import kernels
 from outrider.verifier_service.engine.launched_step import LaunchedStep
+from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.sampling import sampler
 from outrider.verifier_service.sampling.device_verification import DevicePlan
@@ -40,7 +41,7 @@ from tiny.device_judging import begin_on_device
 from tiny.models import random_sequences
 from tiny.played_graphs import played_backend
 
-ASYNC = {"runs_apart": True, "async_scheduling": True, "verify": begin_on_device}
+ASYNC = {"kind": PipelinedEngine, "verify": begin_on_device}
 NUM_CORRECTED_DRAWS = 2_500
 NUM_TOKENS = 30
 TOP_P = 0.9

@@ -10,6 +10,7 @@ import torch
 from fakes.runner import FakeRunner, LateRunner, continuation
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent, DraftNeeds, VerifierMessage
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput, SamplingParams, SpeculationPlan
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
@@ -115,7 +116,8 @@ class EngineBench:
             self.runner.keep_states()
         limits = {"max_model_len": self.runner.max_model_len, "vocab_size": self.runner.vocab_size}
         config = SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens, **limits)
-        self.engine = VerifierEngine(
+        is_apart = isinstance(self.runner, LateRunner)
+        self.engine = (PipelinedEngine if is_apart else VerifierEngine)(
             self.runner,
             Scheduler(config, BlockPool(self.runner.num_blocks, self.runner.block_size)),
             DraftCoordinator(
@@ -125,8 +127,6 @@ class EngineBench:
             generator=torch.Generator().manual_seed(0),
             wall_clock=lambda: 1000.0 + self.now_s,
             pricing=pricing,
-            runs_apart=isinstance(self.runner, LateRunner),
-            async_scheduling=True,
             verify=self.runner.verify if self.pace is Pace.ASYNC else begin,
         )
 

@@ -20,7 +20,6 @@ from outrider.verifier_service.engine.request_limits import RequestLimits
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.engine.step_rows import note_predictions, output_logprobs, sampling_rows
 from outrider.verifier_service.engine.step_stats import StepStats
-from outrider.verifier_service.messages.batch import open_token
 from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
@@ -62,17 +61,14 @@ class VerifierEngine:
         grammars: GrammarCompiler | None = None,
         pricing: DraftPricing | None = None,
         runs_apart: bool = False,
-        async_scheduling: bool = False,
         verify: Callable[..., Verification] = begin,
     ) -> None:
         """`grammars`: of the runner's tokens; without it structured output is refused.
 
         `pricing` is the one that scheduler and drafting go by. `runs_apart`: the runner's logits are there before they
-        are computed, as on an accelerator; with `async_scheduling` the next step is then launched before one is read,
-        where that can be planned. `verify` is called as `begin` is.
+        are computed, as on an accelerator. `verify` is called as `begin` is.
         """
         self.runs_apart = runs_apart
-        self.async_scheduling = async_scheduling
         self._verify = verify
         self.scheduler = scheduler
         self.drafting = drafting
@@ -84,13 +80,11 @@ class VerifierEngine:
         self._limits = RequestLimits(
             vocab_size=runner.vocab_size, max_model_len=runner.max_model_len, eos_token_ids=runner.eos_token_ids
         )
-        self._next: LaunchedStep | None = None  # the step after the one that was read last, where it is on its way
         self._clock = clock
         self._generator = generator
         self._wall_clock = wall_clock
         self._requests: dict[str, Request] = {}
         self._extras = RequestExtras(self._limits, grammars)
-        self._corrected: set[str] = set()  # requests whose last token was another than the device had chosen first
         self._stuck_since_s: float | None = None  # since when all requests have waited for drafts
         self._joining_until_s: float | None = None  # until when a step that could run waits for more drafts
         self._verified_s: float | None = None  # when the last step was; None: there was nothing to do since
@@ -145,20 +139,17 @@ class VerifierEngine:
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[RequestOutput] | None:
         """Run one step to its end; None when nothing could run (no request, or each waits for its draft).
 
-        Where the runner `runs_apart`, what changes nothing of this step is done while it does: the next one is
-        launched, if it can be, `meanwhile` is called, which may not call the engine, and the last one is learnt from.
+        Where the runner `runs_apart`, what changes nothing of this step is done while it does: `meanwhile` is called,
+        which may not call the engine, and the last one is learnt from.
         """
         if not self.runs_apart:
             self.pricing.learn()
-        step, self._next = self._next or self._launch(), None
+        step = self._launch()
         if step is None:
             return None
-        if self.runs_apart and self.async_scheduling:
-            self._next = self._launch_after(step)
         if self.runs_apart:
             meanwhile()
-            if step.foreseen is None:  # else pricing has the step already, but not how long it takes
-                self.pricing.learn()
+            self.pricing.learn()
         return self._finish(step)
 
     def _launch(self, after: LaunchedStep | None = None) -> LaunchedStep | None:
@@ -189,103 +180,53 @@ class VerifierEngine:
             exposed_s=exposed_s,
         )
 
-    def _launch_after(self, step: LaunchedStep) -> LaunchedStep | None:
-        """Launch the step after one that runs; None: it depends on more than that one's tokens, or there is none.
-
-        Where nobody drafts, all but which token each request gets is known. So one is committed that stands open, and
-        the next step finds it on the device. Who turns out to stop with it is in that step for nothing.
-        """
-        items = [item for item in step.schedule.items if step.counts_for(item, self._requests)]
-        if not self._is_foreseeable(step, items):
-            return None
-        places = step.places()
-        outcomes = [self._foresee(item, places.get(item.request.request_id)) for item in items]
-        step.foreseen = PricedStep(outcomes, (), step.shape_of(outcomes))
-        self.pricing.end_step(step.foreseen)
-        going_on = (outcome.item.request for outcome in outcomes if outcome.committed and not outcome.finish_reason)
-        step.wanted = self.drafting.choose(going_on, self._clock())
-        if step.wanted:
-            return None
-        return self._launch(after=step)
-
-    def _is_foreseeable(self, step: LaunchedStep, items: Sequence[ScheduledRequest]) -> bool:
-        """Return whether nothing but the tokens of a step is unknown, and nobody but the next step must know them.
-
-        `items` are those that count.
-        """
-        return (
-            (step.verification.chosen is not None or not any(item.samples for item in step.schedule.items))
-            and bool(items)
-            and self.pricing.knows(len(items))
-            and all(request.hold_until_s is None for request in self.scheduler.running)
-            and all(item.draft is None and not self._extras.are_due(item.request) for item in items)
-            and all(item.request.plan.is_off or not item.request.prediction_token_ids for item in items)
-            and self._corrected.isdisjoint(item.request.request_id for item in items)  # they would be void every time
-        )
-
-    def _foresee(self, item: ScheduledRequest, place: int | None) -> Outcome:
-        """Commit the token that a request will get, as one that stands open; who has no room for more is done."""
-        request = item.request
-        is_last = place is not None and self._limits.room(request, request.num_tokens) == 1
-        outcome = Outcome(
-            item=item,
-            first_row=0,
-            committed=[] if place is None else [open_token(place)],
-            path=(),
-            follows_leaf=False,
-            finish_reason=FinishReason.LENGTH if is_last else None,
-        )
-        self._advance(outcome)
-        if is_last:
-            self.scheduler.remove(request.request_id)
-        return outcome
-
     def _finish(self, step: LaunchedStep) -> list[RequestOutput]:
         """Read what a step has chosen, commit it, and ask for drafts after it."""
         verified = step.verification.collect()
         step.began_s = max(step.began_s, self._ended_s)
         outcomes = self._outcomes(step, verified)
-        corrected = step.corrected()
-        if corrected or self._corrected:
-            self._corrected -= {outcome.item.request.request_id for outcome in outcomes if outcome.committed}
-            self._corrected |= corrected
-        if self._next is not None:
-            self._next.void |= corrected
-        else:  # of a step that was followed early nobody wants more than its tokens
-            self._extras.keep_prompt_logprobs(outcomes, step.logits)
-            note_predictions(outcomes, step.logits, wants=self._wants_predictions)
+        self._examine(step, outcomes)
         self.on_phase("verify")
         verified_s = self._clock()
         step_s = verified_s - (self._verified_s or step.waited_since_s) - step.exposed_s
         self._verified_s = verified_s
-        if step.foreseen is not None:
-            step.foreseen.step_s, step.foreseen.exposed_s = step_s, step.exposed_s
-        elif outcomes:
-            held = [request for request in self.scheduler.running if request.hold_until_s is not None]
-            priced = PricedStep(outcomes, held, step.shape_of(outcomes), step_s=step_s, exposed_s=step.exposed_s)
-            self.pricing.end_step(priced)
+        self._price(step, outcomes, step_s)
         logprobs = output_logprobs(outcomes, step.logits)
         timings = [self._timing(step, outcome.item) for outcome in outcomes]
         accepted = ((outcome.item.request, len(outcome.path)) for outcome in outcomes if outcome.path)
         self.drafting.observe_accepted(accepted)
-        for outcome in outcomes:
-            if step.foreseen is None:
-                self._advance(outcome)
-            elif outcome.committed:
-                outcome.item.request.token_ids[-1] = outcome.committed[0]
+        self._commit(step, outcomes)
         replied = [self._reply(*result) for result in zip(outcomes, logprobs, timings, strict=True)]
         outputs = [output for output in replied if output is not None]
         self._move_states()
         self.on_phase("commit")
         self._ended_s = self._clock()
-        if step.foreseen is None:
-            going_on = [outcome.item.request for outcome in outcomes if outcome.item.samples]
-            self.drafting.ask(filter(self._is_here, going_on), self._ended_s)
-        else:
-            self.drafting.send((one for one in step.wanted if self._is_here(one.request)), self._ended_s)
+        self._ask(step, outcomes)
         self.on_phase("ask")
         self.stats.observe(step.schedule, outputs, began_s=step.began_s, ended_s=self._ended_s)
         return outputs
+
+    def _examine(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
+        """Take of a step's logits what is wanted beyond its tokens."""
+        self._extras.keep_prompt_logprobs(outcomes, step.logits)
+        note_predictions(outcomes, step.logits, wants=self._wants_predictions)
+
+    def _price(self, step: LaunchedStep, outcomes: Sequence[Outcome], step_s: float) -> None:
+        """Tell pricing how the step's drafts went and how long it took."""
+        if outcomes:
+            held = [request for request in self.scheduler.running if request.hold_until_s is not None]
+            shape = step.shape_of(outcomes)
+            self.pricing.end_step(PricedStep(outcomes, held, shape, step_s=step_s, exposed_s=step.exposed_s))
+
+    def _commit(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
+        """Append to every request what the step decided."""
+        for outcome in outcomes:
+            self._advance(outcome)
+
+    def _ask(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> None:
+        """Ask for drafts after the step."""
+        going_on = [outcome.item.request for outcome in outcomes if outcome.item.samples]
+        self.drafting.ask(filter(self._is_here, going_on), self._ended_s)
 
     def _is_here(self, request: Request) -> bool:
         return self._requests.get(request.request_id) is request
@@ -305,7 +246,7 @@ class VerifierEngine:
             tokens = next(tokens_of) if item.samples else _NOTHING
             if not step.counts_for(item, self._requests):
                 continue
-            num_tokens = item.request.num_tokens - (step.foreseen is not None and item.samples)
+            num_tokens = item.request.num_tokens - step.num_open(item)
             committed, finish_reason = self._until_finished(item.request, tokens.token_ids, num_tokens)
             outcomes.append(
                 Outcome(
@@ -405,9 +346,8 @@ class VerifierEngine:
         self.scheduler.remove(request.request_id)
         self.drafting.close(request)
         self.pricing.forget(request.request_id)
-        self._corrected.discard(request.request_id)
-        if not self._requests:  # of a step that is on its way nobody needs to know how it ends
-            self._verified_s = self._next = None
+        if not self._requests:
+            self._verified_s = None
 
 
 _NOTHING = VerifiedTokens([], ())

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.loop import EngineLoop
+from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.engine.step_profile import StepProfile, measure_step_profile
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
@@ -65,7 +67,9 @@ def build_engine(
         grammars = GrammarCompiler.of_model(
             spec.model, vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids
         )
-    return VerifierEngine(
+    runs_apart = resolve_device(spec.model.device).type == "cuda"
+    kind = PipelinedEngine if runs_apart and spec.async_scheduling else partial(VerifierEngine, runs_apart=runs_apart)
+    return kind(
         runner,
         Scheduler(config, pool, pricing),
         DraftCoordinator(drafts, speculation, runner.states, pricing),
@@ -73,8 +77,6 @@ def build_engine(
         generator=torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "verifier")),
         grammars=grammars,
         pricing=pricing,
-        async_scheduling=spec.async_scheduling,
-        runs_apart=resolve_device(spec.model.device).type == "cuda",
     )
 
 

@@ -35,6 +35,10 @@ class LaunchedStep:
     foreseen: PricedStep | None = None  # what pricing was told of it then; None: it is not foreseen
     wanted: Sequence[WantedDraft] = ()  # what is to be asked for after it, known when it is foreseen
 
+    def num_open(self, item: ScheduledRequest) -> int:
+        """Return how many tokens stand open that an item's request was given for those of this step."""
+        return int(self.foreseen is not None and item.samples)
+
     def shape_of(self, outcomes: Sequence[Outcome]) -> StepShape:
         """Return the step's shape as pricing sees it: rows that count for nobody are left out."""
         num_tokens = sum(outcome.item.num_new_tokens for outcome in outcomes)

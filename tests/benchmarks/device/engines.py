@@ -30,6 +30,7 @@ from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.service.rank_main import DraftLoop
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
+from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.engine.step_profile import measure_step_profile
 from outrider.verifier_service.engine.warm_up import MadeUpDrafts, patience_s, warm_up
 from outrider.verifier_service.messages.draft import DraftClient
@@ -109,14 +110,14 @@ def played_engine(
     engine = _engine_of(target, pricing, client)
     profile = measure_step_profile(Awaited(target), MAX_PROFILED_TOKENS, clock.now_s)
     pricing.use_profile(profile.step_times, None, profile.context)
-    engine.async_scheduling = async_scheduling
+    engine.launches_early = async_scheduling
     keep_loaded()
     return Played(engine, device, client)
 
 
-def _engine_of(target: PlayedTarget, pricing: DraftPricing, client: DraftClient) -> VerifierEngine:
+def _engine_of(target: PlayedTarget, pricing: DraftPricing, client: DraftClient) -> PipelinedEngine:
     limits = {"max_model_len": target.max_model_len, "vocab_size": target.vocab_size}
-    return VerifierEngine(
+    return PipelinedEngine(
         target,
         Scheduler(
             SchedulerConfig(max_num_batched_tokens=2048, **limits), BlockPool(target.num_blocks, BLOCK_SIZE), pricing
@@ -125,8 +126,6 @@ def _engine_of(target: PlayedTarget, pricing: DraftPricing, client: DraftClient)
         clock=target.device.clock.now_s,
         generator=torch.Generator(),
         pricing=pricing,
-        runs_apart=True,
-        async_scheduling=True,
         verify=target.verify,
     )
 

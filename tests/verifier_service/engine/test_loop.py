@@ -17,6 +17,7 @@ from fakes.engine_bench import PROMPT, EngineBench, Pace, greedy_tokens, make_re
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.loop import EngineLoop, engine_load, update_frames
+from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, Open
@@ -45,7 +46,7 @@ def wait_for_drafts(num_tokens: int) -> dict[str, Any]:
     return {"draft_length": num_tokens, "drafter_id": "d"}
 
 
-class LateEngine(VerifierEngine):
+class LateEngine(PipelinedEngine):
     """An engine whose logits come once all is done that is done meanwhile and, where there is a gate, it is opened."""
 
     gate: threading.Semaphore | None = None
@@ -86,8 +87,6 @@ class Loop:
             clock=time.monotonic,
             generator=torch.Generator().manual_seed(0),
             pricing=make_pricing(self.drafts),
-            runs_apart=self.pace is not Pace.AT_ONCE,
-            async_scheduling=True,
             verify=self.runner.verify if self.pace is Pace.ASYNC else begin,
         )
         self.outputs: list[RequestOutput] = []
