@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -305,6 +306,7 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
             interrupt_at_signals()
             drain(RoutedStreams(), config.drain_timeout_s, tell)
         ignore_signals()
+    gc.freeze()  # the process ends: its last collection would look through all that is loaded, most of a second
 
 
 def serve_drafters_until_interrupted(config: DraftersConfig) -> None:
