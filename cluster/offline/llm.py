@@ -66,7 +66,9 @@ class LLM:
             "max_model_len": max_model_len,
             "seed": seed,
         }
-        config, plan = _planned(fit_drafting(offline_config({**given, **options}), num_cores=usable_cores()))
+        wished = offline_config({**given, **options})
+        fitted = wished if drafter_process else fit_drafting(wished, num_cores=usable_cores())
+        config, plan = _planned(fitted)
         num_apart = config.draft_tensor_parallel_size if drafter_process and config.has_drafters else 0
         config = share_cores(config, num_ranks=config.tensor_parallel_size + num_apart, num_cores=usable_cores())
         codec = TextCodec(load_tokenizer(config.verifier_spec.model))
