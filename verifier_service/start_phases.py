@@ -16,10 +16,11 @@ MAX_PHASE_BYTES = 1024
 _process = "engine"
 
 
-def begin_phases(process: str) -> None:
-    """Name this process, once, for what it tells from now on."""
+def begin_phases(process: str, phase: str) -> None:
+    """Name this process, once, for what it tells from now on, and tell its first phase."""
     global _process
     _process = process
+    tell_phase(phase)
 
 
 def tell_phase(phase: str) -> None:

@@ -53,8 +53,7 @@ class GatewayReplica:
         self._tasks.start(self._router.follow(), "follow the router")
         gateway_id = serve.get_replica_context().replica_id.unique_id
         configure_logging(config.log_format, replica=f"gateway/{gateway_id}")
-        begin_phases("gateway")
-        tell_phase("reading the tokenizer")
+        begin_phases("gateway", "reading the tokenizer")
         self._tracing = tracing_of(config, gateway_id)
         model = config.verifier_spec.model
         tokenizer = await asyncio.to_thread(load_tokenizer, model)  # while verifiers load

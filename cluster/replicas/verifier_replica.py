@@ -30,7 +30,7 @@ from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
 from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineLoad, EngineReady, EngineUpdate
 from outrider.verifier_service.messages.link import Hello
 from outrider.verifier_service.messages.request import GenerationRequest, SpeculationPlan
-from outrider.verifier_service.start_phases import begin_phases, tell_phase
+from outrider.verifier_service.start_phases import begin_phases
 
 logger = logging.getLogger(__name__)
 FIRST_REPORT_TIMEOUT_S = 10.0
@@ -52,8 +52,7 @@ class VerifierReplica:
         self._router = router
         self._verifier_id = serve.get_replica_context().replica_id.unique_id
         configure_logging(config.log_format, replica=f"verifier/{self._verifier_id}")
-        begin_phases("verifier")
-        tell_phase("starting its ranks")
+        begin_phases("verifier", "starting its ranks")
         self._epoch = time.time_ns()
         self._load: EngineLoad | None = None
         self._load_changed = asyncio.Event()

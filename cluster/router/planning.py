@@ -32,9 +32,9 @@ from outrider.cluster.router.fleet import (
 )
 from outrider.cluster.router.routing import DrafterDesk
 from outrider.cluster.router.switches import Switch
+from outrider.verifier_service.messages.engine import NEVER
 from outrider.verifier_service.messages.request import DisabledReason, EnabledReason, SpeculationPlan
 
-NEVER = 1.0  # a price at which no draft pays
 LESSER, PLAIN, URGENT = WORTHS = (0.5, 1.0, 2.0)  # of a request's tokens
 AMPLE_SHARE = 0.5  # of its target inter-token time: a request that takes less can afford to lose its drafts
 FILLED = 0.5  # of the knee: from there on one percent more tokens cost a third of a percent of a step's time or more

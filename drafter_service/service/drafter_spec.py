@@ -20,7 +20,7 @@ from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.architectures import read_description, resolve_description
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.ranks import RankSpec
-from outrider.verifier_service.start_phases import begin_phases, tell_phase
+from outrider.verifier_service.start_phases import begin_phases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,7 @@ class DrafterSpec:
 
     def run_rank(self, rank: RankSpec) -> None:
         """Be one rank of this drafter until its shell, or rank 0, goes away."""
-        begin_phases("drafter")
-        tell_phase("importing the engine")
+        begin_phases("drafter", "importing the engine")
         from outrider.drafter_service.service.rank_main import run_drafter_rank
 
         run_drafter_rank(self, rank)
@@ -82,8 +81,7 @@ class ColocatedSpec:
 
     def run_rank(self, rank: RankSpec) -> None:
         """Be one rank of the verifier, rank 0 with the drafter beside it."""
-        begin_phases("verifier")
-        tell_phase("importing the engine")
+        begin_phases("verifier", "importing the engine")
         from outrider.drafter_service.service.colocated import run_colocated_rank
 
         run_colocated_rank(self, rank)

@@ -45,9 +45,9 @@ from outrider.verifier_service.messages.engine import (
 from outrider.verifier_service.messages.request import SpeculationPlan
 
 # The lines of a verifier's table of decoding requests: length of the drafts, output tokens to come, positions in the
-# KV, output tokens done, and the counters of a `RequestLoad`. From DONE on they are sums of what rounds come to.
-NUMBER, LENGTH, LEFT, CONTEXT, DONE, DRAFTS, DRAFTED, ACCEPTED = range(8)
-NUM_LINES = 8
+# KV, output tokens done.
+NUMBER, LENGTH, LEFT, CONTEXT, DONE = range(5)
+NUM_LINES = 5
 ACCEPTANCE_MEMORY = 0.9  # of the running mean of acceptance per position, by run of rounds
 FIRST_ACCEPTANCE = 0.6
 
@@ -249,9 +249,9 @@ class FakeVerifier:
         return num_rounds, way
 
     def _count(self, news: Ints, num_rejected: int, end_s: float, num_rounds: int) -> None:
-        """Count what so many rounds come to, by request and by line of the table from DONE on."""
+        """Count what so many rounds come to: by request, tokens, drafts, drafted and accepted tokens."""
         rows = self._rows[:, : self._num_rows]
-        rows[DONE:] += news
+        rows[DONE] += news[0]
         rows[LEFT] -= news[0]
         rows[CONTEXT] += news[0]
         num_tokens, num_drafts, num_drafted, num_accepted = news.sum(axis=1).tolist()
@@ -277,7 +277,7 @@ class FakeVerifier:
             self._end(np.asarray([number]), np.asarray([1]))
             return
         length = self._lengths.first_length(row)
-        self._rows[:, self._num_rows] = (number, length, num_output - 1, num_prompt + 1, 1, 0, 0, 0)
+        self._rows[:, self._num_rows] = (number, length, num_output - 1, num_prompt + 1, 1)
         self._num_rows += 1
         self._num_at_least = None
         if row.plan.draft_length and self._speed is None:

@@ -11,12 +11,11 @@ from outrider.lab.simulate.accelerators import StepTiming
 from outrider.lab.simulate.drafting import DraftSpeed, RoundLoad, SimulatedRound, choose_round
 from outrider.lab.simulate.load import Acceptance, Floats, Ints
 from outrider.verifier_service.messages.draft import Draft
-from outrider.verifier_service.messages.engine import StepTime
+from outrider.verifier_service.messages.engine import NEVER, StepTime
 from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
-from outrider.verifier_service.pricing.step_price import NEVER
 from outrider.verifier_service.scheduling.outcome import Outcome
 
 ORACLE_PRICES = (*(0.02 * step for step in range(10)), *(0.2 + 0.05 * step for step in range(16)))

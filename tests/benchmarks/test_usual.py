@@ -5,8 +5,9 @@ from __future__ import annotations
 import click
 import pytest
 
-from benchmarks.usual import AGAIN, HELD_OUT, NEW, OFF, OFF_AGAIN, measure, rounds, rows
+from benchmarks.usual import AGAIN, NEW, OFF, OFF_AGAIN, measure, rounds, rows
 from outrider.lab.bench.figures import DraftCounts, RequestTrace, RunTrace, Workload
+from outrider.lab.peers.measure import PROMPTS
 from outrider.verifier_service.messages.request import SpeculationPlan
 
 
@@ -55,4 +56,4 @@ def test_each_candidate_meets_new_prompts_and_then_the_same_again():
 
 
 def test_the_held_out_prompts_are_there():
-    assert HELD_OUT.is_file()
+    assert PROMPTS.is_file()

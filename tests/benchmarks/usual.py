@@ -11,7 +11,6 @@ many requests the same prompts run four times:
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,6 @@ from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, markdown_table, numbers, show_progress
 
 if TYPE_CHECKING:
-    from outrider.cluster.config.service_config import ServiceConfig
     from outrider.lab.bench.arms import OutriderArm
     from outrider.lab.bench.figures import RunTrace, Workload
 
@@ -41,7 +39,6 @@ ORDERS = ((OFF, NEW, AGAIN, OFF_AGAIN), (NEW, OFF, OFF_AGAIN, AGAIN), (NEW, AGAI
 MAX_LENGTH = 4
 HEADINGS = ("drafts by", "requests", "off, tokens/s", "new / off", "again / off", "off again / off")
 HEADINGS += ("drafted", "drafted again")
-HELD_OUT = Path("lab/peers/prompts.jsonl")  # chat prompts of kinds that no shipped drafter has learnt from
 
 
 def rounds(num_prompts: int, concurrencies: Sequence[int], repeats: int) -> Iterator[tuple[int, int, slice]]:
@@ -83,17 +80,6 @@ def rows(name: str, found: dict[int, dict[str, list[RunTrace]]]) -> Iterator[lis
         yield [name, str(concurrency), f"{speeds[OFF]:.1f}", *ratios, *lengths]
 
 
-def _chat_prompts(config: ServiceConfig) -> tuple[tuple[int, ...], ...]:
-    from outrider.verifier_service.model.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(config.verifier_spec.model)
-    texts = [json.loads(line)["prompt"] for line in HELD_OUT.read_text().splitlines()]
-    chats = ([{"role": "user", "content": text}] for text in texts)
-    return tuple(
-        tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)) for chat in chats
-    )
-
-
 @click.command(context_settings=CONTEXT_SETTINGS)
 @click.option("--model", default="smollm2", show_default=True, help="That chats and has a shipped head.")
 @click.option("--candidate", "names", type=click.Choice([*CANDIDATES]), multiple=True, help="May be repeated.")
@@ -115,6 +101,7 @@ def usual(
     from outrider.lab.bench.arms import OutriderArm
     from outrider.lab.bench.figures import Workload
     from outrider.lab.bench.pairs import describe_machine
+    from outrider.lab.head.acceptance import encoded_prompts
 
     names = names or (*CANDIDATES,)
     machine, found = describe_machine(), []
@@ -129,7 +116,8 @@ def usual(
                 threads_per_rank=usable_cores(),
                 seed=0,
             )
-            workload = Workload(prompts=_chat_prompts(config), max_tokens=max_tokens, num_speculative_tokens=MAX_LENGTH)
+            prompts = tuple(encoded_prompts(config.verifier_spec.model))
+            workload = Workload(prompts=prompts, max_tokens=max_tokens, num_speculative_tokens=MAX_LENGTH)
             with ExitStack() as opening:
                 arm = OutriderArm.open(name, config, opening, time.perf_counter, prices_drafts=True)
                 found += rows(name, measure(arm, workload, concurrencies, repeats, on_run))

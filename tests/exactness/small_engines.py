@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,25 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 128
 MAX_STEPS = 2000
 TIED_EMBEDDING_SCALE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A lively model, its engine's runner, and a draft model that is nearly as good."""
+
+    model: PreTrainedModel
+    target: ModelRunner
+    draft: ModelRunner
+
+
+def lively_models(model_type: str, folder: Path) -> Iterator[Models]:
+    """Yield them, on one thread of torch's meanwhile."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = make_lively_model(model_type)
+    draft = perturbed_copy(model_type, 0.05)
+    yield Models(model=model, target=load(model, folder / "target"), draft=load(draft, folder / "draft"))
+    torch.set_num_threads(threads)
 
 
 def load(model: PreTrainedModel, folder: Path, backend: GraphBackend | None = None) -> ModelRunner:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,13 +19,12 @@ from exactness.small_engines import (
     Generated,
     Limits,
     ModelDrafts,
+    Models,
     NoDrafts,
     RandomDrafts,
     generate,
-    load,
+    lively_models,
     make_engine,
-    make_lively_model,
-    perturbed_copy,
 )
 from fakes.processed import processed_row
 from outrider.verifier_service.messages.request import (
@@ -37,7 +35,6 @@ from outrider.verifier_service.messages.request import (
     TokenLogprobs,
     VerificationMode,
 )
-from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.sampler import target_probs
 from tiny.models import VOCAB_SIZE, full_logits, random_sequences
@@ -56,25 +53,9 @@ PROCESSORS = (
 CHOICES = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 3.0, "top_k": 20}}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Models:
-    model: PreTrainedModel
-    target: ModelRunner
-    draft: ModelRunner
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Iterator[Models]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    folder: Path = tmp_path_factory.mktemp("processed")
-    model = make_lively_model(ARCHITECTURE)
-    yield Models(
-        model=model,
-        target=load(model, folder / "target"),
-        draft=load(perturbed_copy(ARCHITECTURE, 0.05), folder / "draft"),
-    )
-    torch.set_num_threads(threads)
+    yield from lively_models(ARCHITECTURE, tmp_path_factory.mktemp("processed"))
 
 
 def requests_of(choice: str, *, is_processed: bool = True, **sampling: object) -> list[GenerationRequest]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,13 +18,12 @@ from exactness.small_engines import (
     Generated,
     Limits,
     ModelDrafts,
+    Models,
     NoDrafts,
     RandomDrafts,
     generate,
-    load,
+    lively_models,
     make_engine,
-    make_lively_model,
-    perturbed_copy,
 )
 from fakes.byte_tokens import UNFORCED, ByteTokens, allowed_ids, matches
 from fakes.processed import processed_row
@@ -40,7 +38,6 @@ from outrider.verifier_service.messages.request import (
     StructuredOutput,
     VerificationMode,
 )
-from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.grammar import GrammarCompiler
 from outrider.verifier_service.sampling.sampler import target_probs
@@ -73,25 +70,9 @@ ROOMY, TIGHT = Limits(), Limits(max_num_batched_tokens=16, num_blocks=15)
 GRAMMARS = GrammarCompiler(EndingTokens(TOKENS, (EOS,)).load)
 
 
-@dataclass(frozen=True, slots=True)
-class Models:
-    model: PreTrainedModel
-    target: ModelRunner
-    draft: ModelRunner
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Iterator[Models]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    folder: Path = tmp_path_factory.mktemp("structured")
-    model = make_lively_model(ARCHITECTURE)
-    yield Models(
-        model=model,
-        target=load(model, folder / "target"),
-        draft=load(perturbed_copy(ARCHITECTURE, 0.05), folder / "draft"),
-    )
-    torch.set_num_threads(threads)
+    yield from lively_models(ARCHITECTURE, tmp_path_factory.mktemp("structured"))
 
 
 def requests_of(choice: str) -> list[GenerationRequest]:

@@ -35,11 +35,10 @@ from outrider.verifier_service.messages.draft import (
     VerifierMessage,
     check_draft,
 )
-from outrider.verifier_service.messages.engine import BreakerState, DrafterPerformance
+from outrider.verifier_service.messages.engine import NEVER, BreakerState, DrafterPerformance
 from outrider.verifier_service.messages.histogram import Histogram
 from outrider.verifier_service.messages.request import AcceptanceRule, DisabledReason, Request
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
-from outrider.verifier_service.pricing.step_price import NEVER
 
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)

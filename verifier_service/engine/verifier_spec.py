@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.ranks import RankSpec
-from outrider.verifier_service.start_phases import begin_phases, tell_phase
+from outrider.verifier_service.start_phases import begin_phases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,7 @@ class VerifierSpec:
 
     def run_rank(self, rank: RankSpec) -> None:
         """Be one rank of this verifier until its shell, or rank 0, goes away."""
-        begin_phases("verifier")
-        tell_phase("importing the engine")
+        begin_phases("verifier", "importing the engine")
         from outrider.verifier_service.engine.factory import run_verifier_rank
 
         run_verifier_rank(self, rank)

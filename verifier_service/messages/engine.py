@@ -23,6 +23,8 @@ class SetPlans:
 
     plans: dict[str, SpeculationPlan]
 
+NEVER = 1.0  # the price of a draft token at which none pays: no survival exceeds it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relay:

@@ -63,10 +63,7 @@ from outrider.verifier_service.start_phases import tell_phase
 
 logger = logging.getLogger(__name__)
 
-CPU_CACHE_LIMIT_BYTES = 1 << 30
-CPU_CACHE_SHARE = 0.1  # of the physical memory
 CHECKED = "checked"  # remembered: the logits are the library's
-CUDA_CACHE_SHARE = 0.8  # of the memory that is free once the weights are loaded
 
 
 class PackedModel(Protocol):

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.verifier_service.messages.draft import NO_NEEDS, ROOT, Draft, DraftNeeds
-from outrider.verifier_service.messages.engine import StepTime
+from outrider.verifier_service.messages.engine import NEVER, StepTime
 from outrider.verifier_service.messages.expert_shape import ExpertShape
 from outrider.verifier_service.messages.request import DisabledReason, Request
 from outrider.verifier_service.messages.tree import depths
@@ -43,7 +43,6 @@ from outrider.verifier_service.pricing.offer import (
 )
 from outrider.verifier_service.pricing.probes import PROBE_LENGTH, PROBE_ROUNDS, ProbeBudget
 from outrider.verifier_service.pricing.recent_confidences import RecentConfidences
-from outrider.verifier_service.pricing.step_price import NEVER
 from outrider.verifier_service.pricing.survival import SurvivalEstimator
 from outrider.verifier_service.pricing.token_worth import TokenWorth
 from outrider.verifier_service.scheduling.outcome import Outcome, num_draft_tokens

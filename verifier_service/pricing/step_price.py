@@ -25,9 +25,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from outrider.verifier_service.messages.engine import NEVER
 from outrider.verifier_service.pricing.cost_model import CostModel, StepShape
 
-NEVER = 1.0  # no survival exceeds it
 # Prices that are tried: 3 % apart, closer below 0.1, where one request on a memory-bound machine has its long drafts.
 GRID = (*(0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08), *(0.1 + 0.03 * step for step in range(30)), NEVER)
 WINDOW_STEPS = 32.0  # how many steps count, in all: about a second of a large model, in which a load may have changed

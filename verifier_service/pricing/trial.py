@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.verifier_service.pricing.step_price import NEVER
+from outrider.verifier_service.messages.engine import NEVER
 
 TRIAL_DRAFTS = 16  # that were asked for: enough to overrule what a new drafter is taken for …
 TRIAL_STEPS = 4  # … over so many steps: many requests make that many drafts in one

@@ -12,8 +12,7 @@ from outrider.verifier_service.start_phases import MAX_PHASE_BYTES, PHASES_VARIA
 
 TELLING = """
 from outrider.verifier_service.start_phases import begin_phases, tell_phase
-begin_phases("verifier")
-tell_phase("loading weights")
+begin_phases("verifier", "loading weights")
 """
 
 

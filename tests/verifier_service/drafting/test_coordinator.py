@@ -26,7 +26,7 @@ from outrider.verifier_service.messages.draft import (
     States,
     VerifierMessage,
 )
-from outrider.verifier_service.messages.engine import BreakerState
+from outrider.verifier_service.messages.engine import NEVER, BreakerState
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     DisabledReason,
@@ -35,7 +35,6 @@ from outrider.verifier_service.messages.request import (
     SamplingParams,
     SpeculationPlan,
 )
-from outrider.verifier_service.pricing.step_price import NEVER
 
 VOCAB_SIZE = 100
 

@@ -7,8 +7,7 @@ of every bad word barred wherever the output ends with the others. Each word is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,13 +18,12 @@ from exactness.small_engines import (
     Generated,
     Limits,
     ModelDrafts,
+    Models,
     NoDrafts,
     RandomDrafts,
     generate,
-    load,
+    lively_models,
     make_engine,
-    make_lively_model,
-    perturbed_copy,
 )
 from fakes.processed import processed_row
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
@@ -36,7 +34,6 @@ from outrider.verifier_service.messages.request import (
     SpeculationPlan,
     VerificationMode,
 )
-from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.sampler import target_probs
 from tiny.models import VOCAB_SIZE, full_logits, random_sequences
@@ -50,25 +47,9 @@ ROOMY, TIGHT = Limits(), Limits(num_blocks=12)
 Words = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Models:
-    model: PreTrainedModel
-    target: ModelRunner
-    draft: ModelRunner
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Iterator[Models]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    folder: Path = tmp_path_factory.mktemp("bad_words")
-    model = make_lively_model(ARCHITECTURE)
-    yield Models(
-        model=model,
-        target=load(model, folder / "target"),
-        draft=load(perturbed_copy(ARCHITECTURE, 0.05), folder / "draft"),
-    )
-    torch.set_num_threads(threads)
+    yield from lively_models(ARCHITECTURE, tmp_path_factory.mktemp("bad_words"))
 
 
 @pytest.fixture(scope="module", params=CHOICES)

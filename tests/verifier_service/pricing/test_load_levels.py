@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 
 from fakes.priced_bench import ONE_CORE, FarBench, FarDrafts
+from outrider.verifier_service.messages.engine import NEVER
 from outrider.verifier_service.pricing.cost_model import CostModel, StepShape, StepTimeModel
 from outrider.verifier_service.pricing.load_levels import LoadLevels
-from outrider.verifier_service.pricing.step_price import NEVER
 
 COST = CostModel(StepTimeModel((1, 16, 64), (0.020, 0.020, 0.080), 0.00125))
 SLOTS = [(0.7, 0.7), (0.5, 0.5)]

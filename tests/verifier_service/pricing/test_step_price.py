@@ -2,9 +2,9 @@ import random
 
 import pytest
 
-from outrider.verifier_service.messages.engine import StepTime
+from outrider.verifier_service.messages.engine import NEVER, StepTime
 from outrider.verifier_service.pricing.cost_model import CostModel, StepShape, StepTimeModel
-from outrider.verifier_service.pricing.step_price import GRID, NEVER, Slot, StepPrice
+from outrider.verifier_service.pricing.step_price import GRID, Slot, StepPrice
 
 
 def cost_of(*points: tuple[int, float]) -> CostModel:

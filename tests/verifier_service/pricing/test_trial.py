@@ -4,7 +4,7 @@ import pytest
 
 from fakes.engine_bench import make_request
 from fakes.priced_bench import FREE, ONE_CORE, Bench, FarBench, FarDrafts, GuessingDrafts
-from outrider.verifier_service.pricing.step_price import NEVER
+from outrider.verifier_service.messages.engine import NEVER
 from outrider.verifier_service.pricing.trial import (
     ALLOWANCE,
     FIRST_CREDIT,
