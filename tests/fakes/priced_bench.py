@@ -219,13 +219,17 @@ class FarBench(Bench):
         *,
         contention: float = 0.0,
         true: Sequence[StepTime] = (),
+        first_run: int = 0,
     ) -> None:
-        """Steps take longer by the share `contention` while the drafter works: they share a machine's memory."""
+        """Steps take longer by the share `contention` while the drafter works: they share a machine's memory.
+
+        `first_run` names the requests, which says where drafts are wrong.
+        """
         super().__init__(drafts, profile, true=true)
         self._contention = contention
         drafts.clock = lambda: self.now_s
         self.drafts: FarDrafts = drafts
-        self._num_runs = 0
+        self._num_runs = first_run
 
     def _timed_poll(self) -> list[DrafterEvent]:
         return self._poll()

@@ -42,7 +42,6 @@ from outrider.verifier_service.pricing.offer import (
     num_alike_plain,
 )
 from outrider.verifier_service.pricing.probes import PROBE_LENGTH, PROBE_ROUNDS, ProbeBudget
-from outrider.verifier_service.pricing.recent_confidences import RecentConfidences
 from outrider.verifier_service.pricing.survival import SurvivalEstimator
 from outrider.verifier_service.pricing.token_worth import TokenWorth
 from outrider.verifier_service.scheduling.outcome import Outcome, num_draft_tokens
@@ -64,7 +63,6 @@ class DraftPricing:
     survival: SurvivalEstimator = field(default_factory=SurvivalEstimator)
     worth: TokenWorth = field(default_factory=TokenWorth)
     num_extrapolated_steps: int = 0  # far beyond all that was profiled, or seen at this load
-    _confidences: RecentConfidences = field(default_factory=RecentConfidences)
     _levels: LoadLevels | None = None  # None: there is no profile, so nothing is priced
     _level: LoadLevel | None = None  # of the last step
     _depths: tuple[int | None, int | None] = (None, None)  # how long drafts should be, and may be now; None: any length
@@ -203,8 +201,7 @@ class DraftPricing:
         if self._level is None or kept is None or (asked := kept.round) is None:
             return draft
         if asked.is_free:
-            asked.confidences = confidences_of(draft)
-            known = request.request_id, asked.drafter_id, len(draft.token_ids), asked.confidences
+            known = request.request_id, asked.drafter_id, len(draft.token_ids), confidences_of(draft)
             length = self._level.cost.best_length(self._base, self.survival.survivals(*known))
             return first_nodes(draft, max_nodes=length, max_depth=length)
         if draft.parents is not None and draft.draft_probs is None:
@@ -213,13 +210,13 @@ class DraftPricing:
         num_levels = len(draft.token_ids) if is_chain else asked.length
         # a drafter that stopped of itself has nothing more on offer
         num_offered = max(num_levels, asked.bound) if is_chain and num_levels >= asked.length else num_levels
-        asked.confidences = confidences_of(draft) if is_chain else None
-        survivals = self.survival.survivals(request.request_id, asked.drafter_id, num_offered, asked.confidences)
+        confidences = confidences_of(draft) if is_chain else None
+        survivals = self.survival.survivals(request.request_id, asked.drafter_id, num_offered, confidences)
         worths = self.worth.worths(request.request_id, survivals)
         asked.offered = Offer(survivals, worths, asked.worths, worths)
         if asked.is_probe or asked.is_pinned:
             return draft
-        num_paying = self._level.price.verified(asked.offered.levels[:num_levels])
+        num_paying = self._level.price.num_paying(asked.offered.levels[:num_levels])
         num_paying = max(num_paying, int(self._level.trial.goes_on))
         if is_chain and num_paying == num_levels:
             return draft
@@ -243,7 +240,7 @@ class DraftPricing:
         asked.offered = Offer(survivals, worths, [hoped[depth] for depth in node_depths], levels)
         if asked.is_probe or asked.is_pinned:
             return draft
-        price = self._level.price.verifying_price
+        price = self._level.price.price
         num_least = int(self._level.trial.goes_on)
         if asked.has_predictions:
             num_nodes = max(asked.offered.num_first_paying(price), num_least)
@@ -352,7 +349,7 @@ class DraftPricing:
 
     def _observe_offers(self, level: LoadLevel, base: StepShape, offers: Sequence[Offer], num_steps: int) -> None:
         """Price what was on offer in the step, and in others like it, as far as drafts should go."""
-        level.depth.observe(base, [offer.levels for offer in offers], level.price.verifying_price, num_steps)
+        level.depth.observe(base, [offer.levels for offer in offers], level.price.price, num_steps)
         bound = level.depth.bound
         slots = [slot for offer in offers for slot in offer.down_to(bound)]
         longest = max((len(offer.levels) for offer in offers), default=0)
@@ -395,7 +392,7 @@ class DraftPricing:
             self._probes.spend(max(0.0, elapsed_s - plain_s * made))
 
     def _offer(self, step: PricedStep, request: Request) -> Offer:
-        """Return what one request had on offer; where nothing was asked for, as if it were one of the last drafts."""
+        """Return what one request had on offer; where nothing was asked for, what history says."""
         asked = step.rounds.get(request.request_id)
         if asked is not None and asked.offered is not None:
             return asked.offered
@@ -405,16 +402,9 @@ class DraftPricing:
             plan = request.plan
             asked = PricedRound(plan.drafter_id or "", 0 if plan.is_pinned else plan.draft_length)
         hoped = asked.worths or self._worths(request.request_id, self._kept(request, asked.drafter_id), asked)
-        confidences = self._confidences.next(asked.drafter_id)
-        if confidences is None:
-            return Offer(worths=hoped, levels=hoped)
-        survivals = self.survival.survivals(request.request_id, asked.drafter_id, asked.bound, confidences)
-        worths = self.worth.worths(request.request_id, survivals)
-        return Offer(survivals, worths, hoped, worths)
+        return Offer(worths=hoped, levels=hoped)
 
     def _observe_draft(self, asked: PricedRound, outcome: Outcome) -> None:
-        if asked.confidences:
-            self._confidences.observe(asked.drafter_id, asked.confidences)
         draft = outcome.item.draft
         if draft is None:
             return

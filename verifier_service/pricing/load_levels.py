@@ -35,7 +35,7 @@ class LoadLevel:
         Where that depth is all that ends a draft, it may be as long as `next_bound`: the price, which is that of the
         positions down to there, says nothing of the next.
         """
-        length = self.price.asked(worths[:bound])
+        length = self.price.num_paying(worths[:bound])
         return length if next_bound is None or length != bound else min(next_bound, len(worths))
 
     def is_accident(self, longest: int, exposed_s: float, plain_s: float) -> bool:

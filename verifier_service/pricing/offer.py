@@ -59,7 +59,6 @@ class PricedRound:
     is_opening: bool = True  # its drafter had not answered yet: its first round contains a prefill
     worths: Sequence[float] = ()  # of the positions, by history, when a draft was asked for
     offered: Offer | None = None  # by its draft; None: it has none
-    confidences: Sequence[float] | None = None  # of a chain, before it was cut; None: it claims nothing
     after: LastRound = LastRound.UNDRAFTED  # how the round before it had gone
 
 

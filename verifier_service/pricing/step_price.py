@@ -7,11 +7,10 @@ knees and a wait that starts with the first slot are all seen. Slots are draft p
 survivals; a step's own tokens, prefill among them, count as one token each, so that a step which is busy with prompts
 makes drafts dear and they do not starve time to first token.
 
-A slot is asked for before its draft is seen, by what its request's history says of it, and verified by what the draft
-says of it. From the first slot that is asked for on drafts are waited for, whatever they turn out to be worth. (Charged
-to those alone that are verified, waiting would seem to cost nothing at a price that only good drafts exceed, which is
-one at which nothing is asked for.) Once drafts are there, waiting is past: what is worth verifying is then decided by
-the price that would be best if they always came at once, where that is lower.
+Before its draft is seen, a slot is worth what its request's history says; after, what the draft's confidences say. As
+soon as one slot is requested, the step pays the full wait, whatever the drafts turn out to be worth. (Charged to the
+verified slots alone, waiting would seem free at a price that only good drafts exceed; at that price nothing is
+requested.)
 
 The price of a step comes from earlier steps alone: an optimum over its own survivals would depend on what its drafts
 drew (docs/architecture.md, "The trap").
@@ -22,7 +21,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from outrider.verifier_service.messages.engine import NEVER
@@ -34,16 +32,8 @@ WINDOW_STEPS = 32.0  # how many steps count, in all: about a second of a large m
 FADE = 1.0 - 1.0 / WINDOW_STEPS  # per step: each one counts less than the next
 MIN_GAIN = 1e-3  # of tokens per second: drafts that gain less are not worth it: step times are no better known
 TIE = 2e-4  # prices whose tokens per second differ by less are equals: of those the middle one holds
-Settle = Callable[[float, float, float], float]
-Slot = tuple[float, float]  # what a draft position is worth, and what it seemed to be before its draft was there
-
-
-@dataclass(frozen=True, slots=True)
-class GridGains:
-    """What each price of the grid would have made of a step: logarithms of tokens per second / those without drafts."""
-
-    gains: list[float]
-    free_gains: list[float]  # without any wait for drafts
+Settle = Callable[[float, float], float]
+Slot = tuple[float, float]  # the worth of a draft position: with its draft, and before its draft was there
 
 
 def fade_over(num_steps: int) -> tuple[float, float]:
@@ -56,13 +46,12 @@ class StepPrice:
     """Find the price that would have been best over recent steps; 0, all is admitted, before the first."""
 
     def __init__(self, cost: CostModel, settle: Settle | None = None) -> None:
-        """`settle` says which price holds after the one there was, the best one and `price_if_free`; None: the best."""
+        """`settle` maps the last price and the best one to the next; None: the best."""
         self._cost = cost
         self._settle = settle
         self._gains = [0.0] * len(GRID)  # sums of log (tokens per second at this price / without drafts)
-        self._free_gains = [0.0] * len(GRID)  # the same without any wait for drafts
         self._num_steps = 0.0  # what the sums weigh
-        self._price = self._price_if_free = 0.0
+        self._price = 0.0
 
     @property
     def price(self) -> float:
@@ -70,27 +59,16 @@ class StepPrice:
         return self._price
 
     @property
-    def price_if_free(self) -> float:
-        """The price that would have been best had no step waited for drafts: what verifying alone costs."""
-        return self._price_if_free
-
-    @property
-    def verifying_price(self) -> float:
-        """The survival that a position must exceed to be verified, once its draft is there."""
-        return min(self._price, self._price_if_free)
-
-    @property
     def is_new(self) -> bool:
         """Whether no step has said anything yet."""
         return self._num_steps == 0.0
 
-    def asked(self, worths: Sequence[float]) -> int:
-        """Return how many leading positions are worth being asked for; their worths must not rise."""
-        return _num_above(worths, self._price)
-
-    def verified(self, worths: Sequence[float]) -> int:
-        """Return how many leading positions of a draft that is there are worth verifying; they must not rise."""
-        return _num_above(worths, self.verifying_price)
+    def num_paying(self, worths: Sequence[float]) -> int:
+        """Return the number of leading positions worth more than the price; `worths` must not rise."""
+        for place, worth in enumerate(worths):
+            if worth <= self._price:
+                return place
+        return len(worths)
 
     def observe(
         self,
@@ -108,36 +86,22 @@ class StepPrice:
         if num_decoding < 1:
             return
         if slots:
-            self._add(self.gains_at(base, slots, exposed_s), num_steps)
-            self._price_if_free = self._best(self._free_gains)
+            fade, weight = fade_over(num_steps)
+            gains = self.gains_at(base, slots, exposed_s)
+            self._gains = [fade * old + weight * new for old, new in zip(self._gains, gains, strict=True)]
+            self._num_steps = fade * self._num_steps + weight
         if not self.is_new:
-            self._settle_price()
+            best = self._best(self._gains)
+            self._price = best if self._settle is None else self._settle(self._price, best)
 
-    def gains_at(self, base: StepShape, slots: Sequence[Slot], exposed_s: float) -> GridGains:
-        """Return what each price would have made of such a step, by the step times as they are known now."""
+    def gains_at(self, base: StepShape, slots: Sequence[Slot], exposed_s: float) -> list[float]:
+        """Return the log throughput gain over no drafts of each price of the grid, for such a step, by today's costs."""
         seconds = self._cost.seconds_with(base, len(slots))
         plain = math.log(base.num_tokens / seconds[0])
         num_asked = bisect_left(GRID, max(before for _, before in slots))
-        free = self._price_if_free
-        at_once = [(min(before, worth), worth) for worth, before in slots]
-        waited = [(before if worth > free else min(before, worth), worth) for worth, before in slots]
-        free_rates = _rates(at_once, base.num_tokens, seconds, num_asked)
-        rates = free_rates if waited == at_once else _rates(waited, base.num_tokens, seconds, num_asked)
+        rates = _rates([(min(slot), slot[0]) for slot in slots], base.num_tokens, seconds, num_asked)
         gains = [rate - plain - math.log1p(exposed_s / seconds[count]) for rate, count in rates]
-        nothing = [0.0] * (len(GRID) - num_asked)
-        return GridGains(gains + nothing, [rate - plain for rate, _ in free_rates] + nothing)
-
-    def _add(self, step: GridGains, num_steps: int) -> None:
-        fade, weight = fade_over(num_steps)
-        self._gains = [fade * old + weight * new for old, new in zip(self._gains, step.gains, strict=True)]
-        self._free_gains = [
-            fade * old + weight * new for old, new in zip(self._free_gains, step.free_gains, strict=True)
-        ]
-        self._num_steps = fade * self._num_steps + weight
-
-    def _settle_price(self) -> None:
-        best = self._best(self._gains)
-        self._price = best if self._settle is None else self._settle(self._price, best, self._price_if_free)
+        return gains + [0.0] * (len(GRID) - num_asked)
 
     def _best(self, gains: Sequence[float]) -> float:
         """Return the best price; where a stretch of prices is as good, one in the middle of it, as noise is then."""
@@ -173,10 +137,3 @@ def _rates(
         else:
             rates.append((math.log(tokens[count] / seconds[count]), count))
     return rates
-
-
-def _num_above(worths: Sequence[float], price: float) -> int:
-    for place, worth in enumerate(worths):
-        if worth <= price:
-            return place
-    return len(worths)

@@ -52,11 +52,8 @@ class Trial:
         """Whether drafts are being tried: at least a token of each is verified, or they would teach nothing."""
         return self._num_left > 0 or self._num_steps_left > 0
 
-    def settle(self, price: float, best: float, best_if_free: float) -> float:
-        """Return the price that holds after `price`, where past steps say `best`.
-
-        Where they say `best_if_free` of drafts that come at once, and even these do not pay, no trial goes on.
-        """
+    def settle(self, price: float, best: float) -> float:
+        """Return the price that holds next: `price` held so far, `best` is the best of past steps."""
         if not self._is_open:
             if best < NEVER and not self._pause:
                 self._is_open, self._num_left, self._num_steps_left = True, TRIAL_DRAFTS, TRIAL_STEPS
@@ -66,7 +63,7 @@ class Trial:
             self._lost, self._num_hopes = 0.0, 0
             self._close()
         elif best >= NEVER:
-            if self.goes_on and best_if_free < NEVER:
+            if self.goes_on:
                 return price
             self._close()
         return best if self._is_open else NEVER
