@@ -313,6 +313,11 @@ class RequestOutput:
     error: str | None = None
     speculation: SpeculationMetrics | None = None
 
+    @classmethod
+    def failed(cls, request_id: str, error: str) -> RequestOutput:
+        """Return the only output of a request that cannot run."""
+        return cls(request_id=request_id, token_ids=(), finish_reason=FinishReason.ERROR, error=error)
+
     @property
     def origins(self) -> tuple[TokenOrigin, ...]:
         """Return where each of `token_ids` came from."""
