@@ -1,1 +1,1 @@
-"""The target model's side: paged KV, scheduling, model execution, verification. Knows nothing of Ray or HTTP."""
+"""The target model's side: paged KV, scheduling, model execution, verification. No Ray, no HTTP."""

@@ -1,4 +1,4 @@
-"""Where this machine keeps what was made once: converted checkpoints, compiled kernels."""
+"""This machine's cache folder: converted checkpoints, compiled kernels, findings of earlier starts."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ DEFAULT_CACHE = "~/.cache/outrider"
 
 
 def cache_folder() -> Path:
-    """Return the folder, which need not be there yet."""
+    """Return the cache folder, which may not exist yet."""
     return Path(os.environ.get(CACHE_VARIABLE) or DEFAULT_CACHE).expanduser()

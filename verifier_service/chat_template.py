@@ -1,8 +1,8 @@
-"""Chats as a model's template takes them: the arguments of a tool call are a mapping there, or JSON text.
+"""Render chats, with the arguments of tool calls in the form that the model's template expects: mapping or JSON text.
 
-Clients send text, programs of their own a mapping. Most templates want a mapping: they walk it, or write it with
-`tojson`, which quotes a text once more. Others join the text to theirs, and fail with a mapping, or print it, and of a
-mapping that is Python's `{'a': 1}`. Which kind a template is, it is asked once, with a chat of one call.
+HTTP clients send text, Python programs may pass a mapping. Most templates want a mapping: they iterate over it, or
+print it with `tojson`, which would quote text twice. Others concatenate text, and fail with a mapping or print Python's
+`{'a': 1}`. A trial chat with one tool call, rendered once per template, tells which form it wants.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MAX_TEMPLATES = 16  # whose form is remembered: a model has one or two, a program may bring its own
+MAX_TEMPLATES = 16  # cached trial results; a model has one or two templates, a program may pass its own
 _ARGUMENTS = {"of_probe": "value"}
-_CALL_ID = "abcdef123"  # nine letters and digits: Mistral's templates take no other
+_CALL_ID = "abcdef123"  # Mistral's templates require nine letters and digits
 _TOOL = {
     "type": "function",
     "function": {
@@ -27,33 +27,33 @@ _TOOL = {
         },
     },
 }
-# Some templates show calls only where there are tools, or no content; others fail without one of them.
+# Some templates render calls only with tools, or without content; others fail without one of them.
 _TRIALS = [(said, tools) for said in ({"content": ""}, {}) for tools in (None, [_TOOL])]
 
 
 class ArgumentsError(ValueError):
-    """Arguments of a tool call that the model's template cannot take; the text names them."""
+    """A tool call's arguments cannot be converted to the template's form; the text names the call."""
 
 
 class ChatWriter:
-    """Writes chats through the templates of one tokenizer."""
+    """Renders chats with the templates of one tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:  # transformers.PreTrainedTokenizerBase, which has no types
         self._tokenizer = tokenizer
-        self._takes_text = functools.lru_cache(MAX_TEMPLATES)(self._tell_form)
+        self._takes_text = functools.lru_cache(MAX_TEMPLATES)(self._try_template)
 
     def write(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
-        """Return a chat's text; `fields` are of `apply_chat_template`, or the template's own.
+        """Return a chat's text; `fields` go to `apply_chat_template` and the template.
 
-        Raises `ArgumentsError` for arguments that cannot be had in the template's form, and whatever the template does.
+        Raises `ArgumentsError` if arguments cannot be converted to the template's form, and the template's errors.
         """
         if any(_calls_of(message) for message in messages):
             template = self._tokenizer.get_chat_template(fields.get("chat_template"), fields.get("tools"))
             messages = [_in_form(message, is_text=self._takes_text(template)) for message in messages]
         return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **fields))
 
-    def _tell_form(self, template: str) -> bool:
-        """Return whether a template takes arguments as text; one that takes both, or shows none, gets a mapping."""
+    def _try_template(self, template: str) -> bool:
+        """Return whether a template wants arguments as text; False if it accepts both or renders none."""
         return any(self._wants_text(template, said, tools) for said, tools in _TRIALS)
 
     def _wants_text(self, template: str, said: Mapping[str, str], tools: list[Any] | None) -> bool:
@@ -65,14 +65,14 @@ class ChatWriter:
     def _tried(
         self, template: str, said: Mapping[str, str], tools: list[Any] | None, arguments: str | Mapping[str, str]
     ) -> str | None:
-        """Return what the template makes of a chat with one call; None: it fails."""
+        """Return the rendered trial chat with one call; None if the template fails."""
         call = {"id": _CALL_ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}
         messages = [{"role": "user", "content": "Probe."}, {"role": "assistant", **said, "tool_calls": [call]}]
         try:
             return str(
                 self._tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False)
             )
-        except Exception:  # templates fail in their own ways; the chat itself will tell the user how
+        except Exception:  # any error of a template; the user's own chat will raise it again
             return None
 
 
@@ -82,7 +82,7 @@ def _calls_of(message: Mapping[str, Any]) -> list[Any]:
 
 
 def _in_form(message: Mapping[str, Any], *, is_text: bool) -> Mapping[str, Any]:
-    """Return a message with the arguments of its calls in one form; what is no call is left to the template."""
+    """Return a message with the arguments of its calls in one form; malformed calls are left to the template."""
     calls = _calls_of(message)
     return {**message, "tool_calls": [_call_in_form(call, is_text=is_text) for call in calls]} if calls else message
 
@@ -92,7 +92,7 @@ def _call_in_form(call: Any, *, is_text: bool) -> Any:
         return call
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _function_in_form(call["function"], call.get("id"), is_text=is_text)}
-    return _function_in_form(call, call.get("id"), is_text=is_text)  # some programs leave the `function` around it out
+    return _function_in_form(call, call.get("id"), is_text=is_text)  # some programs omit the enclosing `function`
 
 
 def _function_in_form(function: Mapping[str, Any], call_id: Any, *, is_text: bool) -> Mapping[str, Any]:
@@ -110,19 +110,19 @@ def _function_in_form(function: Mapping[str, Any], call_id: Any, *, is_text: boo
 
 
 def _as_text(arguments: Any) -> str:
-    """Return arguments as the text that models learn calls from; a text stays as it is."""
+    """Return arguments as JSON text; text stays unchanged."""
     if isinstance(arguments, str):
         return arguments
-    return json.dumps({} if arguments is None else arguments, ensure_ascii=False)  # as the templates' own `tojson`
+    return json.dumps({} if arguments is None else arguments, ensure_ascii=False)  # as `tojson` in templates
 
 
 def _as_mapping(arguments: Any) -> Mapping[str, Any]:
-    """Return what arguments say; raises `ValueError` where that is no object, or cannot be written as UTF-8."""
+    """Return arguments as a mapping; raises `ValueError` if they are no JSON object or cannot be encoded as UTF-8."""
     if isinstance(arguments, str) and arguments.strip():
         text, arguments = arguments, json.loads(arguments)
-        if "\\u" in text:  # only an escape can smuggle half a surrogate pair in
+        if "\\u" in text:  # only an escape can contain half a surrogate pair
             json.dumps(arguments, ensure_ascii=False).encode()
-    elif arguments is None or isinstance(arguments, str):  # some clients send no text where there are none
+    elif arguments is None or isinstance(arguments, str):  # some clients send null or "" for no arguments
         arguments = {}
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{json.dumps(arguments)[:40]} is none")

@@ -1,6 +1,6 @@
-"""What a start has found out about a checkpoint on this machine, so that the next one need not.
+"""Findings of a start about a checkpoint on this machine (checked logits, step times), kept for the next start.
 
-Kept in the cache folder, a small file for each kind of start. Its name is a hash of all that the finding hangs on: the
+One small file per kind of start in the cache folder. Its name is a hash of everything that findings depend on: the
 checkpoint's files, how it is served, the machine, and the versions of our code and the libraries.
 """
 
@@ -25,17 +25,17 @@ from outrider.verifier_service.cache import cache_folder
 
 logger = logging.getLogger(__name__)
 
-OUR_CODE = Path(__file__).parent  # whatever of the verifier changes, a start is a first one again
-MAX_STARTS = 256  # of which findings are kept
+OUR_CODE = Path(__file__).parent  # a change of any file of the verifier invalidates findings
+MAX_STARTS = 256  # files to keep
 
 
 class StartMemory:
-    """Findings of one kind of start, by name; a file that cannot be read or written is as if there were none."""
+    """Findings of one kind of start, by name; an unreadable or unwritable file counts as missing."""
 
     def __init__(
         self, settings: Mapping[str, Any], folder: Path, device: torch.device, *, rank: int = 0, is_anew: bool = False
     ) -> None:
-        """`settings` say how the checkpoint in `folder` is served. `is_anew`: nothing is recalled, all is found out."""
+        """`settings`: how the checkpoint in `folder` is served. `is_anew`: ignore earlier findings."""
         parts = (
             *(f"{name}={value}" for name, value in sorted(settings.items())),
             *(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in _files(folder)),
@@ -50,7 +50,7 @@ class StartMemory:
                 self._found = dict(json.loads(self._path.read_text()))
 
     def recall(self, name: str) -> Any:
-        """Return a finding as it was remembered; None: there is none."""
+        """Return a finding; None if there is none."""
         return self._found.get(name)
 
     def remember(self, name: str, finding: Any) -> None:
@@ -60,7 +60,7 @@ class StartMemory:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
                 json.dump(self._found, file)
-            os.replace(file.name, self._path)  # readers see the old file or the new one
+            os.replace(file.name, self._path)  # atomic
             _forget_old_ones(self._path.parent)
         except OSError as error:
             logger.warning("what this start found out is not kept, the next one takes as long: %s", error)
@@ -87,7 +87,7 @@ def _machine(device: torch.device) -> str:
 
 @functools.cache
 def _our_version() -> str:
-    """Hash the verifier's source: a version number would not tell two states of a checkout apart."""
+    """Hash the verifier's source; two states of a checkout may have one version number."""
     digest = hashlib.sha256()
     for path in sorted(OUR_CODE.rglob("*")):
         if path.suffix in (".py", ".cpp", ".h"):

@@ -1,7 +1,7 @@
-"""Tell whoever waits for a start what each of its processes is doing.
+"""Report the phases of a service's start to the process that waits for it.
 
-Phases are datagrams to a Unix socket that the environment names, so that a process needs no connection to say one and
-nobody waits for a listener. On other machines, and where nobody waits, there is none.
+A phase is a datagram to a Unix socket named in the environment: the sender needs no connection and never waits.
+Without the socket, or on another machine, phases are not reported.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import contextlib
 import os
 import socket
 
-PHASES_VARIABLE = "OUTRIDER_PHASES"  # where the socket is
+PHASES_VARIABLE = "OUTRIDER_PHASES"  # the socket's path
 MAX_PHASE_BYTES = 1024
 
 _process = "engine"
 
 
 def begin_phases(process: str, phase: str) -> None:
-    """Name this process, once, for what it tells from now on, and tell its first phase."""
+    """Set this process's name for all phases, and report its first."""
     global _process
     _process = process
     tell_phase(phase)
 
 
 def tell_phase(phase: str) -> None:
-    """Say what begins now; nothing where nobody listens."""
+    """Report a phase that begins; do nothing without a listener."""
     address = os.environ.get(PHASES_VARIABLE)
     if not address:
         return

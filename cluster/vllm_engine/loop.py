@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from outrider.cluster.vllm_engine.answers import answer_of
 from outrider.cluster.vllm_engine.load import VllmLoad
-from outrider.verifier_service.engine.engine import failure
 from outrider.verifier_service.messages.engine import TO_ENGINE, Cancel, EngineUpdate, RequestLoad
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
 from outrider.verifier_service.messages.wire import decode, encode
@@ -98,14 +97,14 @@ class VllmLoop:
                 async for output in outputs:
                     self._publish(answer_of(request, output, is_drafted=self._is_drafted))
         except ValueError as error:
-            self._publish(failure(request.request_id, str(error)))
+            self._publish(RequestOutput.failed(request.request_id, str(error)))
         except Exception as error:
             if self._engine.is_dead:
                 logger.exception("vLLM has died")
                 self._ended.set()
                 return
             logger.exception("request %s has failed in vLLM", request.request_id)
-            self._publish(failure(request.request_id, f"vLLM failed: {type(error).__name__}: {error}"))
+            self._publish(RequestOutput.failed(request.request_id, f"vLLM failed: {type(error).__name__}: {error}"))
 
     async def _tell_loads(self) -> None:
         """Tell the load again and again, unless vLLM has requests and takes no step: then the shell gives it up."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 class ByChannel:
     """`Ways` without a choice."""
 
-    def takes_channel(self, num_bytes: int) -> bool:
+    def choose_channel(self, num_bytes: int) -> bool:
         return True
 
     def observe(self, num_bytes: int, seconds: float, *, by_channel: bool) -> None:

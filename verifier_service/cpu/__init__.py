@@ -1,1 +1,1 @@
-"""Kernels for a CPU, compiled for the machine that runs them: attention, linear layers, what stands between them."""
+"""CPU kernels in C++, compiled on the machine that runs them: attention, linear layers, norms, rotary, activations."""

@@ -1,9 +1,9 @@
-// Paged attention on a CPU, in place: chains of queries over keys and values that lie in blocks of a pool.
+// Paged attention on a CPU: chains of queries over keys and values that are read in place from the KV pool.
 //
-// Torch has no operator that reads a block table, so that keys and values are gathered for it, and its fused attention
-// pays several microseconds for each head of each sequence. Here the query heads of one token that share a KV head read
-// each key once; then comes a softmax in float32, then the weighted sum of values. A row's sums are the same whatever
-// else is in the batch: decoding a token and verifying it give the same bits.
+// Torch has no operator for block tables: it needs gathered keys and values, and its fused attention costs several
+// microseconds per head and sequence. Here the query heads of one token that share a KV head read each key once, then
+// compute a softmax in float32 and the weighted sum of values. A row's sums do not depend on the rest of the batch:
+// decoding a token and verifying it give the same bits.
 //
 // Plain loops that the compiler vectorises.
 
@@ -20,17 +20,17 @@ namespace {
 struct Attend {  // as kernels.Attend
     // of the step
     int32_t num_tokens, num_sequences, table_width, block_size, num_threads;
-    const int64_t* slots;     // [num_tokens] where each token's key and value belong
-    const int32_t* firsts;    // [num_sequences] the packed token with which a sequence's queries begin
-    const int32_t* lengths;   // [num_sequences] of its queries, the last tokens of its context
-    const int32_t* contexts;  // [num_sequences] tokens with keys and values, the queries included
+    const int64_t* slots;     // [num_tokens] KV slot of each token
+    const int32_t* firsts;    // [num_sequences] packed index of each sequence's first query
+    const int32_t* lengths;   // [num_sequences] number of queries, the last tokens of the context
+    const int32_t* contexts;  // [num_sequences] tokens with keys and values, queries included
     const int32_t* tables;    // [num_sequences, table_width]
     // of the layer
     const void *query, *key, *value;
     void *output, *key_cache, *value_cache;
     int64_t query_stride, key_stride, value_stride;  // elements from token to token
     int32_t num_heads, num_kv_heads, head_dim, value_dim;
-    int32_t window;  // keys that a query looks back at, itself included; 0: all
+    int32_t window;  // sliding window in tokens, the query included; 0: all
     float scale, softcap;  // softcap 0: none
     const float* sinks;  // [num_heads] or null
 };
@@ -47,7 +47,7 @@ void write_cache(const Attend& a) {
     }
 }
 
-// Call visit(place, slot) for the places [start, stop) of a sequence.
+// Call visit(place, slot) for the tokens [start, stop) of a sequence.
 template <typename Visit>
 inline void for_each_slot(const Attend& a, int32_t sequence, int32_t start, int32_t stop, Visit visit) {
     const int32_t* table = a.tables + static_cast<int64_t>(sequence) * a.table_width;
@@ -84,7 +84,7 @@ inline float sum_of(Floats numbers) {
     return sum;
 }
 
-// The places that a query sees, and where it and its output stand for one KV head.
+// The tokens that a query sees, and the addresses of the query and its output for one KV head.
 template <typename T>
 struct Query {
     int32_t sequence, kv_head, head, start, stop;
@@ -92,7 +92,7 @@ struct Query {
     T* output;
 };
 
-// ROWS query heads of one token, heads of CHUNKS * LANES numbers: queries and sums stay in registers.
+// Attend for ROWS query heads of one token with CHUNKS * LANES numbers each; queries and sums stay in registers.
 template <typename T, int32_t CHUNKS, int32_t ROWS>
 struct Wide {
     static void score(const Attend& a, const Query<T>& q, float* scores, int64_t count) {
@@ -130,7 +130,7 @@ struct Wide {
     }
 };
 
-// One query head of any size.
+// Attend for one query head of any size.
 template <typename T>
 struct Plain {
     static void score(const Attend& a, const Query<T>& q, float* scores, int64_t) {
@@ -152,7 +152,7 @@ struct Plain {
     }
 };
 
-// Turn a row's scores into weights.
+// Softmax: turn a row's scores into weights.
 void soften(const Attend& a, float* scores, int32_t count, int32_t head) {
     if (a.softcap > 0.0f) {
         for (int32_t j = 0; j < count; ++j) scores[j] = std::tanh(scores[j] / a.softcap) * a.softcap;
@@ -177,7 +177,7 @@ void attend_rows(const Attend& a, const Query<T>& q, int32_t num_rows, std::vect
     Kernel::mix(a, q, scores.data(), count);
 }
 
-// As many of `num_rows` query heads at once as there are registers for; return how many.
+// Attend for as many of `num_rows` query heads as there are registers for; return how many.
 template <typename T, int32_t CHUNKS, int32_t ROWS>
 int32_t attend_most(const Attend& a, const Query<T>& q, int32_t num_rows, std::vector<float>& scores) {
     if constexpr (CHUNKS == 0) {
@@ -191,7 +191,7 @@ int32_t attend_most(const Attend& a, const Query<T>& q, int32_t num_rows, std::v
     }
 }
 
-// Some neighbouring queries of a sequence: what a thread takes on for one KV head.
+// Neighbouring queries of a sequence: one thread's unit of work for one KV head.
 struct Span {
     int32_t sequence, begin, end;
 };

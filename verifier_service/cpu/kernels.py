@@ -1,4 +1,4 @@
-"""Compile this folder's kernels once for the machine, and call them; without a C++ compiler there are none."""
+"""Compile this folder's kernels once per machine, and call them; without a C++ compiler there are none."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ import torch
 from outrider.verifier_service.cache import cache_folder
 
 SOURCES = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h"))
-FLAGS = (  # sums may be reordered, which vectors take; infinities and NaN keep their meaning
+FLAGS = (  # allow reordering of sums, which vectorisation needs; keep infinities and NaN
     *("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
 )
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 COMPILE_TIMEOUT_S = 120.0
-DISABLING_VARIABLE = "OUTRIDER_CPU_KERNELS"  # "0": do without them
+DISABLING_VARIABLE = "OUTRIDER_CPU_KERNELS"  # "0": use torch instead
 
 logger = logging.getLogger(__name__)
 
 
 class Attend(ctypes.Structure):
-    """The arguments of a call, as in `attention.cpp`."""
+    """Arguments of the attention kernel, as in `attention.cpp`."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "table_width")),
@@ -55,14 +55,14 @@ Function = Callable[..., None]
 
 
 class Kernels:
-    """The kernels for rows of one dtype. They take tensors in this process's memory, unchecked: see each source."""
+    """The kernels for rows of one dtype. They get addresses and check nothing; see each source."""
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         name = NAMES[dtype]
-        # short calls keep the interpreter's lock: to have it back from another thread may take longer than they do
+        # short calls keep the GIL: getting it back from another thread may take longer than the call
         long, short = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         self.attend: Function = _function(long, f"attend_{name}", (ctypes.POINTER(Attend),))
-        # by the dtype of the weight; empty where the processor has no AVX-512
+        # by the weight's dtype; empty on a processor without AVX-512
         self.linear: dict[torch.dtype, Function] = {
             weight: _function(long, function, _LINEAR)
             for weight, weight_name in NAMES.items()
@@ -74,7 +74,7 @@ class Kernels:
         self.activations = {kind: _function(short, f"{own}_{name}", _GATED) for kind, own in kinds.items()}
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Norm [num_tokens, num_heads * size] or [num_tokens, num_heads, size], each head by itself.
+        """Norm each head of [num_tokens, num_heads * size] or [num_tokens, num_heads, size].
 
         `weight` [num_heads, size] is float32.
         """
@@ -86,7 +86,7 @@ class Kernels:
         return output
 
     def rotate(self, heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-        """Turn [num_tokens, num_heads, head_dim] in place and return it; see `decoder.Rotary`."""
+        """Rotate [num_tokens, num_heads, head_dim] in place and return it; see `decoder.Rotary`."""
         num_tokens, num_heads, size = heads.shape
         self._rotate(
             *(heads.data_ptr(), cosines.data_ptr(), sines.data_ptr()),
@@ -104,14 +104,14 @@ class Kernels:
 
 
 def kernels_of(rows: torch.Tensor) -> Kernels | None:
-    """Return the kernels for a tensor; None elsewhere than on a CPU, and where gradients flow."""
-    is_here = type(rows) is torch.Tensor and rows.device.type == "cpu"  # a subclass may have no memory: FakeTensor
-    return load_kernels(rows.dtype) if is_here and not rows.requires_grad else None
+    """Return the kernels for a tensor; None if it is not on a CPU or needs gradients."""
+    is_on_cpu = type(rows) is torch.Tensor and rows.device.type == "cpu"  # not a FakeTensor, which has no memory
+    return load_kernels(rows.dtype) if is_on_cpu and not rows.requires_grad else None
 
 
 @cache
 def load_kernels(dtype: torch.dtype) -> Kernels | None:
-    """Return the kernels for a dtype; None where there are none, said once in the log."""
+    """Return the kernels for a dtype; None without a compiler, which is logged once."""
     path = _library()
     return None if path is None or dtype not in (torch.float32, torch.bfloat16) else Kernels(path, dtype)
 
@@ -140,7 +140,7 @@ def _library() -> Path | None:
 
 
 def _compiled(compiler: str) -> Path:
-    """Return the compiled library, from the cache where this source was compiled for this processor before."""
+    """Return the compiled library, compiling it unless the cache has it for this source and processor."""
     path = cache_folder() / "kernels" / f"cpu-{_key(compiler)}.so"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,12 +154,12 @@ def _compiled(compiler: str) -> Path:
                 *(str(source) for source in SOURCES if source.suffix == ".cpp"),
             ]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
-            made.replace(path)  # whoever else does the same makes the same
+            made.replace(path)  # atomic; another process writes the same file
     return path
 
 
 def _key(compiler: str) -> str:
-    """Tell builds apart: a home folder may be shared by machines with other instructions."""
+    """Return a key of source, flags, compiler and processor: machines with other instructions may share the folder."""
     processor = Path("/proc/cpuinfo")
     lines = processor.read_text().splitlines() if processor.is_file() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,8 +1,8 @@
-// A linear layer over a few rows: every weight is read once, at the speed of the memory, for all of them.
+// A linear layer over a few rows: every weight is read once, at memory speed, for all rows.
 //
-// Weights lie in panels of 16 output channels: for two inputs (one in float32) the weights of all 16 stand side by side,
-// which is what one instruction multiplies with a row's two inputs. A row's sums are taken in the order of the inputs,
-// chunk by chunk, whatever else is in the batch: decoding a token and verifying it give the same bits.
+// Weights are in panels of 16 output channels: the weights of all 16 for two inputs (float32: one) are adjacent, so
+// that one instruction multiplies them with a row's two inputs. A row's sums are taken in the order of the inputs,
+// chunk by chunk, and do not depend on the rest of the batch: decoding a token and verifying it give the same bits.
 //
 // Needs AVX-512; without it this file is empty.
 
@@ -31,14 +31,14 @@ struct Linear {
 };
 
 constexpr int32_t CHANNELS = 16;
-constexpr int64_t CHUNK_STEPS = 64;   // are summed by themselves: a long sum in float32 would lose what it adds last
+constexpr int64_t CHUNK_STEPS = 64;   // partial sums of so many steps: one long sum in float32 would lose precision
 constexpr int64_t LINE = 64;          // bytes of a cache line
-constexpr int32_t MAX_FETCHING = 32;  // rows: with more the products take so long that the weights are there in time
+constexpr int32_t MAX_FETCHING = 32;  // rows: with more, products take longer than loading weights without prefetch
 
-// Products<T, W>: what a step multiplies, for rows of T and weights of W
+// Products<T, W>: the multiplication of one step, for rows of T and weights of W
 //   STEP                      inputs of a step
 //   load(weights)             the weights of a step for 16 channels
-//   add(sums, weights, row)   the sums with their products with the row's inputs of that step
+//   add(sums, weights, row)   sums plus weights times the row's inputs of that step
 template <typename T, typename W>
 struct Products;
 
@@ -80,7 +80,7 @@ struct Products<BFloat16, int8_t> : Products<BFloat16, BFloat16> {
     }
 };
 
-#else  // the two inputs one after the other, in float32
+#else  // without AVX512-BF16: the two inputs one after the other, in float32
 
 struct Pair {
     __m512 first, second;
@@ -114,8 +114,8 @@ struct Products<BFloat16, int8_t> : PairProducts {
 
 #endif
 
-// Multiply ROWS rows with PANELS panels, from `row` and `panel` on: their sums stay in registers. Meanwhile fetch the
-// tile's share, `bytes_ahead` a step, of the weights that come next.
+// Multiply ROWS rows with PANELS panels, from `row` and `panel` on, with sums in registers. Meanwhile prefetch the next
+// weights, `bytes_ahead` per step.
 template <typename T, typename W, int32_t ROWS, int32_t PANELS>
 void multiply_tile(const Linear& a, int32_t row, int32_t panel, const char* ahead, int64_t bytes_ahead) {
     using Product = Products<T, W>;
@@ -162,7 +162,7 @@ void multiply_tile(const Linear& a, int32_t row, int32_t panel, const char* ahea
     }
 }
 
-// Multiply the last num_rows - row rows, at most ROWS.
+// Multiply the last num_rows - row rows, at most ROWS of them.
 template <typename T, typename W, int32_t ROWS, int32_t PANELS>
 void multiply_rest(const Linear& a, int32_t row, int32_t panel, const char* ahead, int64_t bytes_ahead) {
     if (ROWS == 1 || a.num_rows - row >= ROWS) return multiply_tile<T, W, ROWS, PANELS>(a, row, panel, ahead, bytes_ahead);

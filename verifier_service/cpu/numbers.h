@@ -29,7 +29,7 @@ inline void store(BFloat16* to, float value) {  // to the nearest, ties to even;
     to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// exp for x <= 0, relative error below 3e-7: 2^n times a polynomial on half an octave each way
+// exp for x <= 0, relative error below 3e-7: 2^n times a polynomial over [-1/2, 1/2] octaves
 inline float exp_of(float x) {
     const float scaled = (x < -87.0f ? -87.0f : x) * 1.44269504f;
     const float n = static_cast<float>(static_cast<int32_t>(scaled - 0.5f));  // scaled <= 0: rounds to the nearest

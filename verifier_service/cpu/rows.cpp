@@ -1,6 +1,6 @@
-// What stands between the linear layers of a decoder, a token at a time: norms, rotary embeddings, gated activations.
+// Norms, rotary embeddings and gated activations, one token at a time.
 //
-// Every one reads its input once and rounds once, at the end. A token's numbers do not depend on its company.
+// Each reads its input once and rounds once, at the end. A token's numbers do not depend on the rest of the batch.
 
 #include <cmath>
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace {
 
-constexpr int64_t MIN_PARALLEL = 1 << 15;  // numbers: for fewer a second thread is not worth waking
+constexpr int64_t MIN_PARALLEL = 1 << 15;  // numbers; with fewer, waking a second thread costs more than it saves
 
-// Norm `num_heads` pieces of `size` numbers of every row by themselves, each with a weight of its own.
+// Norm each of `num_heads` heads of `size` numbers of every row, each head with its own weight.
 template <typename T>
 void rms_norm(const T* input, const float* weight, T* output, int64_t num_rows, int64_t row_stride,
               int32_t num_heads, int32_t size, float eps, int32_t num_threads) {
@@ -30,7 +30,7 @@ void rms_norm(const T* input, const float* weight, T* output, int64_t num_rows, 
     }
 }
 
-// Turn, in place, dimension i of every head with i + size / 2, by the cosines and signed sines of the row.
+// Rotate, in place, dimension i of every head with i + size / 2, by the row's cosines and signed sines.
 template <typename T>
 void rotate(T* heads, const T* cosines, const T* sines, int64_t num_rows, int64_t row_stride, int32_t num_heads,
             int32_t size, int32_t num_threads) {
@@ -61,7 +61,7 @@ inline float gelu_tanh(float x) {  // 0.5 x (1 + tanh(y)) = x sigmoid(2 y) (Hend
     return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
 }
 
-// activation(gate) * up, the two halves of every row
+// activation(gate) * up; gate and up are the halves of every row
 template <typename T, float (*ACTIVATION)(float)>
 void gated(const T* gate_up, T* output, int64_t num_rows, int32_t size, int32_t num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_rows * size >= MIN_PARALLEL)

@@ -1,8 +1,8 @@
-"""Keep every request's drafting going: who was asked what, how long to wait, and what came back.
+"""The verifier's side of drafting: choose drafters, ask them, wait for drafts until a deadline, attach what arrives.
 
-Sans I/O: drafters are reached through a `DraftClient`, time is passed in. Nothing here can hold a step up: a request
-whose draft is on its way is *held* until a deadline estimated from earlier rounds only, then it runs without one. No
-drafter, late draft, stale draft, bad draft: each ends in an empty draft, which is plain decoding.
+Sans I/O: drafters are reached through a `DraftClient`, time is passed in. A step never waits beyond the deadline: a
+request whose draft is in flight is *held* until then, and then runs without a draft. The deadline is estimated from
+earlier rounds only. No drafter, a late, stale or bad draft: each is an empty draft, that is, plain decoding.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig:
-    """What the verifier assumes of its drafters before and beyond what it measures."""
+    """Bounds on drafts and deadlines."""
 
     vocab_size: int
     max_model_len: int
-    first_deadline_s: float = 1.0  # how long to wait for a drafter that has not answered yet (it may be loading)
+    first_deadline_s: float = 1.0  # for a drafter that has not answered yet (it may be loading)
     max_deadline_s: float = 1.0
-    max_tree_nodes: int = 0  # of a draft; 0: chains alone
-    min_deadline_s: float = 0.02  # a stall of the machine must not cost every draft in flight
-    # given: how long the first round of a session, in which the drafter reads its prompt, may take while the request
-    # goes on without drafts. For engines that cannot hold one request back, but only a step of all
+    max_tree_nodes: int = 0  # per draft; 0: only chains
+    min_deadline_s: float = 0.02  # longer than a short stall, which else would lose every draft in flight
+    # deadline of a session's first round (the drafter's prefill), during which the request runs without drafts: for
+    # engines that cannot hold a single request. None: the request is held
     background_opening_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -73,58 +73,58 @@ class DraftCoordinator:
         states: StateSource | None = None,
         pricing: DraftPricing | None = None,
     ) -> None:
-        """`states` are there where drafters read the target's hidden states; without `pricing` plans say the length."""
+        """`states`: the target's hidden states, for drafters that read them. Without `pricing`, plans set lengths."""
         self._client = client
         self._pricing = pricing
         self._states = states
         self._config = config
         self._drafters: dict[str, DrafterRecord] = {}
         self._sessions: dict[str, DraftSession] = {}
-        self._answered: dict[str, AnsweredRound] = {}  # by request; outlives the drafter
+        self._answered: dict[str, AnsweredRound] = {}  # by request; kept when the drafter is lost
         self._predictions = Predictions()
         self._num_rounds = 0
-        self._num_steps = 0  # in which somebody could draft
+        self._num_steps = 0  # with a round that counts; see `choose`
         self.fallbacks: collections.Counter[str] = collections.Counter()  # rounds that ended without a draft, by reason
         self.num_stale_drafts = 0
         self.num_resyncs = 0
-        self.num_asks = 0  # by request and step; where nothing is worth drafting, for no token
+        self.num_asks = 0  # one per request and step, also for a length of 0
         self.num_asked_tokens = 0
         self.round_trip_s = Histogram(ROUND_TRIP_BOUNDS_S)
         self.lateness_s = Histogram(LATENESS_BOUNDS_S)
 
     def drafters(self, now_s: float) -> tuple[DrafterPerformance, ...]:
-        """Return how every drafter serves that has answered."""
+        """Return the performance of every drafter that has answered."""
         all_ = (record.performance(drafter_id, now_s, self._num_steps) for drafter_id, record in self._drafters.items())
         return tuple(performance for performance in all_ if performance is not None)
 
     @property
     def request_ids(self) -> set[str]:
-        """The requests of which anything is kept here."""
-        told = {request_id for drafter in self._drafters.values() for request_id in drafter.session_ids}
-        return {*self._sessions, *self._answered} | told | self._predictions.request_ids
+        """The requests with any state here."""
+        recorded = {request_id for drafter in self._drafters.values() for request_id in drafter.session_ids}
+        return {*self._sessions, *self._answered} | recorded | self._predictions.request_ids
 
     def needs_of(self, request: Request) -> DraftNeeds:
-        """Return what a request's drafter wants to know."""
+        """Return what a request's drafter must be sent besides tokens."""
         session = self._sessions.get(request.request_id)
         return NO_NEEDS if session is None else self._drafters[session.drafter_id].needs
 
     def answered_round(self, request: Request) -> AnsweredRound | None:
-        """Return the last round in which a good draft came for a request, or None."""
+        """Return the request's last round with a valid draft, or None."""
         return self._answered.get(request.request_id)
 
     def circuits(self, now_s: float) -> dict[str, BreakerState]:
-        """Return the state of the breaker in front of every drafter that is up."""
+        """Return the state of the circuit breaker of every drafter that is up."""
         return {drafter_id: drafter.breaker.state_at(now_s) for drafter_id, drafter in self._drafters.items()}
 
     def due(self, request: Request) -> DueDraft | None:
-        """Return when a held request's draft is expected; None where earlier rounds do not tell."""
+        """Return when a held request's draft is expected; None: not held, or no earlier round to estimate from."""
         session = None if request.hold_until_s is None else self._sessions.get(request.request_id)
         return None if session is None else self._drafters[session.drafter_id].due(session)
 
     # --- before scheduling ---
 
     def receive(self, requests: Mapping[str, Request], now_s: float) -> None:
-        """Take in what drafters said: attach drafts, drop stale ones, let requests of lost drafters go on."""
+        """Attach drafts that have arrived, drop stale ones, and release requests whose draft is late or lost."""
         for event in self._client.poll():
             self._on_event(event, requests, now_s)
         self._expire_rounds(requests, now_s)
@@ -156,14 +156,14 @@ class DraftCoordinator:
             self._observe_lateness(drafter_id, session, draft, now_s)
             return
         session.round = None
-        if outstanding.position != request.num_tokens:  # it went on without this draft, maybe since it was preempted
+        if outstanding.position != request.num_tokens:  # the request ran without this draft: background, or preempted
             if outstanding.background_until_s is None:
                 self.num_stale_drafts += 1
                 return
             session.has_answered = True
             self._drafters[drafter_id].breaker.record_success(now_s)
             return
-        was_held, request.hold_until_s = request.hold_until_s is not None, None  # or it was preempted meanwhile
+        was_held, request.hold_until_s = request.hold_until_s is not None, None  # not held: preempted since the ask
         drafter = self._drafters[drafter_id]
         problem = check_draft(
             draft,
@@ -187,7 +187,7 @@ class DraftCoordinator:
         )
 
     def _observe_lateness(self, drafter_id: str, session: DraftSession | None, draft: Draft, now_s: float) -> None:
-        """Learn from a draft that came too late how long its drafter takes: the next one gets as long."""
+        """Give the round trip of a late draft to its drafter's timer, so that the next deadline allows for it."""
         missed = session.missed if session is not None and session.drafter_id == drafter_id else None
         if session is None or missed is None or missed.round_id != draft.round_id:
             return
@@ -196,7 +196,7 @@ class DraftCoordinator:
         session.missed, session.has_answered = None, True
 
     def _on_resync(self, drafter_id: str, request_id: str, requests: Mapping[str, Request], now_s: float) -> None:
-        """Tell the drafter the whole prefix again; the round's deadline stays, so nothing waits longer for it."""
+        """Send the drafter the whole prefix again. The round's deadline stays: no step waits longer for it."""
         request, session = requests.get(request_id), self._sessions.get(request_id)
         if request is None or session is None or session.drafter_id != drafter_id:
             return
@@ -218,11 +218,11 @@ class DraftCoordinator:
                 requests[request_id].hold_until_s = None
 
     def _expire_rounds(self, requests: Mapping[str, Request], now_s: float) -> None:
-        """End the rounds whose deadline has passed: those requests run without a draft in this step.
+        """End the rounds whose deadline has passed: their requests run without a draft in this step.
 
-        A drafter that stalls misses the rounds of many requests at once: that is one failure of it, not many.
+        A drafter that stalls misses many requests' rounds at once; that counts as one failure.
         """
-        late: dict[tuple[str, bool], DraftSession] = {}  # one of each timer
+        late: dict[tuple[str, bool], DraftSession] = {}  # one session per timer
         for request_id, session in self._sessions.items():
             request, deadline_s = requests[request_id], requests[request_id].hold_until_s
             deadline_s = session.background_until_s if deadline_s is None else deadline_s
@@ -242,7 +242,7 @@ class DraftCoordinator:
     # --- after committing ---
 
     def observe_accepted(self, accepted: Iterable[tuple[Request, int]]) -> None:
-        """Take in how many tokens of each request's last draft were accepted."""
+        """Credit the accepted tokens of each request's last draft to its drafter."""
         num_tokens: collections.Counter[str] = collections.Counter()
         for request, num_accepted in accepted:
             if (answered := self._answered.get(request.request_id)) is not None:
@@ -255,25 +255,25 @@ class DraftCoordinator:
         self.send(self.choose(requests, now_s), now_s)
 
     def choose(self, requests: Iterable[Request], now_s: float) -> list[WantedDraft]:
-        """Say who is to be asked for how much; what drafters have of requests that the plan switches off ends.
+        """Return whose drafts to ask for and how long; end the sessions of requests whose plan is off.
 
-        Tokens count where a request has a prediction, and else not: the last one of each may still stand open.
+        Reads token values only of requests with a prediction; the others' last token may be a placeholder.
         """
         wanted: list[WantedDraft] = []
         outbox: dict[str, list[VerifierMessage]] = {}
         num_rounds: collections.Counter[str] = collections.Counter()
-        # while nobody's drafts can pay, rounds without any say nothing of a drafter; nor do those that none could make
-        is_closed = self._pricing is not None and self._pricing.price == NEVER
+        # a round without a draft does not count for a drafter's yield if the price forbids drafts
+        is_forbidden = self._pricing is not None and self._pricing.price == NEVER
         for request in requests:
             self.num_asks += 1
             if guess := self._predictions.guess(request):
-                self._take(request, guess)
+                self._draft_from_prediction(request, guess)
                 continue
             if self._is_opening(request):
                 continue
             drafter_id = None if request.plan.is_off else self._choose_drafter(request, now_s)
-            length = self._draft_length(request, drafter_id)
-            if drafter_id is not None and (length or not is_closed):
+            length = self._decide_length(request, drafter_id)
+            if drafter_id is not None and (length or not is_forbidden):
                 num_rounds[drafter_id] += 1
             if request.plan.is_off:
                 self._end_session(request.request_id, outbox)
@@ -290,7 +290,7 @@ class DraftCoordinator:
         return wanted
 
     def send(self, wanted: Iterable[WantedDraft], now_s: float) -> None:
-        """Ask for what was chosen, once the tokens that it follows are known."""
+        """Ask for the chosen drafts and hold their requests, once the tokens that the drafts follow are known."""
         outbox: dict[str, list[VerifierMessage]] = {}
         for request, session, length in wanted:
             self.num_asked_tokens += length
@@ -307,11 +307,11 @@ class DraftCoordinator:
         for drafter_id, messages in outbox.items():
             self._client.send(drafter_id, messages)
 
-    def _take(self, request: Request, guess: tuple[int, ...]) -> None:
-        """Let a request's prediction draft, as far as it pays: point masses that follow from what was committed."""
+    def _draft_from_prediction(self, request: Request, guess: tuple[int, ...]) -> None:
+        """Use a prediction's guess as the draft, within the price: point masses that follow from committed tokens."""
         self._end_round(request)
-        self._answered.pop(request.request_id, None)  # what is accepted now is no drafter's
-        length = min(len(guess), self._longest_draft(request))
+        self._answered.pop(request.request_id, None)  # accepted tokens are not a drafter's
+        length = min(len(guess), self._limit_length(request))
         if length > 0 and self._pricing is not None and not request.plan.is_pinned:
             survivals = self._predictions.survivals(request, length)
             length = self._pricing.predicted_length(request, PREDICTION, survivals)
@@ -323,12 +323,12 @@ class DraftCoordinator:
             request.metrics.enabled = True
 
     def _is_opening(self, request: Request) -> bool:
-        """Return whether a request's drafter still reads its prompt while the request goes on without drafts."""
+        """Return whether a background round is in flight: the drafter prefills, the request runs without drafts."""
         session = self._sessions.get(request.request_id)
         return session is not None and session.background_until_s is not None and not request.plan.is_off
 
     def _end_round(self, request: Request) -> None:
-        """Expect nothing any more: whatever still comes is stale."""
+        """Forget the request's round: its draft will be stale."""
         if (session := self._sessions.get(request.request_id)) is not None:
             session.round = None
 
@@ -341,7 +341,7 @@ class DraftCoordinator:
         self._send(outbox)
 
     def _choose_drafter(self, request: Request, now_s: float) -> str | None:
-        """Return the planned drafter if it may be asked, else the one that has a session, else the least busy one."""
+        """Return the plan's drafter if its breaker allows it, else the session's, else that with fewest sessions."""
         session = self._sessions.get(request.request_id)
         for drafter_id in (request.plan.drafter_id, session and session.drafter_id):
             if drafter_id in self._drafters and self._drafters[drafter_id].breaker.would_allow(now_s):
@@ -349,9 +349,9 @@ class DraftCoordinator:
         able = [item for item in self._drafters.items() if item[1].breaker.would_allow(now_s)]
         return min(able, key=lambda item: (len(item[1].session_ids), item[0]))[0] if able else None
 
-    def _draft_length(self, request: Request, drafter_id: str | None) -> int:
-        """Return how many tokens to ask a drafter for; only counts decide, never what it drew. None: nobody drafts."""
-        bound = self._longest_draft(request)
+    def _decide_length(self, request: Request, drafter_id: str | None) -> int:
+        """Return how many tokens to ask for, and note why if none. Only counts decide, never drawn tokens."""
+        bound = self._limit_length(request)
         if bound > 0 and drafter_id is None:
             is_known = bool(self._drafters)
             reason = DisabledReason.DRAFTER_TIMEOUT if is_known else DisabledReason.DRAFTER_UNAVAILABLE
@@ -361,8 +361,8 @@ class DraftCoordinator:
         needs = NO_NEEDS if drafter_id is None else self._drafters[drafter_id].needs
         return self._pricing.length(request, drafter_id or "", bound, needs)
 
-    def _longest_draft(self, request: Request) -> int:
-        """Return how long a draft the plan, the request itself and its remaining places allow."""
+    def _limit_length(self, request: Request) -> int:
+        """Return the longest draft that plan, request and remaining places allow, and note why if it is 0."""
         sampling = request.sampling
         if sampling.num_speculative_tokens == 0:
             request.metrics.disabled_reason = DisabledReason.REQUEST_OPT_OUT
@@ -372,7 +372,7 @@ class DraftCoordinator:
             request.metrics.disabled_reason = request.plan.disabled_reason
         if sampling.num_speculative_tokens is not None:
             length = min(length, sampling.num_speculative_tokens)
-        # the bonus token always follows, so a draft may fill all but one of the remaining places
+        # one place is left for the bonus token
         remaining_output = sampling.max_tokens - request.num_output_tokens - 1
         remaining_context = self._config.max_model_len - request.num_tokens - 1
         bound = max(0, min(length, remaining_output, remaining_context))
@@ -402,7 +402,7 @@ class DraftCoordinator:
         now_s: float,
         background_until_s: float | None,
     ) -> list[VerifierMessage]:
-        """Say what the drafter does not know yet and ask for `max_length` tokens after it, as a new round."""
+        """Begin a round: return the messages with the tokens and states that the drafter lacks, and the ask."""
         messages: list[VerifierMessage] = []
         if session.num_sent_tokens == 0:
             messages.append(
@@ -416,7 +416,7 @@ class DraftCoordinator:
             session.num_sent_tokens = request.num_tokens
         messages.extend(self._state_messages(request, session))
         self._num_rounds += 1
-        # block verification is for chains: a tree that happens to be one would choose the rule by what was drawn
+        # block verification judges chains: a sampled tree that happens to be one would pick the rule by its tokens
         is_tree = max_length > 1 and request.sampling.acceptance is not AcceptanceRule.BLOCK
         max_nodes = self._config.max_tree_nodes if is_tree else 0
         messages.append(
@@ -438,7 +438,7 @@ class DraftCoordinator:
         return messages
 
     def _state_messages(self, request: Request, session: DraftSession) -> Iterable[States]:
-        """Say the states that the drafter needs and does not have; those of the last token are not computed yet."""
+        """Return the hidden states that the drafter needs and lacks; the last token has none yet."""
         needs = self._drafters[session.drafter_id].needs
         if not needs.taps or self._states is None:
             return ()

@@ -1,20 +1,20 @@
-"""What a drafter brings: accepted tokens per round, of many requests. Pure Python."""
+"""A drafter's yield: accepted tokens per round, over many requests. Pure Python."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIN_ROUNDS = 16.0  # of fewer nothing is said
+MIN_ROUNDS = 16.0  # with fewer, the yield is unknown
 FADE = 1.0 - 1.0 / 128.0  # per round
-RETRY_STEPS = 2000  # without a round: what is known then is too old
+RETRY_STEPS = 2000  # after so many steps without a round, the yield is unknown
 
 
 @dataclass(slots=True)
 class DraftYield:
-    """Accepted tokens per round of a drafter's requests, those in which it was not worth asking included.
+    """Accepted tokens per round of a drafter's requests, rounds with a length of 0 included.
 
-    A drafter that was found to be poor, and has no requests any more, is so given another chance. Age is counted in the
-    verifier's steps with such rounds, of whichever drafter: while nobody can draft, nothing is forgotten.
+    An old yield becomes unknown, so that a poor drafter without requests gets another chance. Age is counted in steps
+    with rounds of any drafter: while no drafter is available, no yield ages.
     """
 
     _num_rounds: float = 0.0
@@ -22,7 +22,7 @@ class DraftYield:
     _last_step: int = 0
 
     def observe_rounds(self, num_rounds: int, step: int) -> None:
-        """Count a step's rounds, however much is asked for in them."""
+        """Count the drafter's rounds of a step."""
         if self._is_old(step):
             self._num_rounds = self._num_accepted = 0.0
         faded = FADE**num_rounds
@@ -31,11 +31,11 @@ class DraftYield:
         self._last_step = step
 
     def observe_accepted(self, num_tokens: int) -> None:
-        """Take in how many tokens of counted rounds' drafts were accepted."""
+        """Count accepted tokens of the drafts of counted rounds."""
         self._num_accepted += num_tokens
 
-    def at(self, step: int) -> float | None:
-        """Return the accepted tokens per round; None: there were too few rounds, or none for long."""
+    def mean_at(self, step: int) -> float | None:
+        """Return the accepted tokens per round; None: too few rounds, or the last one is too old."""
         if self._num_rounds < MIN_ROUNDS or self._is_old(step):
             return None
         return self._num_accepted / self._num_rounds

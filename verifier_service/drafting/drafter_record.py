@@ -1,4 +1,4 @@
-"""What a verifier remembers of its drafters, of what each was told about a request, and of the rounds between them."""
+"""A verifier's records of its drafters, of their sessions, and of the rounds in flight."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from outrider.verifier_service.messages.request import Request
 
 @dataclass(slots=True)
 class OutstandingRound:
-    """One outstanding ask."""
+    """One ask without an answer yet."""
 
     round_id: int
     position: int
     max_length: int
     max_nodes: int
     asked_s: float
-    background_until_s: float | None = None  # given: until then it may be answered, and nothing waits for that
+    background_until_s: float | None = None  # deadline of a round that no step waits for; None: the request is held
 
 
 @dataclass(slots=True, kw_only=True)
 class AnsweredRound:
-    """Who drafted what is attached to a request, and when, by the engine's clock."""
+    """A request's last answered round: drafter and times, by the engine's clock."""
 
     drafter_id: str
     asked_s: float
@@ -37,24 +37,24 @@ class AnsweredRound:
 
 @dataclass(slots=True)
 class DraftSession:
-    """What one drafter has been told about one request."""
+    """What one drafter has been sent about one request."""
 
     drafter_id: str
     num_sent_tokens: int = 0  # 0: not open
     num_sent_states: int = 0
-    has_answered: bool = False  # since it was opened; until then its rounds contain a prefill
+    has_answered: bool = False  # since it was opened; until then a round includes the drafter's prefill
     round: OutstandingRound | None = None
-    missed: OutstandingRound | None = None  # the last one whose deadline passed
+    missed: OutstandingRound | None = None  # the last round whose deadline passed
     missed_deadline_s: float = 0.0
 
     @property
     def background_until_s(self) -> float | None:
-        """Until when a round that nothing waits for may be answered; None: there is none such."""
+        """Deadline of the background round in flight; None: no such round."""
         return None if self.round is None else self.round.background_until_s
 
 
 class WantedDraft(NamedTuple):
-    """What a request will ask for."""
+    """An ask to be sent."""
 
     request: Request
     session: DraftSession
@@ -63,20 +63,20 @@ class WantedDraft(NamedTuple):
 
 @dataclass(slots=True)
 class DrafterRecord:
-    """What the verifier knows of one drafter that is up."""
+    """One drafter that is up."""
 
     vocab_size: int
     needs: DraftNeeds
     timer: RoundTimer
-    opening_timer: RoundTimer  # of rounds that contain the drafter's prefill
+    opening_timer: RoundTimer  # for rounds that include the drafter's prefill
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
-    late_share: LateShare = field(default_factory=LateShare)  # of the other rounds
+    late_share: LateShare = field(default_factory=LateShare)  # over the other rounds
     draft_yield: DraftYield = field(default_factory=DraftYield)
     session_ids: set[str] = field(default_factory=set)
 
     @classmethod
     def new(cls, vocab_size: int, needs: DraftNeeds, *, first_s: float, min_s: float, max_s: float) -> DrafterRecord:
-        """Return that of a drafter that has not answered yet; `first_s`, `min_s` and `max_s` bound its deadlines."""
+        """Return the record of a new drafter; `first_s`, `min_s` and `max_s` bound its deadlines (see `RoundTimer`)."""
         return cls(
             vocab_size,
             needs,
@@ -88,19 +88,19 @@ class DrafterRecord:
         return self.timer if session.has_answered else self.opening_timer
 
     def due(self, session: DraftSession) -> DueDraft | None:
-        """Return when the draft of a session's round is expected; None where earlier rounds do not tell."""
+        """Return when the draft of a session's round is expected; None: no round, or no estimate yet."""
         if session.round is None or not session.has_answered or self.timer.smoothed_s is None:
             return None
         asked_s, num_tokens = session.round.asked_s, 1 + session.round.max_length
         return DueDraft(asked_s + self.timer.smoothed_s, asked_s + self.timer.latest_s, num_tokens)
 
     def performance(self, drafter_id: str, now_s: float, step: int) -> DrafterPerformance | None:
-        """Return how it serves, by the step of `DraftYield`; None: it has not answered yet."""
+        """Return round trip, late share and yield (as of `step`, see `DraftYield`); None: it has not answered yet."""
         if self.timer.smoothed_s is None:
             return None
         return DrafterPerformance(
             drafter_id=drafter_id,
             round_trip_s=self.timer.smoothed_s,
-            late_share=self.late_share.at(now_s),
-            accepted_per_round=self.draft_yield.at(step),
+            late_share=self.late_share.share_at(now_s),
+            accepted_per_round=self.draft_yield.mean_at(step),
         )

@@ -1,10 +1,10 @@
-"""Whether a step that could run should wait for requests whose drafts are about to come.
+"""Whether a step that could run should wait for requests whose drafts are about to arrive.
 
-Requests that draft, and whose drafts come at different times, fall apart into groups that take turns: each step has the
-weights to read for a part of the batch only. Together they need fewer steps, but wait for the last one's draft. So a
-step waits as long as that makes more of it, in requests served per second, than it loses.
+If drafts arrive at different times, requests split into groups that take turns, and each step reads all weights for a
+part of the batch. One batch needs fewer steps, but delays all until the slowest draft. So a step waits while waiting
+raises the requests served per second.
 
-Only counts and earlier rounds' times decide, never what was drafted.
+Only counts and times of earlier rounds decide, never drafted tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from outrider.verifier_service.pricing.cost_model import CostModel, StepShape
 
 @dataclass(frozen=True, slots=True)
 class DueDraft:
-    """A request that is held for its draft."""
+    """A draft that a request is held for."""
 
-    due_s: float  # when its draft usually comes
-    latest_s: float  # when it has nearly always come
-    num_tokens: int  # of its part of a step, draft included
+    due_s: float  # expected arrival
+    latest_s: float  # nearly all drafts have arrived by then
+    num_tokens: int  # the request's share of a step, draft included
 
 
 def joining_until_s(
@@ -33,9 +33,9 @@ def joining_until_s(
     due: Callable[[Request], DueDraft | None],
     cost: CostModel,
 ) -> float | None:
-    """Return until when a step that could run should wait for more drafts; None: it should not.
+    """Return until when a step that could run should wait for more drafts; None: run it now.
 
-    `due` says when a held request's draft is expected; None: earlier rounds do not tell.
+    `due` gives a held request's expected draft; None: unknown.
     """
     held = [draft for request in running if (draft := due(request)) is not None]
     if not held:
@@ -66,19 +66,18 @@ def worth_waiting_until(
 ) -> float:
     """Return until when, at most, a step of `num_ready` requests should wait for held ones; `now_s`: not at all.
 
-    `step_s` is the time of a step by its tokens. What should have come long ago is not waited for: nobody knows when it
-    will.
+    `step_s` gives a step's seconds by its number of tokens. A draft past its `latest_s` is not waited for.
     """
     until_s, best = now_s, num_ready / step_s(num_ready_tokens)
     num_requests, num_tokens, latest_s = num_ready, num_ready_tokens, now_s
     coming = [
-        (max(draft.due_s, (now_s + draft.latest_s) / 2), draft)  # the latter once it is late
+        (max(draft.due_s, (now_s + draft.latest_s) / 2), draft)  # once overdue: halfway to `latest_s`
         for draft in held
         if draft.latest_s > now_s
     ]
     for expected_s, draft in sorted(coming, key=itemgetter(0)):
         num_requests, num_tokens = num_requests + 1, num_tokens + draft.num_tokens
-        latest_s = max(latest_s, draft.latest_s)  # of all of them
+        latest_s = max(latest_s, draft.latest_s)
         rate = num_requests / (expected_s - now_s + step_s(num_tokens))
         if rate > best:
             until_s, best = latest_s, rate

@@ -1,7 +1,7 @@
-"""A client's prediction of an answer, followed along: as long as the answer keeps to it, it is the draft.
+"""A client's prediction of the output as a source of drafts (OpenAI's `prediction`): an edited file is mostly the file.
 
-Predicted outputs, as OpenAI's `prediction`: an edited file is mostly the file. Where the answer leaves the prediction,
-it is found again by its last few tokens.
+While the output follows the prediction, the prediction's next tokens are the draft. When the output leaves it, the
+output's last few tokens are looked up in the prediction.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from collections.abc import Sequence
 
 from outrider.verifier_service.messages.request import Request
 
-PREDICTION = "prediction"  # what drafts then, in the place of a drafter's id
-MATCH_TOKENS = 3  # of the answer, found in the prediction, say that it goes on from there
+PREDICTION = "prediction"  # used as the drafter id in pricing
+MATCH_TOKENS = 3  # last output tokens to look up in the prediction
 
 
 class PredictedText:
-    """One request's prediction, and where in it the answer stands, which begins after `num_prompt_tokens`."""
+    """One request's prediction and the output's place in it. The output begins after `num_prompt_tokens`."""
 
     def __init__(self, token_ids: Sequence[int], num_prompt_tokens: int = 0) -> None:
         self._token_ids = tuple(token_ids)
         self._num_prompt_tokens = num_prompt_tokens
-        self._next = 0  # what the answer is expected to say next
-        self._is_lost = False  # the answer has left it
-        self._num_right = 0  # tokens in a row that it has said before they came
+        self._next = 0  # index of the expected next token
+        self._is_lost = False  # the output has left the prediction
+        self._num_right = 0  # correctly predicted tokens in a row
         self._num_seen = num_prompt_tokens  # tokens of the request
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # where runs of MATCH_TOKENS end, in their order
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # ends of each n-gram of MATCH_TOKENS, ascending
         for end in range(MATCH_TOKENS, len(self._token_ids) + 1):
             self._ends.setdefault(self._token_ids[end - MATCH_TOKENS : end], []).append(end)
 
     def guess(self, token_ids: Sequence[int], length: int) -> tuple[int, ...]:
-        """Return what should follow a prompt and its answer so far, at most `length` tokens; (): it does not say.
+        """Follow the output's new tokens, then return at most `length` predicted ones; (): the output has left it.
 
-        Looks at what is new alone.
+        `token_ids`: prompt and output so far.
         """
         for position in range(self._num_seen, len(token_ids)):
             self._num_seen += 1
@@ -47,11 +47,11 @@ class PredictedText:
 
     @property
     def chance(self) -> float:
-        """Return how likely the next token is as predicted, by how long it has been so (Laplace's rule)."""
+        """Return the estimated probability that the next token is as predicted (Laplace's rule of succession)."""
         return (self._num_right + 1) / (self._num_right + 2)
 
     def _find(self, last_ids: tuple[int, ...]) -> None:
-        """Go on after the next place that reads like the answer's end, or else the last such place before."""
+        """Continue after the next occurrence of the output's last tokens, else after the last earlier one."""
         ends = self._ends.get(last_ids, [])
         self._is_lost = not ends
         if ends:
@@ -59,20 +59,20 @@ class PredictedText:
 
 
 class Predictions:
-    """The predictions of all requests that have one and are under way."""
+    """The predictions of all running requests that have one."""
 
     def __init__(self) -> None:
         self._texts: dict[str, PredictedText] = {}
 
     @property
     def request_ids(self) -> set[str]:
-        """The requests of which anything is kept here."""
+        """The requests whose prediction is being followed."""
         return {*self._texts}
 
     def guess(self, request: Request) -> tuple[int, ...]:
-        """Return what a request's prediction says next, as long as its plan allows; (): nothing, or it has none."""
+        """Return a request's predicted next tokens, at most its plan's draft length; (): none."""
         if not request.prediction_token_ids or request.plan.is_off:
-            return ()  # it is not followed meanwhile: what comes back begins with all that was said since
+            return ()  # when the plan is on again, `guess` follows all tokens since then
         text = self._texts.get(request.request_id)
         if text is None:
             text = PredictedText(request.prediction_token_ids, request.num_prompt_tokens)
@@ -80,7 +80,7 @@ class Predictions:
         return text.guess(request.token_ids, request.plan.draft_length)
 
     def survivals(self, request: Request, length: int) -> list[float]:
-        """Return how likely so many tokens of a guess are right, each with all before it."""
+        """Return the survival of each of the first `length` tokens of a guess."""
         chance = self._texts[request.request_id].chance
         return [chance**depth for depth in range(1, length + 1)]
 

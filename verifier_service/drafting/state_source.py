@@ -1,4 +1,4 @@
-"""Where drafters that read the target's hidden states get them from."""
+"""The coordinator's interface to the target's hidden states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.verifier_service.messages.request import Request
 
 
 class StateSource(Protocol):
-    """Where the target's tapped states are; `StatePool` fits."""
+    """Tapped hidden states of running requests; `StatePool` implements it."""
 
     def messages(self, request: Request, start: int, stop: int) -> Iterable[States]:
-        """Say the states of a running request's positions [start, stop)."""
+        """Return messages with the states of a running request's positions [start, stop)."""

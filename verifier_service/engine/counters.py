@@ -1,4 +1,4 @@
-"""What a report says of drafting, whatever engine verifies."""
+"""The counters of a load report that our own engine and vLLM share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 def counters_of(
     stats: StepStats, drafting: DraftCoordinator, pricing: DraftPricing, drafts: RelayDraftClient
 ) -> EngineCounters:
-    """Return what happened in steps, in drafting and on its links; those of the engine's own scheduling are 0."""
+    """Return the counters of steps, drafting and links; the scheduler's own counters stay 0."""
     return EngineCounters(
         num_steps=stats.num_steps,
         num_scheduled_tokens=stats.num_scheduled_tokens,

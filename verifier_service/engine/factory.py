@@ -37,14 +37,14 @@ from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 from outrider.verifier_service.start_phases import tell_phase
 
-COLLECTIVE_TIMEOUT_S = 60.0  # a rank that is this late is dead: the group fails and its replica is replaced
-MAX_PROFILED_TOKENS = 512  # beyond, the refitted slope goes on
+COLLECTIVE_TIMEOUT_S = 60.0  # a rank this late is dead: the group fails and its replica is replaced
+MAX_PROFILED_TOKENS = 512  # larger steps are extrapolated by the slope, which is refitted while serving
 
 
 def build_engine(
     runner: Runner, spec: VerifierSpec, drafts: DraftClient, *, has_grammars: bool = True
 ) -> VerifierEngine:
-    """Put scheduler, KV pool and drafting around a loaded model; without grammars structured output is refused."""
+    """Build scheduler, KV pool and drafting around a loaded model; without grammars, structured output is refused."""
     pool = BlockPool(runner.num_blocks, runner.block_size, spec.enable_prefix_caching)
     config = SchedulerConfig(
         max_num_batched_tokens=spec.max_num_batched_tokens,
@@ -67,8 +67,8 @@ def build_engine(
         grammars = GrammarCompiler.of_model(
             spec.model, vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids
         )
-    runs_apart = resolve_device(spec.model.device).type == "cuda"
-    kind = PipelinedEngine if runs_apart and spec.async_scheduling else partial(VerifierEngine, runs_apart=runs_apart)
+    runs_async = resolve_device(spec.model.device).type == "cuda"
+    kind = PipelinedEngine if runs_async and spec.async_scheduling else partial(VerifierEngine, runs_async=runs_async)
     return kind(
         runner,
         Scheduler(config, pool, pricing),
@@ -81,10 +81,7 @@ def build_engine(
 
 
 def profile_engine(engine: VerifierEngine, runner: ParallelRunner, spec: VerifierSpec) -> tuple[StepTime, ...]:
-    """Verify drafts and measure steps before anything is served, and have the engine price its drafts by them.
-
-    Where plans are not bounds but lengths, nothing is priced.
-    """
+    """Warm up, measure step times, and give them to the engine's pricing, unless the spec switches pricing off."""
     tell_phase("warming up, measuring steps")
     warm_up(
         build_engine(runner, spec, MadeUpDrafts(), has_grammars=False),
@@ -99,7 +96,7 @@ def profile_engine(engine: VerifierEngine, runner: ParallelRunner, spec: Verifie
 
 
 def _profile_of(runner: ParallelRunner, max_tokens: int) -> StepProfile:
-    """Return what steps take, as an earlier start has measured it or now; the steps that run refit it either way."""
+    """Return the step times of an earlier start, or measure them; pricing refits either while serving."""
     name = f"profile of {max_tokens} tokens"
     if (known := runner.memory.recall(name)) is not None:
         return StepProfile.from_json(known)
@@ -115,9 +112,9 @@ def load_rank(
     has_trees: bool = False,
     are_followers_alive: Callable[[], bool] = lambda: True,
 ) -> tuple[ModelRunner, list[Connection]]:
-    """Join the tensor-parallel group and load this rank's share of the model, whose batches may have trees.
+    """Join the tensor-parallel group, load this rank's share of the model and capture its steps.
 
-    Rank 0 gets a pipe to each of its followers, a follower one pipe to rank 0.
+    `has_trees`: drafts may be trees. Rank 0 gets a pipe to each follower, a follower one pipe to rank 0.
     """
     bound_shape_caches()
     keep_freed_memory()
@@ -128,7 +125,7 @@ def load_rank(
     runner = ModelRunner(replace(model, tensor_parallel_size=rank.size), group)
     if runner.graphs is not None:
         runner.graphs.capture(has_trees=has_trees)
-    # the table of logarithms behind coupled sampling takes 0.3 s once: no request should wait for it
+    # builds the table of logarithms for coupled sampling, 0.3 s once, before the first request
     gumbel_noise(0, 0, torch.zeros(1, dtype=torch.int64, device=runner.device), 1, runner.device)
     return runner, pipes
 
@@ -137,10 +134,10 @@ MakeDrafts = Callable[[ParallelRunner, DraftClient], tuple[DraftClient, Callable
 
 
 def run_verifier_rank(spec: VerifierSpec, rank: RankSpec, make_drafts: MakeDrafts | None = None) -> None:
-    """Be one rank of a verifier until its shell, or rank 0, goes away.
+    """Run as one rank of a verifier until its shell, or rank 0, goes away.
 
-    `make_drafts` adds a drafter of this process to those behind the links: from the loaded model and their client it
-    makes the engine's client, and a function that shows it the engine.
+    `make_drafts` adds a drafter in this process to those behind links. It gets the loaded model and the links' client,
+    and returns the engine's client and a function that is called with the engine.
     """
     share, pipes = load_rank(spec.model, rank, has_trees=spec.has_trees)
     keep_loaded()

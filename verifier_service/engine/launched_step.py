@@ -1,27 +1,31 @@
-"""A step on its way: what was sent to the runner, and what must be known of it when its outcome is read."""
+"""A step in flight: what was sent to the runner, and what `_finish` needs to read its outcome."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from outrider.verifier_service.drafting.drafter_record import WantedDraft
-from outrider.verifier_service.messages.request import Request
+from outrider.verifier_service.messages.request import FinishReason, Request
+from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.sampling.verification import Verification
-from outrider.verifier_service.scheduling.outcome import Outcome
+from outrider.verifier_service.scheduling.outcome import Outcome, is_leaf
 from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest
+
+UntilFinished = Callable[[Request, Sequence[int], int], tuple[list[int], FinishReason | None]]
+_NO_TOKENS = VerifiedTokens([], ())
 
 
 @dataclass(slots=True, kw_only=True)
 class LaunchedStep:
     """One step between its launch and its end.
 
-    It is *foreseen* when the next one is planned before it is read: every request then has its next token already,
-    which stands open.
+    A step is *pipelined* if the next one is planned before its tokens are read. Each of its sampling requests then ends
+    in a placeholder for the step's token.
     """
 
     schedule: Schedule
@@ -29,23 +33,52 @@ class LaunchedStep:
     logits: torch.Tensor
     verification: Verification
     began_s: float
-    waited_since_s: float  # when it could have begun, but for drafts
-    exposed_s: float  # how long it was held up since
-    void: set[str] = field(default_factory=set)  # requests whose open tokens were not what it was given
-    foreseen: PricedStep | None = None  # what pricing was told of it then; None: it is not foreseen
-    wanted: Sequence[WantedDraft] = ()  # what is to be asked for after it, known when it is foreseen
+    waited_since_s: float  # when the step could have begun without waiting for drafts
+    exposed_s: float  # from `waited_since_s` to the launch
+    void: set[str] = field(default_factory=set)  # requests whose placeholder was filled wrongly: their rows are ignored
+    early_price: PricedStep | None = None  # given to pricing before the step was read; None: not pipelined
+    wanted: Sequence[WantedDraft] = ()  # drafts to ask for after a pipelined step
 
-    def num_open(self, item: ScheduledRequest) -> int:
-        """Return how many tokens stand open that an item's request was given for those of this step."""
-        return int(self.foreseen is not None and item.samples)
+    @property
+    def is_pipelined(self) -> bool:
+        return self.early_price is not None
+
+    def outcomes(
+        self, verified: Sequence[VerifiedTokens], requests: Mapping[str, Request], until_finished: UntilFinished
+    ) -> list[Outcome]:
+        """Return the step's outcome for each request that is still among `requests`.
+
+        `verified` has the tokens of each sampling item, in order. `until_finished` cuts a request's tokens after the
+        first that ends it, given the number of tokens that it had before.
+        """
+        tokens_of = iter(verified)
+        outcomes: list[Outcome] = []
+        for item, row in zip(self.schedule.items, self.first_rows, strict=True):
+            tokens = next(tokens_of) if item.samples else _NO_TOKENS
+            if not self.counts_for(item, requests):
+                continue
+            num_placeholders = int(self.is_pipelined and item.samples)
+            num_tokens = item.request.num_tokens - num_placeholders
+            committed, finish_reason = until_finished(item.request, tokens.token_ids, num_tokens)
+            outcomes.append(
+                Outcome(
+                    item=item,
+                    first_row=row + item.num_prompt_rows,
+                    committed=committed,
+                    path=tokens.path[: len(committed)],
+                    follows_leaf=is_leaf(item.draft, tokens.path),
+                    finish_reason=finish_reason,
+                )
+            )
+        return outcomes
 
     def shape_of(self, outcomes: Sequence[Outcome]) -> StepShape:
-        """Return the step's shape as pricing sees it: rows that count for nobody are left out."""
+        """Return the step's shape for pricing, without the tokens of void or finished requests."""
         num_tokens = sum(outcome.item.num_new_tokens for outcome in outcomes)
         return StepShape(num_tokens, sum(self.schedule.batch.context_lengths))
 
     def counts_for(self, item: ScheduledRequest, requests: Mapping[str, Request]) -> bool:
-        """Return whether an item's outcome is its request's: not if that is gone, or began with another token."""
+        """Return whether an item's outcome is valid: its request is still here and is not void."""
         request = item.request
         return requests.get(request.request_id) is request and request.request_id not in self.void
 
@@ -54,12 +87,12 @@ class LaunchedStep:
         return [item.request.request_id for item in self.schedule.items if item.samples]
 
     def places(self) -> dict[str, int]:
-        """Return where among the numbers that the step chooses each request's token is, of those that get one."""
+        """Return, by request id, the index of its token among `verification.chosen`."""
         chosen = self.verification.chosen
         return {} if chosen is None else dict(zip(self._sampled_ids, chosen.places, strict=True))
 
     def corrected(self) -> set[str]:
-        """Return the requests whose tokens turned out to be others than the device had chosen first."""
+        """Return the requests whose token differs from the one that the device chose first."""
         if not self.verification.corrected:
             return set()
         sampled_ids = self._sampled_ids

@@ -1,7 +1,7 @@
 """Run a verifier engine in a process of its own: requests and drafts in, tokens out, over one pipe.
 
-The process does nothing else, so that no server thread can starve the step loop. When no step can run it sleeps on
-the pipe until something arrives or the next draft deadline passes.
+No server thread shares the process: none can starve the step loop. When no step can run, the loop sleeps on the pipe
+until a message arrives or the next draft deadline passes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from outrider.verifier_service.engine.counters import circuits_of, counters_of
-from outrider.verifier_service.engine.engine import VerifierEngine, failure
+from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.engine import (
@@ -32,11 +32,11 @@ from outrider.verifier_service.model.ranks import arrived
 from outrider.verifier_service.sampling.grammar import GrammarQueue
 
 LOAD_INTERVAL_S = 0.2
-COMPILING_INTERVAL_S = 0.005  # how often to look for a grammar that is ready, where nothing can run
+COMPILING_INTERVAL_S = 0.005  # how often to poll the grammar compiler while nothing else can run
 
 
 class EngineLoop:
-    """Shovel messages between the pipe and the engine, step after step."""
+    """Moves messages between the pipe and the engine, and runs its steps."""
 
     def __init__(
         self,
@@ -47,18 +47,18 @@ class EngineLoop:
         clock: Callable[[], float],
         check_integrity: bool = False,
     ) -> None:
-        """`check_integrity` is called after every step where asked for; its error ends the loop."""
+        """`check_integrity`: check the engine's books after every step; an error ends the loop."""
         self._engine = engine
         self._drafts = drafts
         self._pipe = pipe
         self._clock = clock
         self._checks_integrity = check_integrity
         self._failures: list[RequestOutput] = []
-        self._untold: list[RequestOutput] = []  # of steps
-        self._read: list[ToEngine] = []  # while a step ran, to be taken in after it
+        self._unpublished: list[RequestOutput] = []  # outputs of steps
+        self._unhandled: list[ToEngine] = []  # messages that were read while a step ran
         self._compiling = None if engine.grammars is None else GrammarQueue(engine.grammars)
         self._next_load_s = 0.0
-        self._num_reported = 0  # requests that ran in the last load told
+        self._num_reported = 0  # running requests in the last load report
         self._rates = RecentRates()
 
     def run(self) -> None:
@@ -72,46 +72,46 @@ class EngineLoop:
                     self._receive(patience_s=0.0)
                 outputs = self._engine.step(self._meanwhile)
                 is_idle = outputs is None
-                self._untold += outputs or []
-                if self._engine.runs_apart and not is_idle:
-                    self._tell_drafters()  # they are waited for; the rest is told while the next step runs
+                self._unpublished += outputs or []
+                if self._engine.runs_async and not is_idle:
+                    self._send_asks()  # the next step may wait for drafts; outputs are published while it runs
                 else:
                     self._publish()
-                    self._engine.pricing.learn()  # tokens and asks are on their way
+                    self._engine.pricing.learn()  # now, while drafters work
                 if self._checks_integrity:
                     self._engine.check_integrity()
 
     def _meanwhile(self) -> None:
-        """Do what can be done while a step runs: tell what the one before brought, and read what has arrived."""
+        """While a step runs, publish the outputs of the last one and read the pipe."""
         self._publish()
-        self._read += (decode(frame, TO_ENGINE) for frame in arrived(self._pipe, 0.0))
+        self._unhandled += (decode(frame, TO_ENGINE) for frame in arrived(self._pipe, 0.0))
 
     def _wait(self) -> None:
-        """Sleep on the pipe: nothing could run. With requests at hand that is time lost to drafts on their way."""
+        """Sleep on the pipe, since nothing could run; with requests, that time is lost to waiting for drafts."""
         begin_s, has_work = self._clock(), self._engine.has_work()
         self._receive(self._patience_s())
         if has_work:
             self._engine.stats.idle_s += self._clock() - begin_s
 
     def _patience_s(self) -> float:
-        """Return how long to sleep on the pipe when nothing could run; load reports go on even then."""
+        """Return how long to sleep on the pipe when nothing could run: not beyond the next load report."""
         idle_s = self._engine.idle_s()
         longest_s = COMPILING_INTERVAL_S if self._compiling else LOAD_INTERVAL_S
         return longest_s if idle_s is None else min(idle_s, longest_s)
 
     def _receive(self, patience_s: float) -> None:
-        """Take in all that has arrived, waiting `patience_s` for the first of it."""
-        read, self._read = self._read, []
-        for message in read:
+        """Handle all messages that have arrived, waiting `patience_s` for the first one."""
+        unhandled, self._unhandled = self._unhandled, []
+        for message in unhandled:
             self._dispatch(message)
-        for frame in arrived(self._pipe, 0.0 if read else patience_s):
+        for frame in arrived(self._pipe, 0.0 if unhandled else patience_s):
             self._dispatch(decode(frame, TO_ENGINE))
         if self._compiling is not None:
             for message, error in self._compiling.take_ready():
                 if error is None:
                     self._add(message)
-                else:  # to compile it here again would hold up every step, to fail again
-                    self._failures.append(failure(message.request_id, error))
+                else:  # `engine.add` would compile again, delay the step, and fail again
+                    self._failures.append(RequestOutput.failed(message.request_id, error))
 
     def _add(self, message: GenerationRequest) -> None:
         if (refusal := self._engine.add(message)) is not None:
@@ -133,13 +133,13 @@ class EngineLoop:
             case Relay() | PeerState():
                 self._drafts.feed(message)
 
-    def _tell_drafters(self) -> None:
+    def _send_asks(self) -> None:
         if relays := self._drafts.take_outbox():
             self._send(EngineUpdate(relays=relays))
 
     def _publish(self) -> None:
-        outputs = (*self._failures, *self._untold)
-        self._failures, self._untold = [], []
+        outputs = (*self._failures, *self._unpublished)
+        self._failures, self._unpublished = [], []
         update = EngineUpdate(outputs=outputs, relays=self._drafts.take_outbox(), load=self._due_load())
         if update != EngineUpdate():
             self._send(update)
@@ -149,7 +149,10 @@ class EngineLoop:
             self._pipe.send_bytes(frame)
 
     def _due_load(self) -> EngineLoad | None:
-        """Return the load now and then, and at once where it has halved: what it kept from drafting may draft again."""
+        """Return a load report if one is due: every `LOAD_INTERVAL_S`, and at once when the running requests halve.
+
+        Requests without drafts because of load can then draft again without delay.
+        """
         now_s, num_running = self._clock(), len(self._engine.scheduler.running)
         if now_s < self._next_load_s and 2 * num_running >= self._num_reported:
             return None
@@ -163,9 +166,9 @@ class EngineLoop:
 
 
 def update_frames(update: EngineUpdate, max_bytes: int = MAX_FRAME_BYTES) -> Iterator[bytes]:
-    """Encode an update, halved until each frame is one that its reader takes.
+    """Encode an update, split in halves until no frame exceeds `max_bytes`.
 
-    A drafter that joins is told the whole prefix of every request at once, however long they are.
+    Frames are largest when a drafter joins: it is sent the whole prefix of every request.
     """
     frame = encode(update)
     outputs, relays = update.outputs, update.relays
@@ -182,7 +185,7 @@ def update_frames(update: EngineUpdate, max_bytes: int = MAX_FRAME_BYTES) -> Ite
 def engine_load(
     engine: VerifierEngine, rates: RecentRates, now_s: float, drafts: RelayDraftClient | None = None
 ) -> EngineLoad:
-    """Describe the engine's state for the router; `drafts` is its way to drafters behind links, where it has one."""
+    """Return the engine's load report; `drafts` is its client for drafters behind links, if it has one."""
     scheduler, drafting = engine.scheduler, engine.drafting
     running, waiting = scheduler.running, scheduler.waiting
     return EngineLoad(

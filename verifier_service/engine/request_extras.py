@@ -1,4 +1,4 @@
-"""What an engine keeps of the requests that want more than the likeliest tokens: edits, grammars, prompt logprobs."""
+"""Per-request state beyond tokens: logit processors, grammars, prompt logprobs."""
 
 from __future__ import annotations
 
@@ -8,30 +8,38 @@ import torch
 
 from outrider.verifier_service.engine.request_limits import RequestLimits
 from outrider.verifier_service.messages.draft import Draft
-from outrider.verifier_service.messages.request import GenerationRequest, Request, SamplingParams, TokenLogprobs
+from outrider.verifier_service.messages.request import (
+    FinishReason,
+    GenerationRequest,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
+from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.grammar import GrammarCompiler, GrammarState
 from outrider.verifier_service.sampling.logits_processors import LogitEdits, LogitsProcessor
 from outrider.verifier_service.sampling.logprobs import LogprobsQuery, token_logprobs
 from outrider.verifier_service.scheduling.outcome import Outcome
+from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
 
 class RequestExtras:
-    """Those of all requests of one engine; most have none."""
+    """The extras of all requests of one engine; most requests have none."""
 
     def __init__(self, limits: RequestLimits, grammars: GrammarCompiler | None) -> None:
-        """`grammars`: of the model's tokens; without it structured output is refused."""
+        """Without `grammars`, structured output is refused."""
         self._limits, self._grammars = limits, grammars
         self._processors: dict[str, LogitsProcessor] = {}
         self._grammar_states: dict[str, GrammarState] = {}
-        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}  # of those whose first output is to come
+        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}  # until a request's first output
 
     @property
     def request_ids(self) -> set[str]:
-        """The requests of which anything is kept here."""
+        """The requests that have extras."""
         return {*self._processors, *self._grammar_states, *self._prompt_logprobs}
 
     def open_grammar(self, sampling: SamplingParams) -> GrammarState | None:
-        """Return the state before the first token; raises `ValueError` where there can be none."""
+        """Return the grammar's state before the first token; None: no grammar. Raises `ValueError`."""
         if sampling.structured is None:
             return None
         if self._grammars is None:
@@ -39,7 +47,7 @@ class RequestExtras:
         return self._grammars.open(sampling.structured, (*sampling.stop_token_ids, *self._limits.eos_token_ids))
 
     def add(self, message: GenerationRequest, grammar_state: GrammarState | None) -> None:
-        """Keep what a request wants besides tokens."""
+        """Set up a request's extras."""
         request_id, sampling, num_prompt_tokens = message.request_id, message.sampling, len(message.prompt_token_ids)
         if grammar_state is not None:
             self._grammar_states[request_id] = grammar_state
@@ -55,19 +63,28 @@ class RequestExtras:
             self._prompt_logprobs[request_id] = [None] * num_prompt_tokens
 
     def forget(self, request_id: str) -> None:
-        """Forget what is kept of a request."""
+        """Drop a request's extras."""
         self._processors.pop(request_id, None)
         self._grammar_states.pop(request_id, None)
         self._prompt_logprobs.pop(request_id, None)
 
-    def are_due(self, request: Request) -> bool:
-        """Return whether the rows of a request's next steps are edited, or read for more than a token."""
+    def needs_logits(self, request: Request) -> bool:
+        """Return whether a request's logits are edited, or read for more than its tokens."""
         request_id = request.request_id
         wants_logprobs = request.sampling.logprobs is not None or request_id in self._prompt_logprobs
         return wants_logprobs or request_id in self._processors
 
-    def edits(self, request: Request, draft: Draft | None) -> LogitEdits | None:
-        """Return what is to be done to a request's rows before anything is chosen from them."""
+    def verification_entry(self, item: ScheduledRequest) -> VerificationEntry:
+        """Return what verification must know of an item that samples."""
+        request = item.request
+        return VerificationEntry(
+            sampling=request.sampling,
+            draft=item.draft,
+            position=request.num_tokens,
+            edits=self._edits(request, item.draft),
+        )
+
+    def _edits(self, request: Request, draft: Draft | None) -> LogitEdits | None:
         processor = self._processors.get(request.request_id)
         if processor is None:
             return None
@@ -75,12 +92,20 @@ class RequestExtras:
         return processor.edits(request.token_ids, draft_token_ids, parents)
 
     def error(self, request: Request) -> str | None:
-        """Return why a request's output cannot go on."""
+        """Return the grammar's error, which ends the request; None: no error."""
         state = self._grammar_states.get(request.request_id)
         return None if state is None else state.error
 
+    def until_finished(
+        self, request: Request, verified: Sequence[int], num_tokens: int
+    ) -> tuple[list[int], FinishReason | None]:
+        """Cut verified tokens as `RequestLimits.until_finished` does; after one token if the grammar has failed."""
+        if verified and self.error(request) is not None:
+            return list(verified[:1]), FinishReason.ERROR
+        return self._limits.until_finished(request, verified, num_tokens)
+
     def note_forced(self, request: Request) -> None:
-        """Look up what the grammar forces next, for the drafter."""
+        """Set `request.forced_ids` to the tokens that the grammar forces next, for the drafter."""
         state = self._grammar_states.get(request.request_id)
         if state is not None and request.plan.draft_length > 0:
             request.forced_ids = state.forced_ids(request.token_ids[request.num_prompt_tokens :])
@@ -88,7 +113,7 @@ class RequestExtras:
             request.forced_ids = ()
 
     def keep_prompt_logprobs(self, outcomes: Sequence[Outcome], logits: torch.Tensor) -> None:
-        """Look up the prompt tokens that a step's rows predict; a chunk computed again gives the same again."""
+        """Keep the logprobs of the prompt tokens that the step's rows predict; a recomputed chunk gives the same."""
         kept: list[tuple[list[TokenLogprobs | None], int]] = []
         queries: list[LogprobsQuery] = []
         for outcome in outcomes:
@@ -106,6 +131,6 @@ class RequestExtras:
             entries[start : start + len(found)] = found
 
     def take_prompt_logprobs(self, request: Request) -> tuple[TokenLogprobs | None, ...] | None:
-        """Hand over what was found of a request's prompt, once; None: it wants nothing of that, or has it."""
+        """Return a request's prompt logprobs, once; None if they were not asked for, or taken before."""
         found = self._prompt_logprobs.pop(request.request_id, None)
         return None if found is None else tuple(found)

@@ -9,11 +9,11 @@ from outrider.verifier_service.messages.request import FinishReason, GenerationR
 from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES
 from outrider.verifier_service.sampling.logprobs import encoded_bytes
 
-MAX_PROMPT_LOGPROBS_BYTES = MAX_FRAME_BYTES * 3 // 4  # they come in one output, and an output in one frame
+MAX_PROMPT_LOGPROBS_BYTES = MAX_FRAME_BYTES * 3 // 4  # all of them travel in one frame
 
 
 class RequestLimits:
-    """Those of one model."""
+    """The limits of one model."""
 
     def __init__(self, *, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]) -> None:
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, eos_token_ids
@@ -44,14 +44,17 @@ class RequestLimits:
         return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
 
     def room(self, request: Request, num_tokens: int) -> int:
-        """Return how many tokens a request may still get when it has `num_tokens`."""
+        """Return how many more tokens a request may get once it has `num_tokens`."""
         left = request.num_prompt_tokens + request.sampling.max_tokens - num_tokens
         return min(left, self.max_model_len - num_tokens)
 
     def until_finished(
         self, request: Request, verified: Sequence[int], num_tokens: int
     ) -> tuple[list[int], FinishReason | None]:
-        """Return verified tokens up to the first that ends the request, which had `num_tokens` before, and why."""
+        """Return the verified tokens up to the first that ends the request, and the finish reason or None.
+
+        `num_tokens`: the request's tokens before them.
+        """
         stops, room = self.stop_token_ids(request.sampling), self.room(request, num_tokens)
         committed: list[int] = []
         for token_id in verified:

@@ -1,4 +1,4 @@
-"""What engines ask of the models that they run."""
+"""The engine's interface to the model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Runner(Protocol):
     num_blocks: int
     block_size: int
     eos_token_ids: tuple[int, ...]
-    states: StatePool | None  # of the tokens computed so far, where drafters read them
+    states: StatePool | None  # hidden states of all computed tokens; None: no drafter reads them
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         """Return float32 logits [len(batch.logits_indices), vocab_size].
 
-        `chosen` are the numbers among which the batch's open tokens are (`open_token`), int64 where the model is.
+        `chosen` int64 [num_chosen], on the model's device: the tokens that placeholders (`open_token`) index.
         """

@@ -1,6 +1,6 @@
-"""The verifier's gRPC face for gateways: one call per request, cancelled to stop it.
+"""The verifier's gRPC service for gateways: one call per request; cancelling the call stops the request.
 
-Only translates: requests go to the engine as messages, outputs come back per request through a queue.
+It only translates: requests go to the engine as messages, outputs come back through one queue per request.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from outrider.verifier_service.messages.wire import WireError, decode, encode
 
 
 class EngineLostError(ConnectionError):
-    """The engine ended while requests were running; they can go on elsewhere from what was published."""
+    """The engine ended while requests were running; another verifier can continue them from the published tokens."""
 
 
 class RequestTable:
-    """The requests that this verifier's callers are waiting for."""
+    """The requests of all open calls."""
 
     def __init__(self, send: Callable[[Any], None]) -> None:
         self._send = send
@@ -34,9 +34,9 @@ class RequestTable:
         return len(self._queues)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput | None]:
-        """Yield None once the engine has a request, then its outputs; leaving early cancels it in the engine.
+        """Yield None once the engine has the request, then its outputs; closing the generator early cancels it.
 
-        Raises `ConnectionError` when there is no engine.
+        Raises `ConnectionError` without an engine.
         """
         if request.request_id in self._queues:
             raise ValueError(f"request_id: {request.request_id!r} is already running")
@@ -48,24 +48,24 @@ class RequestTable:
             while not is_finished:
                 output = await queue.get()
                 if isinstance(output, EngineLostError):
-                    is_finished = True  # there is no engine left to cancel it in
+                    is_finished = True  # no engine is left to send Cancel to
                     raise output
                 is_finished = output.finish_reason is not None
                 yield output
         finally:
             del self._queues[request.request_id]
             if not is_finished:
-                with contextlib.suppress(ConnectionError):  # no engine, nothing to cancel in it
+                with contextlib.suppress(ConnectionError):  # without an engine there is nothing to cancel
                     self._send(Cancel(request_id=request.request_id))
 
     def deliver(self, outputs: Iterable[RequestOutput]) -> None:
-        """Pass outputs to their callers; those of callers that left are dropped."""
+        """Queue outputs for their calls; drop those of closed calls."""
         for output in outputs:
             if (queue := self._queues.get(output.request_id)) is not None:
                 queue.put_nowait(output)
 
     def fail(self, reason: str) -> None:
-        """Let every caller know that the engine is gone."""
+        """Raise `EngineLostError` in every open call."""
         for queue in self._queues.values():
             queue.put_nowait(EngineLostError(reason))
 

@@ -1,8 +1,7 @@
-"""Measure how long a step takes as its tokens and their context grow: the verifier's cost curve, taken at start.
+"""Measure, at start, how long a step takes by its number of tokens and their context: the verifier's cost curve.
 
-Token counts by powers of two show where the curve goes, those between them where it bends: a gap is halved where the
-time in its middle is not on the line between its ends, again and again. So knees and the stairs of padded batches are
-found, and straight stretches cost one more point.
+Token counts of 1, 2, 4 … give the curve's course. The gaps between them are bisected where the time in the middle is
+off the line between the ends. That finds knees and the stairs of padded batches; a straight gap costs one more point.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ if TYPE_CHECKING:
     from outrider.verifier_service.engine.runners import Runner
 
 NUM_REPEATS = 5
-NUM_ALWAYS = 64  # tokens up to which powers of two are measured however long they take …
-PATIENCE_S = 1.0  # … beyond which no more when measuring has taken so long
-GAPS_PATIENCE_S = 0.5  # for the counts between them
-BEND = 0.05  # by which a step may differ from the line between its neighbours
-GAPS_PER_OCTAVE = 8  # at most: the profile is followed no finer
-MAX_CONTEXT_TOKENS = 1 << 16  # that are read to learn what reading takes
-TOKEN_STRIDE = 7919  # between the profile's tokens: a mixture of experts sends equal ones to the same experts
+NUM_ALWAYS = 64  # powers of two up to this many tokens are always measured …
+PATIENCE_S = 1.0  # … larger ones only within this time
+GAPS_PATIENCE_S = 0.5  # for bisecting the gaps
+BEND = 0.05  # largest relative distance from the line between two points that counts as straight
+GAPS_PER_OCTAVE = 8  # finest resolution
+MAX_CONTEXT_TOKENS = 1 << 16  # read in the step that measures attention over a long context
+TOKEN_STRIDE = 7919  # spreads the token ids: a mixture of experts routes equal tokens to equal experts
 
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """What steps take before anything is served."""
+    """Step times measured before the first request."""
 
-    step_times: tuple[StepTime, ...]  # of one-token sequences with nothing before them
-    context: ContextTime | None  # None: there is too little to compare with
+    step_times: tuple[StepTime, ...]  # of sequences of one token, without context
+    context: ContextTime | None  # None: too few points to compare with
 
     def to_json(self) -> dict[str, Any]:
-        """Write it as plain values, for `from_json`."""
+        """Return plain values for `from_json`."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -54,10 +53,10 @@ class StepProfile:
 def measure_step_profile(
     runner: Runner, max_tokens: int, clock: Callable[[], float] = time.perf_counter
 ) -> StepProfile:
-    """Time steps of 1, 2, 4 … `max_tokens` tokens, some between them, and one that reads as much KV as there may be.
+    """Time steps of 1, 2, 4 … `max_tokens` tokens, some between them, and one over the longest contexts that fit.
 
-    Times are the quickest of a few: on a busy machine, as one whose replicas start together, a median may be of stalls,
-    and a knee is seen where there is none. The scratch sequences write to KV blocks that no request owns yet.
+    A time is the minimum of a few runs: on a busy machine (replicas that start together) a median may be of stalls and
+    show a knee that is none. The sequences write to KV blocks that no request owns yet.
     """
 
     def step_s(count: int, context_length: int = 1) -> float:
@@ -77,7 +76,7 @@ def measure_step_profile(
 
 
 def _halve_gaps(seconds: dict[int, float], step_s: Callable[[int], float], is_late: Callable[[], bool]) -> None:
-    """Add the times in the middle of gaps, then in that of their halves where the curve bends; quick steps first."""
+    """Add the time in the middle of each gap; bisect the halves as well where the curve bends. Quick steps first."""
     counts = sorted(seconds)
     gaps = deque(pairwise(counts))
     while gaps and not is_late():
@@ -95,7 +94,7 @@ def _halve_gaps(seconds: dict[int, float], step_s: Callable[[int], float], is_la
 def _context_time(
     runner: Runner, times: tuple[StepTime, ...], step_s: Callable[[int, int], float]
 ) -> ContextTime | None:
-    """Compare sequences as long as the model and the KV pool allow with as many that have nothing before them."""
+    """Compare the longest sequences that fit the model and the KV pool with as many that have no context."""
     if len(times) < 2:
         return None
     num_slots = min(runner.num_blocks * runner.block_size, MAX_CONTEXT_TOKENS)
@@ -122,10 +121,10 @@ def _step_time_s(runner: Runner, count: int, context_length: int, clock: Callabl
         block_tables=tables,
         logits_indices=list(range(count)),
     )
-    runner.execute(batch)  # allocations and kernel choices are not part of the curve
+    runner.execute(batch)  # warm-up: allocations and kernel selection
     samples = []
     for _ in range(NUM_REPEATS):
         begin_s = clock()
-        runner.execute(batch)[:1].cpu()  # the copy waits for an accelerator to finish
+        runner.execute(batch)[:1].cpu()  # the copy synchronises with an accelerator
         samples.append(clock() - begin_s)
     return min(samples)

@@ -1,4 +1,4 @@
-"""Which rows of a step's logits the engine looks at, and what it reads of them besides the verified tokens."""
+"""Which rows of a step's logits are sampled, and what is read from them besides the verified tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
 
 def sampling_rows(items: Sequence[ScheduledRequest], first_rows: Sequence[int]) -> list[int] | None:
-    """Return the rows that tokens are chosen from: all but the prompts'; None: there are no others."""
+    """Return the rows that tokens are sampled from, without the prompt rows; None: all rows."""
     if all(item.num_prompt_rows == 0 for item in items):
         return None
     return [
@@ -26,7 +26,7 @@ def sampling_rows(items: Sequence[ScheduledRequest], first_rows: Sequence[int]) 
 
 
 def output_logprobs(outcomes: Sequence[Outcome], logits: torch.Tensor) -> list[tuple[TokenLogprobs, ...] | None]:
-    """Look up the committed tokens of the requests that want it, None for the others."""
+    """Return the logprobs of each outcome's committed tokens; None where the request did not ask for them."""
     wanted = [outcome.item.request.sampling.logprobs for outcome in outcomes]
     queries = [
         LogprobsQuery(rows=outcome.rows, token_ids=outcome.committed, num_top=num_top)
@@ -38,7 +38,7 @@ def output_logprobs(outcomes: Sequence[Outcome], logits: torch.Tensor) -> list[t
 
 
 def note_predictions(outcomes: Sequence[Outcome], logits: torch.Tensor, wants: Callable[[Request], bool]) -> None:
-    """Keep the likeliest token of every row for the drafters that want to know."""
+    """Set `predicted_ids`, the likeliest token of every row, of requests with `wants(request)`; clear the others'."""
     wanted: list[Outcome] = []
     for outcome in outcomes:
         outcome.item.request.predicted_ids = ()

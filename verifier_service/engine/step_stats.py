@@ -1,4 +1,4 @@
-"""What the verifier remembers of its past steps, for reports and decisions."""
+"""Counters and rates of the verifier's steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.verifier_service.scheduling.schedule import Schedule
 
 STEP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 QUEUE_BOUNDS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
-NUM_RATE_SAMPLES = 11  # of the sliding window: ten intervals between reports
+NUM_RATE_SAMPLES = 11  # sliding window of ten report intervals
 
 
 @dataclass(slots=True)
@@ -26,8 +26,8 @@ class StepStats:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    idle_s: float = 0.0  # no step ran, for every request waited for its draft
-    graphs: GraphCounts = field(default_factory=GraphCounts)  # the runner's own, where it captures steps
+    idle_s: float = 0.0  # no step ran because every request waited for its draft
+    graphs: GraphCounts = field(default_factory=GraphCounts)  # the runner's own, if it captures steps
     step_s: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS_S))
     queue_s: Histogram = field(default_factory=lambda: Histogram(QUEUE_BOUNDS_S))
 
@@ -37,7 +37,7 @@ class StepStats:
         return self.step_s.total
 
     def observe(self, schedule: Schedule, outputs: Sequence[RequestOutput], *, began_s: float, ended_s: float) -> None:
-        """Take in one step that ran and what it committed."""
+        """Count one step and its committed tokens."""
         self.num_steps += 1
         self.num_scheduled_tokens += schedule.batch.num_tokens
         self.step_s.observe(ended_s - began_s)
@@ -66,13 +66,13 @@ class _Sample:
 
 
 class RecentRates:
-    """Tokens per second, step time and draft length over the last few reports."""
+    """Tokens per second, step time and draft length over the last `NUM_RATE_SAMPLES` reports."""
 
     def __init__(self) -> None:
         self._samples: collections.deque[_Sample] = collections.deque(maxlen=NUM_RATE_SAMPLES)
 
     def sample(self, stats: StepStats, now_s: float, *, num_asks: int = 0, num_asked_tokens: int = 0) -> None:
-        """Take down the counters of this moment; those of asks are the drafting side's."""
+        """Add the present counters to the window; `num_asks` and `num_asked_tokens` are the coordinator's."""
         self._samples.append(
             _Sample(
                 taken_s=now_s,
@@ -87,7 +87,7 @@ class RecentRates:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return committed tokens / elapsed time of the window; 0 until there are two samples."""
+        """Return committed tokens / elapsed time of the window; 0 with fewer than two samples."""
         if len(self._samples) < 2:
             return 0.0
         first, last = self._samples[0], self._samples[-1]
@@ -95,7 +95,7 @@ class RecentRates:
 
     @property
     def mean_step_s(self) -> float | None:
-        """Return the mean time of the window's steps; None when it has none."""
+        """Return the mean step time of the window; None without a step."""
         if not self._samples:
             return None
         first, last = self._samples[0], self._samples[-1]
@@ -104,7 +104,7 @@ class RecentRates:
 
     @property
     def draft_length_mean(self) -> float:
-        """Return the draft tokens asked for per decoding request and step of the window; 0 when it has none."""
+        """Return the window's draft tokens asked for per decoding request and step; 0 without an ask."""
         if not self._samples:
             return 0.0
         first, last = self._samples[0], self._samples[-1]
@@ -112,7 +112,7 @@ class RecentRates:
 
     @property
     def idle_share(self) -> float:
-        """Return the share of the window in which no step ran, for every request waited for its draft."""
+        """Return the share of the window in which no step ran because every request waited for its draft."""
         if len(self._samples) < 2:
             return 0.0
         first, last = self._samples[0], self._samples[-1]

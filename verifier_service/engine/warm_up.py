@@ -1,7 +1,7 @@
-"""Verify drafts once in every shape before anything is served: the first call of a kernel, or of a shape, is dear.
+"""Warm-up: verify drafts of every shape before the first request, since a first call of a kernel or shape is slow.
 
-What runs is the engine itself, over requests whose drafts are made up: chains, trees where drafts may be trees, greedy,
-seeded and drawn ones, one by one and then more and more of them together.
+The engine itself runs requests with made-up drafts: chains, and trees where drafts may be trees; greedy, seeded and
+unseeded; first one request at a time, then 2, 4, 8 … in one batch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SAMPLINGS = (
     SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=1.0, seed=0),
     SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=1.0),
 )
-FORK = (ROOT, ROOT)  # parents of the smallest tree that is no chain
+FORK = (ROOT, ROOT)  # parents of the smallest tree that is not a chain
 
 
 class MadeUpDrafts:
-    """A `DraftClient` whose drafter answers at once, with the first tokens of the vocabulary."""
+    """A `DraftClient` whose drafter answers at once with the first tokens of the vocabulary."""
 
     def __init__(self) -> None:
         self._events = [DrafterEvent(drafter_id="warm-up")]
@@ -49,7 +49,7 @@ class MadeUpDrafts:
 def _made_up(ask: Commit) -> Draft:
     is_tree = ask.max_nodes >= len(FORK)
     token_ids = tuple(range(len(FORK) if is_tree else ask.max_length))
-    # requests are numbered: those that are neither greedy nor seeded get rows, as their drafts have them
+    # request ids are numbers, and the last of every `SAMPLINGS` is unseeded: only its drafts have `draft_probs`
     has_rows = not is_tree and int(ask.request_id) % len(SAMPLINGS) == len(SAMPLINGS) - 1
     rows = tuple(SparseRow(token_ids=(token_id,), weights=(DRAFT_PROB_SCALE,)) for token_id in token_ids)
     return Draft(
@@ -63,12 +63,12 @@ def _made_up(ask: Commit) -> Draft:
 
 
 def patience_s(device: torch.device) -> float:
-    """Return how long a warm-up may take: on a CPU first calls cost little."""
+    """Return how long a warm-up may take; on a CPU first calls cost little."""
     return 5.0 if device.type == "cuda" else 0.1
 
 
 def doubled(most: int, patience_s: float, clock: Callable[[], float]) -> Iterator[int]:
-    """Yield 1, 2, 4 … up to `most`, as long as twice what all before took is less than `patience_s`."""
+    """Yield 1, 2, 4 … up to `most`; stop when twice the time so far exceeds `patience_s`."""
     begin_s, count = clock(), 1
     while count <= most and (clock() - begin_s) * 2 <= patience_s:
         yield count
@@ -76,9 +76,9 @@ def doubled(most: int, patience_s: float, clock: Callable[[], float]) -> Iterato
 
 
 def warm_up(engine: VerifierEngine, *, max_requests: int, patience_s: float, clock: Callable[[], float]) -> int:
-    """Verify drafts of 1, 2, 4 … requests as long as that takes less than `patience_s` in all; return how many at most.
+    """Verify drafts of 1, 2, 4 … requests within `patience_s` in all; return the largest number of requests.
 
-    `engine` must have `MadeUpDrafts` and be used for nothing else. One that cannot hold such a request verifies none.
+    `engine` must draft with `MadeUpDrafts` and serve nothing else. If it cannot hold such a request, return 0.
     """
     num_done = 0
     for count in doubled(max_requests, patience_s, clock):
@@ -90,14 +90,14 @@ def warm_up(engine: VerifierEngine, *, max_requests: int, patience_s: float, clo
 
 
 def _verify(engine: VerifierEngine, numbers: range) -> bool:
-    """Let so many requests draft and verify; return whether the engine took them."""
+    """Run one request per number, in one batch; return False if the engine refuses one."""
     for number in numbers:
         request = GenerationRequest(
             request_id=str(number),
             prompt_token_ids=tuple(range(PROMPT_LENGTH)),
             sampling=SAMPLINGS[number % len(SAMPLINGS)],
             plan=SpeculationPlan(draft_length=DRAFT_LENGTH, is_pinned=True),
-            cache_salt=str(number),  # each reads a prompt of its own
+            cache_salt=str(number),  # no prefix hits between them
         )
         if engine.add(request) is not None:
             return False

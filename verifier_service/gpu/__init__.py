@@ -1,1 +1,1 @@
-"""Kernels for a CUDA device, in Triton, and what goes to a device and comes back."""
+"""Triton kernels for a CUDA device, and copies between host and device."""

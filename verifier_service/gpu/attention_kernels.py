@@ -1,7 +1,7 @@
-"""The device side of `triton_attention`: two Triton kernels and what they are made of.
+"""The Triton kernels of `triton_attention` and their helpers.
 
-Sizes in capitals are compiled in: what the model fixes, and flags. Everything that changes from step to step is an
-argument. Scores are in powers of two (`inner_scale` and `outer_scale` carry log2 e) and in float32 throughout.
+Parameters in capitals are compile-time constants: model sizes and flags. Values that change between steps are run-time
+arguments. Scores are float32 in powers of two: `inner_scale` and `outer_scale` include log2 e.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from outrider.verifier_service.gpu.language import jit, tl
 
 @jit
 def _find_tile(tile: tl.tensor, query_starts: tl.tensor, num_sequences: tl.tensor, TOKENS: tl.constexpr) -> tl.tensor:
-    """Find the sequence of a tile, and the first tile of that sequence.
+    """Return the sequence of a tile, and that sequence's first tile.
 
-    Sequence s has the tiles from starts[s] // TOKENS + s on: never fewer than it needs, at most one too many, and no
-    list of them has to be made. A binary search finds the last sequence whose tiles start at or before this one.
+    Sequence s has the tiles from starts[s] // TOKENS + s on: as many as it needs or one more, without a list of tiles.
+    A binary search finds the last sequence whose tiles start at or before this one.
     """
     low = 0
     high = num_sequences
@@ -31,17 +31,17 @@ def _seen_in_tree(
     row_words: tl.tensor, is_tree_row: tl.tensor, first: tl.tensor, tree_start: tl.tensor, num_words: tl.tensor,
     KEYS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Say which of the keys from `first` on are ancestors of each query, or itself: [ROWS, KEYS].
+    """Return which of the keys from `first` on are a query's ancestors or itself: [ROWS, KEYS].
 
-    At most 64 keys lie in two words of a query's mask, so that these are fetched and shifted into one. What lies
-    before the tree has no bits; where `first` does, the bits begin at the tree's first key.
+    KEYS is at most 64, so the bits are in two words of a query's mask, which are loaded and shifted into one. Keys
+    before the tree have no bits; if `first` is before the tree, the bits begin at the tree's first key.
     """
     offset = tl.maximum(first - tree_start, 0)
     word, shift = offset // 64, (offset % 64).to(tl.uint64)
     low = tl.load(row_words + word, mask=is_tree_row, other=0).to(tl.uint64, bitcast=True)
     has_next = is_tree_row & (word + 1 < num_words)
     high = tl.load(row_words + word + 1, mask=has_next, other=0).to(tl.uint64, bitcast=True)
-    bits = (low >> shift) | ((high << 1) << (63 - shift))  # [ROWS]; a shift by 64 is not defined
+    bits = (low >> shift) | ((high << 1) << (63 - shift))  # [ROWS]; in two shifts: a shift by 64 is undefined
     bit = tl.maximum(first + tl.arange(0, KEYS) - tl.maximum(first, tree_start), 0)
     return ((bits[:, None] >> bit.to(tl.uint64)[None, :]) & 1) != 0
 
@@ -52,7 +52,7 @@ def _visible(
     tree_start: tl.tensor, own_positions: tl.tensor, num_words: tl.tensor, window: tl.tensor, KEYS: tl.constexpr,
     HAS_TREES: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Say which of the keys from `first` on each query sees: [ROWS, KEYS]. `rows` are places in the sequence."""
+    """Return which of the keys from `first` on each query sees: [ROWS, KEYS]. `rows`: indices of the queries."""
     keys = first + tl.arange(0, KEYS)
     visible = keys[None, :] <= rows[:, None]
     key_positions = keys
@@ -78,7 +78,7 @@ def _attend_keys(
     KEYS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TREES: tl.constexpr, HAS_WINDOW: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Take the keys from `begin` to `end` into a tile's running sums; not `IS_MASKED`: no query comes before them."""
+    """Add the keys from `begin` to `end` to a tile's running sums. Without `IS_MASKED`, all queries see all of them."""
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_V)
     for first in range(begin, end, KEYS):
@@ -92,7 +92,7 @@ def _attend_keys(
         )
         scores = tl.dot(query, key, input_precision="tf32x3") * inner_scale  # [ROWS, KEYS]
         if HAS_SOFTCAP:
-            scores = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores))) * outer_scale  # tanh; an infinite exp is right too
+            scores = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores))) * outer_scale  # tanh; correct also for an infinite exp
         if IS_MASKED:
             visible = _visible(
                 rows, row_positions, row_words, first, end, tree_start, own_positions, num_words, window,
@@ -102,7 +102,7 @@ def _attend_keys(
         elif HAS_WINDOW:
             scores = tl.where(row_positions[:, None] - keys[None, :] < window, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # while nothing is seen: -inf - -inf is NaN
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # if no key was visible yet: -inf - -inf is NaN
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(row_max - base)
         row_max = new_max
@@ -121,10 +121,10 @@ def _key_range(
     first: tl.tensor, last: tl.tensor, tree_start: tl.tensor, window: tl.tensor, split: tl.tensor,
     num_splits: tl.tensor, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return this split's keys [begin, end), and where in between masks become necessary.
+    """Return the begin of this split's keys, the first key that needs a mask, and the end.
 
-    `first` and `last` are the places of the tile's first and last query. No query of the tile sees keys outside of
-    the splits' ranges; every query has reached all keys before the tree up to `first`.
+    `first` and `last`: indices of the tile's first and last query. The splits together cover all keys that any query of
+    the tile sees. All queries see the keys up to `first`, but for those in the tree.
     """
     begin = tl.minimum(first, 0)
     if HAS_WINDOW:
@@ -139,7 +139,7 @@ def _key_range(
 
 @jit
 def _load_queries(query_base: tl.tensor, is_row: tl.tensor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr) -> tl.tensor:
-    """Return [ROWS, BLOCK_D], 0 where there is no query and beyond the head's size."""
+    """Return the tile's queries [ROWS, BLOCK_D], padded with 0."""
     dims = tl.arange(0, BLOCK_D)
     mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     return tl.load(query_base[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -157,7 +157,7 @@ def attention_kernel(
     BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_TREES: tl.constexpr, IS_SPLIT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Attend for one tile of queries, one KV head, one share of the keys."""
+    """Attend for one tile of queries, one KV head and one split of the keys."""
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, first_tile = _find_tile(tile, query_starts, num_sequences, TOKENS)
     query_start = tl.load(query_starts + sequence)
@@ -166,14 +166,14 @@ def attention_kernel(
     if first_token >= query_length:
         return
     context_length = tl.load(context_lengths + sequence)
-    first_query = context_length - query_length  # the place of the step's first token
+    first_query = context_length - query_length  # index of the sequence's first query
     row = tl.arange(0, ROWS)
     token = first_token + row // GROUP
     is_row = (row < TOKENS * GROUP) & (token < query_length)
     packed = (query_start + token).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
     rows = tl.where(is_row, first_query + token, -1)
-    # unless there are trees, these say nothing new and are not read
+    # without trees, these are dummies and not read
     tree_start, row_positions, row_words, own_positions = context_length, rows, packed, query_starts
     if HAS_TREES:
         tree_start = context_length - tl.load(tree_sizes + sequence)
@@ -189,7 +189,7 @@ def attention_kernel(
     sums = tl.full([ROWS, BLOCK_V], 0.0, tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.full([ROWS], 0.0, tl.float32)
-    if HAS_SINKS:  # a sink is a key without a value, seen by the first split alone
+    if HAS_SINKS:  # a sink is a key without a value; only the first split adds it
         sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
         row_max = tl.where(split == 0, sink, row_max)
         row_sum = tl.where(split == 0, 1.0, row_sum)
@@ -214,11 +214,11 @@ def _store(
     row_index: tl.tensor, is_row: tl.tensor, split: tl.tensor, num_splits: tl.tensor, VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr, IS_SPLIT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write a tile's outputs; of a split also the weight that each has in the whole, as its logarithm."""
+    """Write a tile's outputs; with splits, also the log2 of each output's weight for `join_kernel`."""
     if IS_SPLIT:
         row_index = row_index * num_splits + split
         tl.store(log_weights + row_index, row_max + tl.log2(row_sum), mask=is_row)
-    sums = sums / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # a split may see nothing: its weight is 0
+    sums = sums / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # a split without visible keys has weight 0
     value_dims = tl.arange(0, BLOCK_V)
     tl.store(
         output + (row_index * VALUE_DIM)[:, None] + value_dims[None, :],
@@ -232,7 +232,7 @@ def join_kernel(
     output: tl.tensor, parts: tl.tensor, log_weights: tl.tensor, num_splits: tl.tensor, VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Average the splits' outputs of one token and head by their weights."""
+    """Average the splits' outputs of one token and head, weighted."""
     index = tl.program_id(0).to(tl.int64)
     value_dims = tl.arange(0, BLOCK_V)
     sums = tl.full([BLOCK_V], 0.0, tl.float32)

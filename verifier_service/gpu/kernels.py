@@ -1,4 +1,4 @@
-"""Find the kernels for rows on a CUDA device; Triton is imported only where there is one."""
+"""Load the row kernels for a CUDA device; Triton is imported only if there is one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 
 
 def kernels_of(rows: torch.Tensor) -> RowKernels | None:
-    """Return the kernels for a tensor; None elsewhere than on a CUDA device, and where gradients flow."""
-    is_there = type(rows) is torch.Tensor and rows.device.type == "cuda"  # a subclass may have no memory: FakeTensor
-    return load_kernels() if is_there and rows.dtype in DTYPES and not rows.requires_grad else None
+    """Return the kernels for a tensor; None if it is not on a CUDA device or needs gradients."""
+    is_on_device = type(rows) is torch.Tensor and rows.device.type == "cuda"  # not a FakeTensor, which has no memory
+    return load_kernels() if is_on_device and rows.dtype in DTYPES and not rows.requires_grad else None
 
 
 @cache
 def load_kernels() -> RowKernels | None:
-    """Return the kernels; None where there is no Triton, said once in the log."""
+    """Return the kernels; None without Triton, which is logged once."""
     from outrider.verifier_service.gpu.language import triton
     from outrider.verifier_service.gpu.rows import RowKernels
 

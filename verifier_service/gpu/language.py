@@ -1,4 +1,4 @@
-"""Triton, where it is installed: CUDA builds of torch bring it, installations for CPUs have none and need none."""
+"""Triton, if it is installed: CUDA builds of torch include it, CPU installations do not need it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ except ImportError:
 
 __all__ = ["PER_STEP", "jit", "tl", "triton"]
 
-# to specialise on what changes from step to step would compile anew while requests wait
+# not specialised: these change between steps, and each new value class would compile while requests wait
 PER_STEP = ("num_sequences", "table_width", "num_words", "window", "num_splits")
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Make a kernel of a function, compiled when it is first launched; without Triton leave it as it is."""
+    """Turn a function into a kernel, compiled at its first launch; without Triton, return the function unchanged."""
     if triton is None:
         return function
     return triton.jit(do_not_specialize=[name for name in PER_STEP if name in function.__annotations__])(function)

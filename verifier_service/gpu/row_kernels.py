@@ -1,7 +1,7 @@
-"""The device side of `rows`: what lies between the linear layers of a decoder, in three Triton kernels.
+"""The Triton kernels of `rows`: norms, rotary embeddings and gated activations.
 
-Sizes in capitals are compiled in: what the model fixes, and flags. A program takes one token, so that the launch alone
-says how many there are. All is computed in float32 and rounded once, when it is stored.
+Parameters in capitals are compile-time constants: model sizes and flags. A program takes one token, so the grid has the
+number of tokens. Everything is computed in float32 and rounded once, when stored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def norm_kernel(
     eps: tl.tensor, row_stride: tl.tensor, update_stride: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     HAS_UPDATE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Norm one head of one token, or a whole row; with an update, that row and the update's sum, which is kept."""
+    """Norm one head of one token, or a whole row. With an update, store rows + scale * update, and norm that."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, BLOCK)
     is_dim = dims < SIZE
@@ -25,7 +25,7 @@ def norm_kernel(
         added = tl.load(update + token * update_stride + head * SIZE + dims, mask=is_dim, other=0.0).to(tl.float32)
         summed = (values + scale * added).to(total.dtype.element_ty)
         tl.store(total + place, summed, mask=is_dim)
-        values = summed.to(tl.float32)  # what is normed is what the next layers see
+        values = summed.to(tl.float32)  # norm the rounded sum, as the next layers see it
     inverse = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
     gains = tl.load(weight + head * SIZE + dims, mask=is_dim, other=0.0)
     tl.store(output + place, (values * inverse * gains).to(output.dtype.element_ty), mask=is_dim)
@@ -37,13 +37,13 @@ def turn_kernel(
     token_stride: tl.tensor, turn_stride: tl.tensor, NUM_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Turn some heads of one token, each normed by itself before where there is a norm."""
+    """Rotate some heads of one token; with a norm, norm each head first."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, BLOCK)
     is_dim = dims < HALF
     mask = (head < NUM_HEADS)[:, None] & is_dim[None, :]
-    place = (head * 2 * HALF)[:, None] + dims[None, :]  # of the first half; dimension i turns with i + HALF
+    place = (head * 2 * HALF)[:, None] + dims[None, :]  # of the first half; dimension i is rotated with i + HALF
     source = heads + token * token_stride + place
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)  # [HEADS, BLOCK]
     second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -68,7 +68,7 @@ def _activated(gate: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
     exponent = gate
     if ACTIVATION == "gelu_pytorch_tanh":  # (1 + tanh x) / 2 is 1 / (1 + exp(-2 x))
         exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    return gate / (1.0 + tl.exp(-exponent))  # an infinite exp is right too
+    return gate / (1.0 + tl.exp(-exponent))  # correct also for an infinite exp
 
 
 @jit
@@ -76,7 +76,7 @@ def gate_kernel(
     output: tl.tensor, gate_up: tl.tensor, row_stride: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Multiply some of a row's activated gates by what they let through."""
+    """Compute activation(gate) * up for a block of one row."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_dim = dims < SIZE

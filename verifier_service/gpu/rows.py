@@ -1,8 +1,8 @@
-"""Norms, rotary turns and gates on a CUDA device, each one launch that reads its rows once.
+"""Norms, rotary embeddings and gated activations on a CUDA device, one launch each, reading the rows once.
 
-Torch's operators, of which `decoder` is made elsewhere, are the reference. Shapes and launches follow from the
-shapes of the arguments, nothing is read back and every output is new memory: all can be captured. `TRITON_INTERPRET=1`
-runs the kernels without a GPU.
+The reference are the torch operators that `decoder` uses elsewhere. All calls can be captured: launches depend on
+argument shapes only, nothing is read back, and every output is newly allocated. `TRITON_INTERPRET=1` runs the kernels
+without a GPU.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import torch
 
 from outrider.verifier_service.gpu.row_kernels import gate_kernel, norm_kernel, turn_kernel
 
-TURNED_AT_ONCE = 512  # pairs of a program, so that a token's heads keep several multiprocessors busy
+TURNED_AT_ONCE = 512  # pairs per program, so that one token's heads use several multiprocessors
 GATED_AT_ONCE = 1_024
 MAX_WARPS = 16
-VALUES_PER_WARP = 512  # of a normed row, 16 a thread
+VALUES_PER_WARP = 512  # of a normed row: 16 per thread
 
 
 class RowKernels:
-    """The kernels under the names that a CPU has them by, and those that do two things at once.
+    """The kernels, with the interface of `cpu.kernels.Kernels`, and fused ones.
 
-    They take float32, float16 and bfloat16, unchecked; the last dimension is contiguous, tokens may lie apart.
+    Rows are float32, float16 or bfloat16 (unchecked) with a contiguous last dimension and any token stride.
     """
 
     activations = frozenset({"silu", "gelu", "gelu_pytorch_tanh"})
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Norm [num_tokens, num_heads * size] or [num_tokens, num_heads, size], each head by itself.
+        """Norm each head of [num_tokens, num_heads * size] or [num_tokens, num_heads, size].
 
         `weight` [num_heads, size] is float32.
         """
@@ -37,7 +37,7 @@ class RowKernels:
     def add_and_norm(
         self, rows: torch.Tensor, update: torch.Tensor, scale: float, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rows + scale * update, and that normed: [num_tokens, size] each; `weight` [1, size] is float32."""
+        """Return rows + scale * update, and its norm: [num_tokens, size] each; `weight` [1, size] is float32."""
         assert update.shape == rows.shape
         assert update.stride(-1) == 1
         total, output = (torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) for _ in range(2))
@@ -45,13 +45,13 @@ class RowKernels:
         return total, output
 
     def rotate(self, heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-        """Turn [num_tokens, num_heads, head_dim]; see `decoder.Rotary`."""
+        """Rotate [num_tokens, num_heads, head_dim]; see `decoder.Rotary`."""
         return _turned(heads, cosines, sines, None, 0.0)
 
     def norm_and_rotate(
         self, heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Turn what `rms_norm` makes of heads, with nothing rounded between; `weight` as there."""
+        """Apply `rms_norm`, then `rotate`, without rounding in between."""
         return _turned(heads, cosines, sines, weight, eps)
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What goes to a device and comes back, without anybody waiting for it before it is needed."""
+"""Asynchronous copies between host and device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-ALIGNMENT_BYTES = 16  # of each part of an upload: Triton compiles aligned and unaligned pointers apart
+ALIGNMENT_BYTES = 16  # of each part of an upload: Triton specialises kernels on aligned pointers
 
 TORCH_TYPES = {
     "uint8": torch.uint8,
@@ -22,7 +22,7 @@ Layout = Sequence[tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of a
 
 
 def upload(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Move parts to a device in one copy that nobody waits for; on the host they stay where they are."""
+    """Copy parts to a device in one asynchronous copy; for a CPU, return them without a copy."""
     if device.type == "cpu":
         return [torch.from_numpy(part) for part in parts]
     layout = [(TORCH_TYPES[part.dtype.name], part.shape) for part in parts]
@@ -33,12 +33,12 @@ def upload(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tens
 
 
 def upload_rows(rows: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Move the numbers of some rows to a device: int64 [num_rows]; see `upload`."""
+    """Copy row indices to a device: int64 [num_rows]; see `upload`."""
     return upload([np.array(rows, np.int64)], device)[0]
 
 
 class CopyBack:
-    """The way back of `upload`: a tensor that goes to the host, whatever becomes of the device's own after this."""
+    """An asynchronous copy of a tensor to the host; the device's tensor may be changed or freed at once."""
 
     def __init__(self, values: torch.Tensor) -> None:
         on_device = values.device.type == "cuda"
@@ -49,19 +49,19 @@ class CopyBack:
             self._arrived.record()
 
     def wait(self) -> torch.Tensor:
-        """Return it, in host memory, once it is there."""
+        """Wait for the copy and return it, in host memory."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._hosted
 
 
 def num_bytes(layout: Layout) -> int:
-    """Count the bytes of memory that hold such parts one after another, each of them aligned."""
+    """Return the bytes that hold all parts, each of them aligned."""
     return sum(_aligned_bytes(dtype, shape) for dtype, shape in layout)
 
 
 def carved(memory: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Cut parts out of memory, uint8 [at least `num_bytes(layout)`]."""
+    """Return views of the parts in `memory`, uint8 [at least `num_bytes(layout)`]."""
     parts, start = [], 0
     for dtype, shape in layout:
         size = math.prod(shape) * dtype.itemsize

@@ -1,1 +1,1 @@
-"""The verifier's ends of its connections to drafters: frames, and tensors beside them."""
+"""The verifier's ends of its links to drafters: frames, and tensor channels beside them."""

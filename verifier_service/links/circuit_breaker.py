@@ -1,4 +1,4 @@
-"""Stop asking a drafter that keeps failing, and find out with one probe at a time when it is well again."""
+"""A circuit breaker: stop calling a drafter that keeps failing, and probe it until it answers again."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from outrider.verifier_service.messages.engine import BreakerState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerConfig:
-    """How many consecutive failures open the breaker, and how long it then stays open."""
+    """Consecutive failures that open the breaker, and how long it stays open."""
 
     failure_threshold: int = 5
     open_s: float = 2.0
-    probe_timeout_s: float = 2.0  # a probe without an outcome (its request was cancelled) makes room for the next
+    probe_timeout_s: float = 2.0  # a probe without an outcome (its request was cancelled) counts as lost
 
     def __post_init__(self) -> None:
         if self.failure_threshold < 1 or self.open_s <= 0 or self.probe_timeout_s <= 0:
@@ -21,16 +21,16 @@ class BreakerConfig:
 
 
 class CircuitBreaker:
-    """A three-state breaker without a clock of its own: every call says what time it is.
+    """A three-state breaker; every call gets the time.
 
-    Failures are whatever its owner counts: rounds that missed their deadline, disconnects, bad drafts.
+    Its owner defines a failure: a missed deadline, a disconnect, a bad draft.
     """
 
     def __init__(self, config: BreakerConfig | None = None) -> None:
         self._config = config or BreakerConfig()
         self._state = BreakerState.CLOSED
         self._num_failures = 0  # consecutive
-        self._retry_at_s = 0.0  # OPEN: when a probe may pass; HALF_OPEN: when the probe counts as lost
+        self._retry_at_s = 0.0  # OPEN: when a probe is allowed; HALF_OPEN: when the probe counts as lost
         self.num_opened = 0
 
     @property
@@ -38,16 +38,16 @@ class CircuitBreaker:
         return self._state
 
     def state_at(self, now_s: float) -> BreakerState:
-        """Return the state as of `now_s`: one that has been open for long enough may be probed."""
+        """Return the state at `now_s`: HALF_OPEN once an open breaker allows a probe."""
         is_over = self._state is BreakerState.OPEN and now_s >= self._retry_at_s
         return BreakerState.HALF_OPEN if is_over else self._state
 
     def would_allow(self, now_s: float) -> bool:
-        """Return what `allow` would, without taking the place of a probe."""
+        """Return what `allow` would return, without starting a probe."""
         return self._state is BreakerState.CLOSED or now_s >= self._retry_at_s
 
     def allow(self, now_s: float) -> bool:
-        """Return whether a call may be made now; in the half-open state only one probe at a time passes."""
+        """Return whether a call may be made now. Unless the breaker is closed, the call is the only probe in flight."""
         if self._state is BreakerState.CLOSED:
             return True
         if not self.would_allow(now_s):
@@ -57,18 +57,18 @@ class CircuitBreaker:
         return True
 
     def wait_s(self, now_s: float) -> float:
-        """Return how long `allow` will go on refusing, if nothing is recorded meanwhile."""
+        """Return how long `allow` will still refuse, if nothing is recorded meanwhile."""
         return 0.0 if self._state is BreakerState.CLOSED else max(0.0, self._retry_at_s - now_s)
 
     def record_success(self, now_s: float) -> None:
-        """Close the breaker; a late answer to a call made before it opened does not count as the probe's."""
+        """Close the breaker, unless it is open: then the answer is to a call from before."""
         if self._state is BreakerState.OPEN and now_s < self._retry_at_s:
             return
         self._state = BreakerState.CLOSED
         self._num_failures = 0
 
     def record_failure(self, now_s: float) -> None:
-        """Count a failure: the probe's, or the last one of too many in a row, opens the breaker."""
+        """Count a failure; a failed probe, or `failure_threshold` failures in a row, open the breaker."""
         if self._state is BreakerState.OPEN:
             return
         self._num_failures += 1

@@ -1,8 +1,8 @@
-"""The verifier's end of the verifier-drafter link: one gRPC stream to one drafter, kept alive and kept honest.
+"""The verifier's end of the verifier-drafter link: one gRPC stream to one drafter, with heartbeat and reconnection.
 
-Lives on an event loop apart from the step loop. Payloads of Open, Commit and Close pass through encoded, and so do
-drafts: `RelayDraftClient` decodes them, beside the engine. Only the heartbeat ends here. A drafter that dies or freezes
-becomes a `PeerState` with `is_up=False`, and the link goes on trying to reach it.
+Runs on an event loop in another process than the step loop. Messages of the engine and drafts pass through encoded;
+`RelayDraftClient` decodes drafts beside the engine. Only heartbeats are handled here. If a drafter dies or freezes, the
+link reports a `PeerState` with `is_up=False` and reconnects.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from outrider.verifier_service.messages.wire import WireError, decode, encode
 
 logger = logging.getLogger(__name__)
 _FOR_THE_ENGINE = frozenset(message.__name__ for message in DRAFTER_MESSAGES)
-SMOOTHING = 1 / 8  # gain of the round trip estimate, as TCP's retransmission timer uses it (RFC 6298)
+SMOOTHING = 1 / 8  # gain of the round trip estimate, as in TCP's retransmission timer (RFC 6298)
 
 
 class LinkError(RuntimeError):
-    """The link cannot be used or go on; the text says why, for the operator."""
+    """The connection failed or was refused; the text tells the operator why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
-    """How soon a drafter counts as dead, and how eagerly it is tried again."""
+    """When a drafter counts as dead, and how fast the link reconnects."""
 
     handshake_timeout_s: float = 5.0
     ping_interval_s: float = 0.5
     max_silent_pings: int = 4  # dead after so many intervals without a frame: 2 s
     min_backoff_s: float = 0.1
     max_backoff_s: float = 2.0
-    stable_s: float = 5.0  # a connection that held so long ends a row of failures
+    stable_s: float = 5.0  # after so long, a connection resets back-off and breaker
     max_queued_frames: int = 4096
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
@@ -73,9 +73,9 @@ class LinkCounters:
 
 
 class DrafterLink:
-    """Keep one stream to one drafter.
+    """Keeps one stream to one drafter.
 
-    `start` and `stop` belong to the event loop; `send` must be called on it. `hello` names this verifier and epoch.
+    Call `start`, `stop` and `send` on the event loop. `hello` names this verifier and epoch.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class DrafterLink:
         self.breaker = CircuitBreaker(self.config.breaker)
         self.counters = LinkCounters()
         self.welcome: Welcome | None = None  # of the present connection
-        self.load: DrafterLoad | None = None  # the drafter's last word on how busy it is
+        self.load: DrafterLoad | None = None  # of the last Pong
         self.round_trip_s: float | None = None  # smoothed; None: not measured yet
         self.last_error: str | None = None  # why the link is or was down
         self._hello = hello
@@ -117,7 +117,7 @@ class DrafterLink:
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"drafter-link {self.drafter_id}")
 
     def check(self) -> None:
-        """Raise `RuntimeError` if the task that keeps the link has ended by itself."""
+        """Raise `RuntimeError` if the link's task has ended by itself."""
         if self._task is not None and self._task.done():
             raise RuntimeError(f"the link to drafter {self.drafter_id} has ended") from self._task.exception()
 
@@ -131,8 +131,8 @@ class DrafterLink:
     def send(self, payloads: Sequence[bytes]) -> None:
         """Queue encoded messages, in order; never blocks.
 
-        A drafter that is down loses them. One that does not keep up loses the connection: commits with a gap would
-        only be answered by resyncs.
+        They are lost if the drafter is down. If the queue overflows, the connection ends: a gap in the commits would
+        only cause resyncs.
         """
         if not self.is_up or self._overflowed:
             self.counters.num_lost_frames += len(payloads)
@@ -141,7 +141,7 @@ class DrafterLink:
         self._overflowed = len(self._outbox) > self.config.max_queued_frames
         self._wake.set()
 
-    # --- connections, one after the other ---
+    # --- reconnection ---
 
     async def _run(self) -> None:
         backoff_s = self.config.min_backoff_s
@@ -156,11 +156,11 @@ class DrafterLink:
             if now_s - begin_s >= self.config.stable_s:
                 backoff_s = self.config.min_backoff_s
             self.breaker.record_failure(now_s)
-            await asyncio.sleep(backoff_s * self._rng.uniform(0.5, 1.0))  # verifiers must not come back in step
+            await asyncio.sleep(backoff_s * self._rng.uniform(0.5, 1.0))  # jitter: verifiers must not reconnect at once
             backoff_s = min(2 * backoff_s, self.config.max_backoff_s)
 
     async def _connect(self) -> str:
-        """Hold one connection for as long as it works; return why it ended."""
+        """Open one connection and serve it until it ends; return why it ended."""
         channel = self._channel()
         try:
             call = DrafterLinkStub(channel).Stream()
@@ -176,7 +176,7 @@ class DrafterLink:
 
     def _channel(self) -> grpc.aio.Channel:
         options = (
-            # a pool of its own: grpc's shared connections keep their back-off from one attempt to the next
+            # a pool of its own: grpc's shared subchannels would keep their back-off between attempts
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.max_receive_message_length", MAX_DRAFTER_FRAME_BYTES),
         )
@@ -189,7 +189,7 @@ class DrafterLink:
                 frame = await call.read()
         except TimeoutError as error:
             raise LinkError(f"no answer to Hello within {self.config.handshake_timeout_s} s") from error
-        except asyncio.InvalidStateError as error:  # the call ended while it was being written to
+        except asyncio.InvalidStateError as error:  # the call ended during the write
             raise LinkError(f"{(await call.code()).name}: {await call.details()}") from error
         if frame is grpc.aio.EOF:
             raise LinkError(f"{(await call.code()).name}: {await call.details()}")
@@ -226,7 +226,7 @@ class DrafterLink:
         self._on_event(state)
 
     def _go_down(self, reason: str) -> None:
-        if reason != self.last_error:  # the same failure is not news at every attempt
+        if reason != self.last_error:  # log a repeated failure once
             logger.warning("link to drafter %s at %s is down: %s", self.drafter_id, self.address, reason)
         self.last_error = reason
         self.counters.num_failures += 1
@@ -239,7 +239,7 @@ class DrafterLink:
     # --- one connection ---
 
     async def _serve(self, call: Any) -> None:
-        """Read, write and ping until one of them ends; raises whatever ended it."""
+        """Read, write and ping until one of them ends; re-raise its error."""
         tasks = [asyncio.ensure_future(part(call)) for part in (self._read_all, self._write_all, self._heartbeat)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -293,9 +293,9 @@ class DrafterLink:
                 await _write(call, self._frame(*take_together(self._outbox)))
 
     async def _heartbeat(self, call: Any) -> NoReturn:
-        """Ping, and end the connection after too many intervals in which nothing came back.
+        """Ping; raise `LinkError` after `max_silent_pings` intervals without a frame.
 
-        Intervals are counted rather than timed: after a pause of this very process the answers are still to be read.
+        Intervals are counted, not timed: after a pause of this process, the answers are still unread.
         """
         up_at_s, sequence = self._clock(), 0
         while self._num_silent_pings < self.config.max_silent_pings:
@@ -315,5 +315,5 @@ class DrafterLink:
 async def _write(call: Any, frame: Frame) -> None:
     try:
         await call.write(frame)
-    except asyncio.InvalidStateError as error:  # the call has ended: its status says why
+    except asyncio.InvalidStateError as error:  # the call has ended; its status tells why
         raise LinkError(f"{(await call.code()).name}: {await call.details()}") from error

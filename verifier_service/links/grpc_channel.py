@@ -1,4 +1,4 @@
-"""Channels between our own services: plaintext, or mutual TLS."""
+"""gRPC channels between our own services: plaintext, or mutual TLS."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from outrider.verifier_service.messages.link import CHANNEL_OPTIONS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCredentials:
-    """A service's own certificate and the CA it trusts, and the name it expects in its peers' certificates.
+    """A service's certificate, the CA it trusts, and the name expected in its peers' certificates.
 
-    Without `server_name` a peer's certificate must name the address at which the peer is reached.
+    Without `server_name`, a peer's certificate must name the peer's address.
     """
 
     channel: grpc.ChannelCredentials
@@ -21,8 +21,8 @@ class LinkCredentials:
 
 
 def open_channel(address: str, credentials: LinkCredentials | None, *options: tuple[str, int]) -> grpc.aio.Channel:
-    """Open a channel to a peer with the links' options, or `options` in their place; plaintext without credentials."""
-    chosen: dict[str, int | str] = {**dict(CHANNEL_OPTIONS), **dict(options)}  # of two equal names grpc takes the first
+    """Open a channel with the links' options, overridden by `options`; plaintext without credentials."""
+    chosen: dict[str, int | str] = {**dict(CHANNEL_OPTIONS), **dict(options)}  # a dict: grpc takes the first duplicate
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=tuple(chosen.items()))
     if credentials.server_name is not None:

@@ -1,4 +1,4 @@
-"""A verifier's links: one per drafter that the router names, their events relayed to the engine."""
+"""A verifier's links: one per drafter that the router names; their events go to the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.verifier_service.messages.link import DrafterEndpoint, Hello
 
 
 class LinkPool:
-    """Hold a link to every drafter of the fleet, and none to those that left it."""
+    """Keeps a link to every drafter of the fleet."""
 
     def __init__(
         self,
@@ -25,12 +25,12 @@ class LinkPool:
         self._credentials = credentials
         self._send_to_engine = send_to_engine
         self._links: dict[DrafterEndpoint, DrafterLink] = {}
-        self._num_old_bad_frames = 0  # of links that are closed
-        self._lock = asyncio.Lock()  # a replica that drains reports beside its background task
+        self._num_old_bad_frames = 0  # of closed links
+        self._lock = asyncio.Lock()  # `hold` and `close` may run at once while a replica drains
 
     @property
     def num_bad_frames(self) -> int:
-        """Return how many frames of drafters the links themselves could not read, since start; engines count drafts."""
+        """Return the malformed frames that links dropped since start; malformed drafts are counted by the engine."""
         return self._num_old_bad_frames + sum(link.counters.num_bad_frames for link in self._links.values())
 
     @property
@@ -38,9 +38,9 @@ class LinkPool:
         return tuple(link.drafter_id for link in self._links.values() if link.is_up)
 
     async def hold(self, drafters: Iterable[DrafterEndpoint]) -> None:
-        """Open links to new drafters (or new incarnations), close those of the old.
+        """Open links to new drafters and incarnations; close old incarnations, and unnamed ones that are down.
 
-        A live link to a drafter that is not named is kept: a router that has just started names nobody yet.
+        A live link to an unnamed drafter stays: a router that has just started names none yet.
         """
         async with self._lock:
             await self._hold(set(drafters))
@@ -66,11 +66,11 @@ class LinkPool:
         was_up = link.is_up
         await link.stop()
         if was_up:
-            with contextlib.suppress(ConnectionError):  # an engine that is gone needs no telling
+            with contextlib.suppress(ConnectionError):  # the engine is gone
                 self._send_to_engine(PeerState(peer=endpoint.drafter_id, is_up=False))
 
     def send(self, relays: Iterable[Relay]) -> None:
-        """Pass the engine's messages on; those for a drafter without a link are lost, as if it were down."""
+        """Send the engine's messages; those for a drafter without a link are lost, as for a drafter that is down."""
         by_drafter: dict[str, list[bytes]] = {}
         for relay in relays:
             by_drafter.setdefault(relay.peer, []).append(relay.payload)
@@ -79,7 +79,7 @@ class LinkPool:
                 link.send(payloads)
 
     def check(self) -> None:
-        """Raise `RuntimeError` if a link has died: it would never reach its drafter again."""
+        """Raise `RuntimeError` if a link's task has ended: it would never reconnect."""
         for link in self._links.values():
             link.check()
 

@@ -1,4 +1,4 @@
-"""A `DraftClient` whose drafters are at the far end of a pipe: another process, or a link that the shell holds."""
+"""A `DraftClient` over a pipe: its drafters are in another process, or behind links that the shell keeps."""
 
 from __future__ import annotations
 
@@ -21,32 +21,31 @@ logger = logging.getLogger(__name__)
 
 
 class Ways(Protocol):
-    """Chooses a round's way; see `StateWays`."""
+    """Chooses frames or channel for a round's hidden states; see `StateWays`."""
 
-    def takes_channel(self, num_bytes: int) -> bool:
-        """Return whether states of so many bytes should go through the channel."""
+    def choose_channel(self, num_bytes: int) -> bool:
+        """Return whether a round's states should go through the channel."""
 
     def observe(self, num_bytes: int, seconds: float, *, by_channel: bool) -> None:
-        """Take in a round trip."""
+        """Learn from a round trip."""
 
 
 @dataclass(slots=True)
-class _Said:
-    """The states that a drafter was told of one request, for its next round."""
+class _SentStates:
+    """The states that were sent for one request's next round."""
 
     num_bytes: int
     by_channel: bool
-    said_s: float
+    sent_s: float
     is_mixed: bool = False  # the channel did not take all of them
-    round_id: int | None = None  # None: nothing was asked for yet
+    round_id: int | None = None  # None: the round is not asked for yet
 
 
 class RelayDraftClient:
-    """Turn relayed frames into drafter events, and messages for drafters into frames to relay.
+    """Turns relayed frames into drafter events, and messages for drafters into frames to relay.
 
-    Where a link has a channel for hidden states beside it, they go through that from here where it has been the faster
-    way, and the frame only names them. A channel that is not there yet, is full or has failed costs nothing but bytes
-    in the frame.
+    If a link has a tensor channel, hidden states go through it whenever it has been faster than frames; the frame then
+    only names the tensor. If the channel is not connected yet, is full or has failed, states go as bytes in the frame.
     """
 
     def __init__(
@@ -56,22 +55,22 @@ class RelayDraftClient:
         make_ways: Callable[[], Ways] = StateWays,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`make_ways`: for every connection of a link that has a channel; `clock`: that of `Relay.received_s`."""
+        """`make_ways` is called for every connection with a channel; `clock` is that of `Relay.received_s`."""
         self._open_sender = open_
         self._make_ways = make_ways
         self._clock = clock
         self._senders: dict[str, TensorSender] = {}
         self._ways: dict[str, Ways] = {}  # of the same drafters
-        self._said: dict[tuple[str, str], _Said] = {}  # by drafter and request
+        self._sent: dict[tuple[str, str], _SentStates] = {}  # by drafter and request
         self._events: list[DrafterEvent] = []
         self._outbox: list[Relay] = []
         self.num_bad_frames = 0
-        self._known_bad: set[str] = set()  # drafters whose present connection has brought a malformed frame
+        self._known_bad: set[str] = set()  # drafters that sent a malformed frame on their present connection
         self.num_state_bytes: collections.Counter[str] = collections.Counter()  # sent, by transport
-        self.num_tensor_fallbacks = 0  # states that went as bytes for their channel was full or had failed
+        self.num_tensor_fallbacks = 0  # messages that carry states as bytes: the channel was full or had failed
 
     def feed(self, message: Relay | PeerState) -> None:
-        """Take in what the far end said; a frame that does not decode is counted and ends in a missed deadline."""
+        """Handle a message of the far end. A malformed frame is counted and dropped: its round misses its deadline."""
         if isinstance(message, PeerState):
             self._renew_channel(message)
             event = DrafterEvent(
@@ -83,7 +82,7 @@ class RelayDraftClient:
             decoded = decode(message.payload, DRAFTER_MESSAGES)
         except WireError as error:
             self.num_bad_frames += 1
-            if message.peer not in self._known_bad:  # in the step loop's process: one line says it
+            if message.peer not in self._known_bad:  # log once: this is the step loop's process
                 self._known_bad.add(message.peer)
                 logger.warning("malformed frames from drafter %s are dropped: %s", message.peer, error)
             return
@@ -94,12 +93,12 @@ class RelayDraftClient:
         self._events.append(DrafterEvent(drafter_id=message.peer, message=decoded, received_s=message.received_s))
 
     def _renew_channel(self, state: PeerState) -> None:
-        """Every connection of a link has a channel of its own: what the last one failed at is over."""
+        """Replace the channel of the last connection: each connection has its own."""
         if (old := self._senders.pop(state.peer, None)) is not None:
             old.close()
         self._ways.pop(state.peer, None)
         self._known_bad.discard(state.peer)
-        self._said = {key: said for key, said in self._said.items() if key[0] != state.peer}
+        self._sent = {key: sent for key, sent in self._sent.items() if key[0] != state.peer}
         if state.is_up and state.tensors is not None:
             self._senders[state.peer] = self._open_sender(state.tensors)
             self._ways[state.peer] = self._make_ways()
@@ -115,54 +114,54 @@ class RelayDraftClient:
                 self._note_asked(drafter_id, message)
 
     def _choose_ways(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
-        """Choose a way for all states that are said of a request before its round is asked for."""
+        """Choose frames or channel for all states of each request's next round."""
         num_bytes: collections.Counter[str] = collections.Counter()
         for message in messages:
             if isinstance(message, States):
                 num_bytes[message.request_id] += len(message.data)
         for request_id, total in num_bytes.items():
             self._give_up(drafter_id, request_id)
-            by_channel = self._ways[drafter_id].takes_channel(total)
-            self._said[drafter_id, request_id] = _Said(total, by_channel, self._clock())
+            by_channel = self._ways[drafter_id].choose_channel(total)
+            self._sent[drafter_id, request_id] = _SentStates(total, by_channel, self._clock())
 
     def _note_asked(self, drafter_id: str, message: Commit | Close) -> None:
-        """Remember which round the states were for; a round without any says nothing of ways."""
-        said = self._said.get((drafter_id, message.request_id))
-        if said is None:
+        """Note the round that the states were sent for, so that its draft times their way."""
+        sent = self._sent.get((drafter_id, message.request_id))
+        if sent is None:
             return
         if isinstance(message, Close):
-            del self._said[drafter_id, message.request_id]
-        elif said.round_id is not None or not message.max_length:
+            del self._sent[drafter_id, message.request_id]
+        elif sent.round_id is not None or not message.max_length:
             self._give_up(drafter_id, message.request_id)
         else:
-            said.round_id = message.round_id
+            sent.round_id = message.round_id
 
     def _give_up(self, drafter_id: str, request_id: str) -> None:
-        """Go on without an answer: it would have taken at least as long as has passed."""
-        said = self._said.pop((drafter_id, request_id), None)
-        if said is not None and said.round_id is not None:
-            self._observe_way(drafter_id, said, self._clock())
+        """Stop waiting for a round's draft; count the time that has passed as its round trip."""
+        sent = self._sent.pop((drafter_id, request_id), None)
+        if sent is not None and sent.round_id is not None:
+            self._observe_way(drafter_id, sent, self._clock())
 
     def _observe_round(self, drafter_id: str, draft: Draft, received_s: float | None) -> None:
-        said = self._said.get((drafter_id, draft.request_id))
-        if said is not None and said.round_id == draft.round_id:
-            del self._said[drafter_id, draft.request_id]
-            self._observe_way(drafter_id, said, self._clock() if received_s is None else received_s)
+        sent = self._sent.get((drafter_id, draft.request_id))
+        if sent is not None and sent.round_id == draft.round_id:
+            del self._sent[drafter_id, draft.request_id]
+            self._observe_way(drafter_id, sent, self._clock() if received_s is None else received_s)
 
-    def _observe_way(self, drafter_id: str, said: _Said, ended_s: float) -> None:
-        if not said.is_mixed:
-            self._ways[drafter_id].observe(said.num_bytes, ended_s - said.said_s, by_channel=said.by_channel)
+    def _observe_way(self, drafter_id: str, sent: _SentStates, ended_s: float) -> None:
+        if not sent.is_mixed:
+            self._ways[drafter_id].observe(sent.num_bytes, ended_s - sent.sent_s, by_channel=sent.by_channel)
 
     def _framed(self, drafter_id: str, message: States) -> States:
-        """Let the states go the way that was chosen, where that takes them now; return what the frame says."""
-        num_bytes, said = len(message.data), self._said.get((drafter_id, message.request_id))
-        if said is not None and said.by_channel:  # so there is one
+        """Offer the states to the channel if it was chosen; return the message for the frame, without data if taken."""
+        num_bytes, sent = len(message.data), self._sent.get((drafter_id, message.request_id))
+        if sent is not None and sent.by_channel:
             sender = self._senders[drafter_id]
             number = sender.offer(as_tensor(message.data))
             if number is not None:
                 self.num_state_bytes[sender.route.transport] += num_bytes
                 return replace(message, data=b"", tensor=number, num_bytes=num_bytes, channel=sender.route.group)
-            said.is_mixed = True
+            sent.is_mixed = True
             self.num_tensor_fallbacks += sender.is_refusing
         self.num_state_bytes[GRPC] += num_bytes
         return message
@@ -172,12 +171,12 @@ class RelayDraftClient:
         return events
 
     def take_outbox(self) -> tuple[Relay, ...]:
-        """Return, and forget, what is to be relayed to drafters."""
+        """Return and clear the frames for drafters."""
         relays, self._outbox = tuple(self._outbox), []
         return relays
 
     def close(self) -> None:
-        """Let go of the channels."""
+        """Close all channels."""
         for sender in self._senders.values():
             sender.close()
         self._senders.clear()

@@ -1,21 +1,20 @@
-"""Which way hidden states go over a link that has a channel beside it: the one with the shorter round trips, by size.
+"""Choose how hidden states travel to a drafter, in frames or through the tensor channel, by measured round trips.
 
-What a way costs is not modelled but measured, link by link: from ask to draft, rounds whose states went in the link's
-frames against rounds whose states went through the channel. Sizes are told apart by powers of two, since a frame is
-faster for a few KiB and a channel for many MiB (`docs/results/remote_states.md`), and where one overtakes the other
-depends on the network between the two. Both ways are tried a few times, then the slower one now and then.
+Each link measures both ways, from ask to draft, by size in powers of two: frames are faster for a few KiB, the channel
+for many MiB (`docs/results/remote_states.md`), and the crossover depends on the network. Both ways are tried a few
+times, then the slower one now and then.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MIN_CHANNEL_BYTES = 8 << 10  # fewer are never worth a transfer of their own
-LIKELY_CHANNEL_BYTES = 512 << 10  # from here the channel is tried first: on one machine it was faster from 600 KiB on
+MIN_CHANNEL_BYTES = 8 << 10  # smaller states always go in frames
+LIKELY_CHANNEL_BYTES = 512 << 10  # from here the channel is tried first; on one machine it was faster from 600 KiB
 NUM_TRIES = 4  # of each way, before one is preferred
-RETRY_EVERY = 64  # rounds of a size, of which one goes the slower way: conditions change
+RETRY_EVERY = 64  # one round in so many of a size takes the slower way, since conditions change
 SMOOTHING = 1 / 8
-STALL = 4.0  # times the mean: what takes longer counts as no more, a machine that stood still is no way's fault
+STALL = 4.0  # clamp: a round trip counts at most this many means, so that a stall of the machine weighs little
 
 
 @dataclass(slots=True)
@@ -25,7 +24,7 @@ class _Way:
 
     def observe(self, seconds: float) -> None:
         self.num_rounds += 1
-        if self.num_rounds <= NUM_TRIES:  # the quickest of the first: a connection's very first rounds are cold
+        if self.num_rounds <= NUM_TRIES:  # the minimum of the first rounds, which are cold
             self.mean_s = seconds if self.num_rounds == 1 else min(seconds, self.mean_s)
         else:
             self.mean_s += SMOOTHING * (min(seconds, STALL * self.mean_s) - self.mean_s)
@@ -33,7 +32,7 @@ class _Way:
 
 @dataclass(slots=True)
 class _Size:
-    """Rounds with states of about one size."""
+    """Both ways for states of about one size."""
 
     frames: _Way = field(default_factory=_Way)
     channel: _Way = field(default_factory=_Way)
@@ -41,13 +40,13 @@ class _Size:
 
 
 class StateWays:
-    """The choice of one link, round by round."""
+    """Frames or channel, for each round of one link."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, _Size] = {}
 
-    def takes_channel(self, num_bytes: int) -> bool:
-        """Return whether a round's states should go through the channel, not in frames."""
+    def choose_channel(self, num_bytes: int) -> bool:
+        """Choose the way of a round's states: True for the channel, False for frames."""
         if num_bytes < MIN_CHANNEL_BYTES:
             return False
         size = self._sizes.setdefault(num_bytes.bit_length(), _Size())
@@ -60,7 +59,7 @@ class StateWays:
         return is_faster != (size.num_chosen % RETRY_EVERY == 0)
 
     def observe(self, num_bytes: int, seconds: float, *, by_channel: bool) -> None:
-        """Take in the round trip of a round whose states, of so many bytes, all went one way."""
+        """Learn from the round trip of a round whose states all went one way."""
         if num_bytes < MIN_CHANNEL_BYTES:
             return
         size = self._sizes.setdefault(num_bytes.bit_length(), _Size())

@@ -1,18 +1,17 @@
-"""Move tensors from a verifier's engine to a drafter's over a two-rank group, beside the link that names them.
+"""Send tensors from a verifier's engine to a drafter's over a two-rank process group, beside the link.
 
-A channel lives as long as one connection of a link and has a group of its own, made directly from a store of the
-drafter's (`new_group` cannot span jobs). Each end is a thread: neither a step nor a draft ever waits for the other
-side. What is on its way is bounded by bytes, every transfer by a time-out; after the first failure a channel is closed
-for good (gloo closes a pair whose wait timed out, NCCL has to abort) and states go as bytes until the next connection.
+A channel lives as long as one connection of a link. Its process group is made directly from the drafter's store
+(`new_group` cannot span jobs). Each end is a thread, so that no step and no draft waits for the other side. Bytes in
+flight are bounded, and every transfer has a time-out. The first failure closes the channel for good (gloo closes a
+pair whose wait timed out, NCCL has to abort); states then go as bytes until the next connection.
 
-The drafter receives what it was told of in a frame and nothing else, so an idle channel has no transfer that could
-time out:
+The drafter only receives tensors that a frame has announced, so an idle channel has no transfer that could time out:
 
     verifier   offer(tensor) = 7 ......... frame "States, tensor 7, 24576 bytes" -> link ->  expect(7, 24576)
     sender     send, waits for the receiver ============ two-rank group ============>  receiver: recv, arrived()
 
-Both ends must trust each other, as those of a link without TLS do: nothing here is encrypted, and gloo ends a process
-that is sent more than it was told of.
+Both ends must trust each other, as those of a link without TLS: nothing is encrypted, and gloo ends a process that
+receives more bytes than announced.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ class ChannelError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelLimits:
-    """How much may be on its way, and how long it may take. Raises `ValueError` naming the field."""
+    """Bounds on bytes in flight and on times. Raises `ValueError` naming the field."""
 
     connect_timeout_s: float = 5.0
-    transfer_timeout_s: float = 2.0  # of one tensor: as long as a link waits for a sign of life
+    transfer_timeout_s: float = 2.0  # for one tensor; as long as a link's heartbeat time-out
     max_queued_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
@@ -62,29 +61,29 @@ class ChannelLimits:
 
 
 class TensorPair(Protocol):
-    """One end of a two-rank group. Transfers are started in any number and waited for in the order of their start."""
+    """One end of a two-rank group. Several transfers may be in flight; wait for them in the order of their start."""
 
     def start(self, tensor: torch.Tensor, number: int) -> Any:
-        """Begin to send, or to fill, a uint8 tensor [num_bytes] of the host; returns what to wait for."""
+        """Begin to send, or to receive into, a uint8 host tensor [num_bytes]; return the transfer to wait for."""
 
     def wait(self, transfer: Any, timeout_s: float) -> None:
-        """Wait for a transfer; raises `ChannelError` when it failed or is too late."""
+        """Wait for a transfer; raises `ChannelError` if it failed or timed out."""
 
     def abort(self) -> None:
-        """Give up everything that is on its way."""
+        """Abort all transfers in flight."""
 
 
 OpenPair = Callable[[TensorRoute, int, ChannelLimits], TensorPair]
 
 
 class TensorStore:
-    """The meeting place of a drafter's channels: a TCP key-value store that listens on one address."""
+    """The rendezvous store of a drafter's channels: a TCP key-value store that listens on one address."""
 
     def __init__(self, host: str) -> None:
         listener = socket.create_server((host, 0), backlog=128)
         self.address = f"{host}:{listener.getsockname()[1]}"
         port = listener.getsockname()[1]
-        # the store would listen on every interface, so it is given a socket that does not; it closes it in the end
+        # by default the store listens on every interface; it owns and closes the socket passed here
         self._store = dist.TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
@@ -100,7 +99,7 @@ class TensorStore:
             self._groups.add(group)
 
     def leave(self, group: str) -> None:
-        """Remove what channels that are closed, this one and those whose verifier came too late, have left here."""
+        """Delete the keys of closed channels: of this one, and of those whose verifier connected too late."""
         with self._lock:
             self._groups.discard(group)
             for key in self._store.list_keys():
@@ -109,10 +108,10 @@ class TensorStore:
 
 
 def _join(route: TensorRoute, limits: ChannelLimits) -> tuple[dist.Store, str]:
-    """Return the channel's part of its store, through a client of its own, and this machine's address as seen there."""
+    """Connect to a channel's store; return the channel's part of it, and this machine's address towards it."""
     host, _, port = route.store.rpartition(":")
     timeout = timedelta(seconds=limits.connect_timeout_s)
-    # a store that is gone is noticed at once here; torch would go on trying, and fill the log
+    # probe first: if the store is gone, torch's client would retry and fill the log
     with socket.create_connection((host, int(port)), limits.connect_timeout_s) as probe:
         own_host: str = probe.getsockname()[0]
     client = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
@@ -123,7 +122,7 @@ class GlooPair:
     """A pair of TCP sockets under gloo."""
 
     def __init__(self, route: TensorRoute, rank: int, limits: ChannelLimits) -> None:
-        backend: Any = dist.ProcessGroupGloo  # torch's stubs do not know all of it
+        backend: Any = dist.ProcessGroupGloo  # torch's stubs are incomplete
         store, host = _join(route, limits)
         options = backend._Options()
         options._devices = [backend.create_device(hostname=host)]
@@ -139,14 +138,14 @@ class GlooPair:
         transfer.wait(timedelta(seconds=timeout_s))
 
     def abort(self) -> None:
-        """Nothing to do: whatever is on its way ends with the group."""
+        """Do nothing: transfers in flight end with the group."""
 
 
 class NcclPair:
-    """A communicator of two GPUs; NCCL refuses two ranks on one. States lie on the host and are copied on the way."""
+    """A communicator of two GPUs (NCCL refuses two ranks on one). Host tensors are staged on the GPU at both ends."""
 
     def __init__(self, route: TensorRoute, rank: int, limits: ChannelLimits) -> None:
-        # by default NCCL's watchdog takes the whole process down with a lost peer; 2: clean up only
+        # by default NCCL's watchdog ends the process when a peer is lost; 2: clean up only
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
         backend: Any = dist.ProcessGroupNCCL
         store, _ = _join(route, limits)
@@ -167,7 +166,7 @@ class NcclPair:
     def wait(self, transfer: Any, timeout_s: float) -> None:
         work, staged, target = transfer
         deadline_s = time.monotonic() + timeout_s
-        while not work.is_completed():  # `wait` would only make a stream wait, without end
+        while not work.is_completed():  # `work.wait()` only makes the stream wait, without a time-out
             if time.monotonic() > deadline_s:
                 raise ChannelError(f"timed out after {timeout_s:g} s")
             time.sleep(_NCCL_POLL_S)
@@ -180,11 +179,11 @@ class NcclPair:
 
 
 def open_pair(route: TensorRoute, rank: int, limits: ChannelLimits) -> TensorPair:
-    """Join a channel's group, waiting for the other end; raises `RuntimeError` when it does not come."""
+    """Join a channel's group, waiting for the other end; raises `RuntimeError` after the connect time-out."""
     return (NcclPair if route.transport == NCCL else GlooPair)(route, rank, limits)
 
 
-# --- its ends ---
+# --- the channel's ends ---
 
 
 @dataclass(slots=True)
@@ -194,16 +193,16 @@ class _Item:
 
 
 class _End:
-    """A thread that works through a queue of transfers, for as long as none fails."""
+    """A thread that works through a queue of transfers until one fails."""
 
     def __init__(self, route: TensorRoute, rank: int, limits: ChannelLimits, open_: OpenPair) -> None:
         self.route, self.limits = route, limits
-        self.failure: str | None = None  # why nothing goes through any more
+        self.failure: str | None = None  # why the channel is closed for good
         self.is_connected = False
         self._rank, self._open = rank, open_
         self._lock = threading.Condition()
         self._queue: collections.deque[_Item] = collections.deque()
-        self._num_queued_bytes = 0  # of all that is on its way
+        self._num_queued_bytes = 0  # queued and in flight
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=f"tensors {route.group}", daemon=True)
 
@@ -211,20 +210,16 @@ class _End:
         self._thread.start()
 
     def close(self) -> None:
-        """Let the thread end, at the latest after the transfer that it waits for; does not wait for it."""
+        """Tell the thread to end, at the latest after the transfer that it waits for; does not wait."""
         with self._lock:
             self._is_closed = True
             self._queue.clear()
             self._lock.notify()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end; tells whether it has ended."""
+        """Wait for the thread's end; return whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    @property
-    def num_queued_bytes(self) -> int:
-        return self._num_queued_bytes
 
     def _put(self, number: int, tensor: torch.Tensor) -> None:
         with self._lock:
@@ -235,7 +230,7 @@ class _End:
     def _run(self) -> None:
         try:
             self._work(self._open(self.route, self._rank, self.limits))
-        except (RuntimeError, OSError, ValueError) as error:  # torch's own errors are RuntimeErrors
+        except (RuntimeError, OSError, ValueError) as error:  # torch raises RuntimeError
             self.failure = str(error).partition("\n")[0]
             if not self._is_closed:
                 logger.warning("tensor channel %s: %s; its states go as bytes", self.route.group, self.failure)
@@ -253,7 +248,7 @@ class _End:
             raise
 
     def _batches(self) -> Iterator[list[_Item]]:
-        """Yield all that waits, again and again, until the channel is closed."""
+        """Yield the queued transfers, waiting for the next, until the channel is closed."""
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: self._queue or self._is_closed)
@@ -263,7 +258,7 @@ class _End:
             yield items
 
     def _transfer(self, pair: TensorPair, items: list[_Item]) -> None:
-        """Start all, so that none waits for another's handshake, and wait for each in turn."""
+        """Start all transfers, so that none waits for another's handshake, then wait for each in turn."""
         started = [pair.start(item.tensor, item.number) for item in items]
         for item, transfer in zip(items, started, strict=True):
             if self._is_closed:
@@ -274,24 +269,22 @@ class _End:
             self._on_transferred(item)
 
     def _on_transferred(self, item: _Item) -> None:
-        """Act on a transfer that is complete."""
+        """Called after each complete transfer."""
 
     def _on_end(self) -> None:
-        """Act on the end of the thread."""
+        """Called at the end of the thread."""
 
 
 class TensorSender(_End):
-    """The verifier's end. `offer` never blocks: what cannot go at once goes as bytes."""
+    """The verifier's end. `offer` never blocks; a tensor that it refuses goes as bytes."""
 
-    def __init__(
-        self, route: TensorRoute, limits: ChannelLimits | None = None, *, open_: OpenPair = open_pair
-    ) -> None:
+    def __init__(self, route: TensorRoute, limits: ChannelLimits | None = None, *, open_: OpenPair = open_pair) -> None:
         super().__init__(route, SENDER, limits or ChannelLimits(), open_)
         self._num_offered = 0
         self.start()
 
     def offer(self, data: torch.Tensor) -> int | None:
-        """Send uint8 [num_bytes], which must not change any more; return its number, None where bytes must do."""
+        """Send a uint8 tensor [num_bytes] that must not change any more; return its number, or None if refused."""
         num_bytes = data.numel()
         has_room = self._num_queued_bytes + num_bytes <= self.limits.max_queued_bytes
         is_open = self.is_connected and not self._is_closed and self.failure is None
@@ -303,12 +296,12 @@ class TensorSender(_End):
 
     @property
     def is_refusing(self) -> bool:
-        """Whether the channel is, or was, there: what it does not take is then refused, not early."""
+        """Whether a refusal is a failure or a full queue: True once the channel is, or was, connected."""
         return self.is_connected or self._is_closed or self.failure is not None
 
 
 class TensorReceiver(_End):
-    """The drafter's end: receives what it was told to expect, in that order."""
+    """The drafter's end: receives the announced tensors, in order."""
 
     def __init__(
         self,
@@ -319,7 +312,7 @@ class TensorReceiver(_End):
         *,
         open_: OpenPair = open_pair,
     ) -> None:
-        """`on_change` is called on the receiver's thread when something has arrived and when it has ended."""
+        """`on_change` is called on the receiver's thread for every arrived tensor, and when the thread ends."""
         super().__init__(route, RECEIVER, limits or ChannelLimits(), open_)
         self._store = store
         self._on_change = on_change
@@ -329,10 +322,7 @@ class TensorReceiver(_End):
         self.start()
 
     def expect(self, number: int, num_bytes: int) -> bool:
-        """Receive a tensor that was announced; False where the channel cannot go on.
-
-        That is when one is missing before it, or it is more than may be on its way: then both ends no longer agree.
-        """
+        """Receive an announced tensor; return False if the ends disagree: a gap in the numbers, or too many bytes."""
         has_room = self._num_queued_bytes + num_bytes <= 2 * self.limits.max_queued_bytes
         if number != self._num_expected + 1 or num_bytes < 1 or not has_room:
             return False
@@ -341,7 +331,7 @@ class TensorReceiver(_End):
         return True
 
     def arrived(self) -> list[tuple[int, torch.Tensor]]:
-        """Return, and forget, what has arrived: (number, uint8 [num_bytes])."""
+        """Take the tensors that have arrived: (number, uint8 [num_bytes])."""
         taken: list[tuple[int, torch.Tensor]] = []
         with contextlib.suppress(IndexError):
             while True:
@@ -359,5 +349,5 @@ class TensorReceiver(_End):
 
 
 def as_tensor(data: bytes | bytearray | memoryview) -> torch.Tensor:
-    """Return uint8 [num_bytes] over a buffer, copied only where it must not be written to."""
+    """Return uint8 [num_bytes] over a buffer; a read-only buffer is copied."""
     return torch.frombuffer(bytearray(data) if memoryview(data).readonly else data, dtype=torch.uint8)

@@ -1,1 +1,1 @@
-"""What crosses between threads, processes and hosts, and the value types that messages are made of."""
+"""Messages between threads, processes and hosts, and the value types that they are made of."""

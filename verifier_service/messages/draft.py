@@ -1,6 +1,6 @@
-"""What verifier and drafter say to each other, one frozen dataclass per message.
+"""The messages between verifier and drafter, one dataclass each.
 
-Only these cross between the two sides. A drafter's state is disposable: `Open` with the whole prefix rebuilds it.
+A drafter's state is disposable: `Open` with the whole prefix rebuilds it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 PROTOCOL_VERSION = 5
-LOCAL_DRAFTER_ID = "local"  # of a drafter in the verifier's own process
+LOCAL_DRAFTER_ID = "local"  # id of a drafter in the verifier's own process
 ROOT = -1  # as a parent: the last committed token
-DRAFT_PROB_SCALE = 1 << 16  # quantised draft probabilities are integers that sum to this
+DRAFT_PROB_SCALE = 1 << 16  # sum of a row's quantised draft probabilities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSampling:
-    """The part of a request's sampling that shapes its draft.
+    """The part of a request's sampling parameters that drafters need.
 
-    `temperature` 0 asks for a greedy draft (a point mass, no draft_probs). With a `seed` the drafter takes the argmax
-    under the shared counter-based noise (coupled sampling) and again sends ids alone.
+    `temperature` 0 asks for a greedy draft: point masses, no draft_probs. With a `seed`, the drafter takes the argmax
+    under the shared counter-based noise (coupled sampling), also without draft_probs.
     """
 
     temperature: float
@@ -51,16 +51,16 @@ def require(condition: bool, field_name: str, expectation: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftNeeds:
-    """What a drafter must be told besides the tokens; most need nothing.
+    """What a drafter needs besides tokens; most need nothing.
 
-    `taps` name hidden states of the target, to be joined in this order: i >= 0 is the input of its layer i, FINAL_TAP
-    what its output embedding sees (after the final norm).
+    `taps` are the target's hidden states, concatenated in this order: i >= 0 is the input of layer i, FINAL_TAP the
+    output of the final norm.
     """
 
     taps: tuple[int, ...] = ()
-    last_state_only: bool = False  # the states of the token before the draft are enough
+    last_state_only: bool = False  # only the states of the token before the draft
     predictions: bool = False  # `Commit.predicted_ids`
-    is_found: bool = False  # its drafts, chains, are found and not computed, in the verifier's process: at once
+    is_found: bool = False  # a look-up in the verifier's process: it finds chains at once, without computing
 
 
 NO_NEEDS = DraftNeeds()
@@ -69,9 +69,9 @@ FINAL_TAP = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Start, or start again, the session of a request whose committed tokens are `token_ids` (never empty).
+    """Start or restart the session of a request; `token_ids` are its committed tokens, never empty.
 
-    Sessions of different `cache_salt` share nothing.
+    Sessions with different `cache_salt` share nothing.
     """
 
     request_id: str
@@ -82,27 +82,27 @@ class Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """The target's tapped states of the committed tokens from `position` on, before the `Commit` that asks for a draft.
+    """The target's tapped hidden states of committed tokens from `position` on, sent before the ask (`Commit`).
 
-    The last committed token has none yet. A drafter that needs all states gets every position once, in order.
+    The last committed token has no state yet. A drafter that needs all states gets each position once, in order.
     """
 
     request_id: str
     position: int
     dtype: str  # torch's name: float32, float16 or bfloat16
-    width: int  # values per token: all taps together
-    data: bytes  # [num_tokens, width], little-endian; empty where they come over a channel beside the link
-    tensor: int = 0  # the number of the channel's tensor that holds the data; 0: they are here
-    num_bytes: int = 0  # of that tensor
-    channel: str = ""  # the group of that channel: after a reconnection there is another, which counts from 1 again
+    width: int  # values per token, over all taps
+    data: bytes  # [num_tokens, width], little-endian; empty if sent through the link's tensor channel
+    tensor: int = 0  # number of the channel's tensor that holds the data; 0: `data` does
+    num_bytes: int = 0  # size of that tensor
+    channel: str = ""  # group name of that channel; after a reconnection a new one numbers tensors from 1 again
 
 
-@dataclass(slots=True, kw_only=True)  # made for each request and round: frozen, that takes twice as long
+@dataclass(slots=True, kw_only=True)  # not frozen: one per request and round, and frozen takes twice as long
 class Commit:
-    """Append `token_ids` (may be empty) at `position` (tokens known before them) and ask for a draft after them.
+    """Append `token_ids` (may be empty) after the first `position` tokens, and ask for a draft after them.
 
-    `max_length` 0 asks for nothing and is answered by nothing. With `max_nodes` the draft may be a tree of so many
-    tokens, none deeper than `max_length`; 0: a chain.
+    `max_length` 0 asks for no draft and gets no answer. With `max_nodes` > 0 the draft may be a tree of at most so many
+    tokens and of depth `max_length`; 0: a chain.
     """
 
     request_id: str
@@ -111,9 +111,9 @@ class Commit:
     token_ids: tuple[int, ...]
     max_length: int
     max_nodes: int = 0
-    # the target's likeliest token after the draft's root and after each token of the draft that was verified last
+    # the target's likeliest token after the root, and after each token, of the last verified draft
     predicted_ids: tuple[int, ...] = ()
-    forced_ids: tuple[int, ...] = ()  # the only tokens that the request's grammar allows next, one after another
+    forced_ids: tuple[int, ...] = ()  # the next tokens, as far as the request's grammar allows only one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,23 +123,23 @@ class Close:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseRow:
-    """One position's draft distribution, exactly as it was drawn from: weight / DRAFT_PROB_SCALE per token id."""
+    """One position's draft distribution, exactly as sampled from: weight / DRAFT_PROB_SCALE per token id."""
 
     token_ids: tuple[int, ...]  # unique
     weights: tuple[int, ...]  # positive, sum to DRAFT_PROB_SCALE
 
 
-@dataclass(slots=True, kw_only=True)  # made for each request and round: frozen, that takes twice as long
+@dataclass(slots=True, kw_only=True)  # not frozen: one per request and round, and frozen takes twice as long
 class Draft:
-    """Proposed tokens after `position` committed tokens: a chain, or a tree where it has `parents`.
+    """Proposed tokens after `position` committed tokens: a chain, or a tree if it has `parents`. May be empty.
 
-    `parents` holds, for each token, the index of the one that it follows, or ROOT; a token comes after its parent, and
-    siblings are tried in their order. `draft_probs` is None for point masses (greedy, coupled and deterministic
-    drafts). Where tokens were drawn at random it has one row per parent, in the order of their first children: for a
-    chain one row per token. Siblings are drawn from their parent's row without replacement.
+    `parents` has, for each token, the index of its parent, or ROOT. A token comes after its parent; siblings are tried
+    in their order. `draft_probs` is None for point masses (greedy, coupled and deterministic drafts). For sampled
+    tokens it has one row per parent, in the order of first children: for a chain one row per token. Siblings are
+    drawn from their parent's row without replacement.
 
-    `confidences` are the drafter's own estimates that a token is accepted if its parent is, a function of what precedes
-    the token and of the row it was drawn from. An empty draft is the honest answer of a drafter that has nothing.
+    `confidences` estimate the probability that a token is accepted if its parent is. They may depend on what precedes
+    the token and on its row, not on the token.
     """
 
     request_id: str
@@ -153,45 +153,45 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resync:
-    """The drafter does not know the session, or commits left a gap: it wants `Open` with the whole prefix."""
+    """Ask for `Open` with the whole prefix: the drafter does not know the session, or commits left a gap."""
 
     request_id: str
-    lost_tensors: bool = False  # nothing comes through the link's channel any more: states must come as bytes
+    lost_tensors: bool = False  # the link's tensor channel has failed: send states as bytes
 
 
 VerifierMessage = Open | States | Commit | Close
 DrafterMessage = Draft | Resync
 
 
-@dataclass(slots=True, kw_only=True)  # made for each request and round: frozen, that takes twice as long
+@dataclass(slots=True, kw_only=True)  # not frozen: one per request and round, and frozen takes twice as long
 class DrafterEvent:
-    """Something that happened at a drafter: it came up, went down, or said something."""
+    """A drafter came up, went down, or sent a message."""
 
     drafter_id: str
     is_up: bool = True
-    vocab_size: int | None = None  # the drafter's, when it says so: its vocabulary may be padded beyond the target's
+    vocab_size: int | None = None  # may be padded beyond the target's; None: the target's
     needs: DraftNeeds = DraftNeeds()  # when it comes up
     message: DrafterMessage | None = None  # None: only the change of `is_up`
-    received_s: float | None = None  # when it arrived, by this machine's monotonic clock; None: just now
+    received_s: float | None = None  # arrival, by this machine's monotonic clock; None: just now
 
 
 class DraftClient(Protocol):
-    """The engine's whole view of the drafters, wherever they run. Neither call blocks."""
+    """The engine's interface to all drafters, wherever they run. No call blocks."""
 
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
-        """Hand messages over, in order; a drafter that is down loses them."""
+        """Send messages, in order; they are lost if the drafter is down."""
 
     def poll(self) -> list[DrafterEvent]:
-        """Return what arrived since the last call, oldest first."""
+        """Return the events since the last call, oldest first."""
 
 
 def check_draft(draft: Draft, *, draft_vocab_size: int, max_length: int, max_nodes: int = 0) -> str | None:
-    """Return what is wrong with a draft as text, or None when it may be verified.
+    """Return what is wrong with a draft, or None if it may be verified.
 
-    A tree may have `max_nodes` tokens (0: chains only), none deeper than `max_length`. A drafter that misreports its
-    draft_probs biases sampling silently, so rows are checked: unique ids within the drafter's vocabulary, positive
-    weights with the right sum, the drawn ids among them, none twice. An id beyond the *target's* vocabulary (padding)
-    is no fault: it was drawn, so it is verified, with target probability 0.
+    A tree may have `max_nodes` tokens (0: only chains) and depth `max_length`. Wrong draft_probs would bias sampling
+    silently, so rows are checked: unique ids within the drafter's vocabulary, positive weights with the right sum, the
+    drawn ids among them. An id beyond the *target's* vocabulary (padding) is valid: it is verified, with target
+    probability 0.
     """
     if problem := _check_shape(draft, max_length, max_nodes):
         return problem
@@ -200,7 +200,7 @@ def check_draft(draft: Draft, *, draft_vocab_size: int, max_length: int, max_nod
     if draft.confidences is not None:
         if len(draft.confidences) != len(draft.token_ids):
             return "confidences and token_ids differ in length"
-        if any(not 0.0 <= confidence <= 1.0 for confidence in draft.confidences):  # NaN is not in there either
+        if any(not 0.0 <= confidence <= 1.0 for confidence in draft.confidences):  # also catches NaN
             return "confidence outside [0, 1]"
     return None if draft.draft_probs is None else _check_rows(draft, draft.draft_probs, draft_vocab_size)
 
@@ -234,7 +234,7 @@ def _check_rows(draft: Draft, rows: Sequence[SparseRow], draft_vocab_size: int) 
             return "draft_probs and token_ids differ in length"
         drawn: Sequence[Sequence[int]] = [(token_id,) for token_id in draft.token_ids]
     else:
-        children: dict[int, list[int]] = {}  # in the order of first children, as the rows are
+        children: dict[int, list[int]] = {}  # by parent, in the order of first children, as the rows
         for parent, token_id in zip(draft.parents, draft.token_ids, strict=True):
             children.setdefault(parent, []).append(token_id)
         if len(rows) != len(children):

@@ -1,4 +1,4 @@
-"""How busy a drafter is, and what happened at it."""
+"""A drafter's load and counters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.verifier_service.messages.graph_counts import GraphCounts
 
 @dataclass(slots=True)
 class DrafterCounters:
-    """What happened at a drafter since its start."""
+    """A drafter's counters since start."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -18,17 +18,17 @@ class DrafterCounters:
     num_evicted_sessions: int = 0
     num_expired_sessions: int = 0
     num_bad_messages: int = 0
-    num_cache_hits: int = 0  # asks answered at once: what they follow had been drafted for
-    num_cache_misses: int = 0  # asks that follow what had not, of sessions that were prepared for something
-    num_ahead_tokens: int = 0  # computed in spare time, used or not
+    num_cache_hits: int = 0  # asks answered at once: running ahead had drafted for their outcome
+    num_cache_misses: int = 0  # asks of sessions that had run ahead, but for other outcomes
+    num_ahead_tokens: int = 0  # tokens drafted by running ahead, used or not
     graphs: GraphCounts = field(default_factory=GraphCounts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterLoad:
-    """How busy a drafter is."""
+    """A drafter's load."""
 
     num_sessions: int = 0
     queue_depth: int = 0  # unanswered asks
-    mean_draft_s: float | None = None  # smoothed time from ask to draft inside the engine; None: nothing drafted yet
+    mean_draft_s: float | None = None  # smoothed time from ask to draft inside the engine; None: no draft yet
     counters: DrafterCounters = field(default_factory=DrafterCounters)

@@ -1,4 +1,4 @@
-"""What an engine process and the asyncio shell in front of it say to each other over their pipe."""
+"""The messages between an engine process and its asyncio shell, over their pipe."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.histogram import NO_VALUES, HistogramCounts
 from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput, SpeculationPlan
 from outrider.verifier_service.messages.tensor_route import TensorRoute
+
+NEVER = 1.0  # the price of a draft token at which none pays: no survival exceeds it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +25,10 @@ class SetPlans:
 
     plans: dict[str, SpeculationPlan]
 
-NEVER = 1.0  # the price of a draft token at which none pays: no survival exceeds it
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relay:
-    """A message of the verifier-drafter link, passed on unopened: `peer` is the other end of the link."""
+    """A message of the verifier-drafter link, still encoded; `peer` is the other end of the link."""
 
     peer: str
     payload: bytes
@@ -43,12 +43,12 @@ class PeerState:
     is_up: bool
     vocab_size: int | None = None
     needs: DraftNeeds = DraftNeeds()
-    tensors: TensorRoute | None = None  # a channel for states beside the link; None: they go as bytes
+    tensors: TensorRoute | None = None  # the link's tensor channel; None: states go as bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """How long a step over `num_tokens` takes."""
+    """The time of a step over `num_tokens`."""
 
     num_tokens: int
     seconds: float
@@ -56,28 +56,28 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReady:
-    """First message of an engine: it is loaded and will serve."""
+    """First message of an engine: the model is loaded, the engine serves."""
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     num_kv_blocks: int
     step_times: tuple[StepTime, ...]
-    vocab_fingerprint: str = ""  # empty: not known
+    vocab_fingerprint: str = ""  # empty: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLoad:
-    """One request: its plan, and what says how much it matters."""
+    """One request: its plan, its priority and its speed."""
 
     request_id: str
-    is_running: bool  # else it waits
+    is_running: bool  # False: it waits
     drafter_id: str | None
     draft_length: int
     num_speculative_tokens: int | None  # the request's own cap; 0: it opted out
     priority: int = 0
     target_inter_token_ms: float | None = None
-    inter_token_ms: float | None = None  # of its last tokens; None: it has no target, or no second token yet
+    inter_token_ms: float | None = None  # over its last tokens; None: no target, or no second token yet
 
     @classmethod
     def of(cls, request: Request, *, is_running: bool) -> RequestLoad:
@@ -96,68 +96,68 @@ class RequestLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterPerformance:
-    """How one drafter serves a verifier: how long it takes, how often too long, and what its drafts bring."""
+    """One drafter's round trip, late share and yield, as a verifier measures them."""
 
     drafter_id: str
-    round_trip_s: float  # from asking to the draft, smoothed
-    late_share: float = 0.0  # of its drafts: that missed their deadline
-    accepted_per_round: float | None = None  # tokens; None: hardly any request was its lately, or none could draft
+    round_trip_s: float  # from ask to draft, smoothed
+    late_share: float = 0.0  # share of its drafts that missed their deadline
+    accepted_per_round: float | None = None  # accepted tokens; None: too few recent rounds
 
 
 class BreakerState(enum.Enum):
-    """Of a circuit breaker in front of a drafter."""
+    """State of a circuit breaker."""
 
-    CLOSED = "closed"  # healthy: everything may pass
-    OPEN = "open"  # failing: nothing may pass
+    CLOSED = "closed"  # healthy: calls pass
+    OPEN = "open"  # failing: no call passes
     HALF_OPEN = "half_open"  # one probe may pass; its outcome decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterCircuit:
-    """The state of the circuit breaker in front of a drafter: closed, half_open or open."""
+    """The state of a drafter's circuit breaker: closed, half_open or open."""
 
     drafter_id: str
     state: str
 
     @property
     def is_open(self) -> bool:
-        """Whether the drafter is failing, and asked nothing."""
+        """Whether the drafter is failing and gets no asks."""
         return self.state == BreakerState.OPEN.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounters:
-    """What happened in an engine since its start; none of these ever falls."""
+    """An engine's counters since start."""
 
     num_steps: int = 0
     num_scheduled_tokens: int = 0
     num_committed_tokens: int = 0
-    num_drafts: int = 0  # verifications with a draft that was not empty
+    num_drafts: int = 0  # verifications of a non-empty draft
     num_draft_tokens: int = 0  # verified
     num_accepted_tokens: int = 0
-    num_asks: int = 0  # decisions how much to draft next, one per decoding request and step: maybe nothing
-    num_asked_tokens: int = 0  # that were then asked for
+    num_asks: int = 0  # decisions on a draft length, 0 included: one per decoding request and step
+    num_asked_tokens: int = 0  # sum of these lengths
     num_preemptions: int = 0
     num_prefix_queried_tokens: int = 0  # looked up in the prefix cache
     num_prefix_hit_tokens: int = 0
-    num_bad_frames: int = 0  # of drafters: that did not decode
-    num_stale_drafts: int = 0  # answers to a round that was over
-    num_resyncs: int = 0  # drafters that asked for the whole prefix again
+    num_bad_frames: int = 0  # malformed frames from drafters
+    num_stale_drafts: int = 0  # drafts for a round that was over
+    num_resyncs: int = 0  # requests of drafters for the whole prefix
     fallbacks: dict[str, int] = field(default_factory=dict)  # rounds that ended without a draft, by reason
     num_state_bytes: dict[str, int] = field(default_factory=dict)  # hidden states sent to drafters, by transport
-    num_tensor_fallbacks: int = 0  # states that went as bytes for their channel was full or had failed
-    idle_s: float = 0.0  # no step ran, for every request waited for its draft
-    num_extrapolated_steps: int = 0  # far beyond all that the cost model had profiled or seen
+    num_tensor_fallbacks: int = 0  # messages that carry states as bytes: the channel was full or had failed
+    idle_s: float = 0.0  # no step ran because every request waited for its draft
+    num_extrapolated_steps: int = 0  # far beyond the cost model's points
     graphs: GraphCounts = field(default_factory=GraphCounts)
     step_s: HistogramCounts = NO_VALUES
     queue_s: HistogramCounts = NO_VALUES  # from a request's arrival to its first step
-    round_trip_s: HistogramCounts = NO_VALUES  # from asking a drafter to its draft
-    lateness_s: HistogramCounts = NO_VALUES  # of drafts that came after their deadline: by how much
+    round_trip_s: HistogramCounts = NO_VALUES  # from ask to draft
+    lateness_s: HistogramCounts = NO_VALUES  # of late drafts, beyond their deadline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The verifier's state, sent a few times a second."""
+    """The verifier's load report, sent a few times a second."""
 
     num_running: int
     num_waiting: int
@@ -165,10 +165,10 @@ class EngineLoad:
     kv_usage: float
     tokens_per_s: float = 0.0  # committed, over the last two seconds
     mean_step_s: float | None = None  # over the last two seconds; None: no step ran
-    price: float | None = None  # committed tokens that one more verified position costs; None: steps are not priced
-    knee: float | None = None  # tokens in a step from which the machine is compute-bound; None: never, or not known
+    price: float | None = None  # cost of one more verified position in committed tokens; None: not priced
+    knee: float | None = None  # tokens in a step from which the machine is compute-bound; None: never, or unknown
     draft_length_mean: float = 0.0  # asked for per decoding request and step, over the last two seconds
-    verify_idle_share: float = 0.0  # of the last two seconds: every request waited for its draft
+    verify_idle_share: float = 0.0  # share of the last two seconds in which every request waited for its draft
     counters: EngineCounters = EngineCounters()
     requests: tuple[RequestLoad, ...] = ()
     drafters: tuple[DrafterPerformance, ...] = ()  # that have answered
@@ -177,7 +177,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUpdate:
-    """Everything one step produced, in one frame."""
+    """Everything that one step produced."""
 
     outputs: tuple[RequestOutput, ...] = ()
     relays: tuple[Relay, ...] = ()

@@ -1,4 +1,4 @@
-"""What the cost model must know of a mixture of experts, and a model's files tell."""
+"""The shape of a mixture of experts, for the cost model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
-    """A mixture of experts: a step reads the weights of every expert that one of its tokens is sent to."""
+    """A mixture of experts; a step reads the weights of every expert that one of its tokens is routed to."""
 
     num_experts: int
     num_active: int  # per token
 
     def covered_share(self, num_tokens: float) -> float:
-        """Return the share of the experts that `num_tokens` are expected to use, each sent anywhere alike."""
+        """Return the expected share of experts that `num_tokens` use, if routing is uniform."""
         return 1.0 - (1.0 - self.num_active / self.num_experts) ** num_tokens

@@ -1,4 +1,4 @@
-"""What became of a model's steps where they are captured as CUDA graphs."""
+"""Counters of steps that are captured as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class GraphCounts:
-    """Counters since start, of a verifier's or a drafter's model; all stay zero where no step is captured."""
+    """Counters of a verifier's or a drafter's model since start; all 0 if no step is captured."""
 
     num_graphs: int = 0
     capture_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Counts of how often a measured value fell into which bucket, as Prometheus' histograms have them."""
+"""Histograms with fixed buckets, as in Prometheus."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistogramCounts:
-    """A histogram at one moment: `counts[i]` values were at most `bounds[i]` and above the bound before it.
+    """A histogram's state: `counts[i]` values were at most `bounds[i]` and above the bound before it.
 
-    The last count is of the values above every bound. Without bounds nothing was measured.
+    The last count is for values above every bound. Without bounds, nothing was measured.
     """
 
     bounds: tuple[float, ...] = ()
@@ -22,7 +22,7 @@ NO_VALUES = HistogramCounts()
 
 
 class Histogram:
-    """Sort values into buckets with ascending upper `bounds`."""
+    """Counts values in buckets with ascending upper `bounds`."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -30,10 +30,10 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Take in one value."""
+        """Count one value."""
         self._counts[bisect.bisect_left(self._bounds, value)] += 1
         self.total += value
 
     def counts(self) -> HistogramCounts:
-        """Return what has been counted so far."""
+        """Return the present state."""
         return HistogramCounts(bounds=self._bounds, counts=tuple(self._counts), total=self.total)

@@ -1,27 +1,26 @@
-"""How fast a request's tokens come, beside how fast they should: what the router hears of a request with a target."""
+"""Time between a request's tokens, for requests with a target."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-RECENT_TOKENS = 16  # older tokens fade beyond this many
+RECENT_TOKENS = 16  # decay constant, in tokens
 
 
 @dataclass(slots=True)
 class InterTokenTime:
-    """A request's target and its recent time per committed token, exponentially weighted by tokens.
+    """A request's target, and its recent time per committed token with exponential decay per token.
 
-    Time in which the request was preempted or waited for its draft counts: its client waits as well. The first token
-    has none before it, so its own time does not.
+    Time in preemption, or waiting for a draft, counts: the client waits as well. The time to the first token does not.
     """
 
     target_ms: float
-    recent_ms: float | None = None  # None: nothing was committed after the first token yet
-    _num_tokens: int = 0  # when something was last committed
+    recent_ms: float | None = None  # None: no second token yet
+    _num_tokens: int = 0  # at the last commit
     _committed_s: float | None = None
 
     def observe(self, num_tokens: int, now_s: float) -> None:
-        """Take in that the request has `num_tokens` tokens by now; `now_s` is of one monotonic clock."""
+        """Note that the request has `num_tokens` tokens at `now_s`, by one monotonic clock."""
         num_new = num_tokens - self._num_tokens
         if num_new == 0:
             return

@@ -1,7 +1,7 @@
-"""The messages of a verifier-drafter link beyond those of `draft`: handshake and heartbeat, and the check between them.
+"""Handshake and heartbeat of a verifier-drafter link, and the framing of its messages; see `draft` for the others.
 
-Every message travels as msgpack (see `wire`) in the payload of a `Frame` that names the verifier and its epoch, in
-both directions, so that a frame of an older incarnation is known as such wherever it turns up.
+Every message travels as msgpack (see `wire`) in a `Frame` that names the verifier and its epoch, in both directions,
+so that frames of an older incarnation are recognised.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """The verifier's first frame: who it is, and in which vocabulary it speaks."""
+    """The verifier's first frame: its identity, vocabulary, and offers."""
 
     protocol_version: int = PROTOCOL_VERSION
     verifier_id: str
     epoch: int
     vocab_size: int
-    vocab_fingerprint: str = ""  # empty: not known
+    vocab_fingerprint: str = ""  # empty: unknown
     state_taps: tuple[int, ...] = ()  # the hidden states that it keeps for drafters, as in `DraftNeeds`
-    tensor_transports: tuple[str, ...] = ()  # channels that it can do, best first; states as bytes it always can
+    tensor_transports: tuple[str, ...] = ()  # supported tensor channels, best first; bytes in frames always work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +57,20 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse:
-    """The drafter's answer to a `Hello` it does not accept; the stream ends after it."""
+    """The drafter's answer to a `Hello` that it refuses; it then ends the stream."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ping:
-    sent_s: float  # the verifier's own clock, returned untouched
+    sent_s: float  # by the verifier's clock, returned unchanged
     sequence: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pong:
-    """The drafter lives; how busy it is."""
+    """The drafter's answer to a `Ping`, with its load."""
 
     sent_s: float
     load: DrafterLoad
@@ -78,7 +78,7 @@ class Pong:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterIdentity:
-    """What a drafter says of itself in the handshake."""
+    """A drafter's side of the handshake."""
 
     drafter_id: str
     vocab_size: int
@@ -86,11 +86,11 @@ class DrafterIdentity:
     max_draft_length: int
     max_model_len: int
     needs: DraftNeeds = DraftNeeds()
-    tensor_transports: tuple[str, ...] = ()  # channels that it can do
-    tensor_store: str = ""  # where its channels meet, "host:port"; "": it has none
+    tensor_transports: tuple[str, ...] = ()  # supported tensor channels
+    tensor_store: str = ""  # "host:port" of the channels' rendezvous store; "": no channels
 
     def route(self, hello: Hello, group: str) -> TensorRoute | None:
-        """Return the channel beside a link to a verifier, None where there is none."""
+        """Return the tensor channel of a link to a verifier; None: no common transport, or no need for states."""
         transport = choose_transport(hello.tensor_transports, self.tensor_transports)
         if transport is None or not self.tensor_store or not self.needs.taps:
             return None
@@ -109,7 +109,7 @@ class DrafterIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterEndpoint:
-    """One incarnation of a drafter, and where verifiers open their links to it."""
+    """One incarnation of a drafter, and the address of its link."""
 
     drafter_id: str
     endpoint: str  # "host:port"
@@ -117,22 +117,22 @@ class DrafterEndpoint:
 
 
 VERIFIER_MESSAGES = (Open, States, Commit, Close)  # verifier to drafter, for the drafting engine
-DRAFTER_MESSAGES = (Draft, Resync)  # drafter to verifier, for its engine; besides these, after the handshake: Pong
+DRAFTER_MESSAGES = (Draft, Resync)  # drafter to verifier, for its engine; Pong is handled by the link
 
-# The first payload of a verifier's answer to a gateway, once its engine has the request: from then on the request may
-# be what the verifier dies of. Not metadata: gRPC's asyncio client loses that when the status comes close behind it.
+# The first payload of a verifier's answer to a gateway, sent once its engine has the request. If the verifier dies
+# later, the request may be the cause. Not metadata: gRPC's asyncio client loses it if the status follows closely.
 ACCEPTED = b""
 
-# What a link delivers goes on to an engine in an envelope of its own, with every default spelled out: that must still
-# be a frame, or a peer could kill the engine by a message just below the limit.
+# The shell relays a link's message to the engine in an envelope, with every default spelled out. The result must still
+# be a valid frame, or a peer could kill the engine with a message just below the limit.
 MAX_LINK_FRAME_BYTES = MAX_FRAME_BYTES - (64 << 10)
-# A draft is some kilobytes; decoding a frame of the full size would hold a step up for seconds.
+# A draft has some kilobytes; decoding a frame of the full size would delay a step by seconds.
 MAX_DRAFTER_FRAME_BYTES = 1 << 20
-MAX_TOGETHER_BYTES = 1 << 18  # of messages in one frame; a longer one goes alone
-MAX_REQUEST_ID_CHARS = 1024  # a gateway's own prefix, and a client's id of at most 128
+MAX_TOGETHER_BYTES = 1 << 18  # messages are packed into one frame up to this size; a longer one goes alone
+MAX_REQUEST_ID_CHARS = 1024  # a gateway's prefix, and a client's id of at most 128
 
-# Both ends set these: a frozen peer is seen by grpc only with ping_timeout_ms beside the keepalive options, and a
-# server calls frequent pings abuse unless told what to expect.
+# Set at both ends: grpc notices a frozen peer only with ping_timeout_ms beside the keepalive options, and a server
+# refuses frequent pings unless it is configured to expect them.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 2000),
@@ -151,14 +151,14 @@ def vocab_fingerprint(vocab: Mapping[str, int]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for token, token_id in sorted(vocab.items(), key=lambda item: (item[1], item[0])):
         encoded = token.encode("utf-8", "surrogatepass")
-        # lengths make the encoding injective: no token can imitate the boundary between two others
+        # lengths make the encoding injective
         digest.update(b"%d %d " % (token_id, len(encoded)))
         digest.update(encoded)
     return digest.hexdigest()
 
 
 def refusal_reason(hello: Hello, drafter: DrafterIdentity) -> str | None:
-    """Return why a drafter cannot serve a verifier, for its operator to read, or None when it can."""
+    """Return why a drafter cannot serve a verifier, as text for the operator; None: it can."""
     if hello.protocol_version != PROTOCOL_VERSION:
         return f"protocol version {hello.protocol_version} of the verifier, {PROTOCOL_VERSION} of the drafter"
     if drafter.needs.taps and hello.state_taps != drafter.needs.taps:
@@ -168,7 +168,7 @@ def refusal_reason(hello: Hello, drafter: DrafterIdentity) -> str | None:
             return f"vocabularies differ: {hello.vocab_fingerprint} (verifier), {drafter.vocab_fingerprint} (drafter)"
         return None
     if drafter.vocab_size < hello.vocab_size:
-        # a larger one may be padding; a smaller one cannot hold the verifier's tokens
+        # a larger vocabulary may be padded; a smaller one lacks tokens of the verifier
         return f"the drafter's vocabulary has {drafter.vocab_size} tokens, the verifier's {hello.vocab_size}"
     return None
 
@@ -183,7 +183,7 @@ def payloads_of(frame: Frame) -> list[bytes]:
 
 
 def take_together(outbox: deque[bytes]) -> list[bytes]:
-    """Take the first messages of a queue that is not empty: those that go together in one frame."""
+    """Take the next frame's messages from a non-empty queue, in order, up to MAX_TOGETHER_BYTES."""
     taken = [outbox.popleft()]
     num_bytes = len(taken[0])
     while outbox and (num_bytes := num_bytes + len(outbox[0])) <= MAX_TOGETHER_BYTES:
@@ -192,7 +192,7 @@ def take_together(outbox: deque[bytes]) -> list[bytes]:
 
 
 def peek_type(payload: bytes) -> str | None:
-    """Return the message type of an encoded message without decoding the rest; None when it has none in front."""
+    """Return the type of an encoded message without decoding the rest; None if it is malformed."""
     unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES)
     try:
         unpacker.feed(payload)
@@ -205,7 +205,7 @@ def peek_type(payload: bytes) -> str | None:
 
 
 def peek_request_id(payload: bytes) -> str | None:
-    """Return the request that a message which does not decode was about, where that much can be read."""
+    """Return the request id of a message that failed to decode; None if not even that is readable."""
     try:
         _, fields = msgpack.unpackb(payload)
         request_id = fields.get("request_id")

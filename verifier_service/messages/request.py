@@ -1,4 +1,4 @@
-"""What a user asks for, what the engine remembers of it, and what it answers."""
+"""A generation request, the engine's record of it, and its outputs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from outrider.verifier_service.messages.draft import Draft, DraftSampling, check_sampling_shape, require
 from outrider.verifier_service.messages.inter_token_time import InterTokenTime
 
-GREEDY_TEMPERATURE = 1e-5  # at and below this a request is greedy, as in vLLM
+GREEDY_TEMPERATURE = 1e-5  # at most this: greedy, as in vLLM
 MAX_LOGPROBS = 20  # alternatives per token, as OpenAI and vLLM
 MAX_LOGIT_BIASES = 300  # as OpenAI
 MAX_PRIORITY = 1000
 MAX_TARGET_INTER_TOKEN_MS = 60_000.0
 MAX_STRUCTURED_CHARS = 1 << 17  # of a schema, or of all choices together
-MAX_GRAMMAR_CHARS = 1 << 14  # of a regular expression or a grammar: reading one is quadratic in it
+MAX_GRAMMAR_CHARS = 1 << 14  # of a regular expression or grammar: parsing is quadratic
 MAX_STRUCTURED_CHOICES = 1024
 MAX_BAD_WORD_TOKENS = 1024  # of all bad words together, as vLLM
 
@@ -47,14 +47,14 @@ class VerificationMode(enum.Enum):
 class AcceptanceRule(enum.StrEnum):
     """Which draft tokens count as right."""
 
-    STANDARD = "standard"  # token by token: rejection sampling, or equality where the target's own token is known
+    STANDARD = "standard"  # token by token: rejection sampling, or equality for greedy and seeded requests
     BLOCK = "block"  # the same law, never fewer tokens on average (Sun et al. 2024)
-    TYPICAL = "typical"  # whatever the target finds likely enough (Medusa, Cai et al. 2024): changes the law
+    TYPICAL = "typical"  # tokens that are likely enough under the target (Medusa, Cai et al. 2024): changes the law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitBias:
-    """What is added to one token's logit."""
+    """A bias that is added to one token's logit."""
 
     token_id: int
     bias: float
@@ -64,20 +64,20 @@ class StructuredKind(enum.StrEnum):
     """How the form of an output is described."""
 
     JSON_SCHEMA = "json_schema"
-    JSON_OBJECT = "json_object"  # any
+    JSON_OBJECT = "json_object"  # any JSON object
     REGEX = "regex"
     GRAMMAR = "grammar"  # Lark or GBNF
-    CHOICE = "choice"  # one of some texts
+    CHOICE = "choice"  # one of several texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """The form that an output must have. Raises `ValueError` naming `structured` where it can be none."""
+    """The form that an output must have. Raises `ValueError` naming `structured` if it is invalid."""
 
     kind: StructuredKind
     text: str = ""  # the schema as JSON, the regular expression or the grammar
     choices: tuple[str, ...] = ()
-    is_strict: bool = False  # a schema's keywords that the grammar lacks are refused, not left out
+    is_strict: bool = False  # refuse a schema with keywords that the grammar lacks, instead of leaving them out
 
     def __post_init__(self) -> None:
         is_short = self.kind in (StructuredKind.REGEX, StructuredKind.GRAMMAR)
@@ -93,7 +93,7 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens. Raises `ValueError` naming the field that is out of range."""
+    """Sampling parameters. Raises `ValueError` naming the field that is out of range."""
 
     temperature: float = 1.0
     top_k: int = 0  # 0: off
@@ -104,18 +104,18 @@ class SamplingParams:
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    num_speculative_tokens: int | None = None  # a cap on the draft length; 0: never speculate; None: the router decides
+    num_speculative_tokens: int | None = None  # upper bound of the draft length; 0: no drafts; None: the router decides
     presence_penalty: float = 0.0  # subtracted from the logit of every token that the output contains
     frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
-    repetition_penalty: float = 1.0  # divides (multiplies, below zero) the logits of tokens in prompt or output
+    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens in prompt or output
     logit_bias: tuple[LogitBias, ...] = ()
-    min_tokens: int = 0  # neither an end-of-sequence nor a stop token before so many output tokens
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not have
-    logprobs: int | None = None  # of each output token and so many alternatives; None: not wanted
-    prompt_logprobs: int | None = None  # the same of each prompt token but the first
-    structured: StructuredOutput | None = None  # the form that the output must have
+    min_tokens: int = 0  # no end-of-sequence or stop token before so many output tokens
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
+    logprobs: int | None = None  # number of alternatives beside each output token; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    structured: StructuredOutput | None = None
     acceptance: AcceptanceRule = AcceptanceRule.STANDARD
-    # typical acceptance takes a token whose target probability exceeds min(epsilon, delta * exp(-entropy))
+    # typical acceptance: the target probability must exceed min(epsilon, delta * exp(-entropy))
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
 
@@ -149,7 +149,7 @@ class SamplingParams:
 
     @property
     def of_draft(self) -> DraftSampling:
-        """The part that drafters are told."""
+        """The part that drafters need."""
         return DraftSampling(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -161,31 +161,31 @@ class SamplingParams:
 
 
 class DisabledReason(enum.StrEnum):
-    """Why a request runs without drafts; the only values a `disabled_reason` takes."""
+    """Why a request runs without drafts: the values of `disabled_reason`."""
 
     REQUEST_OPT_OUT = "request_opt_out"
     LOAD = "load"  # the verifier is compute-bound: a draft token costs more than it brings
     LOW_ACCEPTANCE = "low_acceptance"
     DRAFTER_UNAVAILABLE = "drafter_unavailable"  # no drafter, or no link to one
-    DRAFTER_TIMEOUT = "drafter_timeout"  # no drafter has answered in time, or well, lately: its circuit is open
+    DRAFTER_TIMEOUT = "drafter_timeout"  # late or bad drafts: the circuit breaker of every drafter is open
     DRAFT_QUEUE = "draft_queue"  # drafts arrive too late to pay for the wait
     WARMUP = "warmup"  # no step-time profile yet
     CONFIG = "config"  # the operator switched it off
 
 
 class EnabledReason(enum.StrEnum):
-    """Why a request may draft, as far as it may."""
+    """Why a request has drafts."""
 
     PAYS = "pays"  # a draft token brings more than it costs
-    DWELL = "dwell"  # none does by now, but not for long enough to switch it off
-    PINNED = "pinned"  # the operator says how far, whatever it costs
+    DWELL = "dwell"  # it no longer does, but not for long enough to switch drafts off
+    PINNED = "pinned"  # the operator fixed the length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationPlan:
-    """The router's decision for one request: who drafts, how much, and why; or why not, where the length is 0.
+    """The router's decision for one request: the drafter, the draft length, and the reason.
 
-    The length is a bound, below which the price of a step decides. A pinned plan's is asked for whatever it costs.
+    The length is an upper bound, within which the verifier's price decides. A pinned length is exact.
     """
 
     drafter_id: str | None = None
@@ -196,7 +196,7 @@ class SpeculationPlan:
 
     @property
     def is_off(self) -> bool:
-        """Whether nobody drafts for the request until the plan changes: what a drafter keeps for it can go."""
+        """Whether the request has no drafter until the plan changes, so that its session can be closed."""
         return self.draft_length == 0 and self.drafter_id is None
 
 
@@ -208,15 +208,15 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     plan: SpeculationPlan = SpeculationPlan()
-    prediction_token_ids: tuple[int, ...] = ()  # what the client expects the output to be like: a draft of its own
-    output_token_ids: tuple[int, ...] = ()  # published by a verifier that was lost: generation goes on after them
-    group_id: str | None = None  # shared by the n choices of one prompt: they share its KV
-    cache_salt: str = ""  # prefixes are only shared between requests of one salt
-    adapter: str | None = None  # the LoRA adapter's name, where the engine serves some
+    prediction_token_ids: tuple[int, ...] = ()  # the client's prediction of the output, used as a draft
+    output_token_ids: tuple[int, ...] = ()  # already published by a lost verifier; generation continues after them
+    group_id: str | None = None  # the n choices of one prompt share it, and the prompt's KV
+    cache_salt: str = ""  # only requests with the same salt share prefixes
+    adapter: str | None = None  # name of a LoRA adapter, if the engine serves any
     priority: int = 0  # lower is served earlier
-    target_inter_token_ms: float | None = None  # a slower request keeps its drafts longer, a far faster one shorter
+    target_inter_token_ms: float | None = None  # if slower, it keeps drafts longer under load; if far faster, shorter
     trace_parent: str | None = None  # W3C traceparent of the request's span; None: not traced
-    session_id: str | None = None  # the client's word for requests that share a prefix: best served by one verifier
+    session_id: str | None = None  # requests of one session share a prefix and prefer one verifier
 
     def __post_init__(self) -> None:
         require(abs(self.priority) <= MAX_PRIORITY, "priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
@@ -226,7 +226,7 @@ class GenerationRequest:
 
 @dataclass(slots=True, kw_only=True)
 class SpeculationMetrics:
-    """Counters of one request's speculation, and two rates that are derived from them.
+    """Counters of one request's speculation, and two rates derived from them.
 
     draft_acceptance_rate  = num_accepted_tokens / num_draft_tokens (scheduled for verification)
     mean_acceptance_length = 1 + num_accepted_tokens / num_drafts   (bonus included, empty drafts left out)
@@ -234,21 +234,21 @@ class SpeculationMetrics:
 
     enabled: bool = False
     disabled_reason: DisabledReason | None = None
-    acceptance: AcceptanceRule = AcceptanceRule.STANDARD  # how drafts were judged
-    num_drafts: int = 0  # verifications with a draft that was not empty
+    acceptance: AcceptanceRule = AcceptanceRule.STANDARD
+    num_drafts: int = 0  # verifications of a non-empty draft
     num_draft_tokens: int = 0  # draft tokens scheduled for verification
     num_accepted_tokens: int = 0
     num_cut_tokens: int = 0  # received, but cut before verification
-    num_empty_rounds: int = 0  # decode steps that ran without a draft although speculation was on
+    num_empty_rounds: int = 0  # decode steps without a draft although speculation was on
     num_accepted_per_position: list[int] = field(default_factory=list)
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the tokens have another law than the target's."""
+        """Whether the output's law differs from the target's."""
         return self.acceptance is AcceptanceRule.TYPICAL
 
     def plus(self, other: SpeculationMetrics) -> SpeculationMetrics:
-        """Return the counters of both together, and the first reason that either has."""
+        """Return the sums of both, and the first reason that either has."""
         per_position = itertools.zip_longest(
             self.num_accepted_per_position, other.num_accepted_per_position, fillvalue=0
         )
@@ -275,7 +275,7 @@ class SpeculationMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """The model's own log probability (before penalties, biases and temperature) of one token and the likeliest."""
+    """Log probabilities of one token and of the likeliest ones, before penalties, biases and temperature."""
 
     token_id: int
     logprob: float
@@ -286,52 +286,57 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTiming:
-    """When the step that committed some tokens ran, in Unix seconds; only of requests that are traced."""
+    """When the step of an output ran, in Unix seconds; only for traced requests."""
 
     began_s: float
     ended_s: float
     num_scheduled_tokens: int
-    drafter_id: str | None = None  # of the draft that was verified
+    drafter_id: str | None = None  # of the verified draft
     draft_asked_s: float | None = None
     draft_received_s: float | None = None
 
 
-@dataclass(slots=True, kw_only=True)  # made for each request and step: frozen, that takes 2.4 times as long
+@dataclass(slots=True, kw_only=True)  # not frozen: one per request and step, and frozen takes 2.4 times as long
 class RequestOutput:
-    """Tokens committed by one step for one request, with its counters so far; the last one has a finish reason."""
+    """One step's committed tokens of one request, and its counters so far; the last output has a finish reason."""
 
     request_id: str
     token_ids: tuple[int, ...]
     num_draft_tokens: int = 0  # verified in this step
-    num_accepted_tokens: int = 0  # of those, committed: the first of `token_ids`
-    follows_leaf: bool = False  # no draft token was left to try after the accepted ones
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token, where asked for
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # one per prompt token, on the first output
+    num_accepted_tokens: int = 0  # the first of `token_ids` are accepted draft tokens
+    follows_leaf: bool = False  # the last token is a bonus token: no draft token followed the accepted ones
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token, if asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # one per prompt token, in the first output
     timing: StepTiming | None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     finish_reason: FinishReason | None = None
     error: str | None = None
     speculation: SpeculationMetrics | None = None
 
+    @classmethod
+    def failed(cls, request_id: str, error: str) -> RequestOutput:
+        """Return the only output of a request that cannot run."""
+        return cls(request_id=request_id, token_ids=(), finish_reason=FinishReason.ERROR, error=error)
+
     @property
     def origins(self) -> tuple[TokenOrigin, ...]:
-        """Return where each of `token_ids` came from."""
+        """Return the origin of each of `token_ids`."""
         accepted = (TokenOrigin.ACCEPTED,) * self.num_accepted_tokens
         if len(accepted) == len(self.token_ids):
             return accepted  # a stop token within the draft ended the request
-        if self.num_draft_tokens == 0:  # of several tokens vLLM does not say which were drafted
+        if self.num_draft_tokens == 0:  # several tokens without a draft: vLLM does not report which were accepted
             return (TokenOrigin.PLAIN,) * len(self.token_ids)
         return (*accepted, TokenOrigin.BONUS if self.follows_leaf else TokenOrigin.RECOVERED)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The engine's own record of a request: `num_computed_tokens` chases `num_tokens` plus the draft.
+    """The engine's record of a request: `num_computed_tokens` catches up with `num_tokens` plus the draft.
 
     token_ids   |<- prompt ->|<- output ->|<- draft (in `draft`, not yet in token_ids) ->|
     KV written  |<- num_computed_tokens ->|
 
-    Within a step the last token may stand open (`open_token`), never between two.
+    While a pipelined step is in flight, the last token may be a placeholder (`open_token`).
     """
 
     request_id: str
@@ -344,18 +349,18 @@ class Request:
     cache_salt: str = ""
     prediction_token_ids: tuple[int, ...] = ()
     priority: int = 0
-    inter_token_time: InterTokenTime | None = None  # None: it has no target
+    inter_token_time: InterTokenTime | None = None  # None: no target
     trace_parent: str | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)  # chained, of the full blocks of token_ids; grown lazily
-    draft: Draft | None = None  # arrived, bounds-checked, for exactly this position; None or empty: decode plainly
-    predicted_ids: tuple[int, ...] = ()  # for drafters that want them: see `Commit`; of the last verification
-    forced_ids: tuple[int, ...] = ()  # by the grammar; see `Commit`
-    hold_until_s: float | None = None  # leave out of steps until then: its draft is on its way
+    block_hashes: list[bytes] = field(default_factory=list)  # chained, of the full blocks of token_ids; extended lazily
+    draft: Draft | None = None  # checked, for exactly this position; None or empty: plain decoding
+    predicted_ids: tuple[int, ...] = ()  # of the last verification; see `Commit`
+    forced_ids: tuple[int, ...] = ()  # see `Commit`
+    hold_until_s: float | None = None  # its draft is in flight: no step schedules it before this deadline
     num_preemptions: int = 0
-    first_scheduled_s: float | None = None  # by the clock of `arrival_s`; the difference is its time in the queue
+    first_scheduled_s: float | None = None  # minus `arrival_s`: time in the queue
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
 
     @classmethod
@@ -387,5 +392,5 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """True when the next step of this request samples: all but its last token are in the KV cache."""
+        """Whether the next step of this request samples: all tokens but the last have KV."""
         return self.num_computed_tokens >= self.num_tokens - 1

@@ -1,4 +1,4 @@
-"""Seeds of the services' own random numbers."""
+"""Seeds of the services' random number generators."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import random
 
 
 def derive_seed(seed: int | None, role: str) -> int:
-    """Return a 63-bit seed of its own for a role; from the operating system where no seed is given.
+    """Return a role's 63-bit seed; without `seed`, from the operating system.
 
-    Target and drafter must never draw from one stream: rejection sampling is exact only if the number that judges a
-    draft token is independent of the one that drew it.
+    Target and drafter need independent streams: rejection sampling is exact only if the number that judges a draft
+    token is independent of the one that drew it.
     """
     if seed is None:
         return random.SystemRandom().getrandbits(63)

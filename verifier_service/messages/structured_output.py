@@ -1,6 +1,6 @@
-"""Structured output in the words of llguidance, which parses it: https://github.com/guidance-ai/llguidance.
+"""Translate structured output into grammars of llguidance (https://github.com/guidance-ai/llguidance).
 
-Everything that a user can get wrong is found here, without a model's tokens, so that a gateway can tell at once.
+All user errors are found here, without a model's tokens, so that a gateway can refuse at once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from llguidance import LLMatcher, LLParserLimits, grammar_from
 from outrider.verifier_service.messages.request import StructuredKind, StructuredOutput
 
 MAX_ERROR_CHARS = 300  # an error may quote the whole grammar
-MAX_WARNING_CHARS = 1000  # a schema may have many formats that nobody knows
-# Between two parts of a JSON text. Without a bound, a model that likes white space writes nothing else.
+MAX_WARNING_CHARS = 1000  # a schema may have many unknown formats
+# Between two parts of a JSON text. Without a bound, a model may produce white space forever.
 WHITE_SPACE = r"[ \n\r\t]{1,20}"
-# The same of a number's digits, where its schema sets no bound.
+# Bounds of numbers whose schema sets none: a model may produce digits forever.
 LARGEST_NUMBER = 10**15
 FINEST_NUMBER = 1e-9
 
@@ -35,13 +35,13 @@ _ASCII_CLASSES = {
     "s": r"[ \t\n\r\f\v]",
     "S": r"[^ \t\n\r\f\v]",
 }
-# What llguidance says of a schema whose constraints it may leave out.
+# llguidance's warnings about constraints that it leaves out
 _UNKNOWN_KEYWORDS, _UNKNOWN_FORMAT, _ONE_OF = "Unimplemented keys: ", "Unknown format: ", "oneOf not fully supported"
-_NO_TOKENS = "no tokenizer - can't validate"  # of a grammar that names tokens: no word on constraints
+_NO_TOKENS = "no tokenizer - can't validate"  # for a grammar that names tokens; not about constraints
 _REPEATED = re.compile(r" \(\d+ times\)$")
-LARK_MARK = "%llguidance"  # what a grammar begins with that is Lark's for sure
+LARK_MARK = "%llguidance"  # a grammar that begins so is in Lark's syntax
 
-# What a grammar may cost: some 20 ms to compile, as much for one mask, and some 100 MB.
+# Bounds of a grammar's cost: some 20 ms to compile, as much for one mask, and some 100 MB.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
@@ -53,7 +53,7 @@ LIMITS = LLParserLimits(
 
 
 def grammar_text(structured: StructuredOutput) -> str:
-    """Return llguidance's own description of a form; raises `ValueError` naming `structured` where it sees none."""
+    """Return llguidance's grammar of a form; raises `ValueError` naming `structured` if it is invalid."""
     match structured.kind:
         case StructuredKind.JSON_SCHEMA:
             return _of_schema(structured.text, is_lenient=not structured.is_strict)
@@ -70,10 +70,10 @@ def grammar_text(structured: StructuredOutput) -> str:
 
 @lru_cache(maxsize=256)  # a chat may have 128 tools
 def check_structured(structured: StructuredOutput) -> tuple[str, ...]:
-    """Return the constraints that are left out because the grammar lacks them: "uniqueItems", 'format "path"'.
+    """Return the constraints that the grammar lacks and leaves out: "uniqueItems", 'format "path"'.
 
-    Raises `ValueError` naming `structured` unless it can be followed, as far as that is known without a model. Takes
-    milliseconds; the last right ones are remembered, for many requests ask for the same.
+    Raises `ValueError` naming `structured` if the form is invalid, as far as that is known without a model. Takes
+    milliseconds; results are cached, since many requests repeat a form.
     """
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar_text(structured), limits=LIMITS)
     if is_error:
@@ -82,10 +82,9 @@ def check_structured(structured: StructuredOutput) -> tuple[str, ...]:
 
 
 def left_out(kind: StructuredKind, warnings: Iterable[str]) -> tuple[str, ...]:
-    """Return the constraints that llguidance left out, by its own warnings.
+    """Return the constraints that llguidance left out, by its warnings.
 
-    Raises `ValueError` naming `structured` where it has left out more than a constraint: a reference, or what it
-    follows half.
+    Raises `ValueError` naming `structured` if it left out more than a constraint, such as a reference.
     """
     names: list[str] = []
     for warning in warnings:
@@ -105,13 +104,13 @@ def left_out(kind: StructuredKind, warnings: Iterable[str]) -> tuple[str, ...]:
 
 
 def warning_of(field: str, names: Sequence[str]) -> str:
-    """Return what the user is told of constraints that were left out."""
+    """Return the warning for the user about constraints that were left out."""
     shown = _shortened(", ".join(names), MAX_WARNING_CHARS)
     return f"{field}: the answer may break what the grammar lacks and leaves out: {shown}"
 
 
 def invalid(kind: StructuredKind, reason: str) -> ValueError:
-    """Return the error of a form that cannot be followed."""
+    """Return the error for an invalid form."""
     shown = _shortened(" ".join(reason.split()), MAX_ERROR_CHARS)
     return ValueError(f"structured must be a {kind} that can be followed: {shown}")
 
@@ -135,20 +134,20 @@ def _of_schema(text: str, *, is_lenient: bool) -> str:
 
 
 def embedded_schema(schema: Mapping[str, Any], *, is_strict: bool = False) -> str:
-    """Return a JSON schema as it may stand behind `%json` in one of llguidance's grammars, bounded as others are."""
+    """Return a JSON schema to put behind `%json` in a llguidance grammar, with the same bounds as others."""
     options = {"whitespace_pattern": WHITE_SPACE}
     return json.dumps(with_guidance(with_bounded_numbers(dict(schema)), defaults=options, is_lenient=not is_strict))
 
 
 def with_guidance(schema: Mapping[str, Any], *, defaults: Mapping[str, Any], is_lenient: bool) -> dict[str, Any]:
-    """Put llguidance's options into a schema, which may have some itself."""
+    """Add llguidance's options to a schema; the schema's own options win over `defaults`."""
     own = schema.get(_OPTIONS)
     options = {**defaults, **(own if isinstance(own, dict) else {}), "lenient": is_lenient}
     return {**schema, _OPTIONS: options}
 
 
 def with_bounded_numbers(schema: Any) -> Any:
-    """Bound the digits of all numbers in a JSON schema that bounds them in no way itself."""
+    """Bound the digits of all numbers in a JSON schema, unless the schema bounds them itself."""
     if not isinstance(schema, dict):
         return schema
     bounded = dict(schema)
@@ -175,12 +174,12 @@ def with_bounded_numbers(schema: Any) -> Any:
 
 
 def with_ascii_classes(pattern: str) -> str:
-    r"""Let \d, \w and \s of a regular expression mean ASCII, as those who write them expect, not all of Unicode."""
+    r"""Restrict \d, \w and \s of a regular expression to ASCII, as users expect; llguidance's match all of Unicode."""
     return re.sub(r"\\(.)", lambda match: _ASCII_CLASSES.get(match[1], match[0]), pattern, flags=re.DOTALL)
 
 
 def _of_grammar(text: str) -> str:
-    """Read a grammar in Lark's syntax or in llama.cpp's (GBNF)."""
+    """Translate a grammar in Lark's syntax or in llama.cpp's (GBNF)."""
     if text.startswith(LARK_MARK):
         return LLMatcher.grammar_from_lark(text)
     try:

@@ -1,9 +1,9 @@
-"""Where hidden states go when not in the frames of a link: which transport, and where its two ends meet.
+"""The tensor channel of a link: its transport, and where its two ends meet.
 
-States always *can* travel as bytes in the link's own frames, encrypted where it is. Beside it a link may have a
-channel from engine to engine (see `tensor_channel`): the frame then only names the tensor. The verifier says in its
-`Hello` which transports it can do, the drafter's `Welcome` names the one that is taken and where to meet, or none.
-Which messages then go through the channel is measured (see `state_ways`).
+Hidden states can always travel as bytes in the link's frames, encrypted if the link is. A link may also have a tensor
+channel from engine to engine (see `tensor_channel`); a frame then only names the tensor. The verifier's `Hello` offers
+transports; the drafter's `Welcome` names the chosen one and its store, or none. `state_ways` chooses, message by
+message, between frames and channel.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-GRPC = "grpc"  # in the frames themselves
+GRPC = "grpc"  # in the link's frames
 GLOO = "gloo"
 NCCL = "nccl"
-TRANSPORTS = ("auto", GRPC, GLOO, NCCL)  # as an operator names them; auto: gloo, but for links that are encrypted
+TRANSPORTS = ("auto", GRPC, GLOO, NCCL)  # the operator's choices; auto: gloo, or grpc on an encrypted link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRoute:
-    """One channel: its transport, the "host:port" of the drafter's store, and the channel's own name there."""
+    """One channel: its transport, the "host:port" of the drafter's store, and the channel's name there."""
 
     transport: str
     store: str
@@ -27,12 +27,12 @@ class TensorRoute:
 
 
 def offered_transports(choice: str, *, is_encrypted: bool) -> tuple[str, ...]:
-    """Return the channels that an end offers, best first, for an operator's choice: none encrypts anything."""
+    """Return the channels to offer for an operator's choice, best first; none on an encrypted link."""
     if is_encrypted or choice == GRPC:
         return ()
     return (GLOO,) if choice == "auto" else (choice,)
 
 
 def choose_transport(wanted: Sequence[str], offered: Sequence[str]) -> str | None:
-    """Return the first of the wanted transports that the other side can do, or None: bytes in frames."""
+    """Return the first of the wanted transports that the other side offers; None: bytes in frames."""
     return next((transport for transport in wanted if transport in offered), None)

@@ -1,8 +1,8 @@
-"""Turn dataclasses into msgpack bytes and back, refusing whatever does not fit the declared types.
+"""Encode dataclasses as msgpack and decode them, checked against the declared types.
 
-One codec serves every hop: engine process, tensor-parallel followers, verifier-drafter link, gateway-verifier stream.
-A message travels as `[class name, {field: value, ...}]`; nested dataclasses travel as maps, enums by value. Decoding
-never executes anything (no pickle) and names the offending field in its error.
+One codec for every hop: engine process, tensor-parallel followers, verifier-drafter link, gateway-verifier stream.
+A message travels as `[class name, {field: value, ...}]`, nested dataclasses as maps, enums by value. Decoding executes
+nothing (no pickle); its errors name the field.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _envelope_decoder = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 
 
 class WireError(ValueError):
-    """A frame that is not one of the expected messages; the text names the message and field."""
+    """A frame is malformed or of an unexpected type; the text names message and field."""
 
 
 def encode(message: Any) -> bytes:
@@ -29,7 +29,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(payload: bytes, message_types: Sequence[type]) -> Any:
-    """Unpack one of `message_types`, or raise `WireError`. Fields that a type does not have are passed over."""
+    """Unpack one of `message_types`, or raise `WireError`. Unknown fields are ignored."""
     if len(payload) > MAX_FRAME_BYTES:
         raise WireError(f"frame of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
     try:

@@ -1,4 +1,4 @@
-"""Which model architectures the engine serves, and why it refuses the others."""
+"""The model architectures that the engine serves, and why it refuses others."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from outrider.verifier_service.model.gguf import local_path
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-DESCRIPTION_PATTERNS = ["*.json", "tokenizer*", "*.model", "*.txt"]  # of files that a model hub has
+DESCRIPTION_PATTERNS = ["*.json", "tokenizer*", "*.model", "*.txt"]  # of a model hub's files
 CHECKPOINT_PATTERNS = ["*.safetensors", *DESCRIPTION_PATTERNS]
 
 
 class UnsupportedModelError(ValueError):
-    """A model that the engine would serve wrongly, or not at all; the text names architecture and reason."""
+    """The engine cannot serve a model, or would serve it wrongly; the text names architecture and reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """How one `model_type` is loaded and sliced."""
 
-    tensor_parallel: bool = False  # its plan slices it rightly
-    is_tested: bool = True  # False: served if the check at start finds no difference from the library
-    aliases: tuple[tuple[str, str], ...] = ()  # (pattern, replacement): the model's tensor names into the checkpoint's
+    tensor_parallel: bool = False  # the library's sharding plan is correct for our engine
+    is_tested: bool = True  # False: served only if the start check finds the library's logits
+    aliases: tuple[tuple[str, str], ...] = ()  # (pattern, replacement): from the model's tensor names to checkpoints'
 
 
-CHECKPOINT_ALIASES = ((r"^(model|transformer|gpt_neox)\.", ""),)  # a checkpoint of the model without its head
+CHECKPOINT_ALIASES = ((r"^(model|transformer|gpt_neox)\.", ""),)  # checkpoints of the base model without head
 _MIXTRAL_NAMES = ((r"\.mlp\.", ".block_sparse_moe."),)
 IGNORED_TENSORS = (
-    r"rotary_emb\.inv_freq$",  # buffers that old checkpoints carry
+    r"rotary_emb\.inv_freq$",  # buffers in old checkpoints
     r"\.attn\.(masked_)?bias$",
     r"\.attention\.(masked_)?bias$",
-    r"^(model\.)?(vision_tower|multi_modal_projector)\.",  # of a multimodal model whose text part is served
+    r"^(model\.)?(vision_tower|multi_modal_projector)\.",  # multimodal models of which the text part is served
 )
 _TEXT_PART = ((r"^model\.", "language_model.model."), (r"^model\.", "model.language_model."))
 
@@ -45,7 +45,7 @@ _PLAIN = Architecture()
 _UNLISTED = Architecture(is_tested=False)
 _SHARDED = Architecture(tensor_parallel=True)
 
-# each one is compared with the library in tests/verifier_service/model/test_runner.py, the sharded ones also in
+# each one is compared with the library in tests/verifier_service/model/test_runner.py, sharded ones also in
 # test_tensor_parallel.py
 ARCHITECTURES: dict[str, Architecture] = {
     "cohere": _PLAIN,
@@ -75,9 +75,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "starcoder2": _SHARDED,
 }
 
-_TEXT_PART_SERVED = ("gemma3",)  # multimodal models of which the language model is served alone
+_TEXT_PART_SERVED = ("gemma3",)  # multimodal models of which only the language model is served
 
-# known to go wrong silently in a packed batch, so that the refusal can say why
+# reasons for the refusal of architectures that would silently give wrong logits in a packed batch
 _REASONS = {
     "qwen3_next": "its linear attention keeps recurrent state outside of the KV blocks",
     "llama4_text": "its chunked attention and temperature tuning depend on the packed batch's positions",
@@ -91,18 +91,15 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def resolve_folder(config: ModelConfig) -> Path:
-    """Return the checkpoint's folder: converting it where `path` is a GGUF file, downloading it where it is an id.
+    """Return the checkpoint's folder; convert a GGUF file, download a model id.
 
-    Raises `FileNotFoundError` for a path that is none of these.
+    Raises `FileNotFoundError` if `path` is no folder, GGUF file or model id.
     """
     return _resolve(config, CHECKPOINT_PATTERNS)
 
 
 def resolve_description(config: ModelConfig) -> Path:
-    """Return a folder with config.json and what else is small, for those who read no tensor: no weights are downloaded.
-
-    Raises like `resolve_folder`.
-    """
+    """Return a folder with config.json and tokenizer, without downloading weights. Raises like `resolve_folder`."""
     return _resolve(config, DESCRIPTION_PATTERNS)
 
 
@@ -110,7 +107,7 @@ def _resolve(config: ModelConfig, patterns: list[str]) -> Path:
     folder = Path(local_path(config.path)).expanduser()
     if folder.is_dir():
         return folder
-    # only those who download pay for the import
+    # imported here: slow, and only needed for a download
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -125,19 +122,19 @@ def _resolve(config: ModelConfig, patterns: list[str]) -> Path:
 def load_model_description(folder: Path, config: ModelConfig) -> PreTrainedConfig:
     """Read config.json and refuse what our engine cannot serve; raises `UnsupportedModelError`."""
     whole = _read_whole(folder, config)
-    _require_plain_weights(whole)  # which says it of all parts together
+    _require_plain_weights(whole)  # `quantization_config` belongs to the whole model
     description = whole.get_text_config() if whole.model_type in _TEXT_PART_SERVED else whole
     require_supported(description, config.tensor_parallel_size)
     return description
 
 
 def read_description(folder: Path, config: ModelConfig) -> PreTrainedConfig:
-    """Read config.json, of a model with other parts the text model's; whether our engine can serve it is not asked."""
+    """Read config.json (of a multimodal model, the text part) without checking that our engine can serve it."""
     return _read_whole(folder, config).get_text_config()
 
 
 def _read_whole(folder: Path, config: ModelConfig) -> PreTrainedConfig:
-    from transformers import AutoConfig  # most of those who know the configuration read no model
+    from transformers import AutoConfig  # imported here: most importers of this module read no model
 
     return AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
 
@@ -150,7 +147,7 @@ def _require_plain_weights(description: PreTrainedConfig) -> None:
 def require_supported(description: PreTrainedConfig, tensor_parallel_size: int) -> Architecture:
     """Return the architecture's entry, or raise `UnsupportedModelError` naming architecture and reason.
 
-    One that nobody listed has an entry, too: whether it is served turns out when it is loaded.
+    An unlisted architecture has an entry, too: the start check decides whether it is served.
     """
     name = description.model_type
     if name in _REASONS:
@@ -165,18 +162,18 @@ def require_supported(description: PreTrainedConfig, tensor_parallel_size: int) 
 
 
 def expert_shape(description: PreTrainedConfig) -> ExpertShape | None:
-    """Return the shape of a mixture of experts; None of a dense model.
+    """Return the shape of a mixture of experts; None for a dense model.
 
-    `num_experts` is the library's name for what some checkpoints spell differently (its `attribute_map`).
+    The library's `attribute_map` gives `num_experts` for other spellings in checkpoints.
     """
     num_experts = getattr(description, "num_experts", None)
-    if not num_experts:  # 0: a family of mixtures also has dense models
+    if not num_experts:  # 0: a dense model of a family that also has mixtures
         return None
     return ExpertShape(num_experts=num_experts, num_active=description.num_experts_per_tok)
 
 
 def batch_dependent_rope(parameters: Any) -> str | None:
-    """Find a rope type that reads the whole batch's maximum position, also in per-layer-type parameters."""
+    """Return a rope type that depends on the batch's largest position, also in parameters per layer type; else None."""
     if not isinstance(parameters, dict):
         return None
     if (rope_type := parameters.get("rope_type")) in _BATCH_DEPENDENT_ROPE:
@@ -185,7 +182,7 @@ def batch_dependent_rope(parameters: Any) -> str | None:
 
 
 def read_eos_token_ids(folder: Path, description: PreTrainedConfig) -> tuple[int, ...]:
-    """Read the end-of-sequence ids; generation_config.json knows more than config.json where both speak."""
+    """Read the end-of-sequence ids from generation_config.json, else from config.json, whose list may be incomplete."""
     path = folder / "generation_config.json"
     found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     if found is None:

@@ -1,7 +1,7 @@
-"""Paged attention for the library's own modelling code: one function, registered once, over our block pool.
+"""Paged attention over the KV pool: torch's implementation, and the hook into the library's modelling code.
 
-A packed batch runs as one sequence of N tokens through the unchanged modelling code. Each attention layer lands in
-`attend_paged`, which finds the step's metadata in the `AttentionContext` that the runner has entered.
+The library's unchanged code runs a packed batch as one sequence of N tokens. Each attention layer calls `attend_paged`,
+which uses the handler that the runner has entered for the step.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from outrider.verifier_service.gpu.transfers import upload_rows
 from outrider.verifier_service.messages.batch import ScheduledBatch
 
 IMPLEMENTATION_NAME = "outrider_paged"
-MAX_SHORT_QUERY = 16  # up to here queries of several sequences share a padded call; longer prefill chunks go alone
-MIN_PADDED_BLOCKS = 16  # block tables up to this width share one call, wider ones with those of up to twice the width
+MAX_SHORT_QUERY = 16  # sequences with queries up to this length share a padded call; longer prefill chunks run alone
+MIN_PADDED_BLOCKS = 16  # block tables up to this width share a call; wider ones are grouped by powers of two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """What a layer asks of its attention besides plain causal softmax."""
+    """A layer's options beyond plain causal softmax attention."""
 
     scaling: float | None = None
     sliding_window: int | None = None
     softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [num_heads] logits that take part in the softmax and attend to nothing
+    sinks: torch.Tensor | None = None  # [num_heads] logits that enter the softmax without a value
 
 
 class AttentionHandler(Protocol):
-    """One step's attention: knows where the packed tokens' keys and values belong and what each token may see."""
+    """One step's attention: writes the packed tokens' keys and values to the pool, and attends."""
 
     def attend(
         self,
@@ -46,12 +46,12 @@ class AttentionHandler(Protocol):
     ) -> torch.Tensor: ...  # [num_tokens, num_heads, value_dim]
 
 
-# one per thread: two engines in one process (tests, an embedded drafter) do not see each other's step
+# one per thread: two engines in one process (tests, a local drafter) must not see each other's step
 _active_handler: ContextVar[AttentionHandler | None] = ContextVar("outrider_attention", default=None)
 
 
 class entered:
-    """Make `handler` the one that attention layers of this thread use; asserts that none is active yet."""
+    """Context in which attention layers of this thread use `handler`; asserts that none is active yet."""
 
     __slots__ = ("_handler", "_token")
 
@@ -81,7 +81,7 @@ def attend_paged(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend with the active handler; the signature is the library's attention interface."""
+    """Attend with the active handler; the signature is that of the library's attention interface."""
     handler = _active_handler.get()
     assert handler is not None, "attention ran outside of an attention context"
     options = AttentionOptions(scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
@@ -92,13 +92,13 @@ def attend_paged(
 
 
 def packed(heads: torch.Tensor) -> torch.Tensor:
-    """Make [num_tokens, num_heads, head_dim] of the library's [1, num_heads, num_tokens, head_dim]."""
+    """Return [num_tokens, num_heads, head_dim] from the library's [1, num_heads, num_tokens, head_dim]."""
     return heads[0].transpose(0, 1)
 
 
 def register_attention() -> None:
-    """Tell the library about `attend_paged`; it builds no mask for an implementation it has no mask function for."""
-    from transformers import AttentionInterface  # brings the library's model code, two seconds that our own needs not
+    """Register `attend_paged` with the library, which builds no mask for an implementation without a mask function."""
+    from transformers import AttentionInterface  # imported here: two seconds, which our own decoder does not need
 
     AttentionInterface.register(IMPLEMENTATION_NAME, attend_paged)
 
@@ -118,7 +118,7 @@ class LayerShape:
 
 @dataclass(slots=True)
 class ShapeRecorder:
-    """Attend to nothing and note what each layer would cache: the model itself says its KV shapes."""
+    """A handler that returns zeros and records the KV shape of each layer."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict)
 
@@ -146,7 +146,7 @@ class KVPool:
     ) -> None:
         self.num_blocks, self.block_size, self.dtype, self.device = num_blocks, block_size, dtype, device
         num_slots = num_blocks * block_size
-        # zeros, not empty: masked slots still enter a product, and 0 * NaN is NaN
+        # zeros, not empty: masked slots enter a product with weight 0, and 0 * NaN is NaN
         self.keys = {
             index: torch.zeros(num_slots, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)
             for index, shape in shapes.items()
@@ -159,7 +159,7 @@ class KVPool:
         self._scratch: dict[str, torch.Tensor] = {}
 
     def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the keys and values of single tokens, in every layer; all are read before the first is written."""
+        """Copy the keys and values of single slots, in every layer; all are read before any is written."""
         if not sources:
             return
         source_ids, target_ids = upload_rows(sources, self.device), upload_rows(targets, self.device)
@@ -167,7 +167,7 @@ class KVPool:
             cache.index_copy_(0, target_ids, cache.index_select(0, source_ids))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole blocks of keys and values, in every layer; all are read before the first is written."""
+        """Copy whole blocks of keys and values, in every layer; all are read before any is written."""
         if not sources:
             return
         source_ids, target_ids = upload_rows(sources, self.device), upload_rows(targets, self.device)
@@ -180,7 +180,7 @@ class KVPool:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read whole blocks of keys and values: [num_sequences, num_kv_heads, context, head_dim] each.
 
-        `block_ids` is [num_sequences * width]. The results live in memory that the next call overwrites.
+        `block_ids` is [num_sequences * width]. The next call overwrites the results.
         """
         key = self._gather_one("key", self.keys[layer_index], block_ids, num_sequences)
         return key, self._gather_one("value", self.values[layer_index], block_ids, num_sequences)
@@ -205,12 +205,12 @@ class QueryGroup:
     query_length: int
     token_index: torch.Tensor | None  # [num_sequences * query_length] into the packed tokens; None: all, in order
     block_ids: torch.Tensor  # [num_sequences * width]
-    distance: torch.Tensor  # [num_sequences, query_length, context] query position - key position; < 0: never seen
-    fold_heads: bool  # query heads that share a KV head become query rows: no copy of keys and values
+    distance: torch.Tensor  # [num_sequences, query_length, context] query position - key position; < 0: masked
+    fold_heads: bool  # query heads that share a KV head become query rows, so that keys and values are not copied
     _biases: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
     def bias(self, window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return 0 where a query may look and -inf elsewhere: [num_sequences, 1, query_length * repeats, context]."""
+        """Return the mask, 0 or -inf: [num_sequences, 1, query_length * repeats, context]."""
         cached = self._biases.get((window, repeats))
         if cached is None:
             allowed = self.distance >= 0
@@ -237,7 +237,7 @@ class AttentionContext:
 
     @classmethod
     def of(cls, batch: ScheduledBatch, pool: KVPool) -> AttentionContext:
-        """Derive slots, gathers and masks from a batch."""
+        """Build slots, gather indices and masks from a batch."""
         starts = starts_of(batch.query_lengths)
         members = group_members(batch)
         token_indices = [_padded_tokens(batch, indices, starts) for indices in members]
@@ -306,9 +306,9 @@ def attend_by_hand(
     options: AttentionOptions,
     repeats: int,
 ) -> torch.Tensor:
-    """Attend in plain operations: what torch's fused attention lacks (soft cap, sinks), and the reference for it.
+    """Attend in plain operations: for soft caps and sinks, which torch's fused attention lacks, and as its reference.
 
-    `repeats` query heads may be folded into the rows; the sinks are unfolded accordingly.
+    `repeats` query heads are folded into the rows, and the sinks are folded alike.
     """
     copies = query.shape[1] // key.shape[1]
     if copies > 1:
@@ -337,10 +337,9 @@ def starts_of(lengths: Sequence[int]) -> list[int]:
 
 
 def group_members(batch: ScheduledBatch) -> list[list[int]]:
-    """Put sequences with short queries and contexts of like length together, long prefill chunks alone.
+    """Group sequences with short queries by context length; long prefill chunks run alone.
 
-    All of a group's block tables are padded to the widest, so without a limit on their ratio one long context among
-    many short ones would have them all read as much.
+    A group's block tables are padded to the widest, so one long context would make all short ones read as much.
     """
     short: dict[int, list[int]] = {}
     members: list[list[int]] = []
@@ -354,7 +353,7 @@ def group_members(batch: ScheduledBatch) -> list[list[int]]:
 
 
 def _padded_tokens(batch: ScheduledBatch, members: list[int], starts: list[int]) -> list[int]:
-    """Index the packed tokens of each member, repeating its last one up to the longest query: always a valid query."""
+    """Return the packed tokens of each member, padded to the longest query by repeating its last token."""
     longest = max(batch.query_lengths[index] for index in members)
     tokens: list[int] = []
     for index in members:
@@ -365,7 +364,7 @@ def _padded_tokens(batch: ScheduledBatch, members: list[int], starts: list[int])
 
 
 def _output_order(batch: ScheduledBatch, members: list[list[int]], starts: list[int]) -> list[int] | None:
-    """Find each packed token in the concatenated outputs of all groups; None where they are in order already."""
+    """Return the index of each packed token in the concatenated outputs of all groups; None if in order already."""
     order = [0] * batch.num_tokens
     base = 0
     for indices in members:
@@ -387,7 +386,7 @@ def _query_group(batch: ScheduledBatch, members: list[int], tokens: list[int] | 
     for member, index in enumerate(members):
         table, length, context = batch.block_tables[index], batch.query_lengths[index], batch.context_lengths[index]
         blocks += table
-        blocks += [0] * (width - len(table))  # any block: its positions lie beyond every query
+        blocks += [0] * (width - len(table))  # any block does: its positions are beyond every query
         distances = tree_distances(batch.tree_parents[index]) if batch.tree_parents else []
         first_key = context - len(distances)
         depths = [max(row) for row in distances]
@@ -412,7 +411,7 @@ def _query_group(batch: ScheduledBatch, members: list[int], tokens: list[int] | 
 
 
 def tree_distances(parents: Sequence[int]) -> list[list[int]]:
-    """Return how many steps above each node of a tree every other one lies: [num_nodes][num_nodes], -1 off its path."""
+    """Return, for each tree node, its distance from every ancestor: [num_nodes][num_nodes]; -1: not an ancestor."""
     rows: list[list[int]] = []
     for index, parent in enumerate(parents):
         row = [-1] * len(parents) if parent < 0 else [steps + 1 if steps >= 0 else -1 for steps in rows[parent]]

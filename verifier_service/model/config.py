@@ -1,4 +1,4 @@
-"""What model to serve and how: one frozen dataclass, checked where it is made."""
+"""Which model to serve, and how."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Name a checkpoint and the shape of its engine. Raises `ValueError` naming the field that is out of range."""
+    """A checkpoint and its engine's settings. Raises `ValueError` naming the field that is out of range."""
 
     path: str  # a folder, or a model id of the Hugging Face hub
     revision: str | None = None
-    dtype: str = "auto"  # auto: the checkpoint's own; on a CPU without products in bfloat16 float32
-    quantization: Quantization | None = None  # int8: the linear layers' weights, on a CPU
-    device: str = "auto"  # auto: CUDA where there is one
+    dtype: str = "auto"  # auto: the checkpoint's, but float32 on a CPU without bfloat16 instructions
+    quantization: Quantization | None = None  # int8: weights of linear layers, on a CPU
+    device: str = "auto"  # auto: CUDA if available
     max_model_len: int | None = None  # None: the model's own limit
     block_size: int = 16
     num_kv_blocks: int | None = None  # None: from kv_cache_memory_bytes
-    kv_cache_memory_bytes: int | None = None  # of one rank; None: a share of the free memory
+    kv_cache_memory_bytes: int | None = None  # per rank; None: a share of the memory
     tensor_parallel_size: int = 1
     trust_remote_code: bool = False
-    num_threads: int | None = None  # torch's intra-op threads of each rank; None: as torch decides
+    num_threads: int | None = None  # torch's intra-op threads of each rank; None: torch's default
     state_taps: tuple[int, ...] = ()  # hidden states to keep for drafters, as in `DraftNeeds.taps`
-    state_dtype: str = "auto"  # of those states, kept and sent; auto: the model's own
-    num_scratch_blocks: int = 0  # KV blocks beyond the pool's, for drafts made by the model itself
-    enforce_eager: bool = False  # capture no steps as CUDA graphs
-    check_logits: bool = True  # compare the engine's logits with the library's own at start
-    check_anew: bool = False  # find out again what an earlier start found out about this checkpoint on this machine
+    state_dtype: str = "auto"  # dtype of these states; auto: the model's
+    num_scratch_blocks: int = 0  # extra KV blocks, for drafts by the model itself
+    enforce_eager: bool = False  # capture no CUDA graphs
+    check_logits: bool = True  # compare the engine's logits with the library's at start
+    check_anew: bool = False  # ignore the findings of earlier starts with this checkpoint on this machine
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "path", "a folder or a model id")

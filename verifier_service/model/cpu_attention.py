@@ -1,7 +1,7 @@
-"""Attention on a CPU: chains read keys and values in place, torch has them gathered for trees.
+"""Attention on a CPU: our kernel reads a chain's keys and values in place; for trees, torch reads gathered copies.
 
-    decode, verification, prefill  ->  cpu/attention.cpp
-    trees                          ->  AttentionContext, which is the reference for both
+decode, verification, prefill  ->  cpu/attention.cpp
+trees                          ->  AttentionContext, also the reference for the kernel
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from outrider.verifier_service.model.attention import (
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The sequences that torch attends for."""
+    """The sequences with trees, for torch."""
 
-    tokens: torch.Tensor  # int64 [num_rest] into the packed tokens
+    tokens: torch.Tensor  # int64 [num_rest] indices of packed tokens
     context: AttentionContext
 
 
@@ -46,7 +46,7 @@ class CpuContext:
         }
         arrays = {name: torch.tensor(each, dtype=torch.int32) for name, each in numbers.items()}
         arrays["slots"] = torch.tensor(batch.slot_mapping, dtype=torch.int64)
-        self._arrays = arrays  # the arguments hold their addresses alone
+        self._arrays = arrays  # kept alive: the arguments only have their addresses
         self._arguments = Attend(
             num_tokens=batch.num_tokens,
             num_sequences=len(own),
@@ -91,7 +91,7 @@ class CpuContext:
 
 
 def in_place_or_gathered(batch: ScheduledBatch, pool: KVPool) -> CpuContext | AttentionContext:
-    """Return one step's attention: in place on a CPU with kernels, over gathered blocks elsewhere."""
+    """Return one step's attention: in place if the CPU's kernels are available, else over gathered blocks."""
     kernels = load_kernels(pool.dtype) if pool.device.type == "cpu" else None
     return AttentionContext.of(batch, pool) if kernels is None else CpuContext(batch, pool, kernels)
 
@@ -117,6 +117,6 @@ def _rest(batch: ScheduledBatch, members: list[int], starts: list[int], pool: KV
 
 
 def _rows(heads: torch.Tensor) -> torch.Tensor:
-    """Have all heads of a token side by side, [num_tokens, num_heads, head_dim]; tokens may be further apart."""
+    """Return [num_tokens, num_heads, head_dim] with a token's heads contiguous; the token stride may be larger."""
     _, _, head_dim = heads.shape
     return heads if heads.stride(2) == 1 and heads.stride(1) == head_dim else heads.contiguous()

@@ -1,12 +1,12 @@
-"""One decoder for the dense and mixture-of-experts transformers that people serve: fused and packed weights.
+"""Our own decoder for dense and mixture-of-experts transformers, with fused and packed weights.
 
     token_ids  [num_tokens]  tokens of all sequences, packed
-    positions  [num_tokens]  of each in its sequence
+    positions  [num_tokens]  each token's position in its sequence
     rows       [num_rows]    the tokens whose logits are wanted
-    attend                   the step's `AttentionHandler`: slots, block tables, lengths and trees over the block pool
+    attend                   the step's `AttentionHandler`: slots, block tables, lengths and trees over the KV pool
 
-Every shape follows from these shapes alone and nothing is read back from the device, so that a step can be captured
-once and replayed. `decoder_spec` says what a model computes, `decoder_weights` reads its tensors.
+All shapes follow from these shapes, and nothing is read back from the device, so that a step can be captured and
+replayed. `decoder_spec` describes what a model computes; `decoder_weights` reads its tensors.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines, [num_token
 
 
 def _kernels_of(rows: torch.Tensor) -> cpu.Kernels | RowKernels | None:
-    """Return the kernels of the device of a tensor; None: torch's operators."""
+    """Return our kernels for a tensor's device and dtype; None: use torch's operators."""
     return cpu.kernels_of(rows) or gpu.kernels_of(rows)
 
 
 class Norm(nn.Module):
-    """x / rms(x) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467); a float32 weight has it computed in float32."""
+    """x / rms(x) * weight (Zhang and Sennrich, 2019, arXiv:1910.07467), computed in the weight's dtype."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Norm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """Norms each head of queries and keys by itself."""
+    """Norms each head of queries and keys separately."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:  # weight [num_heads + num_kv_heads, head_dim]
         super().__init__()
@@ -72,7 +72,7 @@ class HeadNorm(nn.Module):
 
 
 class AllHeadsNorm(nn.Module):
-    """Norms all heads of the queries as one, and those of the keys."""
+    """Norms all query heads as one row, and all key heads as another."""
 
     def __init__(self, query: Norm, key: Norm) -> None:
         super().__init__()
@@ -85,10 +85,10 @@ class AllHeadsNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """The turns of a step's positions, in one form for every kind of rotary embedding.
+    """Cosines and sines of a step's positions, in one form for every kind of rotary embedding.
 
-    Dimension i turns with i + head_dim / 2: `head_order` has brought the heads' dimensions into that order when the
-    weights were read. Those that do not turn have frequency 0.
+    Dimension i is rotated with i + head_dim / 2: the weights were read in that order (`head_order`). Dimensions that
+    are not rotated have frequency 0.
     """
 
     def __init__(self, spec: RotarySpec, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -105,7 +105,7 @@ class Rotary(nn.Module):
 
 
 def rotated(heads: torch.Tensor, turn: Turn) -> torch.Tensor:
-    """Turn every head of [num_tokens, num_heads, head_dim], which may be overwritten."""
+    """Rotate every head of [num_tokens, num_heads, head_dim], possibly in place."""
     cos, sin = turn
     if (kernels := _kernels_of(heads)) is not None:
         return kernels.rotate(heads, cos, sin)
@@ -113,7 +113,7 @@ def rotated(heads: torch.Tensor, turn: Turn) -> torch.Tensor:
 
 
 def normed_and_turned(heads: torch.Tensor, norm: nn.Module | None, turn: Turn | None) -> torch.Tensor:
-    """Norm and turn [num_tokens, num_heads, head_dim], as far as a layer does; they may be overwritten."""
+    """Apply a layer's norm and rotation, if any, to [num_tokens, num_heads, head_dim], possibly in place."""
     if isinstance(norm, HeadNorm) and turn is not None and (kernels := gpu.kernels_of(heads)) is not None:
         return kernels.norm_and_rotate(heads, *turn, norm.wide, norm.eps)
     normed = heads if norm is None else norm(heads)
@@ -123,7 +123,7 @@ def normed_and_turned(heads: torch.Tensor, norm: nn.Module | None, turn: Turn | 
 def added_and_normed(
     hidden: torch.Tensor, update: torch.Tensor, scale: float, norm: nn.Module
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return hidden + scale * update and its norm, [num_tokens, hidden_size] each; hidden stays: it may be tapped."""
+    """Return hidden + scale * update and its norm, [num_tokens, hidden_size] each. Not in place: taps keep `hidden`."""
     if isinstance(norm, Norm) and (kernels := gpu.kernels_of(hidden)) is not None:
         return kernels.add_and_norm(hidden, update, scale, norm.wide, norm.eps)
     total = torch.add(hidden, update, alpha=scale)
@@ -131,7 +131,7 @@ def added_and_normed(
 
 
 def head_order(spec: RotarySpec, head_dim: int) -> list[int]:
-    """Say which of a checkpoint's dimensions of a head stands at each place of ours."""
+    """Return, for each dimension of our heads, the checkpoint's dimension; see `Rotary`."""
     count, half = len(spec.frequencies), head_dim // 2
     still = list(range(2 * count, head_dim))
     if spec.is_interleaved:
@@ -142,7 +142,7 @@ def head_order(spec: RotarySpec, head_dim: int) -> list[int]:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the block pool, its three projections in one."""
+    """Grouped-query attention over the KV pool, with one fused projection for query, key and value."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), gate and up in one (Shazeer, 2020, arXiv:2002.05202)."""
+    """down(activation(gate(x)) * up(x)), gate and up fused (Shazeer, 2020, arXiv:2002.05202)."""
 
     def __init__(self, gate_up: nn.Module, down: nn.Module, activation: str, group: TensorParallelGroup) -> None:
         super().__init__()
@@ -190,9 +190,9 @@ def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 class Experts(nn.Module):
-    """A mixture of experts: every token goes to the few that a router likes best (Shazeer et al., 2017, 1701.06538).
+    """A mixture of experts: a router sends every token to its top few (Shazeer et al., 2017, arXiv:1701.06538).
 
-    Tokens are sorted by expert and multiplied in groups, so that no shape depends on where they go.
+    Tokens are sorted by expert and multiplied in groups, so that no shape depends on the routing.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Experts(nn.Module):
         experts = chosen.flatten()  # [num_tokens * num_active]
         order = experts.argsort(stable=True)
         numbers = torch.arange(self._spec.num_experts, device=rows.device)
-        ends = (experts[:, None] <= numbers).sum(dim=0, dtype=torch.int32)  # of each expert's tokens, once sorted
+        ends = (experts[:, None] <= numbers).sum(dim=0, dtype=torch.int32)  # end of each expert's sorted tokens
         gate_up = F.grouped_mm(rows[order // self._spec.num_active], self.gate_up, offs=ends)
         outputs = F.grouped_mm(gated(gate_up, self._activation), self.down, offs=ends)
         outputs = torch.zeros_like(outputs).index_copy(0, order, outputs).unflatten(0, chosen.shape)
@@ -298,19 +298,19 @@ class Decoder(nn.Module):
         num_layers: int | None = None,
         taps: Sequence[int] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return float32 logits [num_rows, vocab_size] and the tapped states side by side [num_tokens, width].
+        """Return float32 logits [num_rows, vocab_size] and the concatenated tapped states [num_tokens, width].
 
-        `num_layers` leaves after so many layers. A tap is the input of a layer, or `FINAL_TAP`; without any there are
-        no states.
+        `num_layers`: early exit after so many layers. A tap is a layer's index, for its input, or `FINAL_TAP`; without
+        taps the states are None.
         """
         hidden, states = self.hidden(token_ids, positions, attend, num_layers=num_layers, taps=taps)
         return self.logits(hidden[rows]), states
 
     @property
     def not_captured(self) -> str | None:
-        """Why its steps run eagerly on a GPU; None: they can be captured.
+        """Why steps run eagerly on a GPU; None: they can be captured.
 
-        torch's grouped product loops over the groups on the host in float32, and so reads where they end.
+        In float32, torch's grouped product loops over the groups on the host and reads their ends back.
         """
         has_experts = any(layer.experts is not None for layer in self.spec.layers)
         is_looped = self.device.type == "cuda" and self.dtype is torch.float32
@@ -325,7 +325,7 @@ class Decoder(nn.Module):
         num_layers: int | None = None,
         taps: Sequence[int] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what the head reads, [num_tokens, hidden_size], and the tapped states, as `forward` does."""
+        """Return the head's input [num_tokens, hidden_size] and the tapped states, as `forward` does."""
         hidden = self.embedding(token_ids)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
@@ -340,7 +340,7 @@ class Decoder(nn.Module):
         return hidden, torch.cat([taken[tap] for tap in taps], dim=1) if taps else None
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [num_rows, vocab_size] of rows that `hidden` has made."""
+        """Return float32 logits [num_rows, vocab_size] of rows of `hidden`."""
         logits = self.head(rows).float()
         if self.spec.logits_scale != 1.0:
             logits = logits * self.spec.logits_scale

@@ -1,7 +1,7 @@
-"""What a decoder-only transformer computes, as data: read from the library's config, executed by `decoder.Decoder`.
+"""A decoder-only transformer as data: read from the library's config, executed by `decoder.Decoder`.
 
-A family is what its config does not say: where the norms stand, which biases always exist, what a field means. What a
-checkpoint asks for beyond that (`read_decoder_spec` returns None) runs through the library's own code instead.
+A `Family` adds what its configs leave out: which norms and biases exist, what a field means. A checkpoint that needs
+more (`read_decoder_spec` returns None) runs through the library's code instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 class QueryKeyNorm(StrEnum):
-    """Over what queries and keys are normed before they are turned."""
+    """What the norm of queries and keys, before their rotation, runs over."""
 
     HEAD = "head"
     ALL_HEADS = "all_heads"
@@ -31,7 +31,7 @@ class RotarySpec:
 
     frequencies: tuple[float, ...]  # radians per position
     scale: float = 1.0  # of cosine and sine (YaRN)
-    is_interleaved: bool = False  # turns neighbours (2i, 2i+1); else the halves (i, i + num_frequencies)
+    is_interleaved: bool = False  # rotates neighbours (2i, 2i+1); else the halves (i, i + num_frequencies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,22 +41,22 @@ class ExpertsSpec:
     num_experts: int
     num_active: int  # per token
     inner_size: int
-    normalises: bool  # the weights of a token's experts sum to one
-    shared_inner_size: int = 0  # of an expert that every token passes, behind a gate of its own; 0: there is none
+    normalises: bool  # scale the weights of a token's experts to sum to one
+    shared_inner_size: int = 0  # of the gated shared expert of all tokens; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """What may differ between the layers of one decoder."""
 
-    window: int | None = None  # tokens that attention looks back at, itself included; None: all
-    rotary: str | None = "all"  # key of `DecoderSpec.rotaries`; None: this layer knows no positions
+    window: int | None = None  # sliding window in tokens, the query included; None: all tokens
+    rotary: str | None = "all"  # key of `DecoderSpec.rotaries`; None: no positional embedding
     experts: ExpertsSpec | None = None  # None: one feed-forward block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormNames:
-    """What checkpoints call the norms around a layer's two blocks; None where there is none."""
+    """Tensor names of the norms around a layer's two blocks; None: no norm."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -66,7 +66,7 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """All that `Decoder` must know besides the weights."""
+    """Everything that `Decoder` needs besides weights."""
 
     model_type: str
     vocab_size: int
@@ -90,8 +90,8 @@ class DecoderSpec:
     logits_softcap: float | None = None
     logits_scale: float = 1.0
     embedding_scale: float = 1.0  # rounded to the weights' dtype before it is used, as Gemma does
-    residual_scale: float = 1.0  # of what a block adds
-    is_tied: bool = False  # the output embedding is the embedding
+    residual_scale: float = 1.0  # of a block's output
+    is_tied: bool = False  # the head uses the embedding's weight
 
 
 Fields = dict[str, Any]
@@ -99,7 +99,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How the configs of one or several `model_type`s are read, where it is not the llama way."""
+    """How the configs of some `model_type`s differ from llama's."""
 
     fields: Callable[[PreTrainedConfig], Fields] = field(default=lambda config: {})
     layer: Callable[[PreTrainedConfig, int], Fields] = field(default=lambda config, index: {})
@@ -108,7 +108,7 @@ class Family:
 
 
 def read_decoder_spec(config: PreTrainedConfig) -> DecoderSpec | None:
-    """Describe a model by its config; None where its family, or something it asks for, is not described here."""
+    """Return the spec of a model; None if its family, or a feature it uses, is not described here."""
     family = FAMILIES.get(config.model_type)
     if family is None or family.refuses(config):
         return None
@@ -138,7 +138,7 @@ def read_decoder_spec(config: PreTrainedConfig) -> DecoderSpec | None:
 
 
 def _read_rotaries(config: PreTrainedConfig, head_dim: int, is_interleaved: bool) -> dict[str, RotarySpec]:
-    """Read one rotary embedding for all layers, or one for each type of layer."""
+    """Return one rotary embedding for all layers ("all"), or one for each type of layer."""
     parameters = config.rope_parameters
     if "rope_type" in parameters:
         return {"all": _read_rotary(config, parameters, head_dim, is_interleaved, None)}
@@ -162,7 +162,7 @@ def _read_rotary(
     return RotarySpec(frequencies=tuple(frequencies.tolist()), scale=float(scale), is_interleaved=is_interleaved)
 
 
-# --- what the families do in their own ways ---
+# --- families ---
 
 
 def _window_everywhere(config: PreTrainedConfig, index: int) -> Fields:

@@ -1,4 +1,4 @@
-"""Read a checkpoint's tensors into a `Decoder`: each rank its slices, projections of one input fused into one."""
+"""Read a checkpoint's tensors into a `Decoder`: each rank reads its slices; projections of one input are fused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from outrider.verifier_service.model.weights import Shard, WeightReader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The rows [start, stop) that this rank holds of one of several projections over the same input."""
+    """This rank's rows [start, stop) of one of several projections of the same input."""
 
     name: str
     size: int  # rows on all ranks
@@ -52,9 +52,9 @@ def load_decoder(
     device: torch.device,
     quantization: Quantization | None = None,
 ) -> Decoder:
-    """Build this rank's part of a model. Raises `WeightError` naming a tensor, `UnsupportedModelError` a size.
+    """Build this rank's part of a model. Raises `WeightError` naming a tensor, `UnsupportedModelError` naming a size.
 
-    The embedding is not quantised.
+    `quantization` does not apply to the embedding.
     """
     return _DecoderLoader(spec, reader, group, dtype, device, quantization).load()
 
@@ -84,7 +84,7 @@ class _DecoderLoader:
         weight = self._place(self._reader.read("model.embed_tokens.weight", shape, shard))
         own = None if spec.is_tied else self._place(self._reader.read("lm_head.weight", shape, shard))
         if spec.is_tied:
-            self._reader.skip("lm_head.weight")  # some checkpoints hold the tied one twice
+            self._reader.skip("lm_head.weight")  # some checkpoints have a tied weight twice
         table = nn.Embedding.from_pretrained(weight)
         head = self._linear(weight if own is None else own)
         if group.size > 1:
@@ -209,12 +209,12 @@ class _DecoderLoader:
             group=self._group,
         )
 
-    # --- parts of all of them ---
+    # --- shared by all of them ---
 
     def _fused(
         self, prefix: str, fused_name: str, parts: Sequence[Part], leaf: str, columns: tuple[int, ...]
     ) -> torch.Tensor:
-        """Put this rank's rows of several projections together; a checkpoint may have fused them already."""
+        """Concatenate this rank's rows of several projections; the checkpoint may have them fused already."""
         fused = f"{prefix}{fused_name}.{leaf}"
         is_fused = fused in self._reader
         total, offset, pieces = sum(part.size for part in parts), 0, []
@@ -229,7 +229,7 @@ class _DecoderLoader:
         return make_linear(weight, bias, self._quantization)
 
     def _summed_bias(self, name: str, has_bias: bool) -> torch.Tensor | None:
-        """Read the bias of a projection whose output the ranks sum: rank 0 adds it once."""
+        """Read the bias of a projection whose output is summed over ranks; only rank 0 adds it."""
         if not has_bias:
             return None
         bias = self._place(self._reader.read(f"{name}.bias", (self._spec.hidden_size,)))
@@ -243,7 +243,7 @@ class _DecoderLoader:
 
     def _norm_weight(self, name: str, size: int) -> torch.Tensor:
         weight = self._reader.read(f"{name}.weight", (size,))
-        if self._spec.norm_offset:  # the sum has no place in half precision
+        if self._spec.norm_offset:  # in float32: half precision would round the sum
             return (weight.float() + self._spec.norm_offset).to(self._device)
         return self._place(weight)
 
@@ -251,14 +251,14 @@ class _DecoderLoader:
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def _share(self, what: str, size: int) -> range:
-        """Return this rank's even share of `size` things."""
+        """Return this rank's share of `size`, which must be divisible by the number of ranks; errors name `what`."""
         if size % self._group.size:
             raise self._unsupported(f"{what} ({size}) is not divisible by {self._group.size}")
         width = size // self._group.size
         return range(self._group.rank * width, (self._group.rank + 1) * width)
 
     def _share_kv_heads(self) -> range:
-        """Return this rank's KV heads; where there are fewer than ranks, neighbouring ranks hold the same one."""
+        """Return this rank's KV heads; with fewer heads than ranks, neighbouring ranks share one."""
         count, group = self._spec.num_kv_heads, self._group
         if count >= group.size:
             return self._share("num_key_value_heads", count)
@@ -277,7 +277,7 @@ class _DecoderLoader:
 
 
 def _reordered(tensor: torch.Tensor, num_heads: int, head_dim: int, order: list[int] | None) -> torch.Tensor:
-    """Bring the dimensions of the first `num_heads` heads of [num_rows, ...] into another order."""
+    """Permute the dimensions within each of the first `num_heads` heads of [num_rows, ...]; see `head_order`."""
     if order is None or order == list(range(head_dim)):
         return tensor
     turned, rest = tensor[: num_heads * head_dim], tensor[num_heads * head_dim :]

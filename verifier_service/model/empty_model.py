@@ -1,4 +1,4 @@
-"""The library's model as the engine runs it, without its weights."""
+"""The library's model with our attention, before its weights are loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def build_empty_model(description: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Build the library's model without memory for parameters (meta device), its computed buffers on `device`."""
+    """Build the library's model with parameters on the meta device and computed buffers on `device`."""
     from transformers import AutoModelForCausalLM
 
     register_attention()
@@ -24,7 +24,7 @@ def build_empty_model(description: PreTrainedConfig, *, dtype: torch.dtype, devi
 
 
 def make_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds (rope frequencies, embedding scales), as the library would."""
+    """Compute the buffers that checkpoints lack (rope frequencies, embedding scales), as the library does."""
     for module in model.modules():
         names = module._non_persistent_buffers_set
         for name in names:

@@ -1,7 +1,7 @@
-"""GGUF files, the format of llama.cpp: converted once into a folder of safetensors, which everything else reads.
+"""GGUF files (llama.cpp's format): converted once into a folder of safetensors.
 
-The weights are dequantised: nothing is gained in memory or speed over a checkpoint of 16 bit, and the tokens are those
-of the dequantised weights in bfloat16. Families are those whose GGUF layout the library knows.
+The weights are dequantised to bfloat16: memory and speed are those of a 16-bit checkpoint. The library must know the
+family's GGUF layout.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 from outrider.verifier_service.cache import cache_folder
 
 SUFFIX = ".gguf"
-PACKAGES = ("gguf", "accelerate")  # what the library reads such files with
+PACKAGES = ("gguf", "accelerate")  # needed by the library to read GGUF files
 
 logger = logging.getLogger(__name__)
 
 
 def is_gguf(path: str) -> bool:
-    """Tell whether a model's path names a GGUF file."""
+    """Return whether a model's path names a GGUF file."""
     return path.endswith(SUFFIX)
 
 
 def local_path(path: str) -> str:
-    """Return what to read for a model's path: a GGUF file's converted folder, else the path itself."""
+    """Return a GGUF file's converted folder, converting it if needed; any other path unchanged."""
     return str(converted_folder(Path(path))) if is_gguf(path) else path
 
 
 def converted_folder(path: Path) -> Path:
-    """Return the folder of a GGUF file's checkpoint, converting it where no process has done so before.
+    """Return the folder of a GGUF file's checkpoint; convert the file first, unless an earlier process did.
 
-    Raises `ValueError` where the file is missing, its packages are not installed or the library cannot read it.
+    Raises `ValueError` if the file is missing, packages are not installed or the library cannot read it.
     """
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
@@ -48,13 +48,13 @@ def converted_folder(path: Path) -> Path:
 
 
 def _key(path: Path) -> str:
-    """Tell a file from others of its name, and from what it was before, without reading it."""
+    """Return a key of the file's path, size and modification time."""
     status = path.resolve().stat()
     return hashlib.sha256(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
 
 
 def _move(made: Path, folder: Path) -> None:
-    """Put a finished folder in its place; another process may have been faster, and is right as well."""
+    """Move a finished folder to its place; if another process was faster, keep that one's."""
     try:
         made.rename(folder)
     except OSError:
@@ -73,7 +73,7 @@ def _convert(path: Path, folder: Path) -> None:
     loaded: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
     config = loaded.config
     if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # else the library refuses to save what is not quantised any more
+        del config.quantization_config  # else the library refuses to save dequantised weights
     config.dtype = torch.bfloat16
     model = type(loaded)(config).to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict())

@@ -1,4 +1,4 @@
-"""A model that runs through the library's own code with our attention: what `decoder_spec` does not describe."""
+"""Models that run through the library's code with our attention, because `decoder_spec` does not describe them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LibraryModel:
-    """Executes packed batches with a model of the library; the counterpart of `Decoder`."""
+    """Runs packed batches through a model of the library; has the interface of `Decoder`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -32,7 +32,7 @@ class LibraryModel:
     @property
     @torch.inference_mode()
     def kv_shapes(self) -> dict[int, LayerShape]:
-        """What each layer of this rank caches: the model itself says it."""
+        """Return the KV shape of each layer on this rank, recorded from a forward pass over one token."""
         recorder, first = ShapeRecorder(), torch.zeros(1, dtype=torch.long, device=self.device)
         self(first, first, first, recorder)
         if (found := len(recorder.shapes)) != self.num_layers:
@@ -50,7 +50,7 @@ class LibraryModel:
         num_layers: int | None = None,
         taps: Sequence[int] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return float32 logits [num_rows, vocab_size] and the tapped states side by side [num_tokens, width]."""
+        """Return float32 logits [num_rows, vocab_size] and the concatenated tapped states [num_tokens, width]."""
         with entered(attend), shortened(self.model, num_layers), tapped(self.model, taps) as taken:
             output = self.model(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
@@ -69,7 +69,7 @@ def load_library_model(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PreTrainedModel:
-    """Build this rank's part of the library's model and read its weights; `finish` makes it ready to serve."""
+    """Build this rank's part of the library's model and read its weights; call `finish` before serving it."""
     model = build_empty_model(description, dtype=dtype, device=device)
     shards = plan_shards(model, group)
     shrink(model, shards)
@@ -78,21 +78,21 @@ def load_library_model(
 
 
 def finish(model: PreTrainedModel, group: TensorParallelGroup, vocab_size: int) -> LibraryModel:
-    """Put the collectives around a rank's shards and pack what gains from it."""
+    """Add the collectives around a rank's shards, and pack its linear layers."""
     wrap_shards(model, group, vocab_size)
     pack_linears(model, keep=[module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)])
     return LibraryModel(model)
 
 
 def round_linears(model: PreTrainedModel) -> None:
-    """Give every linear layer the weight that `int8` would have it use; a tied embedding keeps its own."""
+    """Round every linear layer's weight to int8 precision; a tied embedding keeps its own."""
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.weight = torch.nn.Parameter(dequantized(module.weight), requires_grad=False)
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[torch.nn.Module, str]:
-    """Find the module that holds a causal model's decoder layers, and under which name it does."""
+    """Return the module that holds a causal model's decoder layers, and the attribute's name."""
     num_layers = model.config.num_hidden_layers
     for parent in model.base_model.modules():
         for name, child in parent.named_children():
@@ -103,7 +103,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[torch.nn.Module, str]:
 
 @contextlib.contextmanager
 def shortened(model: PreTrainedModel, num_layers: int | None) -> Iterator[None]:
-    """Leave the model after its first `num_layers` decoder layers; final norm and output embedding stay."""
+    """Within this context, the model has only its first `num_layers` decoder layers, final norm and head."""
     if num_layers is None:
         yield
         return
@@ -118,7 +118,7 @@ def shortened(model: PreTrainedModel, num_layers: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tapped(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Note the inputs of these layers [num_tokens, hidden_size], and with `FINAL_TAP` the output of the final norm."""
+    """Record the inputs of these layers [num_tokens, hidden_size], and for `FINAL_TAP` the output of the final norm."""
     taken: dict[int, torch.Tensor] = {}
     if not taps:
         yield taken

@@ -1,12 +1,12 @@
-"""Linear layers whose weights are laid out once: on a CPU a few rows then cost hardly more than one.
+"""Linear layers with prepacked weights: on a CPU, a few rows then cost hardly more than one.
 
-    PanelLinear   our own kernel, where the processor has AVX-512 (and no AMX, for bfloat16)
+    PanelLinear   our own kernel, for AVX-512 (bfloat16: only without AMX)
     PackedLinear  oneDNN's layout, on other CPUs
-    Int8Linear    torch's product with int8 weights, on CPUs where our own kernel does not run
-    PlainLinear   as torch has it, elsewhere
+    Int8Linear    torch's product with int8 weights, on CPUs without our own kernel
+    PlainLinear   torch's own, elsewhere
 
-A plain float32 linear over 4 to 8 rows takes two to three times as long as over 1; laid out, both run at memory speed.
-That alone decides whether verifying a draft is free on a CPU.
+A plain float32 linear over 4 to 8 rows takes two to three times as long as over 1; prepacked, both run at memory speed.
+This decides whether verifying a draft is free on a CPU.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from torch import nn
 from outrider.verifier_service.cpu.kernels import load_kernels
 from outrider.verifier_service.model.config import Quantization
 
-# oneDNN picks the layout for the row count it is told; 8 was best or equal for everything from 1 to 512 rows
+# oneDNN picks the layout for this number of rows; 8 was best or equal for 1 to 512 rows
 LAYOUT_ROWS = 8
 MAX_CACHED_SHAPES = 64  # about ten row counts of one model
-CHANNELS = 16  # of a panel, as in cpu/linear.cpp
+CHANNELS = 16  # per panel, as in cpu/linear.cpp
 INPUTS_PER_STEP = {torch.float32: 1, torch.bfloat16: 2}
-MIN_WEIGHTS = 1 << 17  # below this the weights sit in the cache anyway and the plain call is shorter
+MIN_WEIGHTS = 1 << 17  # smaller weights stay in the processor's cache, and the plain call is shorter
 
 
 def bound_shape_caches() -> None:
-    """Keep this process from remembering too many shapes of linears; to be called before it runs the first one.
+    """Bound oneDNN's and PyTorch's caches of linears by shape; call before the first linear runs.
 
-    oneDNN and PyTorch's layer above it each keep what they made for the last 1024 shapes, and nearly every step of a
-    busy engine has a row count of its own: measured, 0.6 MB for each row count of three layers whatever the weights'
-    size. They read the environment alone; what a user has set there stays.
+    Each keeps its primitives for the last 1024 shapes, and nearly every step of a busy engine has another row count:
+    measured, 0.6 MB per row count for three layers, whatever the weights' size. Both are configured by environment
+    variables only; a user's own values stay.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(MAX_CACHED_SHAPES))
 
 
 class PackedLinear(nn.Module):
-    """A CPU linear that owns only the packed copy of its weight."""
+    """A CPU linear that keeps only oneDNN's packed copy of its weight."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        # a plain attribute: oneDNN's opaque tensors can be neither parameters of inference nor saved
+        # a plain attribute: oneDNN's opaque tensors can be neither parameters nor saved
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), LAYOUT_ROWS)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ class PackedLinear(nn.Module):
 
 
 class PanelLinear(nn.Module):
-    """A CPU linear of `cpu/linear.cpp`, which owns only its panels; a row's output depends on that row alone."""
+    """A CPU linear of `cpu/linear.cpp` that keeps only its panels; a row's output does not depend on other rows."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class PanelLinear(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        assert rows.dtype == self._dtype, (rows.dtype, self._dtype)  # the kernel reads what the address points at
+        assert rows.dtype == self._dtype, (rows.dtype, self._dtype)  # the kernel gets addresses only
         packed = rows if rows.dim() == 2 else rows.reshape(-1, self.in_features)
         if packed.stride(1) != 1:
             packed = packed.contiguous()
@@ -93,14 +93,14 @@ class PanelLinear(nn.Module):
 
 
 def to_panels(weight: torch.Tensor, *, inputs_per_step: int) -> torch.Tensor:
-    """Lay out [out_features, in_features] as [panels, steps, CHANNELS, inputs of a step], the last panel filled up."""
+    """Lay out [out_features, in_features] as [panels, steps, CHANNELS, inputs of a step], the last panel padded."""
     missing = -weight.shape[0] % CHANNELS
     whole = F.pad(weight, (0, 0, 0, missing)) if missing else weight
     return whole.view(-1, CHANNELS, weight.shape[1] // inputs_per_step, inputs_per_step).transpose(1, 2).contiguous()
 
 
 class PlainLinear(nn.Module):
-    """A linear whose weight stays as it is."""
+    """A linear with torch's layout."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class PlainLinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """A linear of an int8 weight where our own kernel does not run."""
+    """A linear with an int8 weight, for CPUs without our own kernel."""
 
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Int8Linear(nn.Module):
 def make_linear(
     weight: torch.Tensor, bias: torch.Tensor | None = None, quantization: Quantization | None = None
 ) -> nn.Module:
-    """Make the fastest linear of a weight [out_features, in_features]."""
+    """Build the fastest linear for a weight [out_features, in_features]."""
     if quantization == "int8":
         quantized, scales = quantize(weight)
         if has_kernel(weight, torch.int8):
@@ -144,26 +144,26 @@ def make_linear(
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round a weight to int8, symmetric per output channel: int8 [out_features, in_features], scales [out_features].
 
-    The weights' half of LLM.int8() (Dettmers et al., 2022, arXiv:2208.07339): activations stay as they are.
+    As the weights in LLM.int8() (Dettmers et al., 2022, arXiv:2208.07339); activations are not quantised.
     """
     scales = weight.float().abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127
     return (weight.float() / scales[:, None]).round_().to(torch.int8), scales
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """Return the weight that its int8 form stands for."""
+    """Return a weight rounded to int8 precision, in its own dtype."""
     quantized, scales = quantize(weight)
     return (quantized.float() * scales[:, None]).to(weight.dtype)
 
 
 def has_panels(weight: torch.Tensor) -> bool:
-    """Tell whether our own kernel multiplies a weight, and is the fastest: for bfloat16 AMX is faster, by oneDNN."""
+    """Return whether our own kernel runs a weight, and is fastest: for bfloat16, oneDNN with AMX is faster."""
     is_for_amx = weight.dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16")
     return not is_for_amx and has_kernel(weight, weight.dtype)
 
 
 def has_kernel(weight: torch.Tensor, held: torch.dtype) -> bool:
-    """Tell whether our own kernel multiplies rows like a weight with that weight held in a dtype."""
+    """Return whether our own kernel multiplies rows of `weight`'s dtype with the weight stored as dtype `held`."""
     if weight.device.type != "cpu" or weight.dtype not in INPUTS_PER_STEP:
         return False
     kernels = load_kernels(weight.dtype)
@@ -172,7 +172,7 @@ def has_kernel(weight: torch.Tensor, held: torch.dtype) -> bool:
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Tell whether packing is possible and pays."""
+    """Return whether oneDNN's packing is possible and worthwhile."""
     if weight.device.type != "cpu" or weight.numel() < MIN_WEIGHTS:
         return False
     if weight.dtype == torch.bfloat16:
@@ -181,9 +181,9 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 def pack_linears(model: nn.Module, keep: Iterable[torch.Tensor] = ()) -> int:
-    """Replace every linear that gains from it, never holding more than one weight twice; return how many.
+    """Replace every linear that gains from it, one by one, so that at most one weight exists twice; return how many.
 
-    `keep` are weights that something else uses too (a tied embedding).
+    `keep`: weights with other users (a tied embedding).
     """
     kept = {id(weight) for weight in keep}
     found = [

@@ -1,6 +1,6 @@
-"""What the paged kernels must know of a step: made of integers on the host, moved to the device in one copy.
+"""The paged kernels' metadata of a step: integers, built on the host and moved to the device in one copy.
 
-The numbers on the host shape the launch alone, so that nothing here is ever read back from the device.
+Launch sizes come from the host's numbers, so nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import torch
 from outrider.verifier_service.gpu.transfers import upload
 from outrider.verifier_service.messages.batch import ScheduledBatch
 
-WORD_BITS = 64  # of the trees' ancestor masks
+WORD_BITS = 64  # per word of an ancestor mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedMetadata:
-    """One step's slots, tables, lengths and trees: made once, shared by all layers."""
+    """One step's slots, tables, lengths and trees, shared by all layers."""
 
     num_tokens: int
     num_sequences: int
-    max_query_length: int  # these two choose tiles and splits: a step that has longer ones is slower, never wrong
+    max_query_length: int  # chooses tiles, as the next field chooses splits; longer queries are slower, not wrong
     max_context_length: int
     block_size: int
-    num_idle: int = 0  # sequences that are there to fill up a captured step, and keep no multiprocessor busy
+    num_idle: int = 0  # padding sequences of a captured step, which keep no multiprocessor busy
     slot_mapping: torch.Tensor  # int64 [num_tokens]
     query_starts: torch.Tensor  # int32 [num_sequences + 1] into the packed tokens
     context_lengths: torch.Tensor  # int32 [num_sequences]
     block_tables: torch.Tensor  # int32 [num_sequences, width], padded
-    tree_sizes: torch.Tensor | None  # int32 [num_sequences] of how many last tokens form a tree; None: all are chains
-    positions: torch.Tensor | None  # int32 [num_tokens] in a tree the depth counts, elsewhere the place in the sequence
-    ancestors: torch.Tensor | None  # int64 [num_tokens, num_words] bit j: the tree's j-th token is seen
+    tree_sizes: torch.Tensor | None  # int32 [num_sequences] last tokens that form a tree; None: all are chains
+    positions: torch.Tensor | None  # int32 [num_tokens]; in a tree, by depth
+    ancestors: torch.Tensor | None  # int64 [num_tokens, num_words] bit j: the token sees the tree's j-th token
 
     @classmethod
     def of(cls, batch: ScheduledBatch, block_size: int, device: torch.device) -> PagedMetadata:
-        """Derive the step's metadata from a batch."""
+        """Build the metadata of a batch."""
         return cls.over(
             upload(metadata_parts(batch), device),
             max_query_length=max(batch.query_lengths),
@@ -57,7 +57,7 @@ class PagedMetadata:
         block_size: int,
         num_idle: int = 0,
     ) -> PagedMetadata:
-        """Read `metadata_parts` that are on the device already."""
+        """Build the metadata from `metadata_parts` on the device."""
         slots, query_starts, context_lengths, tables, *trees = parts
         tree_sizes, positions, ancestors = trees or (None, None, None)
         return cls(
@@ -78,7 +78,7 @@ class PagedMetadata:
 
 
 def metadata_parts(batch: ScheduledBatch) -> list[np.ndarray]:
-    """Return slots, query starts, context lengths and tables; with trees also their sizes, positions and ancestors."""
+    """Return slots, query starts, context lengths and tables; with trees, also tree sizes, positions and ancestors."""
     parts: list[np.ndarray] = [
         np.array(batch.slot_mapping, np.int64),
         np.array([0, *itertools.accumulate(batch.query_lengths)], np.int32),
@@ -89,7 +89,7 @@ def metadata_parts(batch: ScheduledBatch) -> list[np.ndarray]:
 
 
 def _padded_tables(tables: Sequence[Sequence[int]]) -> np.ndarray:
-    """Pad with block 0: int32 [num_sequences, width]; arrays, since nested lists of this size take milliseconds."""
+    """Pad tables with block 0: int32 [num_sequences, width]. From arrays: nested lists would take milliseconds."""
     width = max(map(len, tables))
     rows = array("i")
     for table in tables:
@@ -104,7 +104,7 @@ def _tree_parts(batch: ScheduledBatch) -> list[np.ndarray]:
     positions = array("i")
     words = bytearray()
     for parents, length, context in zip(batch.tree_parents, batch.query_lengths, batch.context_lengths, strict=True):
-        first = context - len(parents)  # the place of the tree's first token
+        first = context - len(parents)  # index of the tree's first token
         masks: list[int] = []
         depths: list[int] = []
         for index, parent in enumerate(parents):
@@ -122,9 +122,9 @@ def _tree_parts(batch: ScheduledBatch) -> list[np.ndarray]:
 
 
 def close_tokens(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Put what the step before has chosen in the place of tokens that stand open (`open_token`), without reading it.
+    """Replace placeholders (`open_token`) by the tokens that the last step has chosen, on the device.
 
-    token_ids int64 [num_tokens], changed in place; chosen int64 [num_numbers].
+    token_ids int64 [num_tokens], changed in place; chosen int64 [num_chosen].
     """
     places = (-1 - token_ids).clamp_(min=0)
     token_ids.copy_(torch.where(token_ids < 0, chosen[places], token_ids))

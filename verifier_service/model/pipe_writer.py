@@ -1,6 +1,6 @@
-"""Write to a pipe from a thread of its own, so that a reader who is busy never blocks the writer's loop.
+"""Write to a pipe from a thread, so that a busy reader never blocks the writer's loop.
 
-Two processes that both block in writing to each other would wait for ever; one writer like this breaks the circle.
+Without it, two processes that write to each other's full pipes would deadlock.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 
 
 class PipeWriter:
-    """Queue frames for a pipe, in order; `on_failure` hears once, on the thread, when the other end is gone."""
+    """Queues frames for a pipe, in order; `on_failure` is called once, on the thread, if the other end is gone."""
 
     def __init__(self, pipe: Connection, on_failure: Callable[[OSError], None]) -> None:
         self._pipe = pipe
@@ -25,7 +25,7 @@ class PipeWriter:
         self._frames.put(frame)
 
     def close(self) -> None:
-        """Let the thread end once what is queued is written; what a dead reader does not take is lost with it."""
+        """Let the thread end after the queued frames; they are lost if the reader is dead."""
         self._frames.put(None)
 
     def _write_all(self) -> None:

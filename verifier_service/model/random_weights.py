@@ -1,8 +1,8 @@
-"""Checkpoints without weights: a folder with a config and a recipe, whose tensors are drawn where they are wanted.
+"""Checkpoints without weights: a folder with a config and a recipe, from which tensors are drawn at random.
 
-They cost what the real ones cost, without a download or a disk. Tensors of one name are the same in every model, rank
-and process on one kind of device, so that a model of the first layers of another drafts for it as well as those layers
-say what the rest does: `tail_scale` is how much all later layers weigh.
+Their models have the cost of real ones, without download or disk. On one kind of device, a tensor's values depend only
+on its name: a model of the first layers of another is a drafter for it. `tail_scale` scales the residual updates of
+all later layers, and so sets the acceptance.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WRITES_RESIDUAL = re.compile(r"\.(o_proj|down_proj)\.weight$")
 
 
 class RandomWeights:
-    """The tensors of a model that a config describes; a `TensorSource`."""
+    """Random tensors for a config; a `TensorSource`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class RandomWeights:
         return self._shapes[name]
 
     def read(self, name: str, shard: Shard | None = None) -> torch.Tensor:
-        """Draw a tensor, of which a rank keeps its slice: norms are ones, matrices keep the scale of what they read."""
+        """Draw a whole tensor and return a rank's slice: norms are ones; matrices preserve the scale of their input."""
         shape = self._shapes[name]
         if len(shape) == 1:
             whole = torch.ones(shape, dtype=self._dtype, device=self._device)
@@ -73,7 +73,7 @@ class RandomWeights:
 
 
 def write_recipe(folder: Path, config: dict[str, Any], *, num_head_layers: int, tail_scale: float) -> None:
-    """Make a checkpoint of a config, and of how its tensors are drawn."""
+    """Write a checkpoint folder: a config, and how its tensors are drawn."""
     folder.mkdir(parents=True)
     AutoConfig.for_model(**config).save_pretrained(folder)
     recipe = {"num_head_layers": num_head_layers, "tail_scale": tail_scale}
@@ -83,7 +83,7 @@ def write_recipe(folder: Path, config: dict[str, Any], *, num_head_layers: int, 
 def read_recipe(
     folder: Path, description: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device
 ) -> RandomWeights | None:
-    """Return the source of a checkpoint without weights; None: this one has its own."""
+    """Return the tensors of a checkpoint without weights; None if the folder has no recipe."""
     path = folder / RECIPE_NAME
     if not path.is_file():
         return None

@@ -1,8 +1,8 @@
-"""Bring the ranks of one tensor-parallel group together, whoever started their processes.
+"""Connect the ranks of a tensor-parallel group and their shell.
 
-Ranks of a group live on one node. They meet in a private folder of Unix sockets: rank 0 listens for its followers at
-`ranks.sock`, the shell (a Serve replica, or the process that called `outrider generate`) listens for rank 0 at
-`shell.sock`. Only bytes cross these pipes, never pickles.
+All ranks of a group run on one node and meet at Unix sockets in a private folder: rank 0 listens for its followers at
+`ranks.sock`, the shell (a Serve replica, or the process of `outrider generate`) listens for rank 0 at `shell.sock`.
+These pipes carry bytes, never pickles.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 
 CONNECT_TIMEOUT_S = 120.0  # a rank may still be importing torch
-# below what a system hands out to who asks for any port (Linux: from 32768), above what Ray gives its workers
+# below the system's ephemeral ports (Linux: from 32768), above the ports of Ray's workers
 PORTS_TO_TRY = range(20_000, 32_768)
 NUM_PORT_ATTEMPTS = 100
 _POLL_S = 0.1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_LARGEST_OF_THE_HEAP = 32 << 20  # bytes: glibc takes no more
+_MAX_MMAP_THRESHOLD = 32 << 20  # bytes: glibc's upper bound
 _PIPE_BUFFER_BYTES = 4 << 20  # an engine's step must not wait for its shell to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
-    """Which rank a process is, and where its group meets."""
+    """A process's rank, and the folder of its group's sockets."""
 
     rank: int
     size: int
@@ -52,7 +52,7 @@ class RankSpec:
 
 
 class PipeListener:
-    """Accept pipes at a Unix socket, for as long as those who are to connect are alive."""
+    """Accepts pipes at a Unix socket."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -61,7 +61,7 @@ class PipeListener:
         self._socket.settimeout(_POLL_S)
 
     def accept(self, is_awaited: Callable[[], bool] = lambda: True, timeout_s: float = CONNECT_TIMEOUT_S) -> Connection:
-        """Return the next pipe; raises `ConnectionError` when nobody can be awaited any more."""
+        """Return the next pipe; raises `ConnectionError` after `timeout_s`, or once `is_awaited` returns False."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s and is_awaited():
             try:
@@ -85,7 +85,7 @@ class PipeListener:
 
 
 def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Connection:
-    """Connect to a listener that may not be there yet."""
+    """Connect to a listener, retrying until it exists."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -97,14 +97,14 @@ def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> Connection:
 
 
 def widen(pipe: Connection) -> Connection:
-    """Give a pipe a send buffer that holds many steps, so that its writer does not block."""
+    """Enlarge a pipe's send buffer to hold many steps, so that its writer does not block."""
     with socket.socket(fileno=socket.dup(pipe.fileno())) as duplicate:
         duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PIPE_BUFFER_BYTES)
     return pipe
 
 
 def arrived(pipe: Connection, patience_s: float = 0.0) -> Iterator[bytes]:
-    """Yield every frame that has arrived, waiting `patience_s` for the first of them."""
+    """Read every frame that has arrived, waiting `patience_s` for the first one."""
     while pipe.poll(patience_s):
         yield pipe.recv_bytes()
         patience_s = 0.0
@@ -133,35 +133,35 @@ def gather(
 
 
 def keep_loaded() -> None:
-    """Leave what this process has loaded out of garbage collections: a full one takes 0.2 s, and steps would wait."""
+    """Exclude all present objects from garbage collection: a full one takes 0.2 s, which would delay a step."""
     gc.collect()
     gc.freeze()
 
 
 def keep_freed_memory() -> None:
-    """Keep what tensors of the CPU free in this process, for the next step's; does nothing where malloc is not glibc's.
+    """Keep freed memory of CPU tensors in this process; does nothing without glibc's malloc.
 
-    By its own rules glibc gives much of it back after every step, and the system hands it out again page by page: 64
-    rows of a model of 250 M parameters then took 320 ms instead of 177. What a user has set in the environment stays.
+    By default glibc returns much of it to the system after every step and page-faults it in again: 64 rows of a model
+    of 250 M parameters then took 320 ms instead of 177. A user's own malloc settings in the environment stay.
     """
     named = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
     if named or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_OF_THE_HEAP)
+        mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
         mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback address that nobody listens at; see `free_ports`."""
+    """Return a free TCP port of the loopback address; see `free_ports`."""
     return free_ports(1)[0]
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Return as many different TCP ports of the loopback address that nobody listens at.
+    """Return `count` different free TCP ports of the loopback address.
 
-    They are none that the system hands out by itself: a process of Ray that asks for any port could get them first.
+    None is an ephemeral port: a process of Ray that asks the system for any port could get it first.
     """
     ports: list[int] = []
     for port in random.SystemRandom().sample(PORTS_TO_TRY, NUM_PORT_ATTEMPTS):

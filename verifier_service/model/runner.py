@@ -1,4 +1,4 @@
-"""Execute scheduled batches: the tensor side of a step, the same for verifier and drafter."""
+"""Run scheduled batches through a model: the tensor side of a step, for verifier and drafter."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ from outrider.verifier_service.start_phases import tell_phase
 
 logger = logging.getLogger(__name__)
 
-CHECKED = "checked"  # remembered: the logits are the library's
+CHECKED = "checked"  # finding in `StartMemory`: the logits equal the library's
 
 
 class PackedModel(Protocol):
-    """One rank's part of a causal model over packed tokens: `Decoder`, or the library's code in `LibraryModel`."""
+    """One rank's part of a causal model over packed tokens: `Decoder` or `LibraryModel`."""
 
     dtype: torch.dtype
     device: torch.device
@@ -99,12 +99,11 @@ def load_model(
     check: bool,
     quantization: Quantization | None = None,
 ) -> PackedModel:
-    """Build this rank's part of a model; raises `UnsupportedModelError` where it would answer wrongly.
+    """Build this rank's part of a model; raises `UnsupportedModelError` if its logits would be wrong.
 
-    With `check`, one rank compares the finished model with the library's own forward of the same weights, which it
-    loads first and drops. A tiny random model of the same architecture is compared where that is not possible or not
-    enough: with several ranks, and for windows that are longer than the check. Nothing of an architecture that no test
-    knows is served unchecked.
+    With `check` and one rank, the model is compared with the library's own forward of the same weights, which is loaded
+    first and dropped. With several ranks, or a window longer than the check's sequences, a tiny random model of the
+    same architecture is compared instead or as well. An untested architecture is always checked.
     """
     architecture = require_supported(description, group.size)
     if not architecture.is_tested:
@@ -150,7 +149,7 @@ def _require_quantizable(name: str, spec: DecoderSpec | None, device: torch.devi
 
 
 def _prediction_layers(description: PreTrainedConfig) -> tuple[str, ...]:
-    """Match the MTP layers of a target's checkpoint: a drafter reads those."""
+    """Return patterns of a checkpoint's MTP layers, which only a drafter reads."""
     first, count = description.num_hidden_layers, getattr(description, "num_nextn_predict_layers", 0) or 0
     return (r"^(model\.)?mtp\.", *(rf"^model\.layers\.{first + index}\." for index in range(count)))
 
@@ -175,7 +174,7 @@ def _build_unchecked(
 
 
 def _require_unlisted_works(description: PreTrainedConfig, group: TensorParallelGroup, device: torch.device) -> None:
-    """Raise `UnsupportedModelError` for whatever goes wrong: nobody knows what this code does."""
+    """Raise `UnsupportedModelError` for any error of an untested architecture's code."""
     try:
         _check_tiny_model(description, group, device)
     except UnsupportedModelError:
@@ -207,8 +206,8 @@ def run_batch(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the model over a packed batch: float32 logits [num_rows, vocab_size], tapped states [num_tokens, width].
 
-    With `graphs`, which are of this model, pool and taps, the states are good until the next batch. `chosen` are the
-    tokens that stand open in the batch, int64 on the model's device.
+    With `graphs`, which belong to this model, pool and taps, the states are valid until the next batch. `chosen` int64
+    [num_chosen], on the model's device: the tokens for the batch's placeholders.
     """
     pool.move_slots(batch.move_sources, batch.move_targets)
     pool.copy_blocks(batch.copy_sources, batch.copy_targets)
@@ -223,7 +222,7 @@ def forward_packed(
     taps: Sequence[int] = (),
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the model with this attention; see `run_batch`."""
+    """Run the model eagerly with this attention; see `run_batch`."""
     numbers = (batch.token_ids, batch.positions, batch.logits_indices)
     token_ids, positions, rows = upload([np.array(each, np.int64) for each in numbers], model.device)
     if chosen is not None:
@@ -232,10 +231,10 @@ def forward_packed(
 
 
 def attention_context(batch: ScheduledBatch, pool: KVPool) -> AttentionHandler:
-    """Return one step's attention: a kernel over block tables where there is one, torch's over gathered blocks else."""
+    """Return one step's attention: our kernel over block tables if there is one, else torch's over gathered blocks."""
     if pool.device.type != "cuda":
         return in_place_or_gathered(batch, pool)
-    from outrider.verifier_service.model.triton_attention import TritonContext  # an installation for CPUs has no Triton
+    from outrider.verifier_service.model.triton_attention import TritonContext  # imported here: CPUs have no Triton
 
     return TritonContext.of(batch, pool)
 
@@ -250,12 +249,12 @@ def graph_backend(config: ModelConfig, device: torch.device) -> GraphBackend | N
 
 
 class ModelRunner:
-    """Executes `ScheduledBatch` on this rank."""
+    """Runs `ScheduledBatch`es on this rank."""
 
     def __init__(self, config: ModelConfig, group: TensorParallelGroup, backend: GraphBackend | None = None) -> None:
-        """`backend` says how steps are captured; None: as is usual on the device, on a CPU not at all.
+        """`backend` captures steps; None: the device's default, which for a CPU is no capture.
 
-        They are captured when first met, unless `graphs.capture` comes before.
+        A step's shape is captured when it first occurs, unless `graphs.capture` was called before.
         """
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -286,7 +285,7 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
         )
-        self._taps = config.state_taps if group.rank == 0 else ()  # the ranks' hidden states are the same
+        self._taps = config.state_taps if group.rank == 0 else ()  # hidden states are equal on all ranks
         self.states: StatePool | None = None
         if self._taps:
             require_taps(self._taps, self.num_layers)
@@ -307,8 +306,8 @@ class ModelRunner:
             )
 
     def _load(self, config: ModelConfig, folder: Path, description: PreTrainedConfig) -> PackedModel:
-        """Load this rank's part; the logits are checked unless an earlier start has found them right."""
-        is_checked = self.group.all_reduce_min(int(self.memory.recall(CHECKED) is True)) == 1  # ranks check together
+        """Load this rank's part of the model; check its logits unless an earlier start did."""
+        is_checked = self.group.all_reduce_min(int(self.memory.recall(CHECKED) is True)) == 1  # on every rank
         check = config.check_logits and not is_checked
         tell_phase("loading weights, checking logits" if check else "loading weights")
         with contextlib.ExitStack() as stack:
@@ -325,10 +324,9 @@ class ModelRunner:
         return model
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
-        """Run one step and return float32 logits [num_rows, vocab_size] of `batch.logits_indices`.
+        """Run one step and return float32 logits [num_rows, vocab_size] of `batch.logits_indices`, equal on all ranks.
 
-        Token ids must lie in the vocabulary, or stand open where rank 0 has what was `chosen`, and slots in the pool.
-        With several ranks the logits are the same on all.
+        Slots must lie in the pool, token ids in the vocabulary. A batch with placeholders needs `chosen` on rank 0.
         """
         taps = self._taps if batch.num_layers is None else ()
         chosen = self._on_every_rank(batch, chosen)
@@ -340,13 +338,13 @@ class ModelRunner:
         return logits
 
     def _on_every_rank(self, batch: ScheduledBatch, chosen: torch.Tensor | None) -> torch.Tensor | None:
-        """Return what closes a batch's open tokens; None: it has none."""
-        num_numbers = max(0, -min(batch.token_ids))
-        if num_numbers == 0:
+        """Broadcast rank 0's tokens for the batch's placeholders; return None if it has none."""
+        num_chosen = max(0, -min(batch.token_ids))  # placeholder ids are -1 - index
+        if num_chosen == 0:
             return None
-        if chosen is None:  # this rank knows how many there are, and is told which
-            chosen = torch.empty(num_numbers, dtype=torch.int64, device=self.device)
-        return self.group.broadcast(chosen[:num_numbers])
+        if chosen is None:  # a follower
+            chosen = torch.empty(num_chosen, dtype=torch.int64, device=self.device)
+        return self.group.broadcast(chosen[:num_chosen])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,7 +353,7 @@ class Stop:
 
 
 class ParallelRunner:
-    """Rank 0's view of a tensor-parallel group: followers get every batch over their pipe, then all execute it."""
+    """Rank 0's runner of a tensor-parallel group: sends every batch to the followers, then all ranks run it."""
 
     def __init__(self, runner: ModelRunner, followers: Sequence[Connection] = ()) -> None:
         self._runner, self._followers = runner, followers
@@ -364,12 +362,11 @@ class ParallelRunner:
         self.eos_token_ids, self.device = runner.eos_token_ids, runner.device
         self.states, self.scratch_blocks = runner.states, runner.scratch_blocks
         self.pool, self.num_layers, self.experts = runner.pool, runner.num_layers, runner.experts
-        self.model = runner.model  # rank 0's part
-        self.memory = runner.memory  # rank 0's
+        self.model, self.memory = runner.model, runner.memory  # rank 0's
         self.graph_counts = GraphCounts() if runner.graphs is None else runner.graphs.counts
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
-        """Run one step on all ranks: float32 logits [num_rows, vocab_size] on rank 0's device."""
+        """Run one step on all ranks; return float32 logits [num_rows, vocab_size] on rank 0's device."""
         if self._followers:
             payload = encode(batch)
             for follower in self._followers:
@@ -377,16 +374,16 @@ class ParallelRunner:
         return self._runner.execute(batch, chosen)
 
     def close(self) -> None:
-        """Tell the followers to stop; one that is gone already needs no telling."""
+        """Tell the followers to stop."""
         for follower in self._followers:
             with contextlib.suppress(OSError):
                 follower.send_bytes(encode(Stop()))
 
 
 def follow(connection: Connection, runner: ModelRunner) -> None:
-    """Execute what rank 0 sends until it says stop or its end of the pipe closes.
+    """Run the batches that rank 0 sends, until `Stop` or the end of the pipe.
 
-    A follower idles on the pipe, never inside a collective: an idle collective would run into its timeout.
+    A follower idles on the pipe, never in a collective, which would time out.
     """
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What a `ModelConfig` leaves open and a machine decides: device, dtype, longest sequence, size of the KV pool."""
+"""Resolve the "auto" and None fields of a `ModelConfig`: device, dtype, maximum length, size of the KV pool."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ logger = logging.getLogger(__name__)
 
 CPU_CACHE_LIMIT_BYTES = 1 << 30
 CPU_CACHE_SHARE = 0.1  # of the physical memory
-CUDA_CACHE_SHARE = 0.8  # of the memory that is free once the weights are loaded
+CUDA_CACHE_SHARE = 0.8  # of the free memory after the weights are loaded
 
 
 def resolve_device(name: str) -> torch.device:
-    """Choose the device of `ModelConfig.device`."""
+    """Resolve `ModelConfig.device`."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def resolve_dtype(name: str, description: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """Choose the dtype of `ModelConfig.dtype`: "auto" is the checkpoint's own.
+    """Resolve `ModelConfig.dtype`; "auto" is the checkpoint's own.
 
-    On a CPU that is bfloat16 for a checkpoint of 16 bit if the processor multiplies it in hardware, else float32.
+    On a CPU, "auto" is bfloat16 for a 16-bit checkpoint if the processor has instructions for it, else float32.
     """
     if name != "auto":
         return getattr(torch, name)
@@ -41,13 +41,13 @@ def resolve_dtype(name: str, description: PreTrainedConfig, device: torch.device
 
 
 def multiplies_bfloat16() -> bool:
-    """Tell whether this CPU has instructions for products in bfloat16 (AVX512-BF16 or AMX)."""
+    """Return whether this CPU has instructions for bfloat16 products (AVX512-BF16 or AMX)."""
     found = torch.cpu.get_capabilities()
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def resolve_max_model_len(config: ModelConfig, description: PreTrainedConfig) -> int:
-    """Bound the sequence length by the model's own limit; raises `ValueError` naming the field."""
+    """Return the maximum sequence length, at most the model's own limit; raises `ValueError` naming the field."""
     own = description.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > own:
         raise ValueError(f"max_model_len must be at most the model's own limit of {own}")
@@ -55,7 +55,7 @@ def resolve_max_model_len(config: ModelConfig, description: PreTrainedConfig) ->
 
 
 def limit_to_pool(config: ModelConfig, max_model_len: int, num_slots: int) -> int:
-    """Bound the sequence length by what the KV pool holds; raises `ValueError` where more was asked for."""
+    """Bound the maximum length by the KV pool's slots; raises `ValueError` if the config asks for more."""
     if max_model_len <= num_slots:
         return max_model_len
     if config.max_model_len is not None:
@@ -67,7 +67,7 @@ def limit_to_pool(config: ModelConfig, max_model_len: int, num_slots: int) -> in
 def resolve_num_blocks(
     config: ModelConfig, shapes: dict[int, LayerShape], dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Count the KV blocks that fit; raises `ValueError` where not even one does."""
+    """Return the number of KV blocks that fit; raises `ValueError` if none does."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     block_bytes = config.block_size * dtype.itemsize * sum(shape.num_elements for shape in shapes.values())
@@ -78,7 +78,7 @@ def resolve_num_blocks(
 
 
 def free_cache_bytes(device: torch.device) -> int:
-    """Take a modest share of a CPU's memory, most of what a CUDA device has free."""
+    """Return the default size of the KV pool: a small share of a CPU's memory, most of a CUDA device's free memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CUDA_CACHE_SHARE)
     physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""At start, compare the engine's logits with the library's own: a model that is served wrongly is refused."""
+"""The start check: compare the engine's logits with the library's, and refuse a model whose logits differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.verifier_service.model.architectures import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# how many tokens of each sequence a step takes: a long prefill chunk, decode, verification, decode; never all alike
+# tokens of each sequence in each step: a mix of prefill chunks, decode and verification
 STEPS = ((19, 4, 11), (1, 3, 1), (5, 1, 5), (1, 1, 1), (1, 0, 0))
 LENGTHS = tuple(map(sum, zip(*STEPS, strict=True)))
 BLOCK_SIZE = 4
@@ -22,13 +22,14 @@ BLOCK_TABLES = ((15, 2, 7, 10, 3, 6, 1), (14, 0, 5), (8, 13, 4, 11, 9))  # scatt
 NUM_BLOCKS = 16
 TINY_WINDOW = 8
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 3e-1}  # of the logits' own spread
-# Rounding makes single rows of a random text differ by several spreads (SmolLM2-135M in bfloat16: 1 of 54, the one in
-# which the library's bfloat16 is furthest from its own float32); a mistake shows in more than a third of the rows.
+# Quantile of the row differences that must be within the tolerance. Rounding makes single rows of a random text differ
+# by several spreads (SmolLM2-135M in bfloat16: 1 row of 54, the one in which the library's bfloat16 is furthest from
+# its own float32); an error shows in more than a third of the rows.
 SHARE_OF_ROWS = {torch.float32: 1.0, torch.float16: 0.7, torch.bfloat16: 0.7}
 
 
 def sample_sequences(vocab_size: int) -> list[list[int]]:
-    """Spread ids over the vocabulary: sequences of `LENGTHS`."""
+    """Return sequences of `LENGTHS` with ids spread over the vocabulary."""
     first = accumulate(LENGTHS, initial=0)
     return [
         [(5 + index * 7919) % vocab_size for index in range(start, start + length)]
@@ -38,7 +39,7 @@ def sample_sequences(vocab_size: int) -> list[list[int]]:
 
 @torch.inference_mode()
 def library_logits(model: PreTrainedModel, sequences: Sequence[list[int]]) -> torch.Tensor:
-    """Run the library's own attention over each whole sequence by itself: [sum(LENGTHS), vocab_size]."""
+    """Return the logits of the library's own attention, one whole sequence at a time: [sum(LENGTHS), vocab_size]."""
     own = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -52,10 +53,8 @@ def library_logits(model: PreTrainedModel, sequences: Sequence[list[int]]) -> to
         model.set_attn_implementation(own)
 
 
-def engine_logits(
-    execute: Callable[[ScheduledBatch], torch.Tensor], sequences: Sequence[list[int]]
-) -> torch.Tensor:
-    """Run the same sequences together, in chunks, through the engine: [sum(LENGTHS), vocab_size]."""
+def engine_logits(execute: Callable[[ScheduledBatch], torch.Tensor], sequences: Sequence[list[int]]) -> torch.Tensor:
+    """Return the engine's logits of the same sequences, batched in chunks by `STEPS`: [sum(LENGTHS), vocab_size]."""
     parts: list[list[torch.Tensor]] = [[] for _ in sequences]
     done = [0] * len(sequences)
     for lengths in STEPS:
@@ -81,7 +80,7 @@ def _step(sequences: Sequence[list[int]], spans: Mapping[int, range]) -> Schedul
 
 
 def require_equal_logits(name: str, expected: torch.Tensor, got: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise `UnsupportedModelError` where the engine's logits are not the library's: [num_rows, vocab_size] each."""
+    """Raise `UnsupportedModelError` if the engine's logits differ from the library's: [num_rows, vocab_size] each."""
     difference = row_differences(expected, got).quantile(SHARE_OF_ROWS[dtype]).item()
     if not difference <= TOLERANCE[dtype]:  # also catches NaN
         raise UnsupportedModelError(
@@ -96,15 +95,15 @@ def row_differences(expected: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
 
 
 def has_long_window(description: PreTrainedConfig) -> bool:
-    """Tell whether a model has windows that none of the sequences exceeds."""
+    """Return whether the model's sliding window is longer than all sequences of the check."""
     return (getattr(description, "sliding_window", None) or 0) >= max(LENGTHS)
 
 
 def make_tiny_model(description: PreTrainedConfig, tensor_parallel_size: int) -> PreTrainedModel:
-    """Build a small random model of the same architecture and flags, the same on every rank.
+    """Build a small random model of the same architecture and flags, equal on every rank.
 
-    A sharded model cannot be compared with the library's own forward, which would need all of the weights, and windows
-    of thousands of tokens would take sequences as long; the slicing and the windows of this one can.
+    It tests slicing and windows. The full model cannot: the library's forward would need the weights of all ranks, and
+    a window of thousands of tokens would need sequences as long.
     """
     from transformers import AutoModelForCausalLM
 
@@ -142,7 +141,7 @@ def _tiny_fields(description: PreTrainedConfig, size: int) -> dict[str, Any]:
     if getattr(description, "attention_chunk_size", None):
         fields["attention_chunk_size"] = TINY_WINDOW
     if hasattr(description, "qk_rope_head_dim"):
-        del fields["head_dim"]  # latent attention has other sizes, and this one follows from them
+        del fields["head_dim"]  # latent attention derives it from other sizes
     return {name: value for name, value in fields.items() if _can_be_set(description, name)}
 
 

@@ -1,17 +1,17 @@
-"""Captured steps: a model's forward recorded once per bucket of (tokens, requests) and replayed without its launches.
+"""Captured steps: a model's forward, recorded as a CUDA graph per bucket of (tokens, requests), and replayed.
 
-At batch 1 a GPU needs less time for a layer than a CPU to launch it. A replayed CUDA graph launches all at once, but
-is bound to shapes and addresses. So steps are padded to a bucket, and every input lies in memory that stays:
+At batch size 1, a GPU runs a layer faster than a CPU launches it. A replayed graph launches everything at once, but
+fixes shapes and addresses. So steps are padded to a bucket, and all inputs are copied to static buffers:
 
-    step's integers -> parts -> pinned memory, in one copy -> `StepBuffers` -> graph -> what the head reads, states
-                                                                               the rows that are wanted -> logits
+    step's integers -> parts -> pinned memory, in one copy -> `StepBuffers` -> graph -> the head's input, states
+                                                                               wanted rows -> logits
 
-The head runs outside, over the rows that are wanted alone: with a chunk of a prompt those are few of a step's tokens,
-and a row of logits is a vocabulary wide.
+The head runs outside of the graph, over the wanted rows only: of a prompt chunk these are few, and a row of logits is
+as wide as the vocabulary.
 
-What fills a bucket up is one more sequence, whose tokens lie in a KV block that nobody owns, and empty ones. Nothing
-within depends on data; what does, such as moving blocks, comes before. A `Capture` makes a replay of a function:
-`CudaCapture` on a device, a played one in tests, which fails where a real one would.
+A bucket is padded with one sequence, whose tokens lie in a KV block without owner (the null block), and with empty
+sequences. Nothing in a graph depends on data; moves and copies of KV run before it. A `Capture` turns a function into
+its replay: `CudaCapture` on a device; tests have a fake that fails where a real capture would.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ TOKEN_BUCKETS = (
     *(320, 384, 448, 512, 640, 768, 896, 1024, 1280),  # 256 requests with drafts of four tokens
 )
 REQUEST_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-MANY_TOKENS = 256  # buckets of more are of few numbers of requests: what their empty sequences take is little then …
-MANY_TOKENS_REQUESTS = (64, 256)  # … namely of these
-MAX_TOKENS_EACH = 16  # of a bucket's requests, on average: more take a bucket of more requests, some of them empty
-NUM_MODEL_PARTS = 3  # token ids, positions, rows; the others are the attention's
-ROWS_PART = 2  # of which the last is the head's
+MANY_TOKENS = 256  # beyond, fewer request buckets: empty sequences cost relatively little in a large step …
+MANY_TOKENS_REQUESTS = (64, 256)  # … these
+MAX_TOKENS_EACH = 16  # mean tokens per request of a bucket; more tokens take a bucket of more, partly empty requests
+NUM_MODEL_PARTS = 3  # token ids, positions, rows; the other parts are for attention
+ROWS_PART = 2  # index of the rows
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]  # logits and states, as the model returns them
 
 
 class CapturedModel(Protocol):
-    """A forward over packed tokens: a `Decoder`, or a head whose pairs start from states in memory that stays."""
+    """A model whose steps can be captured: a `Decoder`, or a drafter's head with its input states in static buffers."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -56,23 +56,23 @@ class CapturedModel(Protocol):
     def hidden_size(self) -> int: ...
     @property
     def not_captured(self) -> str | None:
-        """Why its steps run eagerly; None: they are captured."""
+        """Why steps run eagerly; None: they are captured."""
 
     def hidden(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttentionHandler, *, taps: Sequence[int] = ()
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what the head reads [num_tokens, hidden_size] and, with taps, states as wide for each of them."""
+        """Return the head's input [num_tokens, hidden_size] and, with taps, states [num_tokens, taps * hidden_size]."""
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [num_rows, vocab_size] of rows that `hidden` has made."""
+        """Return float32 logits [num_rows, vocab_size] of rows of `hidden`."""
 
 
-Capture = Callable[[Callable[[], None]], Callable[[], None]]  # of a function that reads and writes memory that stays
+Capture = Callable[[Callable[[], None]], Callable[[], None]]  # from a function over static buffers to its replay
 
 
 @dataclass(frozen=True, slots=True)
 class GraphBackend:
-    """How steps are captured on a device, and which attention reads metadata that lies there."""
+    """A device's way to capture steps, and its attention over metadata in static buffers."""
 
     capture: Capture
     attention: Callable[[PagedMetadata, KVPool], AttentionHandler]
@@ -88,7 +88,7 @@ class Bucket:
 
 
 def all_buckets(*, has_trees: bool) -> list[Bucket]:
-    """Return every bucket that a step can have, the largest first: the others fit into its memory."""
+    """Return all buckets, largest first, so that the others reuse its memory."""
     return sorted(
         (
             Bucket(num_tokens, num_requests, has_trees)
@@ -102,7 +102,7 @@ def all_buckets(*, has_trees: bool) -> list[Bucket]:
 
 
 def bucket_of(batch: ScheduledBatch, table_width: int) -> Bucket | str:
-    """Return the smallest bucket that holds a batch, or the reason why it has none."""
+    """Return the smallest bucket that holds a batch, or the reason why there is none."""
     if batch.num_layers is not None:
         return "early_exit"
     if batch.num_tokens > TOKEN_BUCKETS[-1]:
@@ -124,7 +124,7 @@ def _request_buckets(num_tokens: int) -> Sequence[int]:
 
 
 def padded(batch: ScheduledBatch, bucket: Bucket, null_block: int, block_size: int) -> ScheduledBatch:
-    """Fill a batch up: one more sequence has the tokens that are missing, in the null block; the rest are empty."""
+    """Pad a batch to a bucket: one sequence in the null block has the missing tokens, further ones are empty."""
     num_missing = bucket.num_tokens - batch.num_tokens
     num_empty = bucket.num_requests - len(batch.query_lengths)
     tables = [[null_block] * -(-num_missing // block_size), *[[] for _ in range(num_empty)]]
@@ -142,7 +142,7 @@ def padded(batch: ScheduledBatch, bucket: Bucket, null_block: int, block_size: i
 
 
 def step_layout(bucket: Bucket, table_width: int) -> Layout:
-    """Return what `step_parts` of a batch padded to this bucket has, tables at their widest."""
+    """Return dtypes and shapes of `step_parts` of a batch padded to this bucket, with the widest tables."""
     num_tokens, num_sequences = bucket.num_tokens, bucket.num_requests + 1
     layout: list[tuple[torch.dtype, tuple[int, ...]]] = [
         *[(torch.int64, (num_tokens,))] * (NUM_MODEL_PARTS + 1),
@@ -156,25 +156,25 @@ def step_layout(bucket: Bucket, table_width: int) -> Layout:
 
 
 def step_parts(batch: ScheduledBatch) -> list[np.ndarray]:
-    """Return token ids, positions, rows, and what attention must know."""
+    """Return token ids, positions, rows, and the attention's metadata."""
     numbers = (batch.token_ids, batch.positions, batch.logits_indices)
     return [*(np.array(each, np.int64) for each in numbers), *metadata_parts(batch)]
 
 
 class Place:
-    """One bucket's parts: where its step reads them, and where they are written on the host."""
+    """One bucket's parts in the buffers, on the device and on the host."""
 
     def __init__(self, memory: torch.Tensor, staged: torch.Tensor, layout: Layout) -> None:
         size = num_bytes(layout)
-        self.parts = carved(memory, layout)  # whose addresses are the same for ever
+        self.parts = carved(memory, layout)  # at static addresses
         self.hosted = [part.numpy() for part in carved(staged, layout)]
         self.memory, self.staged = memory[:size], staged[:size]
 
 
 class StepBuffers:
-    """Memory that all captured steps of a model read, filled by one copy per step from pinned memory.
+    """Static buffers that all captured steps of a model share, filled by one copy per step from pinned memory.
 
-    One step at a time uses it, so that every bucket's place begins at its beginning.
+    Steps use them one at a time, so every bucket's place begins at offset 0.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -184,13 +184,13 @@ class StepBuffers:
         self._copied = torch.cuda.Event() if on_device else None
 
     def place(self, layout: Layout) -> Place:
-        """Return where a bucket's parts lie."""
+        """Return a bucket's place."""
         return Place(self._memory, self._staged, layout)
 
     def fill(self, place: Place, parts: Sequence[np.ndarray]) -> None:
-        """Bring a step's parts; one that is smaller than its place, as a table may be, leaves the rest as it was."""
+        """Copy a step's parts to the device. If a part (a table) is smaller than its place, old values remain there."""
         if self._copied is not None:
-            self._copied.synchronize()  # the last copy may still be reading
+            self._copied.synchronize()  # the last copy may still be reading pinned memory
         for hosted, part in zip(place.hosted, parts, strict=True):
             hosted[tuple(map(slice, part.shape))] = part
         place.memory.copy_(place.staged, non_blocking=True)
@@ -205,7 +205,7 @@ class _Captured:
 
 
 class StepGraphs:
-    """A model's captured steps over one KV pool, whose block `null_block` belongs to nobody."""
+    """A model's captured steps over one KV pool, whose block `null_block` is not allocated to any request."""
 
     def __init__(
         self,
@@ -220,26 +220,26 @@ class StepGraphs:
         counts: GraphCounts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Not `is_alone`: other ranks capture the same steps, and wait for this one where it does not.
+        """`is_alone`: there are no other ranks; else a failed capture raises, since the others wait in a collective.
 
-        `counts` are those to add to, where others add to them as well.
+        `counts`: shared counters to add to; None: its own.
         """
         self.counts = GraphCounts() if counts is None else counts
         self._model, self._pool, self._backend, self._null_block = model, pool, backend, null_block
         self._taps, self._is_alone, self._clock = taps, is_alone, clock
-        # as wide as the longest sequence and a tree, or the padding: 1 KiB a request for 4,096 tokens
+        # wide enough for the longest sequence plus a tree, and for the padding: 1 KiB per request for 4,096 tokens
         self._table_width = -(-max(max_model_len + WORD_BITS, TOKEN_BUCKETS[-1]) // pool.block_size)
         largest = Bucket(TOKEN_BUCKETS[-1], REQUEST_BUCKETS[-1], has_trees=True)
         self._buffers = StepBuffers(num_bytes(step_layout(largest, self._table_width)), pool.device)
-        # not the graphs' own, which would have to stay apart from each other's
+        # outputs are shared by all graphs, instead of one allocation per graph
         num_tokens, width = TOKEN_BUCKETS[-1], len(taps) * model.hidden_size
         self._hidden = torch.zeros(num_tokens, model.hidden_size, dtype=model.dtype, device=pool.device)
         self._states = torch.zeros(num_tokens, width, dtype=model.dtype, device=pool.device) if taps else None
-        self._captured: dict[Bucket, _Captured | None] = {}  # None: it cannot be
+        self._captured: dict[Bucket, _Captured | None] = {}  # None: the capture failed
 
     @torch.inference_mode()
     def capture(self, *, has_trees: bool = False) -> None:
-        """Capture the steps of decoding and of verifying chains, and of trees where there are any, before it serves."""
+        """Capture the steps of all buckets before serving; with `has_trees`, also those with trees."""
         if self._model.not_captured is not None:
             logger.warning("no step is captured: %s", self._model.not_captured)
             return
@@ -249,10 +249,10 @@ class StepGraphs:
         logger.info("captured %d steps in %.1f s", self.counts.num_graphs, self.counts.capture_s)
 
     def run(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> Outputs | None:
-        """Replay a step: logits [num_rows, vocab_size]; states [num_tokens, width], good until the next one.
+        """Replay a step: logits [num_rows, vocab_size]; states [num_tokens, width], valid until the next step.
 
-        `chosen` are the tokens that stand open. None: the step has no graph and must run eagerly, which is counted.
-        Moves and copies of KV are the caller's.
+        Returns None, and counts the reason, if the step must run eagerly. `chosen`: the tokens for placeholders. The
+        caller moves and copies KV before.
         """
         bucket = self._model.not_captured or bucket_of(batch, self._table_width)
         captured = self._captured_at(bucket) if isinstance(bucket, Bucket) else None
@@ -273,7 +273,7 @@ class StepGraphs:
         self._buffers.fill(place, step_parts(padded(batch, bucket, self._null_block, self._pool.block_size)))
 
     def _captured_at(self, bucket: Bucket) -> _Captured | None:
-        """Return a bucket's step, captured now if it was not; None: there is none and will be none."""
+        """Return a bucket's captured step, capturing it if needed; None if the capture fails, now or before."""
         if bucket in self._captured:
             return self._captured[bucket]
         begin_s = self._clock()
@@ -281,7 +281,7 @@ class StepGraphs:
         self._fill(place, bucket, _one_token(bucket, self._null_block, self._pool.block_size))
         try:
             captured = _Captured(place, self._backend.capture(self._step(bucket, place)))
-        except RuntimeError as error:  # of CUDA: out of memory, or a model that does what a graph cannot hold
+        except RuntimeError as error:  # CUDA: out of memory, or an operation that cannot be captured
             if not self._is_alone:
                 raise
             logger.warning("%s cannot be captured: its steps run eagerly, as with --enforce-eager: %r", bucket, error)
@@ -313,7 +313,7 @@ class StepGraphs:
 
 
 def _one_token(bucket: Bucket, null_block: int, block_size: int) -> ScheduledBatch:
-    """Return a step that touches nothing but the null block, to capture with."""
+    """Return a step over one token in the null block, to capture with."""
     return ScheduledBatch(
         token_ids=[0],
         positions=[0],
@@ -327,7 +327,7 @@ def _one_token(bucket: Bucket, null_block: int, block_size: int) -> ScheduledBat
 
 
 class CudaCapture:
-    """Records functions as CUDA graphs that share one pool of memory: one is replayed at a time."""
+    """Captures functions as CUDA graphs that share one memory pool, since one is replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -336,10 +336,10 @@ class CudaCapture:
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            step()  # kernels are compiled and workspaces made, neither of which can be recorded
+            step()  # warm-up: compiling kernels and allocating workspaces cannot be captured
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: what another thread does meanwhile, such as NCCL's watchdog, is no part of it
+        # thread_local: CUDA calls of other threads, such as NCCL's watchdog, do not invalidate the capture
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             step()
         return graph.replay

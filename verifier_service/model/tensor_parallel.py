@@ -1,4 +1,4 @@
-"""Ranks that hold one model together: the group, and the layers that are sliced over it."""
+"""Tensor parallelism: the group of ranks, and the layers that are sharded over it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ BACKENDS = ("gloo", "nccl")
 
 
 class TensorParallelGroup:
-    """The ranks of one tensor-parallel model; made directly from a store, so it needs no default world."""
+    """The ranks of one tensor-parallel model; its process group is made from a store, without a default group."""
 
     def __init__(self, rank: int, size: int, process_group: dist.ProcessGroup | None) -> None:
         self.rank, self.size, self._process_group = rank, size, process_group
 
     @classmethod
     def single(cls) -> TensorParallelGroup:
-        """A group of one rank: collectives return their input."""
+        """Return a group of one rank, whose collectives return their input."""
         return cls(0, 1, None)
 
     @classmethod
     def join(
         cls, rank: int, size: int, store_address: str, backend: str = "gloo", timeout_s: float = 60.0
     ) -> TensorParallelGroup:
-        """Meet the other ranks at `store_address` ("host:port", served by rank 0); every rank must call this."""
+        """Join the group at `store_address` ("host:port", served by rank 0); every rank must call this."""
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}")
         if not 0 <= rank < size:
@@ -60,7 +60,7 @@ class TensorParallelGroup:
         return tensor
 
     def all_reduce_min(self, value: int) -> int:
-        """Agree on the smallest of one integer per rank."""
+        """Return the minimum over ranks."""
         if self._process_group is None:
             return value
         device = "cuda" if isinstance(self._process_group, _nccl_type()) else "cpu"
@@ -71,7 +71,7 @@ class TensorParallelGroup:
         return int(tensor.item())
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give every rank what rank 0 has, in place; returns `tensor`."""
+        """Copy rank 0's tensor to every rank, in place; returns `tensor`."""
         if self._process_group is not None:
             self._process_group.broadcast([tensor]).wait()
         return tensor
@@ -90,7 +90,7 @@ def _nccl_type() -> tuple[type, ...]:
 
 
 class AllReduced(nn.Module):
-    """A layer of which each rank computes a partial sum."""
+    """A layer whose output is summed over ranks."""
 
     def __init__(self, inner: nn.Module, group: TensorParallelGroup) -> None:
         super().__init__()
@@ -101,12 +101,12 @@ class AllReduced(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding of which each rank holds some rows; the others' ids contribute zero."""
+    """An embedding whose rows are sharded over ranks; ids of other ranks' rows contribute zero."""
 
     def __init__(self, inner: nn.Embedding, group: TensorParallelGroup, start: int) -> None:
         super().__init__()
         self.inner, self._group, self._start = inner, group, start
-        inner.padding_idx = None  # means nothing without gradients, and may lie outside of this rank's rows
+        inner.padding_idx = None  # unused without gradients, and may lie outside of this rank's rows
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         local = token_ids - self._start
@@ -117,7 +117,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """A head of which each rank computes some columns; the logits are gathered."""
+    """A head whose vocabulary is sharded over ranks; the logits are gathered."""
 
     def __init__(self, inner: nn.Module, group: TensorParallelGroup, vocab_size: int) -> None:
         super().__init__()
@@ -126,16 +126,16 @@ class VocabParallelHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.inner(hidden)
-        # the last ranks may hold fewer columns; a collective wants equal shapes
+        # the last ranks may have fewer columns; all_gather needs equal shapes
         logits = F.pad(logits, (0, self._widest - logits.shape[-1]))
         return self._group.all_gather(logits, dim=-1)[..., : self._vocab_size]
 
 
 def plan_shards(model: PreTrainedModel, group: TensorParallelGroup) -> dict[str, Shard]:
-    """Say which slice of each checkpoint tensor this rank holds, by the model's own plan.
+    """Return this rank's slice of each sharded checkpoint tensor, by the library's sharding plan.
 
-    Linears by columns or rows, the experts of an MoE along their intermediate dimension, embedding and head along the
-    vocabulary. Tensors that are not named are whole on every rank. Raises `UnsupportedModelError`.
+    Linears are sharded by columns or rows, experts along their intermediate dimension, embedding and head along the
+    vocabulary. Tensors without an entry are replicated. Raises `UnsupportedModelError`.
     """
     if group.size == 1:
         return {}
@@ -157,7 +157,7 @@ def plan_shards(model: PreTrainedModel, group: TensorParallelGroup) -> dict[str,
 
 
 def shrink(model: PreTrainedModel, shards: Mapping[str, Shard]) -> None:
-    """Give the model's parameters (on the meta device) the shapes of their shards."""
+    """Replace the model's parameters (on the meta device) by ones with the shapes of their shards."""
     shrunk: dict[int, nn.Parameter] = {}
     for name, shard in shards.items():
         owner_name, _, leaf = name.rpartition(".")
@@ -173,13 +173,13 @@ def shrink(model: PreTrainedModel, shards: Mapping[str, Shard]) -> None:
 
 
 def wrap_shards(model: PreTrainedModel, group: TensorParallelGroup, vocab_size: int) -> None:
-    """Put the collectives around the loaded shards: one all-reduce per row-parallel layer, one gather at the head."""
+    """Add the collectives around loaded shards: one all-reduce per row-parallel layer, one gather at the head."""
     if group.size == 1:
         return
     for name, module in list(model.named_modules()):
         style = _plan_style(model, name)
         if style == "rowwise" and group.rank > 0:
-            module.bias = None  # rank 0 adds it once
+            module.bias = None  # only rank 0 adds it
         if style in ("rowwise", "moe_tp_experts"):
             _replace(model, name, AllReduced(module, group))
     start = vocabulary_range(vocab_size, group)[0]
@@ -190,7 +190,7 @@ def wrap_shards(model: PreTrainedModel, group: TensorParallelGroup, vocab_size: 
 
 
 def vocabulary_range(vocab_size: int, group: TensorParallelGroup) -> tuple[int, int]:
-    """Return the half-open range of token ids that this rank holds; the last ranks may hold fewer."""
+    """Return this rank's half-open range of token ids; the last ranks may have fewer."""
     widest = -(-vocab_size // group.size)
     return min(group.rank * widest, vocab_size), min((group.rank + 1) * widest, vocab_size)
 
@@ -218,7 +218,7 @@ def _column_shards(
 
 
 def _kv_shard(model: PreTrainedModel, name: str, num_rows: int, num_kv_heads: int, group: TensorParallelGroup) -> Shard:
-    """Slice by KV heads; where there are fewer than ranks, neighbouring ranks hold the same one."""
+    """Shard by KV heads; with fewer heads than ranks, neighbouring ranks share one."""
     if num_kv_heads >= group.size:
         _require_divisible(model, "num_key_value_heads", num_kv_heads, group.size)
         return _even_shard(model, name, 0, num_rows, group)
@@ -247,7 +247,7 @@ def _vocabulary_shards(model: PreTrainedModel, group: TensorParallelGroup) -> di
 def _shard_shape(name: str, parameter: torch.Tensor, shard: Shard) -> list[int]:
     shape = list(parameter.shape)
     width = shard.stop - shard.start
-    if parameter.ndim == 3:  # [num_experts, rows, columns]: the shard counts within one expert's own tensors
+    if parameter.ndim == 3:  # [num_experts, rows, columns]: `shard` indexes one expert's gate, up or down tensor
         shape[shard.dim + 1] = 2 * width if name.endswith("gate_up_proj") else width
     else:
         shape[shard.dim] = width

@@ -1,4 +1,4 @@
-"""Load the tokenizer that came with a model, and tell its vocabulary from others."""
+"""Load a model's tokenizer, and fingerprint its vocabulary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer."""
-    from transformers import AutoTokenizer  # brings torch: seconds that every replica in front of an engine would take
+    from transformers import AutoTokenizer  # imported here: it imports torch, which takes seconds in every replica
 
     return AutoTokenizer.from_pretrained(
         local_path(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code
@@ -22,7 +22,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def fingerprint_of(model: ModelConfig) -> str:
-    """Return the fingerprint of a model's vocabulary; empty: not known, it came without a tokenizer."""
+    """Return the fingerprint of a model's vocabulary; empty without a tokenizer."""
     try:
         return vocab_fingerprint(load_tokenizer(model).get_vocab())
     except (OSError, ValueError):

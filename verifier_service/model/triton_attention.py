@@ -1,14 +1,15 @@
 """Paged attention on a CUDA device: one Triton kernel over block tables for prefill, decode, chains and trees.
 
-Keys and values are read where they lie in the KV pool, never gathered. A program takes a tile of queries, tokens times
-the query heads that share a KV head, and walks over the keys once with the online softmax of FlashAttention (Dao et
-al., 2022, arXiv:2205.14135), in powers of two and float32. Where that leaves multiprocessors idle (few queries, long
-contexts), the keys are split among programs and a second kernel joins their parts (Flash-Decoding, Dao et al., 2023).
+Keys and values are read in place from the KV pool. A program takes a tile of queries (tokens times the query heads
+that share a KV head) and reads the keys once, with the online softmax of FlashAttention (Dao et al., 2022,
+arXiv:2205.14135), in powers of two and float32. If too few programs would leave multiprocessors idle (few queries,
+long contexts), the keys are split among programs and a second kernel joins their parts (Flash-Decoding, Dao et al.,
+2023).
 
     tokens of a sequence   0 ............ context - query ....... context - tree ...... context
-    seen by its queries    |  by all      |  by those after it    |  by descendants, by bit mask
+    seen by                |  all queries |  queries after it     |  descendants, by bit mask
 
-The reference for all of it is `attention.AttentionContext`. `TRITON_INTERPRET=1` runs the kernels without a GPU.
+The reference is `attention.AttentionContext`. `TRITON_INTERPRET=1` runs the kernels without a GPU.
 """
 
 from __future__ import annotations
@@ -25,26 +26,27 @@ from outrider.verifier_service.model.attention import AttentionOptions, KVPool
 from outrider.verifier_service.model.paged_metadata import PagedMetadata
 
 MIN_DOT = 16  # the smallest side of a matrix product on tensor cores
-TILE_ROWS = (16, 64, 128)  # decode, verification, prefill: few sizes, since each is compiled apart
-LONG_QUERY_ROWS = 512  # from here on the largest tile pays
+TILE_ROWS = (16, 64, 128)  # decode, verification, prefill; few sizes, since each one is compiled
+LONG_QUERY_ROWS = 512  # from here on, the largest tile is fastest
 MAX_TILE_KEYS = 64
-STAGE_BYTES = 32 << 10  # of keys and values that a tile takes at a time; an H100 has 227 KiB of shared memory …
-QUERY_BYTES = 64 << 10  # … in which the tile's queries and outputs want a place too
-FOUR_WARPS_BYTES = 64 * 128 * 2  # of a tile's output, up to which four warps' registers hold all that goes with it
-MIN_SPLIT_KEYS = 256  # shorter parts cost more in the joining than they gain
+STAGE_BYTES = 32 << 10  # keys and values that a tile loads at a time; an H100 has 227 KiB of shared memory …
+QUERY_BYTES = 64 << 10  # … also for the tile's queries and outputs
+FOUR_WARPS_BYTES = 64 * 128 * 2  # largest output of a tile that fits the registers of four warps
+MIN_SPLIT_KEYS = 256  # shorter parts cost more to join than they gain
 MAX_SPLITS = 128
 JOINED_AT_ONCE = 16
 PROGRAMS_PER_MULTIPROCESSOR = 2
 LOG2_E = math.log2(math.e)
 
+
 def require_triton() -> None:
-    """Raise `RuntimeError` where Triton is missing: CUDA builds of torch bring it, others need `pip install triton`."""
+    """Raise `RuntimeError` without Triton: CUDA builds of torch include it, others need `pip install triton`."""
     if triton is None:
         raise RuntimeError("attention on a CUDA device needs the package triton, which is not installed")
 
 
 class TritonContext:
-    """One step's attention handler on a CUDA device: what `AttentionContext` is elsewhere."""
+    """One step's attention handler on a CUDA device, as `AttentionContext` elsewhere."""
 
     __slots__ = ("_metadata", "_pool")
 
@@ -53,7 +55,7 @@ class TritonContext:
 
     @classmethod
     def of(cls, batch: ScheduledBatch, pool: KVPool) -> TritonContext:
-        """Derive slots, tables and masks from a batch."""
+        """Build slots, tables and masks from a batch."""
         return cls(PagedMetadata.of(batch, pool.block_size, pool.device), pool)
 
     def attend(
@@ -75,10 +77,10 @@ def paged_attention(
     *,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """Attend to keys and values that are in the pool already: [num_tokens, num_heads, value_dim].
+    """Attend to keys and values in the pool, this step's included; return [num_tokens, num_heads, value_dim].
 
-    All three tensors have one dtype and their last dimension is contiguous. `num_splits` is how many programs share
-    the keys of a query; None: as many as fill the device. Nothing waits for the device.
+    All three tensors have one dtype and a contiguous last dimension. `num_splits` programs share the keys of a query;
+    None: as many as fill the device. Does not synchronise.
     """
     require_triton()
     num_tokens, num_heads, head_dim = query.shape
@@ -134,7 +136,7 @@ def _launch(
         0 if ancestors is None else ancestors.shape[1],
         options.sliding_window or 0,
         num_splits,
-        # powers of two instead of e; a cap is applied to what is scaled by it
+        # inner and outer scale: scores in powers of two; a soft cap is cap * tanh(scores / cap)
         scaling * LOG2_E if softcap is None else scaling / softcap,
         1.0 if softcap is None else softcap * LOG2_E,
         *(*query.stride()[:2], *key_cache.stride()[:2], *value_cache.stride()[:2]),
@@ -159,10 +161,10 @@ def _launch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The share of one program, and what it is compiled with."""
+    """A program's share of queries and keys, and its compile options."""
 
     num_tokens: int
-    num_rows: int  # tokens * heads of a group, and what is left over
+    num_rows: int  # tokens * query heads per KV head, padded
     num_keys: int
     num_warps: int
     num_stages: int
@@ -190,7 +192,7 @@ def tile_of(max_query_length: int, group_size: int, head_dim: int, value_dim: in
 
 
 def choose_num_splits(num_programs: int, num_keys: int, num_multiprocessors: int) -> int:
-    """Split `num_keys` keys among so many programs that the device is full, but none gets too few."""
+    """Return how many programs share `num_keys` keys: enough to fill the device, at least MIN_SPLIT_KEYS each."""
     wanted = num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // num_programs
     return max(1, min(wanted, num_keys // MIN_SPLIT_KEYS, MAX_SPLITS))
 

@@ -1,4 +1,4 @@
-"""Stream a checkpoint's tensors into a model that was built without memory; each rank reads only its slices."""
+"""Read a checkpoint's tensors into a model on the meta device; each rank reads only its slices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|down_pro
 
 
 class WeightError(ValueError):
-    """A checkpoint that does not fit its model; the text names the tensor."""
+    """A checkpoint does not fit its model; the text names the tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class TensorSource(Protocol):
 
 
 class StateDictSource:
-    """Tensors that are in memory already."""
+    """Tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -68,7 +68,7 @@ class StateDictSource:
 
 
 class Checkpoint:
-    """The tensors of a folder of safetensors files, read slice by slice; counts what it reads."""
+    """The tensors of a folder of safetensors files, read slice by slice; `bytes_read` counts."""
 
     def __init__(self, folder: Path) -> None:
         self.bytes_read = 0
@@ -120,10 +120,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 class WeightReader:
-    """Finds a checkpoint's tensors under the names that a model gives them, and knows which ones nobody asked for.
+    """Reads a checkpoint's tensors by the model's names, and finds the ones that were never read.
 
-    `aliases` are `(pattern, replacement)` rewrites of a model's name into the checkpoint's, tried in order after the
-    name itself.
+    `aliases`: (pattern, replacement) from the model's name to the checkpoint's, tried in order after the name itself.
     """
 
     def __init__(self, source: TensorSource, aliases: Sequence[tuple[str, str]] = ()) -> None:
@@ -144,12 +143,10 @@ class WeightReader:
         self._used.add(found)
         return self._source.read(found, shard)
 
-    def read_part(
-        self, names: Sequence[str], shape: tuple[int, ...], shard: Shard | None
-    ) -> torch.Tensor:
-        """Read the first tensor that is there of those named, of which this rank's slice has this shape.
+    def read_part(self, names: Sequence[str], shape: tuple[int, ...], shard: Shard | None) -> torch.Tensor:
+        """Read this rank's slice, of this shape, of the first of `names` that the checkpoint has.
 
-        That may be one that the checkpoint holds as a tensor for each expert. Raises `WeightError`.
+        A fused tensor of experts may be stored as one tensor per expert. Raises `WeightError`.
         """
         for name in names:
             for source in self._candidates(name):
@@ -162,11 +159,11 @@ class WeightReader:
         raise WeightError(f"checkpoint has no tensor for {names[0]!r}")
 
     def skip(self, name: str) -> None:
-        """Count a tensor as used: the model has its values from another."""
+        """Count a tensor as used without reading it: a tied one."""
         self._used |= set(self._candidates(name))
 
     def require_all_used(self, ignored: Sequence[str] = ()) -> None:
-        """Raise `WeightError` for a tensor that was not asked for and matches none of the patterns."""
+        """Raise `WeightError` for a tensor that was never read and matches none of the patterns."""
         left = [name for name in self._source.names if name not in self._used and not _matches(name, ignored)]
         if left:
             raise WeightError(f"checkpoint tensor {min(left)!r} has no place in the model")
@@ -186,10 +183,10 @@ def load_weights(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Give every parameter and persistent buffer of `model` (on the meta device) its values.
+    """Load every parameter and persistent buffer of `model` (on the meta device).
 
-    `shards` says which slice of the checkpoint's tensor a (already smaller) parameter holds; `aliases` are those of
-    `WeightReader`; `ignored` are patterns of checkpoint tensors that the model does not use. Raises `WeightError`.
+    `shards`: this rank's slice, by parameter name; the parameters must have the slices' shapes. `aliases`: as in
+    `WeightReader`. `ignored`: patterns of tensors that the model does not use. Raises `WeightError`.
     """
     reader = WeightReader(checkpoint, aliases)
     for names in _tensors_of(model):
@@ -203,7 +200,7 @@ def load_weights(
 
 
 def _tensors_of(model: torch.nn.Module) -> list[list[str]]:
-    """List the names of each distinct parameter and persistent buffer; tied parameters have several names."""
+    """Return the names of each distinct parameter and persistent buffer; a tied one has several."""
     persistent = model.state_dict(keep_vars=True)
     names: dict[int, list[str]] = {}
     for name, tensor in persistent.items():
@@ -223,11 +220,11 @@ def _read_checked(
 
 
 def _read_whole(checkpoint: TensorSource, source: str, expected: tuple[int, ...], shard: Shard | None) -> torch.Tensor:
-    """Read a tensor that the checkpoint holds under one name, fused experts included."""
+    """Read a tensor that the checkpoint has under one name, fused experts included."""
     match = _EXPERT.match(source)
     if match is None or shard is None:
         return _read_checked(checkpoint, source, expected, shard)
-    # [num_experts, rows, columns]: the shard counts within one expert's own gate, up or down tensor
+    # [num_experts, rows, columns]: `shard` indexes one expert's gate, up or down tensor
     num_parts = 2 if match["kind"] == "gate_up_proj" else 1
     full = checkpoint.shape(source)
     stride = full[shard.dim + 1] // num_parts
@@ -241,7 +238,7 @@ def _read_whole(checkpoint: TensorSource, source: str, expected: tuple[int, ...]
 
 
 def _expert_sources(checkpoint: TensorSource, name: str, num_experts: int) -> list[list[str]]:
-    """Name the per-expert tensors that make up a fused one: [num_experts][gate and up, or down]."""
+    """Return the names of the tensors that make up a fused one, [num_experts][gate and up, or down]; [] if none."""
     match = _EXPERT.match(name)
     if match is None:
         return []
@@ -259,7 +256,7 @@ def _expert_sources(checkpoint: TensorSource, name: str, num_experts: int) -> li
 def _read_experts(
     checkpoint: TensorSource, sources: list[list[str]], expected: tuple[int, ...], shard: Shard | None
 ) -> torch.Tensor:
-    """Fuse [num_experts, parts * rows, columns] from tensors of one expert each; `shard.dim` counts within those."""
+    """Fuse tensors of single experts into [num_experts, parts * rows, columns]; `shard` applies to each of them."""
     part_shape = (expected[1] // len(sources[0]), expected[2])
     fused = None
     for expert, parts in enumerate(sources):

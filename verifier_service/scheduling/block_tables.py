@@ -1,4 +1,4 @@
-"""Keep the KV blocks of each request: taken from cache or sibling, grown, rolled back, published, given back."""
+"""Each request's block table: filled from prefix cache or sibling, grown, rolled back, published, freed."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from outrider.verifier_service.scheduling.prefix_cache import extend_hashes
 
 
 class BlockTables:
-    """What the scheduler does to `Request.block_table`, `num_computed_tokens` and `block_hashes`, over one pool."""
+    """Updates `Request.block_table`, `num_computed_tokens` and `block_hashes`, over one pool."""
 
     def __init__(self, pool: BlockPool, enable_prefix_caching: bool) -> None:
         self._pool = pool
         self._enable_prefix_caching = enable_prefix_caching
 
-    # --- taking what is there ---
+    # --- admission ---
 
     def has_cached(self, request: Request, index: int) -> bool:
-        """Return whether the prefix cache holds block `index` of a request; the last token's never counts."""
+        """Return whether the prefix cache holds block `index` of a request; False for the last token's block."""
         if not self._enable_prefix_caching or index >= (request.num_tokens - 1) // self._pool.block_size:
             return False
         self._extend_hashes(request, index + 1)
         return self._pool.is_cached(request.block_hashes[index])
 
     def take_nothing(self, request: Request) -> bool:
-        """Start from the first token; False, as of the other two, when all that is to be computed does not fit."""
+        """Start from the first token. As `take_cached` and `fork`, return False if the request does not fit."""
         return self._fits(request, 0)
 
     def take_cached(self, request: Request) -> bool:
-        """Take the prefix that the cache holds.
+        """Take the cached prefix.
 
         |<- cached: whole blocks ->|<- to compute, in chunks: at least the last token, whose logits are needed ->|
         """
-        # The whole of it must fit, though only a chunk is allocated now: half a prefill, preempted, was for nothing.
+        # The whole prompt must fit, though only a chunk is allocated now: preempting half a prefill would waste it.
         num_missing = self._pool.num_blocks_for(request.num_tokens) - self._pool.num_free_blocks
         if num_missing > 0 and not self.has_cached(request, num_missing - 1):
-            return False  # the usual answer while the pool is full, without walking the prefix at every step
+            return False  # fast path while the pool is full: does not walk the prefix at every step
         cached = self._pool.match_prefix(self._prefix_hashes(request))
         if not self._fits(request, len(cached)):
-            self._pool.release(cached)  # blocks that nobody else uses were free before the match: no gain
+            self._pool.release(cached)  # matched blocks without other users were counted as free already
             return False
         request.block_table = cached
         request.num_computed_tokens = len(cached) * self._pool.block_size
         return True
 
     def fork(self, request: Request, source: Request) -> bool:
-        """Share the blocks that hold a sibling's prompt.
+        """Share the blocks of a sibling's prompt.
 
         |<- shared: all of the prompt but its last token ->|<- to compute ->|
-        |<- whole blocks ->|<- part of a block: whoever writes into it first does so in a copy
+        |<- whole blocks ->|<- part of a block: copied before the first write (copy on write)
         """
         num_shared = request.num_prompt_tokens - 1
         if not self._fits(request, num_shared // self._pool.block_size):
@@ -77,12 +77,12 @@ class BlockTables:
     # --- growing and shrinking ---
 
     def room(self, request: Request) -> int:
-        """Return how many more tokens the request's own and all free blocks could hold."""
+        """Return how many more tokens fit into the request's own blocks and all free ones."""
         num_blocks = len(request.block_table) + self._pool.num_free_blocks - self._must_copy(request)
         return max(0, num_blocks * self._pool.block_size - request.num_computed_tokens)
 
     def reserve(self, request: Request, num_new_tokens: int) -> list[tuple[int, int]]:
-        """Cover the next tokens with blocks of the request's own; returns (source, target) of each block to copy."""
+        """Allocate blocks for the next tokens; return (source, target) of each shared block to copy first."""
         copies = [self._copy_last_block(request)] if self._must_copy(request) else []
         num_blocks = self._pool.num_blocks_for(request.num_computed_tokens + num_new_tokens)
         num_missing = num_blocks - len(request.block_table)
@@ -91,7 +91,7 @@ class BlockTables:
         return copies
 
     def _must_copy(self, request: Request) -> bool:
-        """Return whether the block that the request writes into next is another's, too."""
+        """Return whether the block that the request writes into next is shared."""
         index = request.num_computed_tokens // self._pool.block_size
         return index < len(request.block_table) and self._pool.is_shared(request.block_table[index])
 
@@ -103,11 +103,11 @@ class BlockTables:
         return shared, own
 
     def roll_back(self, request: Request) -> None:
-        """Give back the blocks beyond the computed tokens."""
+        """Release the blocks beyond the computed tokens."""
         self._pool.trim(request.block_table, request.num_computed_tokens)
 
     def publish(self, request: Request, first: int) -> None:
-        """Publish the blocks that became full of committed tokens since block `first`; rejected KV never is."""
+        """Publish, from block `first` on, the blocks that are full of committed tokens; never KV of rejected tokens."""
         num_full = request.num_computed_tokens // self._pool.block_size
         if num_full == first or not self._enable_prefix_caching:
             return
@@ -116,7 +116,7 @@ class BlockTables:
             self._pool.publish(request.block_table[index], request.block_hashes[index])
 
     def free(self, request: Request) -> None:
-        """Give all back."""
+        """Release all blocks."""
         self._pool.release(request.block_table)
-        request.block_table = []  # a new list: the old one may belong to a batch that is still running
+        request.block_table = []  # a new list: the old one may belong to a batch in flight
         request.num_computed_tokens = 0

@@ -1,4 +1,4 @@
-"""Who owns which KV block: reference counts, the free list, and the index of blocks that can be found again."""
+"""The pool of KV blocks: reference counts, free list, and the prefix cache's index."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Iterable, Sequence
 
 
 class OutOfBlocksError(RuntimeError):
-    """More KV blocks were asked for than are free, even after evicting every cached one."""
+    """More KV blocks were asked for than are free, cached ones included."""
 
 
 class BlockPool:
-    """Hand out KV blocks 0..num_blocks-1; every block is in exactly one of three states.
+    """Allocates KV blocks 0..num_blocks-1; every block is in exactly one of three states.
 
-    empty   free, nothing worth keeping          taken first
-    cached  free, but published under a hash     evicted least recently used first, when no empty one is left
+    empty   free, without useful content         allocated first
+    cached  free, but published under a hash     evicted least recently used first, once no empty one is left
     used    referenced by one or more sequences
 
             allocate            release, last reference
     empty ------------> used ---------------------------> empty (no hash) or cached (published)
     cached -----------> used   by match_prefix (keeps its hash) or by allocate (evicted: loses its hash)
 
-    A used block with more than one reference is never written: whoever wants to writes into a copy.
+    A block with more than one reference is never written; `BlockTables.reserve` copies it first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
@@ -30,7 +30,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first, recently used memory first
+        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first, then recently used memory
         self._cached: dict[int, None] = {}  # an ordered set, least recently used first
         self._num_references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -38,12 +38,12 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that `allocate` can hand out: empty ones, and cached ones that it would evict."""
+        """Empty blocks, and cached ones, which `allocate` evicts."""
         return len(self._empty) + len(self._cached)
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that sequences reference, in [0, 1]."""
+        """Share of blocks in use, in [0, 1]."""
         return 1.0 - self.num_free_blocks / self.num_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -59,9 +59,9 @@ class BlockPool:
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give one reference to each block back.
+        """Drop one reference to each block.
 
-        Tail first: a block is only found through its whole prefix, so a sequence must be evicted from its end.
+        The tail is released, and so evicted, first: a block is only found through its whole prefix.
         """
         for block_id in reversed(block_ids):
             assert self._num_references[block_id] > 0, f"block {block_id} released more often than taken"
@@ -74,14 +74,14 @@ class BlockPool:
                 self._cached[block_id] = None
 
     def trim(self, block_table: list[int], num_tokens: int) -> None:
-        """Give back the blocks of a table beyond those that hold its first `num_tokens` tokens."""
+        """Release the blocks of a table beyond its first `num_tokens` tokens."""
         num_kept = self.num_blocks_for(num_tokens)
         if num_kept < len(block_table):
             self.release(block_table[num_kept:])
             del block_table[num_kept:]
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Take one more reference to each of some used blocks."""
+        """Add a reference to each of some used blocks."""
         for block_id in block_ids:
             assert self._num_references[block_id] > 0, f"block {block_id} shared by nobody"
             self._num_references[block_id] += 1
@@ -90,11 +90,11 @@ class BlockPool:
         return self._num_references[block_id] > 1
 
     def is_cached(self, hash_: bytes) -> bool:
-        """Return whether a block is findable under this hash, used or not."""
+        """Return whether a block, used or free, is published under this hash."""
         return hash_ in self._block_of
 
     def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest cached chain from the start, with a reference taken on each."""
+        """Find the longest cached prefix; add a reference to each of its blocks and return them."""
         block_ids = []
         for hash_ in hashes:
             block_id = self._block_of.get(hash_)
@@ -106,9 +106,9 @@ class BlockPool:
         return block_ids
 
     def publish(self, block_id: int, hash_: bytes) -> None:
-        """Make a full, computed block findable by its hash.
+        """Put a full, computed block into the prefix cache.
 
-        A hash that is already known keeps its first block: others may hold references to it.
+        If the hash is already published, its first block stays: other requests may reference it.
         """
         assert self._num_references[block_id] > 0, f"block {block_id} published by nobody"
         if not self.enable_prefix_caching or hash_ in self._block_of:
@@ -118,7 +118,7 @@ class BlockPool:
         self._block_of[hash_] = block_id
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise `AssertionError` unless the books agree with each other and with the sequences' block tables."""
+        """Raise `AssertionError` unless states, counts and index agree with each other and with all block tables."""
         empty, cached = set(self._empty), set(self._cached)
         used = {block_id for block_id, count in enumerate(self._num_references) if count}
         assert len(empty) == len(self._empty), "a block is in the free list twice"

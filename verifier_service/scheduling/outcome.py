@@ -1,4 +1,4 @@
-"""What a step decided for its requests, in integers: which rows of its logits are whose, and what became of drafts."""
+"""A step's outcome per request, in integers: committed tokens, accepted path, logits rows."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from outrider.verifier_service.messages.tree import depths
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
 
-@dataclass(slots=True, kw_only=True)  # made for each request and step: frozen, that takes 2.4 times as long
+@dataclass(slots=True, kw_only=True)  # not frozen: one per request and step, and frozen takes 2.4 times as long
 class Outcome:
-    """What a step decided for one request: tokens up to the first that ends it, none after a prefill chunk."""
+    """One request's outcome: its tokens up to the first that ends it, none after a prefill chunk."""
 
     item: ScheduledRequest
-    first_row: int  # of the logits that the tokens were chosen from: that of the draft's root
+    first_row: int  # the logits row of the draft's root
     committed: list[int]
-    path: tuple[int, ...]  # committed draft tokens: what a stop token cut off is not committed, so it does not count
-    follows_leaf: bool  # the last token stands where no draft token was left to try
+    path: tuple[int, ...]  # accepted draft tokens, without those cut off by a stop token
+    follows_leaf: bool  # the last token is a bonus token: no draft token followed the accepted ones
     finish_reason: FinishReason | None
 
     @classmethod
@@ -33,7 +33,7 @@ class Outcome:
         num_committed: int,
         num_accepted: int,
     ) -> Outcome:
-        """Return what became of a chain, for pricing alone: how many tokens is all that counts, and not which."""
+        """Return a chain's outcome for pricing, which reads counts only; token ids are 0."""
         path = tuple(range(num_accepted))
         return cls(
             item=ScheduledRequest(
@@ -48,18 +48,18 @@ class Outcome:
 
     @property
     def rows(self) -> list[int]:
-        """The rows of the logits that the committed tokens were chosen from."""
+        """The logits rows that the committed tokens were sampled from."""
         return [self.first_row, *(self.first_row + 1 + node for node in self.path)][: len(self.committed)]
 
     @property
     def num_judged(self) -> int:
-        """How deep the draft was judged: its accepted tokens and the place where all that was tried was rejected."""
+        """Draft positions that were judged: the accepted ones, and the one where all draft tokens were rejected."""
         was_rejected = not self.follows_leaf and len(self.committed) > len(self.path)
         return len(self.path) + (self.item.draft is not None and was_rejected)
 
 
 def is_leaf(draft: Draft | None, path: Sequence[int]) -> bool:
-    """Return whether no token of the draft follows the accepted ones."""
+    """Return whether the accepted path ends at a leaf, so that a bonus token follows."""
     if draft is None:
         return False
     if draft.parents is None:
@@ -73,18 +73,18 @@ def num_draft_tokens(item: ScheduledRequest) -> int:
 
 
 def num_choice_rows(item: ScheduledRequest) -> int:
-    """Return how many rows of the logits tokens are chosen from."""
+    """Return how many logits rows are sampled for a request."""
     return 1 + num_draft_tokens(item) if item.samples else 0
 
 
 def row_starts(items: Sequence[ScheduledRequest]) -> list[int]:
-    """Return where each item's rows begin in the step's logits: those of its prompt, then those it chooses from."""
+    """Return where each item's rows begin in the step's logits: its prompt rows, then its sampled rows."""
     num_rows = (item.num_prompt_rows + num_choice_rows(item) for item in items)
     return list(itertools.accumulate(num_rows, initial=0))[:-1]
 
 
 def count_draft(item: ScheduledRequest, *, num_accepted: int) -> None:
-    """Take one verification into its request's counters."""
+    """Add one verification to its request's counters."""
     metrics = item.request.metrics
     if item.draft is None:
         metrics.num_empty_rounds += metrics.enabled and metrics.disabled_reason is None

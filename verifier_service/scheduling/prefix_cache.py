@@ -1,4 +1,4 @@
-"""Name full KV blocks by what they hold, so that requests with the same prefix share them."""
+"""Hashes of full KV blocks, by which requests with the same prefix share them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _DIGEST_BYTES = 16
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int], salt: str = "") -> bytes:
-    """Return the 16-byte name of a full block: its tokens, everything before them (`parent`), and a salt.
+    """Return the 16-byte hash of a full block's tokens, of the block before (`parent`) and of a salt.
 
-    KV depends on the whole prefix, hence the chain. A cryptographic hash, because a collision would silently serve
-    another request's context; fixed byte order, so that hosts agree. `salt` keeps apart what must not be shared.
+    KV depends on the whole prefix, hence the chain. The hash is cryptographic, because a collision would silently serve
+    another request's context, and has a fixed byte order, so that hosts agree. Different salts share nothing.
     """
     salt_bytes = salt.encode()
-    # Lengths first: no two different (parent, salt, tokens) may pack to the same bytes.
+    # Lengths first: different (parent, salt, tokens) never pack to the same bytes.
     header = struct.pack("<II", len(parent), len(salt_bytes))
     tokens = struct.pack(f"<{len(token_ids)}q", *token_ids)
     return hashlib.blake2b(header + parent + salt_bytes + tokens, digest_size=_DIGEST_BYTES).digest()
@@ -26,7 +26,7 @@ def block_hash(parent: bytes, token_ids: Sequence[int], salt: str = "") -> bytes
 def extend_hashes(
     hashes: list[bytes], token_ids: Sequence[int], block_size: int, num_blocks: int, salt: str = ""
 ) -> None:
-    """Grow a sequence's list of chained hashes in place until it covers its first `num_blocks` full blocks."""
+    """Extend a sequence's chained hashes in place to its first `num_blocks` full blocks."""
     for index in range(len(hashes), num_blocks):
         parent = hashes[-1] if hashes else ROOT_HASH
         hashes.append(block_hash(parent, token_ids[index * block_size : (index + 1) * block_size], salt))

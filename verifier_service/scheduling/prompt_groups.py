@@ -1,4 +1,4 @@
-"""Which requests are choices of one prompt, so that its KV is computed once: bookkeeping only, blocks are elsewhere."""
+"""Groups of requests with one prompt (`n` choices), whose KV is computed once. `BlockTables` shares the blocks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _Key = tuple[str, bytes]
 @dataclass(slots=True)
 class _Group:
     running: list[Request] = field(default_factory=list)  # in order of admission
-    parked: list[Request] = field(default_factory=list)  # wait for one of `running` to compute the prompt
+    parked: list[Request] = field(default_factory=list)  # waiting for one of `running` to compute the prompt
 
 
 def has_prompt(request: Request) -> bool:
-    """Return whether the KV of a request's whole prompt, all but its last token, is computed."""
+    """Return whether the KV of a request's prompt, without its last token, is computed."""
     return request.num_computed_tokens >= request.num_prompt_tokens - 1
 
 
 class PromptGroups:
-    """The requests with one `group_id`, prompt and salt; one without a `group_id` has no siblings.
+    """Requests by `group_id`, prompt and salt; a request without a `group_id` has no siblings.
 
-    A prompt is part of the key: an id that two clients happened to share must not mix their contexts.
+    The prompt is part of the key: two clients that use the same id must not share contexts.
     """
 
     def __init__(self) -> None:
         self._keys: dict[str, _Key] = {}  # by request id
-        self._groups: dict[_Key, _Group] = {}  # those with a running request
+        self._groups: dict[_Key, _Group] = {}  # with at least one running request
 
     def add(self, request: Request) -> None:
         if request.group_id is not None:
@@ -37,20 +37,20 @@ class PromptGroups:
             self._keys[request.request_id] = (request.group_id, block_hash(ROOT_HASH, prompt, request.cache_salt))
 
     def remove(self, request: Request) -> None:
-        """Forget a request that does not run; one that does must leave first."""
+        """Forget a request; `leave` must have been called if it ran."""
         group = self._group_of(request)
         if group is not None and request in group.parked:
             group.parked.remove(request)
         self._keys.pop(request.request_id, None)
 
     def enter(self, request: Request) -> None:
-        """Note that a request runs."""
+        """Add a request that starts to run."""
         key = self._keys.get(request.request_id)
         if key is not None:
             self._groups.setdefault(key, _Group()).running.append(request)
 
     def leave(self, request: Request) -> list[Request]:
-        """Note that a request runs no more; returns the parked siblings, which must look for another."""
+        """Take out a request that stops running; return its parked siblings, which must be queued again."""
         group = self._group_of(request)
         if group is None:
             return []
@@ -60,12 +60,12 @@ class PromptGroups:
         return _take_parked(group)
 
     def source(self, request: Request) -> Request | None:
-        """Return the running sibling that has the prompt's KV for longest, if any has."""
+        """Return the first running sibling that has the prompt's KV, or None."""
         group = self._group_of(request)
         return None if group is None else next(filter(has_prompt, group.running), None)
 
     def park(self, request: Request) -> bool:
-        """Put a request aside if a running sibling is computing their prompt: False when none is."""
+        """Park a request while a running sibling computes their prompt; return False if none does."""
         group = self._group_of(request)
         if group is None or any(map(has_prompt, group.running)):
             return False
@@ -73,7 +73,7 @@ class PromptGroups:
         return True
 
     def release(self, request: Request) -> list[Request]:
-        """Return the siblings that were parked for the prompt that this request has computed."""
+        """Take out and return the parked siblings once this request has computed their prompt."""
         group = self._group_of(request)
         return [] if group is None or not has_prompt(request) else _take_parked(group)
 
@@ -82,7 +82,7 @@ class PromptGroups:
         return [request for group in self._groups.values() for request in group.parked]
 
     def check_integrity(self, running: list[Request]) -> None:
-        """Raise `AssertionError` unless the groups hold what runs and nobody is parked in vain."""
+        """Raise `AssertionError` unless the groups match `running` and no request is parked for a computed prompt."""
         entered = {id(request) for group in self._groups.values() for request in group.running}
         wanted = {id(request) for request in running if request.request_id in self._keys}
         assert entered == wanted, "the groups and the running requests differ"

@@ -1,4 +1,4 @@
-"""What the scheduler decides for one step, and how that becomes a packed batch of integers."""
+"""The scheduler's decision for one step, and the packed batch made of it."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from outrider.verifier_service.messages.request import Request
 from outrider.verifier_service.messages.tree import depths
 
 
-@dataclass(slots=True, kw_only=True)  # made for each request and step: frozen, that takes 2.4 times as long
+@dataclass(slots=True, kw_only=True)  # not frozen: one per request and step, and frozen takes 2.4 times as long
 class ScheduledRequest:
     """One request's share of a step.
 
     token_ids  |<-- computed -->|<------- num_new_tokens ------->|
-                                |<- to the end ->|<-- `draft` -->|   the draft only where the step `samples`
+                                |<- to the end ->|<-- `draft` -->|   a draft only if the step `samples`
     """
 
     request: Request
     num_new_tokens: int  # draft included
-    draft: Draft | None  # to verify now, possibly cut; never empty
-    samples: bool  # this step reaches the end of the request's tokens
-    num_prompt_rows: int = 0  # before its sampling rows in `logits_indices`: positions from num_computed_tokens on
+    draft: Draft | None  # to verify in this step, possibly cut; never empty
+    samples: bool  # the step computes the request's last token and so samples the next
+    num_prompt_rows: int = 0  # logits rows for prompt_logprobs, before the sampled ones, from num_computed_tokens on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """One step. `batch` shares the requests' block tables: it is good until the first `commit`."""
+    """One step. `batch` shares the requests' block tables: it is valid until the first `commit`."""
 
     items: tuple[ScheduledRequest, ...]  # in the batch's order
     preempted: tuple[Request, ...]  # back in the waiting queue, least senior first
-    batch: ScheduledBatch  # logits_indices: each item's prompt rows, then, where it samples, its last 1 + len(draft)
+    batch: ScheduledBatch  # logits_indices: each item's prompt rows, then, if it samples, its last 1 + len(draft)
 
 
 def first_nodes(draft: Draft, *, max_nodes: int, max_depth: int) -> Draft:
-    """Return the first tokens of a draft, up to the first that is `max_depth` deep (0: a child of the root).
+    """Return a draft's first `max_nodes` tokens, up to the first at depth `max_depth` (children of the root: 0).
 
-    Counts and shape alone decide, so that cutting a sampled draft leaves the law as it is.
+    Only counts and shape decide: cutting a sampled draft so does not change the law.
     """
     if draft.parents is None:
         num_kept = min(len(draft.token_ids), max_nodes, max_depth)
@@ -60,7 +60,7 @@ def first_nodes(draft: Draft, *, max_nodes: int, max_depth: int) -> Draft:
 
 
 def kept_nodes(draft: Draft, nodes: Sequence[int]) -> Draft:
-    """Return a tree of point masses with some of its nodes, in order, each after its parent."""
+    """Return a tree of point masses with only `nodes`, which are ascending and contain their parents."""
     assert draft.parents is not None
     assert draft.draft_probs is None, "which drawn nodes are verified must not depend on what was drawn"
     if len(nodes) == len(draft.token_ids):
@@ -82,7 +82,10 @@ def build_batch(
     block_size: int,
     vocab_size: int,
 ) -> ScheduledBatch:
-    """Pack the items' tokens for one forward pass; every block table must already cover its tokens."""
+    """Pack the items' tokens for one forward pass; block tables must already cover them.
+
+    `copies`: KV blocks (source, target); `moves`: KV slots (source, target).
+    """
     batch = ScheduledBatch(
         token_ids=[],
         positions=[],
@@ -103,8 +106,8 @@ def build_batch(
         num_rows = 1
         if item.draft is not None:
             num_rows += len(item.draft.token_ids)
-            # A drafter's padded vocabulary may be larger than the target's. Such an id is verified with target
-            # probability 0, so it is never accepted, but it still needs *some* embedding to occupy its position.
+            # A drafter's vocabulary may be padded beyond the target's. A padding id has target probability 0 and is
+            # never accepted, but needs a valid embedding at its position.
             batch.token_ids.extend([min(token_id, vocab_size - 1) for token_id in item.draft.token_ids])
         if item.samples:
             batch.logits_indices.extend(range(batch.num_tokens - num_rows, batch.num_tokens))
@@ -117,7 +120,7 @@ def build_batch(
 
 
 def _positions(item: ScheduledRequest, start: int, stop: int) -> Sequence[int]:
-    """Return where the item's tokens stand: those of a tree as deep as they are, whatever their slot."""
+    """Return the positions of the item's tokens; in a tree, the depth counts and not the slot."""
     parents = None if item.draft is None else item.draft.parents
     if parents is None:
         return range(start, stop)

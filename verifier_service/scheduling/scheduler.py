@@ -1,7 +1,7 @@
 """Decide which tokens of which requests the next step computes: pure Python over integers.
 
-There are no phases. A request is `num_computed_tokens` chasing `num_tokens` plus its draft; prefill, chunked prefill,
-prefix-cache hit, decode and verification differ only in how far apart the two are.
+There are no phases. In each request, `num_computed_tokens` catches up with `num_tokens` plus the draft; prefill,
+chunked prefill, prefix-cache hit, decode and verification differ only in how far apart the two are.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from outrider.verifier_service.scheduling.prompt_groups import PromptGroups
 from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest, build_batch, first_nodes
 from outrider.verifier_service.scheduling.waiting_queue import Seniority, WaitingQueue
 
-PRIORITY_STEP_S = 5.0  # one level of priority is worth as much as having arrived so much earlier
-MAX_PROMPT_ROWS = 256  # logits rows per step for prompt_logprobs: a row is a vocabulary wide
+PRIORITY_STEP_S = 5.0  # one level of priority counts as so many seconds of earlier arrival
+MAX_PROMPT_ROWS = 256  # logits rows per step for prompt_logprobs; a row is as wide as the vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +42,17 @@ class SchedulerConfig:
 
 
 class Admission(Protocol):
-    """Who says how much of a draft is worth verifying."""
+    """Decides how much of a draft is verified."""
 
     def admit(self, request: Request, draft: Draft) -> Draft:
-        """Return the part that is, as a draft: its length must not depend on tokens drawn beyond it."""
+        """Return the part of a draft to verify; its length must not depend on tokens drawn beyond it."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """A schedule in the making."""
+    """A schedule under construction."""
 
-    budget: int  # tokens that may still be added
+    budget: int  # remaining tokens
     items: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # KV blocks (source, target)
@@ -60,17 +60,17 @@ class _Step:
 
 
 class Scheduler:
-    """Serve the most senior request first, where seniority is arrival plus `priority` times PRIORITY_STEP_S seconds.
+    """Serves the most senior request first; seniority is arrival plus `priority` times PRIORITY_STEP_S seconds.
 
-    It is fixed at arrival, so whoever waits outranks all but a bounded span of later arrivals: nobody starves. A
-    request takes blocks only from running ones that are less senior; one that waits takes none, however senior.
+    Seniority is fixed at arrival: a waiting request outranks all but a bounded span of later arrivals and never
+    starves. A running request may preempt less senior ones to get blocks; a waiting one preempts none.
 
-    Siblings (one prompt, one `group_id`) share the prompt's blocks. While one computes them the others are parked:
-    they wait outside of the queue and hold nobody up.
+    Siblings (one prompt, one `group_id`) share the prompt's blocks. While one computes them, the others are parked
+    outside of the queue and block no other request.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, admission: Admission | None = None) -> None:
-        """Without `admission` drafts are verified as far as they fit."""
+        """Without `admission`, drafts are cut only to what fits."""
         self._config = config
         self._admission = admission
         self._pool = pool
@@ -78,28 +78,28 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._seniority: dict[str, Seniority] = {}
         self._num_added = 0
-        self._running: list[Request] = []  # the most senior first
+        self._running: list[Request] = []  # most senior first
         self._waiting = WaitingQueue()
         self._groups = PromptGroups()
-        self._moves: list[tuple[int, int]] = []  # KV slots (source, target) of accepted paths of trees
+        self._moves: list[tuple[int, int]] = []  # KV slots (source, target) of accepted tree paths
         self.num_preemptions = 0
-        # of first admissions, as vLLM counts them; what a sibling has computed is a hit, too
+        # counted at the first admission, as in vLLM; a sibling's prompt is a hit, too
         self.num_prefix_queried_tokens = 0
         self.num_prefix_hit_tokens = 0
 
     @property
     def kv_usage(self) -> float:
-        """Return the used share of the KV blocks, 0 to 1."""
+        """Return the share of KV blocks in use, 0 to 1."""
         return self._pool.usage
 
     @property
     def running(self) -> Sequence[Request]:
-        """The requests that hold KV (held ones too), the most senior first."""
+        """The requests that own KV, held ones included, most senior first."""
         return tuple(self._running)
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """The requests that hold no KV, the most senior first: O(n log n)."""
+        """The requests without KV, most senior first: O(n log n)."""
         return tuple(sorted([*self._waiting, *self._groups.parked], key=self._seniority_of))
 
     @property
@@ -110,15 +110,15 @@ class Scheduler:
         return bool(self._requests)
 
     def next_deadline_s(self) -> float | None:
-        """Return the earliest `hold_until_s` of the running requests, or None when none is held."""
+        """Return the earliest `hold_until_s` of the running requests; None if none is held."""
         return min((r.hold_until_s for r in self._running if r.hold_until_s is not None), default=None)
 
     def add(self, request: Request) -> None:
-        """Queue a request; raises `ValueError` when it could not run even with the whole pool to itself."""
+        """Queue a request; raises `ValueError` if it cannot run even alone in the pool."""
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is already here")
         self._check_lengths(request)
-        # The last token is never computed: nothing follows it.
+        # The last token needs no KV: nothing follows it.
         num_blocks = self._pool.num_blocks_for(self._max_total_tokens(request) - 1)
         if num_blocks > self._pool.num_blocks:
             raise ValueError(
@@ -133,7 +133,7 @@ class Scheduler:
         self._enqueue([request])
 
     def remove(self, request_id: str) -> Request | None:
-        """Forget a request wherever it is and free its KV at once; None when it is not here."""
+        """Remove a request from any queue and free its KV; return None if it is unknown."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
@@ -147,16 +147,15 @@ class Scheduler:
         return request
 
     def schedule(self, now_s: float) -> Schedule | None:
-        """Choose the next step and reserve its KV; None when nothing can run now.
+        """Choose the next step and reserve its KV; return None if nothing can run now.
 
-        Every scheduled request must then be committed or removed before the next call; one that is left as it was
-        computes the same tokens again.
+        Commit or remove every scheduled request before the next call; otherwise it computes the same tokens again.
         """
         step = _Step(budget=self._config.max_num_batched_tokens)
         self._schedule_running(step, now_s)
-        if not step.preempted:  # blocks were just taken away for want of room: there is none for newcomers
+        if not step.preempted:  # after a preemption the pool has no room for new requests
             self._admit_waiting(step)
-        if not step.items:  # perhaps after a preemption: all that it took away may be shared with who stays
+        if not step.items:  # possible after a preemption, too: if all preempted blocks were shared, none became free
             return None
         batch = build_batch(
             step.items,
@@ -169,25 +168,25 @@ class Scheduler:
 
     @property
     def moves(self) -> Sequence[tuple[int, int]]:
-        """The KV slots (source, target) that the next batch moves: commits since the last one accepted tree paths."""
+        """The KV slots (source, target) that the next batch moves, for tree paths accepted since the last batch."""
         return self._moves
 
     def take_moves(self) -> list[tuple[int, int]]:
-        """Hand the moves over: whoever runs the next batch must make them before anything else."""
+        """Return and clear the moves; the next batch must make them before it runs."""
         moves, self._moves = self._moves, []
         return moves
 
     def commit(self, item: ScheduledRequest, committed: Sequence[int], path: Sequence[int] | None = None) -> None:
-        """Take over a step's result: `committed` tokens after a sampling item, none after a prefill chunk.
+        """Append a step's `committed` tokens (none after a prefill chunk) and release the KV of rejected ones.
 
-        `path` are the accepted draft tokens where the draft was a tree; of a chain they are its first ones.
+        `path`: the accepted nodes of a tree; for a chain they are its first tokens.
 
         before   |<- num_computed ->|<- to the end ->|<---------- draft ---------->|
         verified |                  |                |<- accepted ->|<- rejected ->|
         after    |<------------- num_computed --------------------->| recovered | bonus: in token_ids, no KV yet
                                                                     |<- blocks beyond are released
 
-        A request that was removed while its step ran is left alone.
+        Does nothing for a request that was removed while its step ran.
         """
         request = item.request
         if self._requests.get(request.request_id) is not request:
@@ -209,10 +208,10 @@ class Scheduler:
         self._enqueue(self._groups.release(request))
 
     def _move_path(self, request: Request, path: Sequence[int]) -> None:
-        """Have the KV of accepted tree nodes moved to where their positions are; called before they are committed.
+        """Queue moves of the KV of accepted tree nodes to the slots of their positions; call before committing them.
 
         slots    |<- committed ->|<- node 0 | node 1 | node 2 | node 3 ->|
-        path     |               |<-          node 1 ,         node 3 ->|   depth k goes to the k-th place
+        path     |               |<-          node 1 ,         node 3 ->|   the node at depth k moves to the k-th slot
         """
         first, size = request.num_tokens, self._pool.block_size
         for depth, node in enumerate(path):
@@ -254,7 +253,7 @@ class Scheduler:
             self._waiting.push(self._seniority_of(request), request)
 
     def _schedule_running(self, step: _Step, now_s: float) -> None:
-        index = 0  # the list may lose its tail to preemption on the way
+        index = 0  # not `for`: preemption shortens the list from its end
         while index < len(self._running) and step.budget:
             request = self._running[index]
             index += 1
@@ -277,18 +276,18 @@ class Scheduler:
             self._schedule_request(request, step)
 
     def _park(self, request: Request) -> bool:
-        """Put a request aside while a sibling computes blocks of their prompt; for less than a block none waits."""
+        """Park a request while a sibling computes their prompt, if that is at least a block; return whether it was."""
         num_blocks = (request.num_prompt_tokens - 1) // self._pool.block_size
         if request.group_id is None or num_blocks == 0 or _wants_prompt_rows(request):
             return False
         return not self._tables.has_cached(request, num_blocks - 1) and self._groups.park(request)
 
     def _take_prefix(self, request: Request) -> bool:
-        """Give a waiting request the KV of its prefix that is here, if all that it has to compute now fits besides."""
+        """Give a waiting request the KV of its prefix from cache or sibling; return False if the rest does not fit."""
         if _wants_prompt_rows(request):
             return self._tables.take_nothing(request)
         source = self._groups.source(request)
-        # What lies beyond the prompt is this request's own output, of an earlier life: a sibling has no such KV.
+        # After a preemption the cache may hold this request's output beyond the prompt; a sibling has no such KV.
         if source is None or self._tables.has_cached(request, (request.num_prompt_tokens - 1) // self._pool.block_size):
             is_taken = self._tables.take_cached(request)
         else:
@@ -304,13 +303,13 @@ class Scheduler:
             self.num_prefix_hit_tokens += request.num_computed_tokens
 
     def _schedule_request(self, request: Request, step: _Step) -> None:
-        """Add one running request to the step, as far as budget and blocks reach; its draft yields to both.
+        """Add one running request to the step, within budget and free blocks; its draft gets only what is left.
 
-        Less senior ones are preempted for the request's own tokens only: a recompute costs more than a draft gains.
+        Less senior requests are preempted for its tokens, not for its draft: a recompute costs more than a draft gains.
         """
         num_left = request.num_tokens - request.num_computed_tokens
         num_wanted = min(num_left, step.budget)
-        if _wants_prompt_rows(request):  # at least one, so that it holds KV as every running request does
+        if _wants_prompt_rows(request):  # at least one token: every running request owns KV
             num_wanted = min(num_wanted, max(1, step.num_prompt_rows_left))
         while (room := self._tables.room(request)) < num_wanted and self._running[-1] is not request:
             self._preempt(self._running.pop(), step)
@@ -335,17 +334,17 @@ class Scheduler:
         )
 
     def _cut_draft(self, request: Request, num_fitting: int) -> Draft | None:
-        """Return the part of a request's draft that this step verifies, counting what was cut.
+        """Return the part of a request's draft that this step verifies; count the tokens that are cut.
 
-        Where to cut depends on counts and on what precedes the cut, never on the tokens drawn at or after it: otherwise
-        a sampled draft would bias the committed tokens (docs/architecture.md, "The trap"). So an id that cannot be
-        right stays in, to be verified with target probability 0.
+        The cut depends on counts and on what precedes it, never on tokens drawn at or after it: that would bias the
+        committed tokens of a sampled draft (docs/architecture.md, "The trap"). So an id outside the vocabulary stays
+        in and is verified with target probability 0.
         """
         draft = request.draft
         if draft is None or not draft.token_ids:
             return None
         assert draft.position == request.num_tokens, f"draft for {draft.position} at {request.num_tokens} tokens"
-        # A recovered or bonus token always follows the accepted ones, and must still be within the limits.
+        # One place is left for the recovered or bonus token.
         max_depth = self._max_total_tokens(request) - request.num_tokens - 1
         paying = draft if self._admission is None else self._admission.admit(request, draft)
         kept = first_nodes(paying, max_nodes=max(0, num_fitting), max_depth=max(0, max_depth))
@@ -353,7 +352,7 @@ class Scheduler:
         return kept if kept.token_ids else None
 
     def _preempt(self, request: Request, step: _Step) -> None:
-        """Take a request's KV away; it will be recomputed, output included, when its turn comes again."""
+        """Free a running request's KV and queue it again; its prompt and output will be recomputed."""
         self._free(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -368,11 +367,11 @@ class Scheduler:
         return min(self._config.max_model_len, request.num_prompt_tokens + request.sampling.max_tokens)
 
     def _free(self, request: Request) -> None:
-        """Take a running request's KV away; siblings that were parked for it must look for themselves."""
+        """Free a running request's KV and queue the siblings that were parked for it."""
         self._tables.free(request)
         self._enqueue(self._groups.leave(request))
 
 
 def _wants_prompt_rows(request: Request) -> bool:
-    """Return whether every prompt position must be computed here, for its logits; a preempted prompt starts again."""
+    """Return whether logits of all prompt positions are needed, so that no prefix may be taken from the cache."""
     return request.sampling.prompt_logprobs is not None and request.num_output_tokens == 0

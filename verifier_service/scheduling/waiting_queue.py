@@ -1,4 +1,4 @@
-"""Requests that wait for their turn, in order of seniority."""
+"""The queue of waiting requests, by seniority."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 from outrider.verifier_service.messages.request import Request
 
-Seniority = tuple[float, int]  # (seconds, order of arrival): the lower, the earlier it is served; never the same twice
+Seniority = tuple[float, int]  # (seconds, order of arrival), unique; lower is served earlier
 
 
 class WaitingQueue:
-    """A priority queue: O(log n) to push and to pop, O(1) on average to discard from anywhere."""
+    """A priority queue: O(log n) to push and to pop, O(1) on average to discard any request."""
 
     def __init__(self) -> None:
         self._requests: dict[Seniority, Request] = {}
-        self._heap: list[Seniority] = []  # what was discarded stays in it for a while
+        self._heap: list[Seniority] = []  # may still contain discarded requests
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -24,7 +24,7 @@ class WaitingQueue:
         return seniority in self._requests
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests, the most senior first: O(n log n)."""
+        """Yield the requests, most senior first: O(n log n)."""
         return (self._requests[seniority] for seniority in sorted(self._requests))
 
     def push(self, seniority: Seniority, request: Request) -> None:
@@ -33,20 +33,20 @@ class WaitingQueue:
         heapq.heappush(self._heap, seniority)
 
     def first(self) -> Request | None:
-        """Return the most senior request, which stays; None when nobody waits."""
+        """Return the most senior request without removing it; None if the queue is empty."""
         while self._heap and self._heap[0] not in self._requests:
             heapq.heappop(self._heap)
         return self._requests[self._heap[0]] if self._heap else None
 
     def pop(self) -> Request:
-        """Take the most senior request out."""
+        """Remove and return the most senior request."""
         request = self.first()
         assert request is not None, "nobody waits"
         del self._requests[heapq.heappop(self._heap)]
         return request
 
     def discard(self, seniority: Seniority) -> None:
-        """Take a request out from wherever it is."""
+        """Remove a request."""
         del self._requests[seniority]
-        if len(self._heap) > 2 * len(self._requests):  # a queue that does not move must not grow
-            self._heap = sorted(self._requests)  # sorted is a heap
+        if len(self._heap) > 2 * len(self._requests):  # drop discarded entries, also while nothing is popped
+            self._heap = sorted(self._requests)  # a sorted list is a heap

@@ -344,7 +344,7 @@ class TestSeveralPools:
         current, rounds = first, []
         for step in range(1, 20_001):
             if step % 8 == 0:
-                current = self.desk(**{name: found.at(step) for name, found in yields.items()}).choose(current)
+                current = self.desk(**{name: found.mean_at(step) for name, found in yields.items()}).choose(current)
                 current = current.report.drafter_id
             yields[current].observe_rounds(1, step)
             yields[current].observe_accepted(tokens[current])

@@ -89,15 +89,15 @@ def test_the_share_of_late_drafts_is_that_of_all_requests(num_requests: int):
     for place in range(400):  # 4 s; every fourth round is late, for all alike
         for _ in range(num_requests):
             share.observe(0.01 * place, is_late=place % 4 == 0)
-    assert share.at(4.0) == pytest.approx(0.25, abs=0.01)
+    assert share.share_at(4.0) == pytest.approx(0.25, abs=0.01)
 
 
 def test_a_drafter_that_was_late_and_is_not_asked_any_more_gets_another_chance():
     share = LateShare()
-    assert share.at(5.0) == 0.0
+    assert share.share_at(5.0) == 0.0
     for _ in range(100):
         share.observe(10.0, is_late=True)
-    shares = [share.at(10.0 + seconds) for seconds in (0.0, 20.0, 40.0, 80.0)]
+    shares = [share.share_at(10.0 + seconds) for seconds in (0.0, 20.0, 40.0, 80.0)]
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > 0.95
     assert shares[-1] < 0.02
@@ -106,4 +106,4 @@ def test_a_drafter_that_was_late_and_is_not_asked_any_more_gets_another_chance()
 def test_one_late_draft_says_little():
     share = LateShare()
     share.observe(1.0, is_late=True)
-    assert share.at(1.0) == pytest.approx(1 / 3)
+    assert share.share_at(1.0) == pytest.approx(1 / 3)

@@ -21,7 +21,7 @@ def sent(ways: StateWays, num_bytes: int, num_messages: int, took_s: Callable[[b
     """Send messages one after another; return which went through the channel."""
     chosen: list[bool] = []
     for _ in range(num_messages):
-        by_channel = ways.takes_channel(num_bytes)
+        by_channel = ways.choose_channel(num_bytes)
         ways.observe(num_bytes, took_s(by_channel), by_channel=by_channel)
         chosen.append(by_channel)
     return chosen
@@ -48,12 +48,12 @@ def test_each_size_has_its_own():
             return 2e-3 + 1e-9 * num_bytes if by_channel else 1e-3 + 2e-9 * num_bytes
 
         sent(ways, num_bytes, 2 * NUM_TRIES, took_s)
-    assert [ways.takes_channel(kib * KIB) for kib in (16, 64, 256, 4096, 16384)] == [False] * 3 + [True] * 2
+    assert [ways.choose_channel(kib * KIB) for kib in (16, 64, 256, 4096, 16384)] == [False] * 3 + [True] * 2
 
 
 def test_before_anything_is_known_large_ones_go_through_the_channel():
-    assert StateWays().takes_channel(LIKELY_CHANNEL_BYTES)
-    assert not StateWays().takes_channel(LIKELY_CHANNEL_BYTES - 1)
+    assert StateWays().choose_channel(LIKELY_CHANNEL_BYTES)
+    assert not StateWays().choose_channel(LIKELY_CHANNEL_BYTES - 1)
 
 
 def test_the_smallest_never_do():
@@ -73,11 +73,11 @@ def test_one_stall_changes_nothing():
     ways = StateWays()
     sent(ways, 64 * KIB, RETRY_EVERY + 1, lambda by_channel: 0.002 if by_channel else 0.004)
     ways.observe(64 * KIB, 5.0, by_channel=True)
-    assert ways.takes_channel(64 * KIB)
+    assert ways.choose_channel(64 * KIB)
 
 
 def test_cold_first_rounds_are_not_held_against_the_way_that_had_them():
     ways = StateWays()
     channel_s = iter([1.0, 0.5])
     sent(ways, 64 * KIB, 2 * NUM_TRIES, lambda by_channel: next(channel_s, 0.002) if by_channel else 0.004)
-    assert ways.takes_channel(64 * KIB)
+    assert ways.choose_channel(64 * KIB)

@@ -113,7 +113,7 @@ class LongestWays:
     def __init__(self) -> None:
         self.rounds: list[tuple[int, float, bool]] = []
 
-    def takes_channel(self, num_bytes: int) -> bool:
+    def choose_channel(self, num_bytes: int) -> bool:
         return num_bytes >= 8
 
     def observe(self, num_bytes: int, seconds: float, *, by_channel: bool) -> None:

@@ -1,0 +1,74 @@
+"""Build a step's outputs: tokens, logprobs, counters, and the times of traced requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from outrider.verifier_service.drafting.coordinator import DraftCoordinator
+from outrider.verifier_service.engine.launched_step import LaunchedStep
+from outrider.verifier_service.engine.request_extras import RequestExtras
+from outrider.verifier_service.engine.step_rows import output_logprobs
+from outrider.verifier_service.messages.request import RequestOutput, StepTiming
+from outrider.verifier_service.scheduling.outcome import Outcome, num_draft_tokens
+from outrider.verifier_service.scheduling.schedule import ScheduledRequest
+
+
+class OutputBuilder:
+    """Makes one `RequestOutput` for each request that got tokens."""
+
+    def __init__(
+        self,
+        extras: RequestExtras,
+        drafting: DraftCoordinator,
+        *,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],  # Unix time, seconds
+    ) -> None:
+        self._extras, self._drafting = extras, drafting
+        self._clock, self._wall_clock = clock, wall_clock
+
+    def build(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> list[RequestOutput]:
+        """Return the outputs of a verified step; call it before a finished request is forgotten."""
+        outputs: list[RequestOutput] = []
+        for outcome, logprobs in zip(outcomes, output_logprobs(outcomes, step.logits), strict=True):
+            if not outcome.committed:
+                continue
+            request = outcome.item.request
+            output = RequestOutput(
+                request_id=request.request_id,
+                token_ids=tuple(outcome.committed),
+                num_draft_tokens=num_draft_tokens(outcome.item),
+                num_accepted_tokens=len(outcome.path),
+                follows_leaf=outcome.follows_leaf,
+                logprobs=logprobs,
+                prompt_logprobs=self._extras.take_prompt_logprobs(request),
+                timing=self._timing(step, outcome.item),
+                num_cached_tokens=request.num_cached_tokens,
+                finish_reason=outcome.finish_reason,
+                error=self._extras.error(request),
+                speculation=request.metrics,
+            )
+            outputs.append(output)
+        return outputs
+
+    def _timing(self, step: LaunchedStep, item: ScheduledRequest) -> StepTiming | None:
+        """Return when the step and the draft's round ran, in Unix time; None for a request that is not traced."""
+        if item.request.trace_parent is None:
+            return None
+        now_s = self._clock()
+        unix_s = self._wall_clock() - now_s
+        timing = StepTiming(
+            began_s=unix_s + step.began_s,
+            ended_s=unix_s + now_s,
+            num_scheduled_tokens=step.schedule.batch.num_tokens,
+        )
+        answered = self._drafting.answered_round(item.request) if item.draft is not None else None
+        if answered is None:
+            return timing
+        return replace(
+            timing,
+            drafter_id=answered.drafter_id,
+            draft_asked_s=unix_s + answered.asked_s,
+            draft_received_s=unix_s + answered.received_s,
+        )
