@@ -1,6 +1,6 @@
 """Generate without a server: the embedded pair, three prompts together, what speculation did for each.
 
-    python examples/offline_generation.py
+python examples/offline_generation.py
 """
 
 from outrider.cluster import LLM, SamplingParams

@@ -1,6 +1,6 @@
 """The rooms of the house: folders of modules, and the arrows of imports between them, read from the sources.
 
-    python tests/rooms.py [CHECKOUT]     files, lines and arrows of every room, as a Markdown table
+python tests/rooms.py [CHECKOUT]     files, lines and arrows of every room, as a Markdown table
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ def rooms_of(modules: Mapping[str, tuple[str, str]]) -> dict[str, Room]:
 def read_rooms(root: Path = ROOT) -> dict[str, Room]:
     """Return the rooms of a checkout by their folders, as `cluster/router`."""
     paths = [path for layer in LAYERS for path in sorted((root / layer).rglob("*.py"))]
-    return rooms_of(
-        {module_name(path, root): (str(path.parent.relative_to(root)), path.read_text()) for path in paths}
-    )
+    return rooms_of({module_name(path, root): (str(path.parent.relative_to(root)), path.read_text()) for path in paths})
 
 
 def cycle(arrows: Mapping[str, set[str]]) -> list[str] | None:

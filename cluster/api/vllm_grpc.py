@@ -51,9 +51,7 @@ SAMPLING_FIELDS = (  # the same in RequestInput; where a zero means "not given",
     *("max_tokens", "min_tokens", "ignore_eos", "n", "logprobs", "prompt_logprobs", "seed"),
     "include_stop_str_in_output",
 )
-UNSUPPORTED_SAMPLING_FIELDS = frozenset(
-    {"structural_tag", "grammar_from_first_token", "truncate_prompt_tokens"}
-)
+UNSUPPORTED_SAMPLING_FIELDS = frozenset({"structural_tag", "grammar_from_first_token", "truncate_prompt_tokens"})
 STRUCTURED_FIELDS = frozenset(StructuredKind)  # named as in the message
 UNSUPPORTED_FIELDS = frozenset(
     {"kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs", "media_refs"}

@@ -227,9 +227,7 @@ def _load_here(
     followers = RankProcesses(main, spec, size, first_rank=1)
     opening.callback(followers.close)
     followers.start()
-    share = load_rank(
-        model, followers.rank(0, size), has_trees=spec.has_trees, are_followers_alive=followers.are_alive
-    )
+    share = load_rank(model, followers.rank(0, size), has_trees=spec.has_trees, are_followers_alive=followers.are_alive)
     runner = ParallelRunner(*share)
     opening.callback(runner.close)
     return runner

@@ -122,9 +122,7 @@ def read_children(found: Sequence[ChildrenOnDevice], read_back: ReadBack = CopyB
     return read_levels([found], read_back)[0]
 
 
-def read_levels(
-    levels: Sequence[Sequence[ChildrenOnDevice]], read_back: ReadBack = CopyBack
-) -> list[list[Children]]:
+def read_levels(levels: Sequence[Sequence[ChildrenOnDevice]], read_back: ReadBack = CopyBack) -> list[list[Children]]:
     """Read what was found for the rows of several levels in one copy."""
     tensors = [tensor for found in levels for one in found for tensor in one.numbers]
     if not tensors:

@@ -305,9 +305,7 @@ class Levels:
     open token. Where a draft may fork its level must be read before the next can be laid out.
     """
 
-    def __init__(
-        self, rng: torch.Generator, *, vocab_size: int, top_n: int, read_back: ReadBack = CopyBack
-    ) -> None:
+    def __init__(self, rng: torch.Generator, *, vocab_size: int, top_n: int, read_back: ReadBack = CopyBack) -> None:
         self._rng, self._vocab_size, self._top_n, self._read_back = rng, vocab_size, top_n, read_back
         self._levels: list[Sequence[Growing]] = []
         self._found: list[list[ChildrenOnDevice]] = []  # by level

@@ -97,9 +97,7 @@ class DFlashHead(DraftHead):
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         return self.hidden_norm(self.fc(states))
 
-    def context_kv(
-        self, features: torch.Tensor, positions: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def context_kv(self, features: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Make the keys and values of context tokens, layer by layer: [num_tokens, num_kv_heads, head_dim] each.
 
         features [num_tokens, hidden_size] as `combine` makes them, positions int64 [num_tokens].

@@ -219,9 +219,7 @@ def _taps(named: Sequence[int] | None, num_target_layers: int | None) -> tuple[i
             raise HeadError("eagle_aux_hidden_state_layer_ids: not in the config, and the target's depth is not known")
         return default_taps(num_target_layers)
     if num_target_layers is not None and max(named) >= num_target_layers:
-        raise HeadError(
-            f"eagle_aux_hidden_state_layer_ids: {list(named)} of a target with {num_target_layers} layers"
-        )
+        raise HeadError(f"eagle_aux_hidden_state_layer_ids: {list(named)} of a target with {num_target_layers} layers")
     return tuple(named)
 
 

@@ -190,9 +190,7 @@ class DraftHead(nn.Module):
     def layer_shape(self) -> LayerShape:
         """Return what its one layer caches for each pair."""
         head_dim = head_dim_of(self.description)
-        return LayerShape(
-            num_kv_heads=self.description.num_key_value_heads, head_dim=head_dim, value_dim=head_dim
-        )
+        return LayerShape(num_kv_heads=self.description.num_key_value_heads, head_dim=head_dim, value_dim=head_dim)
 
     @abstractmethod
     def combine(self, states: torch.Tensor) -> torch.Tensor:

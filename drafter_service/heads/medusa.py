@@ -65,9 +65,7 @@ class MedusaHeads(nn.Module):
         self.num_heads, self.num_layers, self.has_bias = num_heads, num_layers, has_bias
         self.shares_lm_head, self.logit_scale = shares_lm_head, logit_scale
         self.register_buffer("token_map", token_map)
-        self.blocks = nn.ModuleList(
-            ResidualBlock(hidden_size, num_layers, has_bias=has_bias) for _ in range(num_heads)
-        )
+        self.blocks = nn.ModuleList(ResidualBlock(hidden_size, num_layers, has_bias=has_bias) for _ in range(num_heads))
         head_vocab_size = vocab_size if token_map is None else len(token_map)
         num_lm_heads = 1 if shares_lm_head else num_heads
         self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, head_vocab_size, bias=False) for _ in range(num_lm_heads))

@@ -201,9 +201,7 @@ class ModelDrafter(AheadDrafter[DraftState]):
         for chunk in chunks:
             self._roll_back(chunk.state, chunk.state.num_cached + chunk.num_tokens)  # the KV of nodes beyond the stem
         whole = [chunk for chunk in chunks if chunk.is_whole]
-        levels = Levels(
-            self._rng, vocab_size=self._draft_vocab_size, top_n=self._top_n, read_back=self._read_back
-        )
+        levels = Levels(self._rng, vocab_size=self._draft_vocab_size, top_n=self._top_n, read_back=self._read_back)
         growing = [Growing(chunk.ask, chunk.growth, self._first_position(chunk.ask)) for chunk in whole]
         levels.launch(growing, logits)
         states = [chunk.state for chunk in whole]

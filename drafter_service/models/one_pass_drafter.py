@@ -204,9 +204,7 @@ class OnePassDrafter:
             num_cached=len(state.cached_ids),
         )
 
-    def _reserve(
-        self, state: _State, num_tokens: int, *, asked: Sequence[_State], younger: Sequence[_State]
-    ) -> bool:
+    def _reserve(self, state: _State, num_tokens: int, *, asked: Sequence[_State], younger: Sequence[_State]) -> bool:
         return reserve(
             self._pool,
             state,

@@ -47,9 +47,7 @@ def _load_draft_model(spec: DrafterSpec) -> ParallelRunner | None:
 def run_colocated_rank(spec: ColocatedSpec, rank: RankSpec) -> None:
     """Be one rank of a verifier, rank 0 with the drafter beside it, until its shell, or rank 0, goes away."""
 
-    def make_drafts(
-        runner: ParallelRunner, links: DraftClient
-    ) -> tuple[DraftClient, Callable[[VerifierEngine], None]]:
+    def make_drafts(runner: ParallelRunner, links: DraftClient) -> tuple[DraftClient, Callable[[VerifierEngine], None]]:
         local, attach = open_local_drafter(spec.drafter, runner, _load_draft_model(spec.drafter))
         return JoinedDraftClient(local, links), attach
 

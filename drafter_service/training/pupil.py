@@ -90,9 +90,7 @@ class TargetLaw:
         return (divergence * counted).sum() / counted.sum().clamp_min(1)
 
 
-def decayed_loss(
-    rows: Sequence[Tensor], law: TargetLaw, *, decay: float, deep: Tensor | None = None
-) -> Tensor:
+def decayed_loss(rows: Sequence[Tensor], law: TargetLaw, *, decay: float, deep: Tensor | None = None) -> Tensor:
     """Return the weighted mean of the positions' divergences, draft position k with weight decay**k.
 
     `deep`, int64 [num_deep], are the roots of all positions beyond the first, where not all are drafted from.

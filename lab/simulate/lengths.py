@@ -162,7 +162,8 @@ class PricedLengths:
 
     def _length(self, request: Request) -> int:
         drafter_id = request.plan.drafter_id
-        return self._pricing.length(request, drafter_id or "", 0 if drafter_id is None else request.plan.draft_length)
+        bound = 0 if drafter_id is None else request.plan.draft_length
+        return self._pricing.ask(request, drafter_id or "", bound).length
 
     def admit(self, lengths: Sequence[int]) -> list[int]:
         for place, (request, length) in enumerate(zip(self._asked, lengths, strict=True)):

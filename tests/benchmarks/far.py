@@ -39,6 +39,8 @@ class Scenario:
     loads: tuple[int, ...] = ()  # concurrencies in turn; (): the one above
 
 
+COLD_S = (0.02,) * 10  # a cold drafter's first answers, each besides its usual time
+
 SCENARIOS = (
     Scenario(name="4 ms a position, 1 request", level_s=0.004, contention=0.0),
     Scenario(name="4 ms a position, 16", level_s=0.004, contention=0.0, concurrency=16, num_requests=128),
@@ -62,7 +64,9 @@ SCENARIOS = (
     Scenario(name="half told, 4", level_s=0.001, share_wrong=0.5, share_told=0.8, concurrency=4, num_requests=96),
     Scenario(name="bad, then good, 4", level_s=0.001, share_wrong=0.9, then_wrong=0.2, concurrency=4),
     Scenario(name="prompts read for 20 ms, 1", level_s=0.003, opening_s=0.02),
-    Scenario(name="cold start, 1", level_s=0.003, opening_s=0.02, cold_s=(0.02,) * 10, share_wrong=0.15, num_requests=32),
+    Scenario(name="bad, then good, long, 1", level_s=0.001, share_wrong=0.95, then_wrong=0.2, num_requests=150),
+    Scenario(name="first calls of 0.15 s, 4", level_s=0.001, cold_s=(0.15,) * 3, share_wrong=0.2, concurrency=4),
+    Scenario(name="cold start, 1", level_s=0.003, opening_s=0.02, cold_s=COLD_S, share_wrong=0.15, num_requests=32),
     Scenario(name="hardly pay, 4", level_s=0.004, fixed_s=0.001, share_wrong=0.5, concurrency=4, num_requests=160),
     Scenario(name="load step, 1, 32, 1", level_s=0.002, opening_s=0.01, share_wrong=0.4, loads=(1, 32, 1)),
 )
@@ -123,6 +127,6 @@ def far(num_orders: int, json_file: Path | None, earlier_file: Path | None) -> N
             ratios = [now / before for now, before in zip(figures, earlier[name], strict=False)]
             row += [f"{statistics.fmean(earlier[name]):.3f}", f"{statistics.fmean(ratios):.3f}", f"{min(ratios):.3f}"]
         rows.append(row)
-    console.print("\n".join(markdown_table(headings, rows)))
+    console.print("\n".join(markdown_table(headings, rows, num_left=1)))
     if json_file is not None:
         json_file.write_text(json.dumps(found, indent=2) + "\n")

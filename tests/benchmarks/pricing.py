@@ -140,7 +140,7 @@ class PricedBatch:
             self.timings.learn_s += elapsed_s
 
     def _ask(self, request: Request) -> int:
-        return self._pricing.length(request, DRAFTER_ID, request.plan.draft_length)
+        return self._pricing.ask(request, DRAFTER_ID, request.plan.draft_length).length
 
     def _draft(self, request: Request, length: int) -> Draft:
         confidences = tuple(self._rng.uniform(0.2, 1.0) for _ in range(length))

@@ -1,6 +1,6 @@
 """A target with an EAGLE-3 head far away: a drafter process behind the real link servicer, a verifier engine here.
 
-    python -m exactness.remote_states         round trip and bytes per round of the embedded target, by transport
+python -m exactness.remote_states         round trip and bytes per round of the embedded target, by transport
 """
 
 from __future__ import annotations

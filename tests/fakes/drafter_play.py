@@ -78,9 +78,7 @@ def play(
     predicted_ids: tuple[int, ...] = ()
     for _ in range(num_rounds):
         tokens = played.token_ids
-        draft = draft_after(
-            drafter, tokens, length=length, max_nodes=max_nodes, predicted_ids=predicted_ids, key=key
-        )
+        draft = draft_after(drafter, tokens, length=length, max_nodes=max_nodes, predicted_ids=predicted_ids, key=key)
         drafter.check_integrity([key])
         verified = paths_of(draft)[:num_verified]
         predicted_ids = tuple(target([*tokens, *path]) for path in [[], *verified])

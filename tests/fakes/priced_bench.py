@@ -117,9 +117,7 @@ class Bench:
         self.engine = VerifierEngine(
             self.runner,
             Scheduler(SchedulerConfig(**limits), BlockPool(1024, 4), self.pricing),
-            DraftCoordinator(
-                drafts, CoordinatorConfig(max_tree_nodes=max_tree_nodes, **limits), pricing=self.pricing
-            ),
+            DraftCoordinator(drafts, CoordinatorConfig(max_tree_nodes=max_tree_nodes, **limits), pricing=self.pricing),
             clock=lambda: self.now_s,
             generator=torch.Generator().manual_seed(0),
             pricing=self.pricing,

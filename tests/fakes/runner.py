@@ -64,9 +64,7 @@ class FakeRunner:
         self._kv = [-1] * (num_blocks * block_size)
 
     def keep_states(self) -> None:
-        self.states = StatePool(
-            num_blocks=self.num_blocks, block_size=self.block_size, width=1, dtype=torch.float32
-        )
+        self.states = StatePool(num_blocks=self.num_blocks, block_size=self.block_size, width=1, dtype=torch.float32)
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         batch = closed(batch, chosen)

@@ -38,7 +38,7 @@ from outrider.verifier_service.messages.draft import (
 from outrider.verifier_service.messages.engine import NEVER, BreakerState, DrafterPerformance
 from outrider.verifier_service.messages.histogram import Histogram
 from outrider.verifier_service.messages.request import AcceptanceRule, DisabledReason, Request
-from outrider.verifier_service.pricing.draft_pricing import DraftPricing
+from outrider.verifier_service.pricing.draft_pricing import Ask, DraftPricing
 
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -272,7 +272,7 @@ class DraftCoordinator:
             if self._is_opening(request):
                 continue
             drafter_id = None if request.plan.is_off else self._choose_drafter(request, now_s)
-            length = self._decide_length(request, drafter_id)
+            length, request.metrics.disabled_reason = self._ask_of(request, drafter_id)
             if drafter_id is not None and (length or not is_forbidden):
                 num_rounds[drafter_id] += 1
             if request.plan.is_off:
@@ -311,10 +311,12 @@ class DraftCoordinator:
         """Use a prediction's guess as the draft, within the price: point masses that follow from committed tokens."""
         self._end_round(request)
         self._answered.pop(request.request_id, None)  # accepted tokens are not a drafter's
-        length = min(len(guess), self._limit_length(request))
+        bound, reason = self._bound_of(request)
+        length = min(len(guess), bound)
         if length > 0 and self._pricing is not None and not request.plan.is_pinned:
             survivals = self._predictions.survivals(request, length)
-            length = self._pricing.predicted_length(request, PREDICTION, survivals)
+            length, reason = self._pricing.cut_prediction(request, PREDICTION, survivals)
+        request.metrics.disabled_reason = reason
         if length > 0:
             position = request.num_tokens
             request.draft = Draft(
@@ -349,36 +351,34 @@ class DraftCoordinator:
         able = [item for item in self._drafters.items() if item[1].breaker.would_allow(now_s)]
         return min(able, key=lambda item: (len(item[1].session_ids), item[0]))[0] if able else None
 
-    def _decide_length(self, request: Request, drafter_id: str | None) -> int:
-        """Return how many tokens to ask for, and note why if none. Only counts decide, never drawn tokens."""
-        bound = self._limit_length(request)
+    def _ask_of(self, request: Request, drafter_id: str | None) -> Ask:
+        """Begin the request's priced round: decide how many tokens to ask for, by counts and never by drawn tokens."""
+        bound, reason = self._bound_of(request)
         if bound > 0 and drafter_id is None:
             is_known = bool(self._drafters)
             reason = DisabledReason.DRAFTER_TIMEOUT if is_known else DisabledReason.DRAFTER_UNAVAILABLE
-            bound, request.metrics.disabled_reason = 0, reason
+            bound = 0
         if self._pricing is None:
-            return bound
+            return Ask(bound, reason)
         needs = NO_NEEDS if drafter_id is None else self._drafters[drafter_id].needs
-        return self._pricing.length(request, drafter_id or "", bound, needs)
+        length, price_reason = self._pricing.ask(request, drafter_id or "", bound, needs)
+        return Ask(length, reason or price_reason)
 
-    def _limit_length(self, request: Request) -> int:
-        """Return the longest draft that plan, request and remaining places allow, and note why if it is 0."""
+    def _bound_of(self, request: Request) -> Ask:
+        """Return the longest draft that plan, request and remaining places allow; if it is 0, with the reason."""
         sampling = request.sampling
         if sampling.num_speculative_tokens == 0:
-            request.metrics.disabled_reason = DisabledReason.REQUEST_OPT_OUT
-            return 0
+            return Ask(0, DisabledReason.REQUEST_OPT_OUT)
         length = request.plan.draft_length
         if length == 0:
-            request.metrics.disabled_reason = request.plan.disabled_reason
+            return Ask(0, request.plan.disabled_reason)
         if sampling.num_speculative_tokens is not None:
             length = min(length, sampling.num_speculative_tokens)
         # one place is left for the bonus token
         remaining_output = sampling.max_tokens - request.num_output_tokens - 1
         remaining_context = self._config.max_model_len - request.num_tokens - 1
-        bound = max(0, min(length, remaining_output, remaining_context))
-        if bound > 0:
-            request.metrics.disabled_reason = None
-        return bound
+        bound = min(length, remaining_output, remaining_context)
+        return Ask(bound) if bound > 0 else Ask(0, request.metrics.disabled_reason)  # no place left: no new reason
 
     def _session_at(self, request: Request, drafter_id: str, outbox: dict[str, list[VerifierMessage]]) -> DraftSession:
         session = self._sessions.get(request.request_id)

@@ -1,9 +1,9 @@
 """What a step costs: a profile measured at start, refitted to the steps that run.
 
-The profile holds the shape of the curve, its stairs and knees included. Online a few factors over it are fitted by
-least squares that forgets (Haykin, "Adaptive Filter Theory", recursive least squares, with a prior that does not fade,
-so that steps which are all alike leave the other factors where they were). Residuals count in proportion to the step
-and, beyond a few times their usual size, linearly (Huber 1964): a stall of the machine is no cost of tokens.
+The profile holds the shape of the curve, stairs and knees included. A few factors over it are fitted online by least
+squares that forget (recursive least squares: Haykin, "Adaptive Filter Theory"; the prior does not fade, so that equal
+steps leave the other factors where they were). Residuals are relative to the step and, beyond a few times their usual
+size, count linearly (Huber 1964): a stall of the machine is no cost of tokens.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.expert_shape import ExpertShape
 
-FADE = 0.98  # of what earlier steps say, per step: a memory of about 50
-# How many steps the profile is worth against each factor: one for its own times, which were measured, and a tenth for
-# slope, context, contention and experts, which it says nothing of.
+FADE = 0.98  # per step: a memory of about 50
+# Weight of the prior of each factor, in steps: one for the profile's times, which were measured, and a tenth for slope,
+# context, contention and experts, which the profile does not tell.
 PRIOR_STEPS = (1.0, 0.1, 0.1, 0.1, 0.1)
-CONTEXT_UNIT = 1 << 14  # KV positions that are guessed to take about as long to read as the weights
-NUM_SPREADS = 3.0  # residuals beyond so many times their usual size count linearly: a machine stands still now and then
-# Relative residuals that are usual: at least a fiftieth, or a quiet machine would take every step for an outlier; at
-# first a quarter, as far as a profile may be off.
+CONTEXT_UNIT = 1 << 14  # KV positions that take about as long to read as the weights, as a guess
+NUM_SPREADS = 3.0  # times their usual size, beyond which residuals count linearly
+# The usual relative residual: at least a fiftieth, or every step of a quiet machine would be an outlier; at first a
+# quarter, as far as a profile may be off.
 MIN_SPREAD, FIRST_SPREAD = 0.02, 0.25
-SPREAD_SMOOTHING = 0.1  # of the last residual: ten steps tell a noisy machine
-MIN_SCALE = 0.02  # of the profile: a step that takes no time would make every draft free
-BEYOND = 1.25  # times what is known: with every token a request's context is the longest ever
+SPREAD_SMOOTHING = 0.1  # share of the last residual: after ten steps a noisy machine is known
+MIN_SCALE = 0.02  # clamp: a step without time would make every draft free
+BEYOND = 1.25  # times the largest known shape, from which steps count as extrapolated: contexts grow with every token
 
 
 @dataclass(frozen=True, slots=True)

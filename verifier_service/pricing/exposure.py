@@ -1,6 +1,6 @@
-"""How long drafts hold a verifier up: a part that does not depend on how long they are, and one that does.
+"""Exposure, the time that a step waits for its drafts: a fixed part and a part per position.
 
-Drafters work on the drafts of a step together, so what counts is the length of the longest.
+Drafters work on all drafts of a step together, so the length of the longest one counts.
 """
 
 from __future__ import annotations
@@ -12,35 +12,34 @@ from dataclasses import dataclass
 from outrider.verifier_service.pricing.cost_model import CostModel, StepShape
 from outrider.verifier_service.pricing.step_price import MIN_GAIN, fade_over
 
-FADE = 0.95  # per step that waited for drafts: a memory of 20, in which the load at the drafters changes
-FORGET = 1.0 - 1.0 / 512.0  # per step that did not: what is not seen again is tried again
-STALE = 0.01  # less is not left of anything: sums that fade for ever would underflow
-FIRST_LENGTH = 2  # of drafts that nobody knows the time of: cheap to be wrong with, and the shortest that can be cut
-ROUND_TRIP_WEIGHT = 0.01  # how firmly a round trip is taken to last as long as a token, until lengths have varied
-QUICKER = 3.0  # times than all rounds before: those were first calls, and say nothing of the next
-MIN_SPREAD = 0.5  # of that weight: lengths that vary less say less of what a position adds than the assumption does
+FADE = 0.95  # per step with drafts: a memory of 20 steps, as the load at the drafters changes
+FORGET = 1.0 - 1.0 / 512.0  # per step without drafts: old waits are forgotten slowly, so that drafts are retried
+STALE = 0.01  # clamp on what is left: sums that fade for ever would underflow
+FIRST_LENGTH = 2  # of drafts before any wait is known: a short wait if wrong, and the shortest that can be cut
+ROUND_TRIP_WEIGHT = 0.01  # of the prior that a round trip takes as long as a position, until lengths have varied
+QUICKER = 3.0  # times as quick as all rounds before: those were first calls, and are forgotten
+MIN_SPREAD = 0.5  # of that weight: lengths that vary less tell less of a position's time than the prior
 
 
 @dataclass(slots=True)
 class DraftExposure:
-    """Least squares of seconds over draft lengths, drawn to a round trip as long as a token; both parts at least 0.
+    """Least squares of seconds over draft lengths, with the prior that a round trip takes as long as a position.
 
-    A drafter in the verifier's own process is all exposure and nearly proportional, one behind a link is a round trip,
-    and one that drafts while another group is verified costs nothing. To take its time for proportional before lengths
-    have varied would keep drafts at one token, and no length would ever vary. Once a round is far quicker than all
-    before, those are forgotten: they were first calls.
+    Both parts are clamped at 0. A drafter in the verifier's process is nearly proportional to the length, a drafter
+    behind a link is mostly a round trip, and a drafter that works while another group is verified costs nothing. With a
+    purely proportional prior, drafts would stay at one token and lengths would never vary.
     """
 
     _weight: float = 0.0
-    _lengths: float = 0.0  # sums, that fade
+    _lengths: float = 0.0  # fading sums
     _squares: float = 0.0
     _seconds: float = 0.0
     _products: float = 0.0
-    _quickest_s: float = 0.0  # of all rounds, per position and round trip
-    _freshness: float = 1.0  # what is left of it all since a step was taken in
+    _quickest_s: float = 0.0  # of all rounds, over length + 1
+    _freshness: float = 1.0  # what is left of the sums since the last step with drafts
 
     def observe(self, length: int, seconds: float) -> None:
-        """Take in one step: how long a draft had been asked for at most, and how long it was held up."""
+        """Learn from a step: the length of the longest draft asked for, and the wait."""
         each_s = seconds / (length + 1)
         are_first_calls = QUICKER * each_s < self._quickest_s
         self._quickest_s = min(each_s, self._quickest_s) if self.is_known else each_s
@@ -53,7 +52,7 @@ class DraftExposure:
         self._products += length * seconds
 
     def observe_plain(self) -> None:
-        """Take in a step for which no drafts were asked."""
+        """Count a step for which no drafts were asked."""
         if self._freshness > STALE:
             self._fade(FORGET)
             self._freshness *= FORGET
@@ -66,19 +65,19 @@ class DraftExposure:
         self._products *= factor
 
     def seconds(self, length: int) -> float:
-        """Return how long drafting `length` tokens one after another is expected to hold a step up.
+        """Return the expected wait for drafts of `length` tokens.
 
-        The longer ago anything was seen, the less: what is feared is tried again at last.
+        It decays with the age of what is known, so that a length that once was slow is retried.
         """
-        return self._freshness * (self.fixed_s + length * self.level_s)
+        return self._freshness * (self.fixed_s + length * self.position_s)
 
     @property
     def is_known(self) -> bool:
-        """Whether a step has waited for drafts yet, or found that there is nothing to wait for."""
+        """Whether any step had drafts yet."""
         return self._weight > 0.0
 
     def is_uniform_at(self, length: int) -> bool:
-        """Whether lengths were too much alike to show what each position adds, and `length` once more would be so."""
+        """Whether lengths have varied too little to tell a position's time, even with another draft of `length`."""
         is_uniform = self.is_known and self._variance < MIN_SPREAD * self._pull
         return is_uniform and self._mean_length < length + 0.5
 
@@ -95,8 +94,8 @@ class DraftExposure:
         return ROUND_TRIP_WEIGHT * self._mean_length**2
 
     @property
-    def level_s(self) -> float:
-        """What each position adds."""
+    def position_s(self) -> float:
+        """Seconds that each position adds."""
         if self._weight == 0.0:
             return 0.0
         length, seconds = self._mean_length, self._seconds / self._weight
@@ -107,14 +106,14 @@ class DraftExposure:
 
     @property
     def fixed_s(self) -> float:
-        """What the first position adds, besides."""
+        """Seconds that the first position adds besides."""
         if self._weight == 0.0:
             return 0.0
-        return max(0.0, self._seconds / self._weight - self.level_s * self._mean_length)
+        return max(0.0, self._seconds / self._weight - self.position_s * self._mean_length)
 
 
 class DraftDepth:
-    """How long the longest draft should be: a position is drafted for all of a step's requests, or for none of them.
+    """The best length of a step's longest draft: a position is drafted for all requests of a step together.
 
     Every length is tried on past steps, as `StepPrice` tries every price.
     """
@@ -122,13 +121,13 @@ class DraftDepth:
     def __init__(self, cost: CostModel, exposure: DraftExposure) -> None:
         self._cost = cost
         self._exposure = exposure
-        self._gains: list[float] = []  # by length: sums of log (tokens per second / without drafts), that fade
+        self._gains: list[float] = []  # by length: fading sums of log (tokens per second / without drafts)
         self._num_steps = 0.0
 
     def observe(self, base: StepShape, offers: Sequence[Sequence[float]], price: float, num_steps: int = 1) -> None:
-        """Take in a past step without its drafts, and the survivals that each request had on offer, by position.
+        """Learn from a past step without its drafts, and the survivals by position that each request had on offer.
 
-        What does not exceed `price` would not have been verified. The step stands for `num_steps` that were alike.
+        Survivals up to `price` would not have been verified. The step stands for `num_steps` equal ones.
         """
         longest = max(map(len, offers), default=0)
         if not longest:
@@ -150,20 +149,19 @@ class DraftDepth:
 
     @property
     def bound(self) -> int | None:
-        """The length that would have been best, at least 1, and the shortest of equals; None: any."""
+        """The best length, at least 1, the shortest of equal ones; None: any."""
         if not self._exposure.is_known:
             return FIRST_LENGTH
-        if self._exposure.level_s <= 0.0 or not self._gains:
+        if self._exposure.position_s <= 0.0 or not self._gains:
             return None
         good = max(self._gains) - MIN_GAIN * self._num_steps
         return 1 + next(place for place, gain in enumerate(self._gains) if gain >= good)
 
     @property
     def next_bound(self) -> int | None:
-        """The length that the next drafts may have: half as long again while all of them were alike.
+        """The longest that the next drafts may be: half as long again as `bound` while lengths have not varied.
 
-        Drafts of one length never show that longer ones would cost little more: whatever once made them short, they
-        would stay so.
+        Drafts of one length cannot show that longer ones would cost little more, and would stay short for ever.
         """
         bound = self.bound
         return bound if bound is None or not self._exposure.is_uniform_at(bound) else bound + (bound + 1) // 2

@@ -1,8 +1,8 @@
-"""What is learnt of drafting, load by load.
+"""What is learnt of drafting, by load.
 
-Step times, prices, waits and losses differ between one request and many: a machine that is a quarter faster than its
-profile says with many tokens is not so with one. Each level of load, requests by powers of two, has its own; so when a
-load comes or goes, what was known of the other is still there, and nothing of this one is held against it.
+Step times, prices, waits and losses of one request tell little of those of many: a machine may be a quarter faster than
+its profile with many tokens and as fast as its profile with one. So each level of load, the number of requests by
+powers of two, learns for itself, and what it has learnt is there when the load returns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.verifier_service.pricing.exposure import DraftDepth, DraftExposure
 from outrider.verifier_service.pricing.step_price import StepPrice
 from outrider.verifier_service.pricing.trial import Trial
 
-ACCIDENT = 3.0  # times what drafts usually take, or a step without any
+ACCIDENT = 3.0  # times the usual wait for drafts, or a plain step: a longer wait is a stall or a kernel's first call
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,43 +29,40 @@ class LoadLevel:
     exposure: DraftExposure
     trial: Trial
 
-    def asked(self, worths: Sequence[float], bound: int | None, next_bound: int | None) -> int:
-        """Return how many leading positions to ask for: those worth the price, as deep as drafts should go by now.
+    def ask_length(self, survivals: Sequence[float], bound: int | None, next_bound: int | None) -> int:
+        """Return how many leading positions to ask for: those that pay, down to the best depth `bound`.
 
-        Where that depth is all that ends a draft, it may be as long as `next_bound`: the price, which is that of the
-        positions down to there, says nothing of the next.
+        If only `bound` ends the draft, it may be as long as `next_bound`: the price was found for the positions down to
+        `bound` and does not tell of deeper ones.
         """
-        length = self.price.num_paying(worths[:bound])
-        return length if next_bound is None or length != bound else min(next_bound, len(worths))
+        length = self.price.num_paying(survivals[:bound])
+        return length if next_bound is None or length != bound else min(next_bound, len(survivals))
 
     def is_accident(self, longest: int, exposed_s: float, plain_s: float) -> bool:
-        """Return whether drafts of this length held a step up by what is no drafting: a first call, a stall.
-
-        Once the allowance for these is used up nothing is an accident.
-        """
+        """Return whether a wait for drafts of this length was an accident, and the allowance for accidents lasts."""
         usual_s = max(self.exposure.seconds(longest), plain_s)
         return self.trial.allowance > 0.0 and exposed_s > ACCIDENT * usual_s
 
     def observe_plain(self) -> None:
-        """Take in a step for which no drafts were asked."""
+        """Count a step for which no drafts were asked."""
         self.exposure.observe_plain()
         self.trial.observe_plain()
 
 
 class LoadLevels:
-    """All levels that there were; a new one takes its step times and waits from the nearest."""
+    """All levels so far; a new one starts with the step times and waits of the nearest."""
 
     def __init__(self, cost: CostModel) -> None:
         """`cost`: by the profile alone."""
         self._levels = {(1).bit_length(): _new_level(cost, DraftExposure())}
 
     def use_profile(self, profile: StepTimeModel) -> None:
-        """Let all levels go by another profile; what they know of drafts stays."""
+        """Replace the profile of all levels; what they have learnt of drafts stays."""
         for level in self._levels.values():
             level.cost.use_profile(profile)
 
     def at(self, num_requests: int) -> LoadLevel:
-        """Return the level of so many decoding requests."""
+        """Return the level of this many decoding requests; the first time, create it."""
         index = num_requests.bit_length()
         if index not in self._levels:
             nearest = self._levels[min(self._levels, key=lambda known: abs(known - index))]

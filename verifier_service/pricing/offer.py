@@ -1,10 +1,11 @@
-"""What requests asked for before a step and had on offer in it: how good drafts are, as far as pricing may look."""
+"""What a request asked for before a step, and the draft positions it had on offer in that step."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft
@@ -15,75 +16,79 @@ from outrider.verifier_service.pricing.survival import LastRound
 from outrider.verifier_service.scheduling.outcome import Outcome
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
-FIRST_PLAIN_STEPS = 2  # in a row that are all taken in: the first is the one after a draft
-PLAIN_STRIDE = 8  # plain steps after those, of which one is taken in for all: pricing where nothing pays is loss
-
 
 class Offer(NamedTuple):
-    """What a request had on offer in a step: positions of a chain or nodes of a tree.
+    """Survivals of a draft's positions (a chain) or nodes (a tree).
 
-    One is made for every draft, and a frozen dataclass takes several times as long to make.
+    A NamedTuple: one is made per draft, and a frozen dataclass takes several times as long to make.
     """
 
     survivals: Sequence[float] = ()
-    worths: Sequence[float] = ()
-    hoped: Sequence[float] = ()  # worths before the draft was there, as far as known
-    levels: Sequence[float] = ()  # the best worth by depth: a chain's are its worths
+    by_history: Sequence[float] = ()  # estimates from before the draft arrived; shorter where there were none
+    best_by_depth: Sequence[float] = ()  # of a chain: its survivals
 
     def down_to(self, depth: int | None) -> list[Slot]:
-        """Return the slots of the first positions; of a tree, all nodes as good as the worst of them; None: all."""
-        slots = zip(self.worths, hoped_worths(self.hoped, self.worths), strict=True)
-        if depth is None or depth >= len(self.levels):
+        """Return the slots down to a depth (None: all); of a tree, the nodes better than the best one below it."""
+        slots = zip(self.survivals, survivals_before(self.by_history, self.survivals), strict=True)
+        if depth is None or depth >= len(self.best_by_depth):
             return list(slots)
-        if len(self.worths) == len(self.levels):  # a chain: no depth has two
+        if len(self.survivals) == len(self.best_by_depth):  # a chain: one position per depth
             return list(itertools.islice(slots, depth))
-        return [slot for slot in slots if slot[0] > self.levels[depth]]
+        return [slot for slot in slots if slot[0] > self.best_by_depth[depth]]
 
     def num_first_paying(self, price: float) -> int:
-        """Return how many first nodes to verify: all if they pay on the whole, else those that pay most together."""
-        gains = list(itertools.accumulate((worth - price for worth in self.worths), initial=0.0))
-        return len(self.worths) if gains[-1] > 0.0 else gains.index(max(gains))
+        """Return how many first nodes to verify: all if their sum pays, else those whose sum pays most."""
+        gains = list(itertools.accumulate((survival - price for survival in self.survivals), initial=0.0))
+        return len(self.survivals) if gains[-1] > 0.0 else gains.index(max(gains))
+
+
+class RoundKind(Enum):
+    """Who decides a draft's length."""
+
+    PRICED = auto()  # the price
+    PINNED = auto()  # the operator, whatever drafts cost
+    FOUND = auto()  # each draft for itself: looking it up takes no time
+    PREDICTED = auto()  # the same for a guess from the request's own `prediction`, which is cut before it is a draft
 
 
 @dataclass(slots=True)
 class PricedRound:
-    """What a request asked for before a step, and what its draft then had on offer."""
+    """A request's ask before a step, and the offer of the draft that came."""
 
     drafter_id: str
-    bound: int = 0  # what its plan and its limits allowed, or would have if it were not switched off
-    length: int = 0  # how much of that was asked for
+    bound: int = 0  # the longest draft that plan and limits allow; for a request that is switched off: would allow
+    length: int = 0  # tokens asked for
+    kind: RoundKind = RoundKind.PRICED
     is_probe: bool = False
-    is_pinned: bool = False
-    has_predictions: bool = False  # the drafter is told what the target predicts after each node of a tree
-    is_free: bool = False  # it takes no time to draft: what is verified follows from the draft alone
-    is_opening: bool = True  # its drafter had not answered yet: its first round contains a prefill
-    worths: Sequence[float] = ()  # of the positions, by history, when a draft was asked for
-    offered: Offer | None = None  # by its draft; None: it has none
-    after: LastRound = LastRound.UNDRAFTED  # how the round before it had gone
+    has_predictions: bool = False  # the drafter learns from the target's prediction after each node of a tree
+    is_opening: bool = True  # the drafter's first round for the request, which contains a prefill
+    by_history: Sequence[float] = ()  # survivals of the positions when the draft was asked for
+    offered: Offer | None = None  # None: no draft came
+    after: LastRound = LastRound.UNDRAFTED  # the outcome of the round before
 
 
 @dataclass(slots=True)
 class PricedRequest:
-    """What is remembered of one request."""
+    """What pricing remembers of a request."""
 
     drafter_id: str
-    num_rounds_off: int  # since its last draft was asked for
+    num_rounds_off: int  # rounds since its last draft was asked for
     is_opening: bool = True  # its drafter has not answered yet
-    round: PricedRound | None = None  # None: it has not asked since the last step that it was in
-    survivals: Sequence[float] = ()  # by history
-    survivals_at: tuple[int, str, int] | None = None  # what they were estimated from
+    round: PricedRound | None = None  # None: no ask since its last step
+    survivals: Sequence[float] = ()  # by history, cached …
+    survivals_at: tuple[int, str, int] | None = None  # … under this key
 
 
 @dataclass(slots=True)
 class PricedStep:
-    """A step, and what its requests had asked for before it: they may have asked again since."""
+    """A step with the asks from before it; its requests may have asked again since."""
 
     outcomes: Sequence[Outcome]  # one for each of its requests
-    held: Sequence[Request]  # could have been in it, but still waited for their drafts
+    held: Sequence[Request]  # requests left out of the step because they still waited for their drafts
     shape: StepShape  # drafts included
     _: KW_ONLY
-    step_s: float = 0.0  # set before it is learnt from
-    exposed_s: float = 0.0  # how long its drafts held it up before that
+    step_s: float = 0.0  # set before the step is learnt from
+    exposed_s: float = 0.0  # wait for drafts before the step
     rounds: dict[str, PricedRound] = field(default_factory=dict)  # by request
 
     def asking(self, requests: Iterable[Request]) -> list[PricedRound]:
@@ -96,33 +101,28 @@ class PricedStep:
         """Each request's share of the step."""
         return (outcome.item for outcome in self.outcomes)
 
-    def is_pinned(self, item: ScheduledRequest) -> bool:
-        """Return whether a request drafts whatever that costs."""
+    def kind(self, item: ScheduledRequest) -> RoundKind:
+        """Return who decided the length of a request's draft."""
         asked = self.rounds.get(item.request.request_id)
-        return asked is not None and asked.is_pinned
+        return RoundKind.PRICED if asked is None else asked.kind
 
-    def may_end(self, item: ScheduledRequest) -> bool:
-        """Return whether it is decided here what a request drafts."""
-        asked = self.rounds.get(item.request.request_id)
-        return asked is None or asked.is_free or not asked.is_pinned
-
-    def expected(self, item: ScheduledRequest) -> float:
-        """Return how many tokens of an item's draft were expected to be accepted."""
+    def num_expected(self, item: ScheduledRequest) -> float:
+        """Return the expected number of accepted tokens of an item's draft."""
         asked = self.rounds.get(item.request.request_id)
         if item.draft is None or asked is None or asked.offered is None:
             return 0.0
         return sum(sorted(asked.offered.survivals, reverse=True)[: len(item.draft.token_ids)])
 
 
-def hoped_worths(by_history: Sequence[float], worths: Sequence[float]) -> Sequence[float]:
-    """Return what positions were worth before their draft was there; where that is not known, what they are now."""
-    return [*by_history[: len(worths)], *worths[len(by_history) :]]
+def survivals_before(by_history: Sequence[float], survivals: Sequence[float]) -> Sequence[float]:
+    """Return the survivals before the draft arrived; beyond the estimates of then, those of now."""
+    return [*by_history[: len(survivals)], *survivals[len(by_history) :]]
 
 
 def confidences_of(draft: Draft) -> Sequence[float] | None:
-    """Return a chain's confidences; of drawn tokens the largest weights of their rows, whatever the drafter claims.
+    """Return a chain's confidences; of drawn tokens, the largest weight of each row.
 
-    Those are functions of the rows alone, which a claim need not be, and rows have been checked.
+    A row's largest weight is a function of the row alone, and rows have been checked; a drafter's claim need not be.
     """
     if draft.draft_probs is None:
         return draft.confidences
@@ -130,7 +130,7 @@ def confidences_of(draft: Draft) -> Sequence[float] | None:
 
 
 def judged_nodes(draft: Draft, outcome: Outcome) -> list[tuple[float, bool]]:
-    """Return the confidence of every node whose parent was accepted, and whether it was, too."""
+    """Return, for every node whose parent was accepted, its confidence and whether it was accepted."""
     assert draft.parents is not None
     assert draft.confidences is not None
     parents = (ROOT, *outcome.path)[: outcome.num_judged]
@@ -139,13 +139,3 @@ def judged_nodes(draft: Draft, outcome: Outcome) -> list[tuple[float, bool]]:
         for node, (parent, confidence) in enumerate(zip(draft.parents, draft.confidences, strict=True))
         if parent in parents
     ]
-
-
-def num_alike_plain(num_plain_steps: int) -> int:
-    """Return how many steps the last of so many plain ones in a row stands for; 0: it is left out.
-
-    Nothing is drafted in them, so a few tell of the others, and pricing may not cost what it cannot bring.
-    """
-    if num_plain_steps <= FIRST_PLAIN_STEPS:
-        return 1
-    return PLAIN_STRIDE if (num_plain_steps - FIRST_PLAIN_STEPS) % PLAIN_STRIDE == 0 else 0

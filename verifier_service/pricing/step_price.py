@@ -1,19 +1,18 @@
-"""The price of a draft position: what it would have paid to ask for in the steps before this one.
+"""The price of a draft position: the survival from which drafting it would have paid in recent steps.
 
-Every past step tells, for each price of a grid, how many of the slots on offer survive it, how many tokens they are
-expected to bring and how long the step takes with them. The price is the one with the most tokens per second over these
-steps, the later ones counting more. Nothing is assumed of the shape of step times: every price is tried, so stairs,
-knees and a wait that starts with the first slot are all seen. Slots are draft positions (or tree nodes) with their
-survivals; a step's own tokens, prefill among them, count as one token each, so that a step which is busy with prompts
-makes drafts dear and they do not starve time to first token.
+Each past step tells, for every price of a grid, how many of its slots have a higher survival, how many tokens these are
+expected to bring, and how long the step takes with them. The price with the most tokens per second over recent steps
+holds; later steps count more. No shape of step times is assumed: stairs, knees and a wait that begins with the first
+slot all show, because every price is tried. A slot is a draft position or a tree node. A step's own tokens, prefill
+among them, count as one token each; so a step full of prompts makes drafts dear, and drafts do not delay first tokens.
 
-Before its draft is seen, a slot is worth what its request's history says; after, what the draft's confidences say. As
-soon as one slot is requested, the step pays the full wait, whatever the drafts turn out to be worth. (Charged to the
-verified slots alone, waiting would seem free at a price that only good drafts exceed; at that price nothing is
-requested.)
+Before a draft arrives, a slot's survival is estimated from its request's history; after, from the draft's confidences.
+As soon as one slot is asked for, the step pays the full wait, whatever the draft then turns out to be. (Charged to the
+verified slots alone, the wait would seem free at a price that only good drafts exceed, and at that price nothing is
+asked for.)
 
-The price of a step comes from earlier steps alone: an optimum over its own survivals would depend on what its drafts
-drew (docs/architecture.md, "The trap").
+The price of a step comes from earlier steps alone: an optimum over its own survivals would depend on the drawn tokens
+(docs/architecture.md, "The trap").
 """
 
 from __future__ import annotations
@@ -26,49 +25,44 @@ from itertools import accumulate
 from outrider.verifier_service.messages.engine import NEVER
 from outrider.verifier_service.pricing.cost_model import CostModel, StepShape
 
-# Prices that are tried: 3 % apart, closer below 0.1, where one request on a memory-bound machine has its long drafts.
+# 3 % apart; closer below 0.1, where one request on a memory-bound machine has its long drafts
 GRID = (*(0.0, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08), *(0.1 + 0.03 * step for step in range(30)), NEVER)
-WINDOW_STEPS = 32.0  # how many steps count, in all: about a second of a large model, in which a load may have changed
-FADE = 1.0 - 1.0 / WINDOW_STEPS  # per step: each one counts less than the next
-MIN_GAIN = 1e-3  # of tokens per second: drafts that gain less are not worth it: step times are no better known
-TIE = 2e-4  # prices whose tokens per second differ by less are equals: of those the middle one holds
+WINDOW_STEPS = 32.0  # the memory: about a second of a large model, in which the load may change
+FADE = 1.0 - 1.0 / WINDOW_STEPS  # per step
+MIN_GAIN = 1e-3  # of tokens per second, that drafts must bring: step times are not known more exactly
+TIE = 2e-4  # of tokens per second: prices within it are equal, and the middle one holds
 Settle = Callable[[float, float], float]
-Slot = tuple[float, float]  # the worth of a draft position: with its draft, and before its draft was there
+Slot = tuple[float, float]  # survival by the draft, and as estimated before it arrived
 
 
 def fade_over(num_steps: int) -> tuple[float, float]:
-    """Return what is left of earlier sums after so many steps that are alike, and what these weigh together."""
+    """Return the fade of earlier sums over this many equal steps, and the steps' weight together."""
     fade = FADE**num_steps
     return fade, (1.0 - fade) / (1.0 - FADE)
 
 
 class StepPrice:
-    """Find the price that would have been best over recent steps; 0, all is admitted, before the first."""
+    """The price that was best over recent steps. Before the first step it is 0: all is admitted."""
 
     def __init__(self, cost: CostModel, settle: Settle | None = None) -> None:
         """`settle` maps the last price and the best one to the next; None: the best."""
         self._cost = cost
         self._settle = settle
         self._gains = [0.0] * len(GRID)  # sums of log (tokens per second at this price / without drafts)
-        self._num_steps = 0.0  # what the sums weigh
-        self._price = 0.0
-
-    @property
-    def price(self) -> float:
-        """The survival that a position must exceed in the next step, 0 to 1."""
-        return self._price
+        self._num_steps = 0.0  # the weight of the sums
+        self.value = 0.0  # the survival that a position must exceed in the next step, 0 to 1
 
     @property
     def is_new(self) -> bool:
-        """Whether no step has said anything yet."""
+        """Whether no step was observed yet."""
         return self._num_steps == 0.0
 
-    def num_paying(self, worths: Sequence[float]) -> int:
-        """Return the number of leading positions worth more than the price; `worths` must not rise."""
-        for place, worth in enumerate(worths):
-            if worth <= self._price:
+    def num_paying(self, survivals: Sequence[float]) -> int:
+        """Return the number of leading positions above the price; survivals must not rise."""
+        for place, survival in enumerate(survivals):
+            if survival <= self.value:
                 return place
-        return len(worths)
+        return len(survivals)
 
     def observe(
         self,
@@ -78,10 +72,10 @@ class StepPrice:
         exposed_s: float = 0.0,
         num_steps: int = 1,
     ) -> None:
-        """Take in a past step, or so many that were alike: its shape without drafts and what was on offer.
+        """Learn from a past step, or `num_steps` equal ones: its shape without drafts and the slots on offer.
 
-        As soon as one slot is asked for, drafts hold the step up by `exposed_s`. A step in which no request was
-        decoding, or in which nothing was on offer, says nothing of drafts.
+        If any slot is asked for, the step waits `exposed_s` for drafts. A step without decoding requests or without
+        slots teaches nothing.
         """
         if num_decoding < 1:
             return
@@ -91,11 +85,11 @@ class StepPrice:
             self._gains = [fade * old + weight * new for old, new in zip(self._gains, gains, strict=True)]
             self._num_steps = fade * self._num_steps + weight
         if not self.is_new:
-            best = self._best(self._gains)
-            self._price = best if self._settle is None else self._settle(self._price, best)
+            best = self._best()
+            self.value = best if self._settle is None else self._settle(self.value, best)
 
     def gains_at(self, base: StepShape, slots: Sequence[Slot], exposed_s: float) -> list[float]:
-        """Return the log throughput gain over no drafts of each price of the grid, for such a step, by today's costs."""
+        """Return the log throughput gain over no drafts for each price of the grid, by the step costs known now."""
         seconds = self._cost.seconds_with(base, len(slots))
         plain = math.log(base.num_tokens / seconds[0])
         num_asked = bisect_left(GRID, max(before for _, before in slots))
@@ -103,8 +97,9 @@ class StepPrice:
         gains = [rate - plain - math.log1p(exposed_s / seconds[count]) for rate, count in rates]
         return gains + [0.0] * (len(GRID) - num_asked)
 
-    def _best(self, gains: Sequence[float]) -> float:
-        """Return the best price; where a stretch of prices is as good, one in the middle of it, as noise is then."""
+    def _best(self) -> float:
+        """Return the best price; of a stretch of equal ones the middle, where noise does the least."""
+        gains = self._gains
         best = max(gains)
         if best <= gains[-1] + MIN_GAIN * self._num_steps:
             return NEVER
@@ -123,16 +118,16 @@ def _rates(
 ) -> list[tuple[float, int]]:
     """Return, for each of the grid's first prices, the logarithm of tokens per second and the number of slots.
 
-    `slots` are pairs of the price from which on one takes no part and what it is worth; `seconds` are a step's times
-    with so many of them, beside its `num_tokens` own.
+    `slots`: the price from which a slot is left out, and its survival; `seconds[n]`: the step's time with n slots
+    beside its own `num_tokens`.
     """
     falling = sorted(slots, reverse=True)
     negated = [-last for last, _ in falling]
-    tokens = list(accumulate((worth for _, worth in falling), initial=float(num_tokens)))
+    tokens = list(accumulate((survival for _, survival in falling), initial=float(num_tokens)))
     rates: list[tuple[float, int]] = []
     for price in GRID[:num_prices]:
-        count = bisect_left(negated, -price)  # slots above the price: equals are not
-        if rates and count == rates[-1][1]:  # most prices are exceeded by as many as the one before
+        count = bisect_left(negated, -price)  # slots above the price; an equal one is not
+        if rates and count == rates[-1][1]:  # most prices admit as many as the one before
             rates.append(rates[-1])
         else:
             rates.append((math.log(tokens[count] / seconds[count]), count))

@@ -1,14 +1,14 @@
-"""How likely draft tokens are to be accepted: per request and position, from earlier rounds only.
+"""Survival of draft positions: the chance that a position and all before it are accepted, from earlier rounds only.
 
-A position's *hazard* is the chance that it is rejected where all before it were accepted; survival is the product of
-what is left. A drafter's pool has a hazard per position and per confidence (what drafters claim is recalibrated by
-what came of it); a request multiplies the pool's hazards by a factor of its own, its frailty (Vaupel et al. 1979: a
-gamma prior makes it rejections seen over rejections expected). All counts fade, so that a request whose text turns from
-prose to copying is followed, and everything is bounded. Acceptance comes in stretches, so a position's hazard is kept
-for each way that the round before may have gone; a request that does not draft returns to what its pool is.
+The *hazard* of a position is the chance that it is rejected when all before it were accepted; survival is the product
+of (1 - hazard). A drafter's pool has hazards by position and by confidence (so claims are recalibrated by outcomes). A
+request multiplies them by its frailty: rejections seen over rejections expected, with a gamma prior (Vaupel et al.
+1979). Acceptance comes in stretches, so hazards by position are kept for each outcome of the round before. All counts
+fade: a request whose text turns from prose to copying is followed, and a request that does not draft returns to its
+pool.
 
-Estimates of a draft that is not verified yet look at its confidences alone, which are functions of the tokens before
-each position and of the row it is drawn from: see docs/architecture.md, "The trap".
+For a draft that is not verified yet, only its confidences are used. They are functions of the tokens before each
+position and of the row that it is drawn from: see docs/architecture.md, "The trap".
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-INITIAL_HAZARD = 0.4  # of a drafter that nothing is known about: such as pays at one request, so that it is tried
-INITIAL_TOKENS = 16.0  # how many judged tokens that is worth: a handful of drafts overrule it
-POSITION_TOKENS = 16.0  # what the pool's mean is worth against one position's, or one confidence's, own counts
-AFTER_TOKENS = 16.0  # what a position's hazard is worth against its own counts after such a round
-POOL_FADE = 0.9995  # per judged token of a position or bin: a memory of 2000, beyond the runs of one request
-REQUEST_FADE = 0.98  # per judged token, or round without a draft: a memory of about 50, as a text turns
-FRAILTY_REJECTIONS = 10.0  # how many rejections as expected a request starts with: one bad draft makes no bad request
-CLAIMED_REJECTIONS = 20.0  # the same against claims, which know a part of what sets a request apart
-POOL_REJECTIONS = 4.0  # the same of a drafter, whose confidences may be too low or too high throughout
-MAX_POOLS = 64  # drafters remembered, for they come and go; the one unheard of for longest goes first
-NUM_BINS = 16  # of confidence: narrow near 1, where most of what is worth verifying is
-MIN_HAZARD, MAX_HAZARD = 0.002, 0.998  # nothing is certain, whatever a factor makes of it: the longest copy ends
+INITIAL_HAZARD = 0.4  # prior of a new drafter: low enough that it is tried at one request
+INITIAL_TOKENS = 16.0  # weight of that prior, in judged tokens: a handful of drafts overrule it
+POSITION_TOKENS = 16.0  # weight of the pool's mean, as the prior of one position or bin
+AFTER_TOKENS = 16.0  # weight of a position's hazard, as the prior of its hazard after one outcome
+POOL_FADE = 0.9995  # per judged token of a position or bin: a memory of 2000, longer than one request
+REQUEST_FADE = 0.98  # per judged token, or round without a draft: a memory of about 50 tokens, as texts change
+FRAILTY_REJECTIONS = 10.0  # the gamma prior of frailty: one bad draft makes no bad request
+CLAIMED_REJECTIONS = 20.0  # the same against claims, which already know part of what sets a request apart
+POOL_REJECTIONS = 4.0  # the same for a drafter, whose confidences may all be too low or too high
+MAX_POOLS = 64  # drafters remembered, the last observed ones: drafters come and go
+NUM_BINS = 16  # of confidence: narrow near 1, where most positions worth verifying are
+MIN_HAZARD, MAX_HAZARD = 0.002, 0.998  # clamp: no position is ever certain, the longest copy ends
 
 
 _BIN_STARTS = tuple(1.0 - (1.0 - index / NUM_BINS) ** 2 for index in range(1, NUM_BINS))  # of all but the first
-_BIN_HAZARDS = tuple((1.0 - (index + 0.5) / NUM_BINS) ** 2 for index in range(NUM_BINS))  # as claimed in the middle
+_BIN_HAZARDS = tuple((1.0 - (index + 0.5) / NUM_BINS) ** 2 for index in range(NUM_BINS))  # of each bin's middle
 
 
 class LastRound(IntEnum):
-    """What became of a request's draft in the round before, by the same drafter."""
+    """The outcome of a request's round before, with the same drafter."""
 
-    UNDRAFTED = 0  # there was none
-    REJECTED = 1  # at its first token
-    CUT = 2  # later
-    ACCEPTED = 3  # all of it
+    UNDRAFTED = 0  # no draft
+    REJECTED = 1  # at the first token
+    CUT = 2  # at a later token
+    ACCEPTED = 3  # the whole draft
 
     @classmethod
     def of(cls, num_draft_tokens: int, num_accepted_tokens: int) -> LastRound:
-        """Return what a round was of whose draft so many tokens were judged."""
+        """Return the outcome of a draft with this many judged and accepted tokens."""
         if num_accepted_tokens >= num_draft_tokens:
             return cls.ACCEPTED
         return cls.CUT if num_accepted_tokens else cls.REJECTED
@@ -54,7 +54,7 @@ class LastRound(IntEnum):
 
 @dataclass(slots=True)
 class _Counts:
-    """Judged tokens of one kind and how many of them were rejected."""
+    """Fading counts of judged and rejected tokens of one kind."""
 
     num_judged: float = 0.0
     num_rejected: float = 0.0
@@ -64,7 +64,7 @@ class _Counts:
         self.num_rejected = self.num_rejected * POOL_FADE + is_rejected
 
     def add_draft(self, num_judged: int, is_rejected: bool) -> None:
-        """Add a draft's judged tokens, of which none but the last can be rejected."""
+        """Add a draft's judged tokens, of which only the last can be rejected."""
         faded = POOL_FADE**num_judged
         self.num_judged = self.num_judged * faded + (1.0 - faded) / (1.0 - POOL_FADE)
         self.num_rejected = self.num_rejected * faded + is_rejected
@@ -74,7 +74,7 @@ class _Counts:
 
 
 def _hazards(kinds: Sequence[_Counts], priors: Sequence[float], prior_tokens: float) -> list[float]:
-    """Return the hazard of each kind of token, given what to expect of it and how many tokens that is worth."""
+    """Return the hazard of each kind of token, given priors and their weight in tokens."""
     return [
         (counts.num_rejected + prior * prior_tokens) / (counts.num_judged + prior_tokens)
         for counts, prior in zip(kinds, priors, strict=True)
@@ -83,7 +83,7 @@ def _hazards(kinds: Sequence[_Counts], priors: Sequence[float], prior_tokens: fl
 
 @dataclass(slots=True)
 class _Pool:
-    """What one drafter's drafts have come to."""
+    """The outcomes of one drafter's drafts."""
 
     overall: _Counts = field(default_factory=_Counts)
     positions: list[_Counts] = field(default_factory=list)
@@ -91,11 +91,11 @@ class _Pool:
     bins: list[_Counts] = field(default_factory=lambda: [_Counts() for _ in range(NUM_BINS)])  # by confidence
     _hazards_after: list[list[float]] = field(default_factory=lambda: [[] for _ in LastRound])  # as of a refresh
     _by_bin: list[float] = field(default_factory=list)
-    _bins_are_fresh: bool = False  # they change with claims alone, which not every drafter makes
-    num_fresh: int = -1  # positions whose hazards are those of the last counts; below 0: not even those of the bins
+    _bins_are_fresh: bool = False  # only claims change them, and not every drafter makes claims
+    num_fresh: int = -1  # positions with hazards as of the last counts; -1: none, and the bins' are stale too
 
     def refresh(self, length: int, prior: float) -> None:
-        """Bring the hazards up to date with the counts, for `length` positions at least."""
+        """Update the hazards from the counts, for `length` positions at least."""
         mean = self.overall.hazard(prior, INITIAL_TOKENS)
         found = _hazards(self.positions, [mean] * len(self.positions), POSITION_TOKENS)
         self._hazards_after = [_hazards(positions, found, AFTER_TOKENS) for positions in self.after]
@@ -114,20 +114,20 @@ class _Pool:
         self._bins_are_fresh = True
 
     def has_hazards(self, length: int) -> bool:
-        """Return whether there are some for `length` positions, perhaps older than the last counts."""
+        """Return whether `length` positions have hazards, perhaps older than the last counts."""
         return len(self._hazards_after[0]) >= length
 
     def hazards(self, length: int, last: LastRound) -> list[float]:
-        """Return each position's hazard after such a round; beyond what was ever judged, the last one's."""
+        """Return the hazards by position after such an outcome; beyond all judged positions, the last one's."""
         return self._hazards_after[last][:length]
 
     def claimed_hazards(self, confidences: Sequence[float]) -> list[float]:
-        """Return what such confidences have meant so far."""
+        """Return the hazards that tokens of these confidences have had so far."""
         by_bin = self._by_bin
         return [by_bin[bisect_right(_BIN_STARTS, confidence)] for confidence in confidences]
 
     def observe(self, num_judged: int, is_rejected: bool, last: LastRound) -> None:
-        """Take in a draft's judged tokens, of which none but the last can be rejected."""
+        """Count a draft's judged tokens, of which only the last can be rejected."""
         if len(self.positions) < num_judged:
             for positions in (self.positions, *self.after):
                 positions.extend(_Counts() for _ in range(num_judged - len(positions)))
@@ -142,7 +142,7 @@ class _Pool:
         self.num_fresh = -1
 
     def observe_claim(self, confidence: float, is_rejected: bool) -> None:
-        """Take in what a judged token's drafter had claimed."""
+        """Count a judged token by its confidence."""
         self.bins[bisect_right(_BIN_STARTS, confidence)].add(is_rejected)
         self._bins_are_fresh = False
         self.num_fresh = -1
@@ -150,7 +150,7 @@ class _Pool:
 
 @dataclass(slots=True)
 class _Frailty:
-    """How much more often than its pool a request is rejected."""
+    """How many times as often as its pool a request is rejected."""
 
     prior_rejections: float
     num_rejected: float = 0.0
@@ -161,7 +161,7 @@ class _Frailty:
         return (self.num_rejected + self.prior_rejections) / (self.num_expected + self.prior_rejections)
 
     def observe(self, is_rejected: bool, hazards: Sequence[float]) -> None:
-        """Take in a draft's judged tokens, of which none but the last can be rejected."""
+        """Count a draft's judged tokens, of which only the last can be rejected."""
         num_expected = 0.0
         for hazard in hazards:
             num_expected = num_expected * REQUEST_FADE + hazard
@@ -170,14 +170,14 @@ class _Frailty:
         self.num_expected = self.num_expected * faded + num_expected
 
     def fade(self) -> None:
-        """Let a judged token pass, or a round without a draft."""
+        """Count a round without a draft."""
         self.num_rejected *= REQUEST_FADE
         self.num_expected *= REQUEST_FADE
 
 
 @dataclass(slots=True)
 class _RequestHistory:
-    """One request's frailty against its pool's positions and against what its drafts claim, and its last round."""
+    """One request's frailties, against its pool's positions and against claims, and its last outcome."""
 
     by_position: _Frailty = field(default_factory=lambda: _Frailty(FRAILTY_REJECTIONS))
     by_claim: _Frailty = field(default_factory=lambda: _Frailty(CLAIMED_REJECTIONS))
@@ -185,25 +185,25 @@ class _RequestHistory:
     last_drafter_id: str = ""
 
     def last_of(self, drafter_id: str) -> LastRound:
-        """Return the last round as one drafter knows it."""
+        """Return the last outcome, if it was with this drafter."""
         return self.last if drafter_id == self.last_drafter_id else LastRound.UNDRAFTED
 
 
-_NO_HISTORY = _RequestHistory()  # of a request that has not drafted: as its pool
+_NO_HISTORY = _RequestHistory()  # of a request that has not drafted
 
 
 class SurvivalEstimator:
-    """Survival probabilities of draft positions; O(length) per call, whatever was seen before."""
+    """Survival probabilities of draft positions, in O(length) per call."""
 
     def __init__(self) -> None:
-        self._pools: dict[str, _Pool] = {}  # by drafter; the last one heard of at the end
-        self._all = _Counts()  # of all drafters: what a new one is taken for
+        self._pools: dict[str, _Pool] = {}  # by drafter; the last observed one at the end
+        self._all = _Counts()  # over all drafters: the prior of a new one
         self._requests: dict[str, _RequestHistory] = {}
-        self.num_observed = 0  # rises with whatever is taken in of drafts: as long as it stands, so do all estimates
+        self.version = 0  # estimates are the same until it changes
 
     @property
     def request_ids(self) -> set[str]:
-        """The requests of which anything is kept."""
+        """The requests with any state here."""
         return {*self._requests}
 
     def observe(
@@ -216,17 +216,17 @@ class SurvivalEstimator:
         confidences: Sequence[float] | None = None,
         after: LastRound | None = None,
     ) -> None:
-        """Take in one verified chain, or the path taken through a tree, of which so many tokens were accepted.
+        """Learn from one verified chain, or from the path taken through a tree.
 
-        `confidences` are those of the verified tokens, at least as far as the first that was rejected. `after` is what
-        `end_round` has returned; None: the round ends now.
+        `confidences`: those of the verified tokens, at least up to the first rejected one. `after`: what `end_round`
+        has returned; None: the round ends now.
         """
         num_judged = min(num_accepted_tokens + 1, num_draft_tokens)
         if num_judged < 1:
             return
         if after is None:
             after = self.end_round(request_id, drafter_id, num_draft_tokens, num_accepted_tokens)
-        self.num_observed += 1
+        self.version += 1
         is_rejected = num_accepted_tokens < num_judged
         pool = self._pool(drafter_id)
         if not pool.has_hazards(num_judged):
@@ -242,13 +242,13 @@ class SurvivalEstimator:
         self._all.add_draft(num_judged, is_rejected)
 
     def end_round(self, request_id: str, drafter_id: str, num_draft_tokens: int, num_accepted_tokens: int) -> LastRound:
-        """Note how a request's round went, which its next one is judged by, and return how the one before had gone.
+        """Record the outcome of a request's round for its next estimate, and return the outcome before it.
 
-        All else that the draft teaches may wait for `observe`.
+        The rest of what the draft teaches may wait for `observe`.
         """
         if num_draft_tokens < 1:
             return LastRound.UNDRAFTED
-        self.num_observed += 1
+        self.version += 1
         history = self._history(request_id)
         before = history.last_of(drafter_id)
         history.last, history.last_drafter_id = LastRound.of(num_draft_tokens, num_accepted_tokens), drafter_id
@@ -260,7 +260,7 @@ class SurvivalEstimator:
         return history
 
     def observe_plain(self, request_id: str) -> None:
-        """Take in a round without a draft: what is known of the request counts less."""
+        """Count a round without a draft: what is known of the request fades."""
         if (history := self._requests.get(request_id)) is not None:
             history.last = LastRound.UNDRAFTED
             history.by_position.fade()
@@ -269,9 +269,9 @@ class SurvivalEstimator:
     def survivals(
         self, request_id: str, drafter_id: str, length: int, confidences: Sequence[float] | None = None
     ) -> list[float]:
-        """Return P(this position and all before it are accepted) for positions 1 … `length`: it never rises.
+        """Return P(this position and all before it are accepted) for positions 1 … `length`; it never rises.
 
-        A position with a confidence is judged by what that has meant, one without by history alone.
+        Positions with a confidence use the hazards of confidences, the others those of positions.
         """
         pool = self._fresh_pool(drafter_id, length)
         history = self._requests.get(request_id) or _NO_HISTORY
@@ -284,19 +284,19 @@ class SurvivalEstimator:
         return survivals
 
     def observe_claims(self, drafter_id: str, claims: Iterable[tuple[float, bool]]) -> None:
-        """Take in confidences of tokens that were judged, each with whether it was accepted: the nodes of a tree."""
-        self.num_observed += 1
+        """Learn from judged nodes of a tree: each one's confidence and whether it was accepted."""
+        self.version += 1
         pool = self._pool(drafter_id)
         for confidence, is_accepted in claims:
             pool.observe_claim(confidence, not is_accepted)
 
     def claimed_rates(self, drafter_id: str, confidences: Sequence[float]) -> list[float]:
-        """Return P(accepted, given that the token before it is) of single tokens by their confidences."""
+        """Return P(accepted | the token before is accepted) of single tokens by their confidences."""
         pool = self._fresh_pool(drafter_id)
         return [1.0 - hazard for hazard in pool.claimed_hazards(confidences)]
 
     def forget(self, request_id: str) -> None:
-        """Drop a request's own history; its pool's stays."""
+        """Drop a request's history; its pool's stays."""
         self._requests.pop(request_id, None)
 
     def _fresh_pool(self, drafter_id: str, length: int = 0) -> _Pool:
@@ -309,7 +309,7 @@ class SurvivalEstimator:
         return pool
 
     def _prior_hazard(self, pool: _Pool) -> float:
-        """Return what the other pools say of this one: its own tokens must not count twice."""
+        """Return the hazard of all other pools, the prior of this one: its own tokens must not count twice."""
         others = _Counts(
             max(0.0, self._all.num_judged - pool.overall.num_judged),
             max(0.0, self._all.num_rejected - pool.overall.num_rejected),
@@ -317,7 +317,7 @@ class SurvivalEstimator:
         return others.hazard(INITIAL_HAZARD, INITIAL_TOKENS)
 
     def _pool(self, drafter_id: str) -> _Pool:
-        """Return a drafter's pool, made the last one heard of."""
+        """Return a drafter's pool, moved to the end: the last observed one."""
         pool = self._pools.pop(drafter_id, None) or _Pool()
         self._pools[drafter_id] = pool
         if len(self._pools) > MAX_POOLS:
@@ -326,7 +326,7 @@ class SurvivalEstimator:
 
 
 def _extend(survivals: list[float], hazards: Sequence[float], factor: float) -> None:
-    """Append the survivals of positions with such hazards, times a request's factor, to those before them."""
+    """Append the survivals of positions with these hazards times a request's frailty."""
     survival = survivals[-1] if survivals else 1.0
     for hazard in hazards:
         hazard *= factor

@@ -171,9 +171,7 @@ def _walk(draft: Draft, supports: Mapping[int, _Support], uniforms: Sequence[flo
 _Support = tuple[Sequence[int], Sequence[float]]  # the tokens that a node's children's law holds; their target_probs
 
 
-def _target_probs_in_support(
-    target_probs: torch.Tensor, drafts: Sequence[Draft | None]
-) -> list[dict[int, _Support]]:
+def _target_probs_in_support(target_probs: torch.Tensor, drafts: Sequence[Draft | None]) -> list[dict[int, _Support]]:
     """Look up, in one go, what every parent's children's law holds: 0 outside the vocabulary."""
     laws = [_supports(draft) for draft in drafts]
     rows: list[int] = []

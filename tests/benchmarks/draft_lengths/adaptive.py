@@ -61,7 +61,7 @@ class Adaptive:
 
     def plan(self, batch: Batch) -> Drafts:
         played = [self._played(request_id) for request_id in batch.request_ids]
-        asked = [self._pricing.length(one.request, self._plan.drafter_id or "", MAX_LENGTH) for one in played]
+        asked = [self._pricing.ask(one.request, self._plan.drafter_id or "", MAX_LENGTH).length for one in played]
         self._pricing.learn()
         drafters, lengths = [0] * batch.size, [0] * batch.size
         for lane, (one, length) in enumerate(zip(played, asked, strict=True)):

@@ -127,8 +127,7 @@ class Scene:
         self.said = self.engine.step()
         self.engine.check_integrity()
         return [
-            (said.request_id, said.token_ids if isinstance(said, Draft) else said.lost_tensors)
-            for _, said in self.said
+            (said.request_id, said.token_ids if isinstance(said, Draft) else said.lost_tensors) for _, said in self.said
         ]
 
     def hear_some(self) -> list[tuple[str, Any]]:

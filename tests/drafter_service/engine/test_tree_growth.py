@@ -29,9 +29,7 @@ def masses(*pairs: tuple[int, float]) -> Children:
 
 def drawn(*token_ids: int, row: tuple[int, ...] = (1, 2)) -> Children:
     weights = (DRAFT_PROB_SCALE - (len(row) - 1), *[1] * (len(row) - 1))
-    return Children(
-        token_ids=token_ids, probs=(0.5,) * len(token_ids), row=SparseRow(token_ids=row, weights=weights)
-    )
+    return Children(token_ids=token_ids, probs=(0.5,) * len(token_ids), row=SparseRow(token_ids=row, weights=weights))
 
 
 def grow_with(growth: Growth, law: dict[tuple[int, ...], Children]) -> None:
@@ -62,9 +60,7 @@ def test_the_beam_limits_how_many_get_children() -> None:
     assert len(growth.frontier) == 2, "16 nodes on 8 levels"
 
 
-@given(
-    st.integers(1, 6), st.integers(1, 12), st.integers(1, 4), st.lists(st.integers(0, 9), max_size=8), st.randoms()
-)
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 4), st.lists(st.integers(0, 9), max_size=8), st.randoms())
 def test_best_first_keeps_within_depth_and_nodes(depth: int, max_nodes: int, branching: int, forced, random) -> None:
     growth = BestFirstGrowth(forced, depth=depth, max_nodes=max_nodes, branching=branching)
     num_levels = len(growth.tree)

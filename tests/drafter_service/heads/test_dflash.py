@@ -123,9 +123,7 @@ def changed(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
         (ORIGINAL, "is_causal", True, "is_causal: True"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(
-    config: dict[str, Any], path: str, value: object, message: str
-) -> None:
+def test_what_is_not_served_is_refused_by_name(config: dict[str, Any], path: str, value: object, message: str) -> None:
     parse_config(config, 4)
     with pytest.raises(ValueError, match=message):
         parse_config(changed(config, path, value), 4)

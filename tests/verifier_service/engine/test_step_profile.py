@@ -113,9 +113,7 @@ def test_batches_are_one_token_sequences_in_blocks_of_their_own():
     ("max_model_len", "num_blocks", "sequences", "length"),
     [(64, 64, 4, 64), (50, 64, 5, 48), (1024, 64, 1, 256), (64, 1024, 8, 64)],
 )
-def test_what_reading_the_context_takes_is_measured(
-    max_model_len: int, num_blocks: int, sequences: int, length: int
-):
+def test_what_reading_the_context_takes_is_measured(max_model_len: int, num_blocks: int, sequences: int, length: int):
     runner = TimedRunner(straight, context_s=1e-6, max_model_len=max_model_len, num_blocks=num_blocks)
     context = profile_of(runner, 8).context
     assert context is not None

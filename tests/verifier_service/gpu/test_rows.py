@@ -143,9 +143,7 @@ def test_gates_open_as_torchs_do(own, dtype, device, activation, shape):
     got = own.gated(gate_up, activation)
     assert got.shape == gate.shape
     assert got.dtype == dtype
-    torch.testing.assert_close(
-        got.double(), ACTIVATIONS[activation](gate) * up, atol=1e-5, rtol=LOOSE[dtype]["rtol"]
-    )
+    torch.testing.assert_close(got.double(), ACTIVATIONS[activation](gate) * up, atol=1e-5, rtol=LOOSE[dtype]["rtol"])
 
 
 def test_rows_of_a_gate_may_lie_apart(own, device):

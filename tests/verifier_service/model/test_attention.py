@@ -117,9 +117,7 @@ def test_contexts_do_not_nest_and_end():
 
 def test_the_recorder_notes_shapes():
     recorder = ShapeRecorder()
-    output = recorder.attend(
-        4, torch.zeros(1, 6, 8), torch.zeros(1, 2, 8), torch.zeros(1, 2, 6), AttentionOptions()
-    )
+    output = recorder.attend(4, torch.zeros(1, 6, 8), torch.zeros(1, 2, 8), torch.zeros(1, 2, 6), AttentionOptions())
     assert output.shape == (1, 6, 6)
     assert recorder.shapes == {4: SHAPE}
     assert SHAPE.num_elements == 28

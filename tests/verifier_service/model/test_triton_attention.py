@@ -134,17 +134,13 @@ def reference(step: Step, options: AttentionOptions) -> torch.Tensor:
     return AttentionContext.of(step.batch, pool).attend(0, *tensors, options)
 
 
-def attend(
-    module: ModuleType, step: Step, options: AttentionOptions, num_splits: int | None = None
-) -> torch.Tensor:
+def attend(module: ModuleType, step: Step, options: AttentionOptions, num_splits: int | None = None) -> torch.Tensor:
     """Write the step's keys and values, then run the kernels: [num_tokens, num_heads, value_dim]."""
     metadata = PagedMetadata.of(step.batch, BLOCK_SIZE, step.pool.device)
     keys, values = step.pool.keys[0], step.pool.values[0]
     keys[metadata.slot_mapping] = step.key
     values[metadata.slot_mapping] = step.value
-    return module.paged_attention(
-        step.query, keys, values, metadata, options, num_splits=num_splits
-    )
+    return module.paged_attention(step.query, keys, values, metadata, options, num_splits=num_splits)
 
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from outrider.verifier_service.engine.loop import engine_load
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,
-    Commit,
     Draft,
     DrafterEvent,
     DraftNeeds,
@@ -23,7 +21,6 @@ from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import DisabledReason, Request, SpeculationPlan
 from outrider.verifier_service.pricing.draft_pricing import PROBE_ROUNDS, DraftPricing
 from outrider.verifier_service.pricing.survival import SurvivalEstimator
-from outrider.verifier_service.pricing.token_worth import TokenWorth
 
 
 def test_what_is_free_is_asked_for_to_the_bound():
@@ -55,58 +52,6 @@ def test_steps_far_beyond_the_profile_are_counted(profiled: int, is_beyond: bool
     assert (num_steps > 0) == is_beyond
 
 
-class Worthless(TokenWorth):
-    """Whatever is gained is of no use."""
-
-    def weight(self, request_id: str) -> float:
-        return 1e-9
-
-
-def test_what_counts_is_what_a_token_is_worth_in_its_request():
-    bench = Bench(GuessingDrafts(), FREE)
-    bench.pricing.worth = Worthless()
-    (outputs,) = bench.run().values()
-    assert outputs[-1].speculation.num_draft_tokens < len(outputs) / 4
-
-
-class UnevenDrafts(GuessingDrafts):
-    """Always right for the first request, mostly wrong for all others."""
-
-    def _draft(self, ask: Commit) -> Draft:
-        self.share_wrong = 0.0 if ask.request_id == "0" else 0.7
-        return super()._draft(ask)
-
-
-class WatchedWorth(TokenWorth):
-    """Keeps what tokens were worth last, by request."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: dict[str, float] = {}
-
-    def weight(self, request_id: str) -> float:
-        self.last[request_id] = super().weight(request_id)
-        return self.last[request_id]
-
-
-def test_a_token_is_worth_less_to_a_request_that_gets_many():
-    bench = Bench(UnevenDrafts(), FREE)
-    bench.pricing.worth = watched = WatchedWorth()
-    bench.run(num_requests=2, max_tokens=40)
-    assert watched.last["0"] < 0.8
-    assert bench.pricing.request_ids == set()
-
-
-class CountedWorth(TokenWorth):
-    """Counts the steps that are taken in."""
-
-    num_steps = 0
-
-    def observe(self, rounds: Iterable[tuple[str, float, float]], price: float, num_steps: int = 1) -> None:
-        self.num_steps += 1
-        super().observe(rounds, price, num_steps)
-
-
 @pytest.mark.parametrize(
     ("plan", "num_taken_in"),
     [({"is_pinned": True}, 199), ({"draft_length": 0}, 1 + 2 + 197 // 8)],
@@ -114,9 +59,12 @@ class CountedWorth(TokenWorth):
 )
 def test_of_steps_for_which_nobody_asks_few_are_priced(plan: dict[str, object], num_taken_in: int):
     bench = Bench(GuessingDrafts(share_wrong=1.0), FREE)
-    bench.pricing.worth = counted = CountedWorth()
-    bench.run(max_tokens=200, **plan)  # of which the last is not taken in any more
-    assert counted.num_steps == num_taken_in
+    cost = bench.pricing.cost
+    assert cost is not None
+    observe, seen = cost.observe, []
+    cost.observe = lambda shape, seconds: (seen.append(shape), observe(shape, seconds))
+    bench.run(max_tokens=200, **plan)  # the last step is not learnt from any more
+    assert len(seen) == num_taken_in
 
 
 def test_a_pinned_plan_is_asked_for_whatever_it_costs():
@@ -287,8 +235,8 @@ def priced_at(price: float, *, has_predictions: bool = False) -> tuple[DraftPric
     request = bench.engine.requests["0"]
     assert bench.pricing._level is not None
     bench.pricing._depths = None, None  # drafts may be long
-    assert bench.pricing.length(request, "d", 4, DraftNeeds(predictions=has_predictions)) == 4
-    bench.pricing._level.price._price = bench.pricing._level.price._price_if_free = price
+    assert bench.pricing.ask(request, "d", 4, DraftNeeds(predictions=has_predictions)).length == 4
+    bench.pricing._level.price.value = price
     return bench.pricing, request
 
 
@@ -373,7 +321,7 @@ def test_a_plan_is_not_pinned_by_default():
 def test_of_a_pinned_plan_nothing_is_cut():
     pricing, request = priced_at(0.99)
     request.plan = SpeculationPlan(drafter_id="d", draft_length=4, is_pinned=True)
-    assert pricing.length(request, "d", 4) == 4
+    assert pricing.ask(request, "d", 4).length == 4
     for draft in (make_draft(), make_draft(parents=(-1, -1, 0, 1), confidences=(0.6, 0.35, 0.2, 0.99))):
         assert pricing.admit(request, draft) is draft
 
@@ -414,10 +362,10 @@ def test_a_draft_that_is_there_already_is_as_long_as_its_chances_pay(each_s: flo
     pricing = DraftPricing()
     pricing.use_profile(profile(each_s))
     request = Request.of(make_request("0"), 0.0)
-    assert pricing.predicted_length(request, "prediction", [0.8, 0.64, 0.5, 0.4]) == length
-    assert (request.metrics.disabled_reason is DisabledReason.LOAD) == (length == 0)
+    reason = None if length else DisabledReason.LOAD
+    assert pricing.cut_prediction(request, "prediction", [0.8, 0.64, 0.5, 0.4]) == (length, reason)
     assert pricing.request_ids == {request.request_id}
 
 
 def test_without_a_profile_all_of_it_is_verified():
-    assert DraftPricing().predicted_length(Request.of(make_request("0"), 0.0), "prediction", [0.1] * 4) == 4
+    assert DraftPricing().cut_prediction(Request.of(make_request("0"), 0.0), "prediction", [0.1] * 4).length == 4

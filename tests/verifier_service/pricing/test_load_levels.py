@@ -22,10 +22,10 @@ def test_what_a_load_costs_is_nothing_to_one_request():
     levels = LoadLevels(COST)
     for _ in range(20):
         levels.at(1).price.observe(StepShape(1, 0), 1, SLOTS)
-    alone = levels.at(1).price.price
+    alone = levels.at(1).price.value
     for _ in range(200):
         levels.at(64).price.observe(StepShape(64, 0), 64, SLOTS * 64)
-    assert (levels.at(1).price.price, levels.at(64).price.price) == (alone, NEVER)
+    assert (levels.at(1).price.value, levels.at(64).price.value) == (alone, NEVER)
     assert alone < 0.5
 
 
@@ -85,5 +85,5 @@ def test_how_fast_a_load_ran_is_nothing_to_the_request_after_it():
 )
 def test_where_depth_ends_a_draft_it_may_be_longer_whatever_the_price(bound, next_bound, asked):
     level = LoadLevels(COST).at(1)
-    level.price._price = 0.35
-    assert level.asked((0.6, 0.5, 0.4, 0.3, 0.2, 0.1), bound, next_bound) == asked
+    level.price.value = 0.35
+    assert level.ask_length((0.6, 0.5, 0.4, 0.3, 0.2, 0.1), bound, next_bound) == asked

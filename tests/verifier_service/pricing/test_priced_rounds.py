@@ -14,7 +14,7 @@ from outrider.verifier_service.messages.request import DisabledReason, Request, 
 from outrider.verifier_service.pricing.cost_model import StepShape, StepTimeModel
 from outrider.verifier_service.pricing.draft_pricing import PROBE_LENGTH, DraftPricing
 from outrider.verifier_service.pricing.offer import PricedStep
-from outrider.verifier_service.pricing.token_worth import TokenWorth
+from outrider.verifier_service.pricing.survival import SurvivalEstimator
 from outrider.verifier_service.scheduling.outcome import num_draft_tokens
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
@@ -61,7 +61,7 @@ class Pricing:
         self._step_s = StepTimeModel.from_points(profile).t
 
     def ask(self, request: Request) -> int:
-        return self.pricing.length(request, "d", LENGTH)
+        return self.pricing.ask(request, "d", LENGTH).length
 
     def cut(self, request: Request) -> Draft:
         return self.pricing.admit(request, make_draft(request))
@@ -87,9 +87,9 @@ class Pricing:
         self.pricing.learn()
 
     @property
-    def num_observed(self) -> int:
-        """What has been taken in of drafts."""
-        return self.pricing.survival.num_observed
+    def version(self) -> int:
+        """Changes with each draft that is learnt from."""
+        return self.pricing.survival.version
 
 
 def test_who_reads_its_prompt_again_keeps_its_round_and_its_draft_is_priced_and_learnt_from():
@@ -100,42 +100,42 @@ def test_who_reads_its_prompt_again_keeps_its_round_and_its_draft_is_priced_and_
         bench.decode([second], 0, chunk(first))
     assert bench.pricing.price == 1.0
     assert bench.cut(first).token_ids == (), "no draft pays"
-    before = bench.num_observed
+    before = bench.version
     bench.end(drafted(first, make_draft(first)), plain(second))
     bench.pricing.learn()
-    assert bench.num_observed > before
+    assert bench.version > before
 
 
 def test_a_draft_that_was_cut_to_nothing_is_an_answer_all_the_same():
     bench, (request,) = Pricing(FREE), make_requests(1)
     assert bench.ask(request) > 0
     price = bench.pricing._level.price
-    price._price = price._price_if_free = 0.99
+    price.value = 0.99
     assert bench.cut(request).token_ids == ()
     bench.end(plain(request))
     bench.ask(request)
     assert not bench.pricing._requests["0"].round.is_opening
 
 
-class CountedWorth(TokenWorth):
-    """Notes how often anybody asked."""
+class CountedSurvival(SurvivalEstimator):
+    """Counts estimates."""
 
-    num_asked = 0
+    num_estimates = 0
 
-    def worths(self, request_id: str, survivals: Sequence[float]) -> Sequence[float]:
-        self.num_asked += 1
-        return super().worths(request_id, survivals)
+    def survivals(self, *known: object) -> list[float]:
+        self.num_estimates += 1
+        return super().survivals(*known)  # type: ignore[arg-type]
 
 
-def test_while_nothing_pays_nobody_works_out_what_drafts_are_worth():
+def test_while_nothing_pays_no_survival_is_estimated():
     bench, (request,) = Pricing(DEAR), make_requests(1)
+    bench.pricing.survival = counted = CountedSurvival()
     for _ in range(80):
         bench.decode([request], 0)
     assert bench.pricing.price == 1.0
-    bench.pricing.worth = counted = CountedWorth()
-    assert [bench.ask(request) for _ in range(4)] == [0] * 4
-    assert counted.num_asked == 0
-    assert request.metrics.disabled_reason == "load"
+    num_before = counted.num_estimates
+    assert [bench.pricing.ask(request, "d", LENGTH) for _ in range(4)] == [(0, DisabledReason.LOAD)] * 4
+    assert counted.num_estimates == num_before
 
 
 def test_after_a_change_of_load_requests_ask_at_the_price_of_that_load():
@@ -153,9 +153,7 @@ def test_after_a_change_of_load_requests_ask_at_the_price_of_that_load():
 @pytest.mark.parametrize(
     ("profile", "before", "after"), [(KNEED, 16, 32), (KNEED, 31, 32), (DEAR, 8, 16), (DEAR, 32, 8)]
 )
-def test_a_load_that_was_never_seen_is_priced_before_anybody_asks(
-    profile: Sequence[StepTime], before: int, after: int
-):
+def test_a_load_that_was_never_seen_is_priced_before_anybody_asks(profile: Sequence[StepTime], before: int, after: int):
     bench, requests = Pricing(profile), make_requests(32)
     for _ in range(120):
         bench.decode(requests[:before], 0)
@@ -169,14 +167,14 @@ def test_what_a_step_says_is_learnt_at_the_next_one_at_the_latest_and_once():
     bench.decode([request], LENGTH)
     bench.ask(request)
     bench.end(drafted(request, make_draft(request)))
-    before = bench.num_observed
+    before = bench.version
     bench.ask(request)
     bench.end(plain(request))
-    after = bench.num_observed
+    after = bench.version
     assert after == before + 1
     bench.pricing.learn()
     bench.pricing.learn()
-    assert bench.num_observed == after
+    assert bench.version == after
 
 
 def test_the_last_step_of_a_request_teaches_as_much_as_any_other_and_then_nothing_is_kept():
@@ -185,11 +183,11 @@ def test_the_last_step_of_a_request_teaches_as_much_as_any_other_and_then_nothin
         bench.ask(request)
         bench.end(drafted(request, bench.cut(request)), num_accepted=1)
     bench.pricing.forget(request.request_id)
-    before = bench.num_observed
+    before = bench.version
     assert bench.pricing.request_ids == set()
     bench.pricing.learn()
-    assert bench.num_observed == before + 1
-    assert bench.pricing.request_ids == bench.pricing.worth.request_ids == set()
+    assert bench.version == before + 1
+    assert bench.pricing.request_ids == set()
 
 
 def test_a_request_that_waits_on_keeps_its_round():
@@ -198,10 +196,10 @@ def test_a_request_that_waits_on_keeps_its_round():
         bench.ask(request)
     bench.end(plain(second), held=[first])
     bench.pricing.learn()
-    before = bench.num_observed
+    before = bench.version
     bench.end(drafted(first, bench.cut(first)))
     bench.pricing.learn()
-    assert bench.num_observed > before
+    assert bench.version > before
 
 
 @pytest.mark.parametrize(("profile", "least", "most"), [(DEAR, 0.9, 1.0), (FREE, 0.0, 0.2)])
@@ -212,7 +210,7 @@ def test_without_a_drafter_drafts_have_a_price_all_the_same(profile: Sequence[St
         request.plan = SpeculationPlan(disabled_reason=DisabledReason.DRAFTER_UNAVAILABLE)
     for _ in range(40):
         for request in requests:
-            assert bench.pricing.length(request, "", 0) == 0
+            assert bench.pricing.ask(request, "", 0).length == 0
         bench.end(*map(plain, requests))
         bench.pricing.learn()
     assert least <= bench.pricing.price <= most
@@ -224,7 +222,7 @@ def test_where_nobody_drafts_steps_are_learnt_from_when_tokens_have_been_sent():
     for _ in range(20):
         for request in requests:
             request.plan = SpeculationPlan(disabled_reason=DisabledReason.DRAFTER_UNAVAILABLE)
-            bench.pricing.length(request, "", 0)
+            bench.pricing.ask(request, "", 0)
         bench.end(*map(plain, requests))
         learnt_early += bench.pricing._unlearnt is None
         bench.pricing.learn()
