@@ -131,7 +131,7 @@ def _library() -> Path | None:
         logger.warning("no C++ compiler (g++, clang++): attention and linear layers are torch's, which takes longer")
         return None
     try:
-        path = _compiled(compiler)
+        path = _compile_once(compiler)
         ctypes.CDLL(str(path))
         return path
     except (OSError, subprocess.SubprocessError) as error:
@@ -139,7 +139,7 @@ def _library() -> Path | None:
         return None
 
 
-def _compiled(compiler: str) -> Path:
+def _compile_once(compiler: str) -> Path:
     """Return the compiled library, compiling it unless the cache has it for this source and processor."""
     path = cache_folder() / "kernels" / f"cpu-{_key(compiler)}.so"
     if not path.is_file():

@@ -43,6 +43,8 @@ from outrider.verifier_service.pricing.draft_pricing import Ask, DraftPricing
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
+Outbox = dict[str, list[VerifierMessage]]  # by drafter id
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig:
@@ -205,7 +207,7 @@ class DraftCoordinator:
         session.has_answered = False
         if (outstanding := session.round) is not None:
             until_s = outstanding.background_until_s
-            self._client.send(drafter_id, self._messages(request, session, outstanding.max_length, now_s, until_s))
+            self._client.send(drafter_id, self._begin_round(request, session, outstanding.max_length, now_s, until_s))
 
     def _lose_drafter(self, drafter_id: str, requests: Mapping[str, Request]) -> None:
         drafter = self._drafters.pop(drafter_id, None)
@@ -260,7 +262,7 @@ class DraftCoordinator:
         Reads token values only of requests with a prediction; the others' last token may be a placeholder.
         """
         wanted: list[WantedDraft] = []
-        outbox: dict[str, list[VerifierMessage]] = {}
+        outbox: Outbox = {}
         num_rounds: collections.Counter[str] = collections.Counter()
         # a round without a draft does not count for a drafter's yield if the price forbids drafts
         is_forbidden = self._pricing is not None and self._pricing.price == NEVER
@@ -280,7 +282,7 @@ class DraftCoordinator:
             elif drafter_id is not None and length > 0:
                 is_allowed = self._drafters[drafter_id].breaker.allow(now_s)
                 assert is_allowed, "a drafter was chosen that may not be asked"
-                wanted.append(WantedDraft(request, self._session_at(request, drafter_id, outbox), length))
+                wanted.append(WantedDraft(request, self._ensure_session(request, drafter_id, outbox), length))
             else:
                 self._end_round(request)
         self._num_steps += bool(num_rounds)
@@ -291,13 +293,13 @@ class DraftCoordinator:
 
     def send(self, wanted: Iterable[WantedDraft], now_s: float) -> None:
         """Ask for the chosen drafts and hold their requests, once the tokens that the drafts follow are known."""
-        outbox: dict[str, list[VerifierMessage]] = {}
+        outbox: Outbox = {}
         for request, session, length in wanted:
             self.num_asked_tokens += length
             request.metrics.enabled = True
             opening_s = None if session.has_answered else self._config.background_opening_s
             until_s = None if opening_s is None else now_s + opening_s
-            messages = self._messages(request, session, length, now_s, until_s)
+            messages = self._begin_round(request, session, length, now_s, until_s)
             outbox.setdefault(session.drafter_id, []).extend(messages)
             if until_s is None:
                 request.hold_until_s = now_s + self._drafters[session.drafter_id].timer_of(session).deadline_s
@@ -336,7 +338,7 @@ class DraftCoordinator:
 
     def close(self, request: Request) -> None:
         """Forget a finished request and let its drafter free the session."""
-        outbox: dict[str, list[VerifierMessage]] = {}
+        outbox: Outbox = {}
         self._answered.pop(request.request_id, None)
         self._predictions.forget(request.request_id)
         self._end_session(request.request_id, outbox)
@@ -380,7 +382,7 @@ class DraftCoordinator:
         bound = min(length, remaining_output, remaining_context)
         return Ask(bound) if bound > 0 else Ask(0, request.metrics.disabled_reason)  # no place left: no new reason
 
-    def _session_at(self, request: Request, drafter_id: str, outbox: dict[str, list[VerifierMessage]]) -> DraftSession:
+    def _ensure_session(self, request: Request, drafter_id: str, outbox: Outbox) -> DraftSession:
         session = self._sessions.get(request.request_id)
         if session is None or session.drafter_id != drafter_id:
             self._end_session(request.request_id, outbox)
@@ -388,13 +390,13 @@ class DraftCoordinator:
             self._drafters[drafter_id].session_ids.add(request.request_id)
         return session
 
-    def _end_session(self, request_id: str, outbox: dict[str, list[VerifierMessage]]) -> None:
+    def _end_session(self, request_id: str, outbox: Outbox) -> None:
         session = self._sessions.pop(request_id, None)
         if session is not None:
             self._drafters[session.drafter_id].session_ids.discard(request_id)
             outbox.setdefault(session.drafter_id, []).append(Close(request_id=request_id))
 
-    def _messages(
+    def _begin_round(
         self,
         request: Request,
         session: DraftSession,
@@ -414,7 +416,7 @@ class DraftCoordinator:
                 )
             )
             session.num_sent_tokens = request.num_tokens
-        messages.extend(self._state_messages(request, session))
+        messages.extend(self._take_states(request, session))
         self._num_rounds += 1
         # block verification judges chains: a sampled tree that happens to be one would pick the rule by its tokens
         is_tree = max_length > 1 and request.sampling.acceptance is not AcceptanceRule.BLOCK
@@ -437,7 +439,7 @@ class DraftCoordinator:
         )
         return messages
 
-    def _state_messages(self, request: Request, session: DraftSession) -> Iterable[States]:
+    def _take_states(self, request: Request, session: DraftSession) -> Iterable[States]:
         """Return the hidden states that the drafter needs and lacks; the last token has none yet."""
         needs = self._drafters[session.drafter_id].needs
         if not needs.taps or self._states is None:

@@ -33,14 +33,15 @@ class VerifierEngine:
 
     A `step` is
 
-        receive   attach the drafts that have arrived             `drafting.receive`   in `_launch`
-        schedule  choose tokens and drafts, reserve KV            `scheduler.schedule`
-        execute   run one forward pass over all of them           `runner.execute`
-        verify    accept draft tokens, sample one token more      `verify`
-        commit    append tokens, free the KV of rejected ones     `scheduler.commit`   in `_finish`
-        ask       send new tokens to drafters, ask for drafts     `drafting.ask`
+        receive   attach the drafts that have arrived           `drafting.receive`
+        schedule  choose tokens and drafts, reserve KV          `scheduler.schedule`
+        execute   run one forward pass over all of them         `runner.execute`
+        verify    accept draft tokens, sample one token more    `verify`
+        commit    append tokens, free the KV of rejected ones   `scheduler.commit`
+        ask       send new tokens to drafters, ask for drafts   `drafting.ask`
 
-    `EngineLoop` publishes the outputs. `PipelinedEngine` launches the next step before it finishes one.
+    `_launch` begins a step, up to its verification; `_finish` reads the tokens and does the rest. `PipelinedEngine`
+    launches the next step in between. `EngineLoop` publishes the outputs.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ class EngineLoop:
     def _publish(self) -> None:
         outputs = (*self._failures, *self._unpublished)
         self._failures, self._unpublished = [], []
-        update = EngineUpdate(outputs=outputs, relays=self._drafts.take_outbox(), load=self._due_load())
+        update = EngineUpdate(outputs=outputs, relays=self._drafts.take_outbox(), load=self._take_due_load())
         if update != EngineUpdate():
             self._send(update)
 
@@ -148,7 +148,7 @@ class EngineLoop:
         for frame in update_frames(update):
             self._pipe.send_bytes(frame)
 
-    def _due_load(self) -> EngineLoad | None:
+    def _take_due_load(self) -> EngineLoad | None:
         """Return a load report if one is due: every `LOAD_INTERVAL_S`, and at once when the running requests halve.
 
         Requests without drafts because of load can then draft again without delay.

@@ -108,7 +108,7 @@ class RelayDraftClient:
         if has_channel:
             self._choose_ways(drafter_id, messages)
         for message in messages:
-            framed = self._framed(drafter_id, message) if isinstance(message, States) else message
+            framed = self._offer_states(drafter_id, message) if isinstance(message, States) else message
             self._outbox.append(Relay(peer=drafter_id, payload=encode(framed)))
             if has_channel and isinstance(message, Commit | Close):
                 self._note_asked(drafter_id, message)
@@ -152,7 +152,7 @@ class RelayDraftClient:
         if not sent.is_mixed:
             self._ways[drafter_id].observe(sent.num_bytes, ended_s - sent.sent_s, by_channel=sent.by_channel)
 
-    def _framed(self, drafter_id: str, message: States) -> States:
+    def _offer_states(self, drafter_id: str, message: States) -> States:
         """Offer the states to the channel if it was chosen; return the message for the frame, without data if taken."""
         num_bytes, sent = len(message.data), self._sent.get((drafter_id, message.request_id))
         if sent is not None and sent.by_channel:

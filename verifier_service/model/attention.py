@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -329,11 +330,7 @@ def attend_by_hand(
 
 def starts_of(lengths: Sequence[int]) -> list[int]:
     """Return where each sequence's tokens begin among the packed ones."""
-    starts, total = [], 0
-    for length in lengths:
-        starts.append(total)
-        total += length
-    return starts
+    return list(accumulate(lengths, initial=0))[:-1]
 
 
 def group_members(batch: ScheduledBatch) -> list[list[int]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from outrider.verifier_service.messages.draft import require
+
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 Quantization = Literal["int8"]
 DEVICES = ("auto", "cpu", "cuda")
@@ -34,22 +36,17 @@ class ModelConfig:
     check_anew: bool = False  # ignore the findings of earlier starts with this checkpoint on this machine
 
     def __post_init__(self) -> None:
-        _require(bool(self.path), "path", "a folder or a model id")
-        _require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
-        _require(self.state_dtype in DTYPES, "state_dtype", f"one of {', '.join(DTYPES)}")
-        _require(self.device in DEVICES, "device", f"one of {', '.join(DEVICES)}")
-        _require(self.quantization in (None, *get_args(Quantization)), "quantization", "int8 or None")
+        require(bool(self.path), "path", "a folder or a model id")
+        require(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+        require(self.state_dtype in DTYPES, "state_dtype", f"one of {', '.join(DTYPES)}")
+        require(self.device in DEVICES, "device", f"one of {', '.join(DEVICES)}")
+        require(self.quantization in (None, *get_args(Quantization)), "quantization", "int8 or None")
         for name in ("block_size", "tensor_parallel_size"):
-            _require(_is_positive(getattr(self, name)), name, "a positive integer")
+            require(_is_positive(getattr(self, name)), name, "a positive integer")
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "num_threads"):
             value = getattr(self, name)
-            _require(value is None or _is_positive(value), name, "a positive integer or None")
+            require(value is None or _is_positive(value), name, "a positive integer or None")
 
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _require(condition: bool, field_name: str, expectation: str) -> None:
-    if not condition:
-        raise ValueError(f"{field_name} must be {expectation}")

@@ -28,10 +28,10 @@ def is_gguf(path: str) -> bool:
 
 def local_path(path: str) -> str:
     """Return a GGUF file's converted folder, converting it if needed; any other path unchanged."""
-    return str(converted_folder(Path(path))) if is_gguf(path) else path
+    return str(convert_once(Path(path))) if is_gguf(path) else path
 
 
-def converted_folder(path: Path) -> Path:
+def convert_once(path: Path) -> Path:
     """Return the folder of a GGUF file's checkpoint; convert the file first, unless an earlier process did.
 
     Raises `ValueError` if the file is missing, packages are not installed or the library cannot read it.

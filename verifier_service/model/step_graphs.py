@@ -245,7 +245,7 @@ class StepGraphs:
             return
         for with_trees in (False, True) if has_trees else (False,):
             for bucket in all_buckets(has_trees=with_trees):
-                self._captured_at(bucket)
+                self._capture_at(bucket)
         logger.info("captured %d steps in %.1f s", self.counts.num_graphs, self.counts.capture_s)
 
     def run(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> Outputs | None:
@@ -255,7 +255,7 @@ class StepGraphs:
         caller moves and copies KV before.
         """
         bucket = self._model.not_captured or bucket_of(batch, self._table_width)
-        captured = self._captured_at(bucket) if isinstance(bucket, Bucket) else None
+        captured = self._capture_at(bucket) if isinstance(bucket, Bucket) else None
         if captured is None or isinstance(bucket, str):
             reason = bucket if isinstance(bucket, str) else "capture_failed"
             self.counts.eager[reason] = self.counts.eager.get(reason, 0) + 1
@@ -272,7 +272,7 @@ class StepGraphs:
     def _fill(self, place: Place, bucket: Bucket, batch: ScheduledBatch) -> None:
         self._buffers.fill(place, step_parts(padded(batch, bucket, self._null_block, self._pool.block_size)))
 
-    def _captured_at(self, bucket: Bucket) -> _Captured | None:
+    def _capture_at(self, bucket: Bucket) -> _Captured | None:
         """Return a bucket's captured step, capturing it if needed; None if the capture fails, now or before."""
         if bucket in self._captured:
             return self._captured[bucket]

@@ -106,13 +106,13 @@ def test_it_is_served_like_a_checkpoint(tmp_path, cache, caplog):
 def test_it_is_converted_once_and_again_when_it_has_changed(tmp_path, cache):
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
-    first = gguf.converted_folder(path)
+    first = gguf.convert_once(path)
     made_ns = (first / "config.json").stat().st_mtime_ns
-    assert gguf.converted_folder(path) == first
+    assert gguf.convert_once(path) == first
     assert (first / "config.json").stat().st_mtime_ns == made_ns
     assert list(first.parent.iterdir()) == [first], "nothing else is left of a conversion"
     os.utime(path, ns=(1, 1))
-    assert gguf.converted_folder(path) != first
+    assert gguf.convert_once(path) != first
 
 
 def test_another_process_may_have_been_faster(tmp_path):
@@ -128,11 +128,11 @@ def test_another_process_may_have_been_faster(tmp_path):
 
 def test_what_cannot_be_read_is_told(tmp_path, cache, monkeypatch):
     with pytest.raises(ValueError, match=r"missing\.gguf: there is no such file"):
-        gguf.converted_folder(tmp_path / "missing.gguf")
+        gguf.convert_once(tmp_path / "missing.gguf")
     (tmp_path / "bad.gguf").write_bytes(b"no model")
     with pytest.raises(ValueError, match=r"gguf|GGUF"):
-        gguf.converted_folder(tmp_path / "bad.gguf")
+        gguf.convert_once(tmp_path / "bad.gguf")
     monkeypatch.setattr(gguf, "PACKAGES", ("no_such_package",))
     with pytest.raises(ValueError, match=r"pip install 'outrider\[gguf\]'"):
-        gguf.converted_folder(tmp_path / "bad.gguf")
+        gguf.convert_once(tmp_path / "bad.gguf")
     assert not list((cache / "gguf").iterdir())
