@@ -68,8 +68,7 @@ class PipelinedEngine(VerifierEngine):
         `items` are those that count.
         """
         return (
-            (step.verification.chosen is not None or not any(item.samples for item in step.schedule.items))
-            and bool(items)
+            bool(items)
             and self.pricing.knows(len(items))
             and all(request.hold_until_s is None for request in self.scheduler.running)
             and all(item.draft is None and not self._extras.are_due(item.request) for item in items)

@@ -63,18 +63,24 @@ class DraftRows:
             jumps=tuple(others[2:]),
         )
 
+    def are_chosen(self, choices: torch.Tensor) -> torch.Tensor:
+        """Say of each row whether it follows its parent's own choice: choices int64 [num_rows] -> bool [num_rows]."""
+        return self.token_ids == choices[self.parents]
+
     def ends(self, is_right: torch.Tensor) -> torch.Tensor:
         """Return the row in which each request's path ends: int64 [num_requests].
 
         is_right bool [num_rows] says which draft tokens may be taken where the one before is. A path is the longest
         one of such tokens from the root on, the first of several.
         """
+        num_rows = len(self.token_ids)
+        if num_rows == self.num_requests:  # nobody drafts: all rows are roots
+            return self.parents
         reached = is_right | self.is_root
         for jump in self.jumps:
             reached = reached & reached[jump]
-        keys = self.keys.masked_fill(~reached, -1)
-        best = keys.new_full((self.num_requests,), -1).scatter_reduce(0, self.requests, keys, "amax")
-        return len(keys) - 1 - best % max(len(keys), 1)
+        best = self.keys.new_zeros(self.num_requests).scatter_reduce(0, self.requests, self.keys * reached, "amax")
+        return num_rows - 1 - best % num_rows
 
 
 def found_probs(target_probs: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -184,15 +184,6 @@ class LogitsProcessor:
         return slot
 
 
-def apply_edits(logits: torch.Tensor, edits: Sequence[tuple[int, LogitEdits]]) -> torch.Tensor:
-    """Return the logits with each request's edits, given with its first row; the given logits stay as they are.
-
-    logits float32 [num_rows, vocab_size]; returned as they are, not copied, where there is nothing to edit.
-    """
-    sent = SentEdits.of(edits, logits.shape[1], logits.device) if edits else None
-    return logits if sent is None else sent.applied(logits)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentEdits:
     """The edits of a step on the logits' device, sent before the logits are looked at."""
