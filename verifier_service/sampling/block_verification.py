@@ -36,18 +36,22 @@ from outrider.verifier_service.sampling.rejection_sampler import Families
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """The rows of chains that are judged by blocks, the longest chains first."""
+    """Chains that are judged by blocks, the longest first."""
 
-    counts: tuple[int, ...]  # [longest] how many chains have a token at each place: they are the first ones
-    tokens: torch.Tensor  # int64 [longest, num_chains] the rows that follow their tokens
-    families: torch.Tensor  # int64 [num_block_families] of their parents …
-    rows: torch.Tensor  # int64 [num_block_families] … and the rows of those
+    counts: tuple[int, ...]  # [longest] how many chains, the first ones, have a token at each place
+    tokens: torch.Tensor  # int64 [longest, num_chains] the row after each token
+    rows: torch.Tensor  # int64 [num_tokens] the row before each token, chain by chain
+    families: torch.Tensor  # int64 [num_tokens] that row's family
 
     @classmethod
     def of(
-        cls, drafts: Sequence[Draft | None], starts: Sequence[int], by_blocks: Sequence[bool], families: Families
+        cls,
+        drafts: Sequence[Draft | None],
+        starts: Sequence[int],
+        by_blocks: Sequence[bool],
+        families: Families | None,
     ) -> Blocks | None:
-        """Return None where nobody's draft is judged by blocks."""
+        """Return None if no draft is judged by blocks."""
         spans = [
             (len(draft.token_ids), start)
             for draft, start, is_block in zip(drafts, starts, by_blocks, strict=True)
@@ -55,7 +59,7 @@ class Blocks:
         ]
         spans.sort(reverse=True)
         longest = spans[0][0] if spans else 0
-        if longest == 0:
+        if families is None or longest == 0:
             return None
         tokens = np.zeros((longest, len(spans)), np.int64)
         for column, (length, start) in enumerate(spans):
@@ -73,7 +77,7 @@ class Blocks:
         is_right: torch.Tensor,
         taken: torch.Tensor,
     ) -> None:
-        """Write over what `judge_siblings` says of these rows: which prefixes are accepted, what is taken from them."""
+        """Overwrite what `judge_siblings` said of these rows: which prefixes are accepted, what is taken after them."""
         weights, own_found = families.weights[self.families], found[self.families]
         column = families.columns[0, self.families, None]
         is_drawn = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, column, True)
@@ -93,7 +97,7 @@ class Blocks:
         residual = (own_kept - torch.minimum(own_kept * own_found, law).sum(dim=1, keepdim=True)).clamp_(min=0.0)
         accepted = kept.index_copy(0, self.rows, _acceptance(own_kept, residual)[:, 0])
         is_right.index_copy_(0, next_rows, uniforms[self.rows] < accepted[next_rows])
-        # a law to draw from has any factor: target - draft / kept is as good as kept * target - draft
+        # weights to draw from may have any factor: target - draft / kept is as good as kept * target - draft
         inside = families.token_ids[self.families] < families.vocab_size
         taken.index_copy_(0, self.families, (law / own_kept).masked_fill_(~inside, 0.0))
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -36,50 +37,51 @@ from outrider.verifier_service.sampling.draft_rows import found_probs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Families:
-    """Parents with what their children were drawn from, those with the most children first; the last has none.
+    """Parents with their children and the law that these were drawn from.
 
-    `children`, `columns` and `uniforms` have one row per rank of a sibling: [num_ranks, num_families].
+    A child's rank is its place among its siblings. Families with more children come first, so that those with a child
+    of some rank are the first ones; the last family has none. It stands for rows without children.
     """
 
     vocab_size: int
-    counts: tuple[int, ...]  # [num_ranks] how many families have a child of this rank: they are the first ones
-    rows: torch.Tensor  # int64 [num_families] the parent's
-    token_ids: torch.Tensor  # int64 [num_families, width] that the law holds, padded with the vocabulary's size
-    weights: torch.Tensor  # int64 [num_families, width] of the law; all 0: the children are point masses
-    children: torch.Tensor  # int64 the child's row
-    columns: torch.Tensor  # int64 where its token is among `token_ids`
-    uniforms: torch.Tensor  # int64 the row whose uniform number judges it
-    of_rows: torch.Tensor  # int64 [num_rows] each row's family, as a parent
+    counts: tuple[int, ...]  # [num_ranks] how many families have a child of this rank
+    rows: torch.Tensor  # int64 [num_families] the parent's row
+    token_ids: torch.Tensor  # int64 [num_families, width] the law's tokens, padded with the vocabulary's size
+    weights: torch.Tensor  # int64 [num_families, width] the law's weights; all 0: the children are point masses
+    children: torch.Tensor  # int64 [num_ranks, num_families] the child's row
+    columns: torch.Tensor  # int64 [num_ranks, num_families] the place of the child's token in `token_ids`
+    uniforms: torch.Tensor  # int64 [num_ranks, num_families] the row whose uniform number judges the child
+    of_rows: torch.Tensor  # int64 [num_rows] the family whose parent a row is
 
     @classmethod
     def of(
         cls, drafts: Sequence[Draft | None], starts: Sequence[int], num_rows: int, vocab_size: int, device: torch.device
-    ) -> Families:
-        """Take in the drafts that are judged by tokens or by blocks, with the rows after their roots."""
+    ) -> Families | None:
+        """`drafts` are judged by tokens or by blocks, `starts` are the rows after their roots; None: no drafts."""
         families = sorted(_families(drafts, starts), key=lambda family: -len(family.children))
-        width = max((len(family.token_ids) for family in families), default=1)
-        num_ranks = len(families[0].children) if families else 0
-        shape, ranks = (len(families) + 1, width), (3, num_ranks, len(families) + 1)
-        token_ids, weights, by_rank = np.full(shape, vocab_size), np.zeros(shape, np.int64), np.zeros(ranks, np.int64)
-        of_rows = np.full(num_rows, len(families))
-        for index, family in enumerate(families):
-            token_ids[index, : len(family.token_ids)] = family.token_ids
-            weights[index, : len(family.weights)] = family.weights
-            numbers = (family.children, family.columns, range(family.uniform, family.uniform + len(family.children)))
-            for place, own in zip(by_rank, numbers, strict=True):
-                place[: len(family.children), index] = own
-            of_rows[family.row] = index
-        rows = np.array([*(family.row for family in families), 0], np.int64)
-        sent = upload([rows, token_ids, weights, *by_rank, of_rows], device)
-        counts = tuple(sum(len(family.children) > rank for family in families) for rank in range(num_ranks))
-        return cls(**dict(zip(_SENT, sent, strict=True)), counts=counts, vocab_size=vocab_size)
+        if not families:
+            return None
+        families.append(_Family(0, 0))
+        rows = np.array([family.row for family in families], np.int64)
+        of_rows = np.full(num_rows, len(families) - 1)
+        of_rows[rows[:-1]] = np.arange(len(families) - 1)
+        children = _by_place([family.children for family in families], 0)
+        parts = {
+            "rows": rows,
+            "token_ids": _by_place([family.token_ids for family in families], vocab_size).T,
+            "weights": _by_place([family.weights for family in families], 0).T,
+            "children": children,
+            "columns": _by_place([family.columns for family in families], 0),
+            "uniforms": np.array([family.uniform for family in families]) + np.arange(len(children))[:, None],
+            "of_rows": of_rows,
+        }
+        counts = tuple(sum(len(family.children) > rank for family in families) for rank in range(len(children)))
+        sent = upload(list(parts.values()), device)
+        return cls(**dict(zip(parts, sent, strict=True)), counts=counts, vocab_size=vocab_size)
 
     def found(self, target_probs: torch.Tensor) -> torch.Tensor:
-        """Look up what the children's laws hold: float64 [num_families, width], 0 outside the vocabulary."""
+        """Look up the target probabilities of `token_ids`: float64 [num_families, width], 0 outside the vocabulary."""
         return found_probs(target_probs, self.rows[:, None].expand_as(self.token_ids), self.token_ids)
-
-
-_SENT = ("rows", "token_ids", "weights", "children", "columns", "uniforms", "of_rows")
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ class _Family:
     row: int
     uniform: int  # the row of the first child's uniform number
     token_ids: list[int] = field(default_factory=list)
-    weights: tuple[int, ...] = ()
+    weights: list[int] = field(default_factory=list)  # one per token
     children: list[int] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
 
@@ -106,9 +108,10 @@ def _families(drafts: Sequence[Draft | None], starts: Sequence[int]) -> list[_Fa
                 law = laws.get(parent)
                 family = own[parent] = _Family(start + parent + 1, 0)
                 if law is not None:
-                    family.token_ids, family.weights = list(law.token_ids), law.weights
+                    family.token_ids, family.weights = list(law.token_ids), list(law.weights)
             if token_id not in family.token_ids:  # of a point mass
                 family.token_ids.append(token_id)
+                family.weights.append(0)
             family.columns.append(family.token_ids.index(token_id))
             family.children.append(start + index + 1)
         for parent, family in own.items():
@@ -117,8 +120,13 @@ def _families(drafts: Sequence[Draft | None], starts: Sequence[int]) -> list[_Fa
     return found
 
 
+def _by_place(lists: Sequence[Sequence[int]], filler: int) -> np.ndarray:
+    """Return the first numbers of all lists, then the second ones, and so on: int64 [longest, num_lists]."""
+    return np.array(list(zip_longest(*lists, fillvalue=filler)), np.int64).reshape(-1, len(lists))
+
+
 def last_uniforms(draft: Draft | None, start: int) -> list[int]:
-    """Return the row whose uniform number draws the last token after each row: past those of all tokens tried."""
+    """Return the row whose uniform number draws the last token after each row: the first that no tried token used."""
     parents = parents_of(draft)
     num_children = [0] * (len(parents) + 1)
     used = [start]  # before a row's own children are tried
@@ -129,17 +137,16 @@ def last_uniforms(draft: Draft | None, start: int) -> list[int]:
 
 
 def judge_siblings(
-    families: Families, found: torch.Tensor, uniforms: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Say which tokens are taken where their parents are, and what is taken from each parent's row where none is.
+    families: Families, found: torch.Tensor, uniforms: torch.Tensor, is_right: torch.Tensor
+) -> torch.Tensor:
+    """Judge all children: set `is_right` of those that are taken if their parent is.
 
-    found float64 [num_families, width] of `Families.found`, uniforms float64 [num_rows] -> bool [num_rows] and float64
-    [num_families, width].
+    found float64 [num_families, width] of `Families.found`, uniforms float64 and is_right bool, both [num_rows].
+    Returns what rejections took out of each parent's law if no child is taken: float64 [num_families, width].
     """
     rest, weights = found.clone(), families.weights.double()
     taken, total = torch.zeros_like(found), found.new_ones(len(found), 1)
-    is_right = torch.zeros_like(uniforms, dtype=torch.bool)
-    is_open = is_right.new_ones(len(found))
+    is_open = is_right.new_ones(len(found))  # no child was taken so far
     for rank, count in enumerate(families.counts):
         column = families.columns[rank, :count, None]
         is_drawn = is_right.new_zeros(count, weights.shape[1]).scatter_(1, column, True)
@@ -154,7 +161,7 @@ def judge_siblings(
         taken[:count] += amounts
         total[:count] = (total[:count] - amounts.sum(dim=1, keepdim=True)).clamp(min=0.0)
         weights[:count].masked_fill_(is_drawn, 0.0)
-    return is_right, taken
+    return taken
 
 
 def left_over(target_rows: torch.Tensor, token_ids: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:

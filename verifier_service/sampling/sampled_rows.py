@@ -1,4 +1,4 @@
-"""The rows of unseeded requests: drafts that are judged by rejection, by blocks or as typical, and the last tokens."""
+"""Unseeded requests: each draft is judged by its request's rule, then the last token of each request is drawn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SampledRows:
     """The drafts of unseeded requests, each to be judged by its rule."""
 
     drafts: DraftRows
-    families: Families
+    families: Families | None  # None: no draft tokens that are judged by rejection or by blocks
     blocks: Blocks | None
     typical: TypicalRows | None
     uniforms: torch.Tensor  # float64 [num_rows]
@@ -53,17 +53,22 @@ class SampledRows:
         )
 
     def judge(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return where paths end and the last tokens, both int64 [num_entries], by laws [num_rows, vocab_size]."""
+        """Return the row in which each path ends, and the last tokens: both int64 [num_entries].
+
+        probs float32 [num_rows, vocab_size] are the target's laws.
+        """
         families, uniforms = self.families, self.uniforms
-        found = families.found(probs)
-        is_right, taken = judge_siblings(families, found, uniforms)
-        if self.blocks is not None:
-            self.blocks.judge(families, found, uniforms, is_right, taken)
+        is_right = torch.zeros_like(uniforms, dtype=torch.bool)
+        if families is not None:
+            found = families.found(probs)
+            taken = judge_siblings(families, found, uniforms, is_right)
+            if self.blocks is not None:
+                self.blocks.judge(families, found, uniforms, is_right, taken)
         if self.typical is not None:
             self.typical.judge(probs, self.drafts, is_right)
         ends = self.drafts.ends(is_right)
         weights = probs.index_select(0, ends).double()
-        if families.counts:  # nothing is taken from a step without drafts
+        if families is not None:
             owners = families.of_rows[ends]
             token_ids = families.token_ids[owners].clamp(max=families.vocab_size - 1)  # nothing is taken outside
             weights = left_over(weights, token_ids, taken[owners])

@@ -1,4 +1,4 @@
-"""From logits to the law that plain sampling draws from, and from a law and a uniform number to a token."""
+"""From logits to the law that plain sampling draws from; from a law and a uniform number to a token."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from outrider.verifier_service.gpu.transfers import upload, upload_rows
 
-NUCLEUS_CANDIDATES = 1024  # top_p alone looks at so many tokens first; a flatter row is sorted whole
+NUCLEUS_CANDIDATES = 1024  # how many tokens top_p alone ranks first; a nucleus that outgrows them needs a whole sort
 _ID_BITS = 32
 
 
 class SamplingShape(Protocol):
-    """How a request reshapes its law; `SamplingParams` and `DraftSampling` both fit."""
+    """How a request shapes its law: `SamplingParams` or `DraftSampling`."""
 
     @property
     def temperature(self) -> float: ...
@@ -33,7 +33,7 @@ class _PlainRows:
     """Rows that are not ranked."""
 
     rows: torch.Tensor | None  # int64 [num_shaped]; None: all
-    min_p: torch.Tensor | None  # float32 [num_shaped, 1]; None: nobody has one
+    min_p: torch.Tensor | None  # float32 [num_shaped, 1]; None: no row has one
 
     @classmethod
     def of(cls, rows: Sequence[int], sampling: Sequence[SamplingShape], device: torch.device) -> _PlainRows:
@@ -56,7 +56,7 @@ class _PlainRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankedRows:
-    """Rows that are truncated by rank or by the probability of what ranks above."""
+    """Rows that are truncated by rank (top_k) or by the probability of the tokens above (top_p)."""
 
     rows: torch.Tensor | None  # int64 [num_shaped]; None: all
     num_kept: torch.Tensor  # int64 [num_shaped, 1]
@@ -173,6 +173,7 @@ class LawShapes:
         probs = torch.empty_like(scaled)
         is_right = None if self.are_sure else torch.ones(len(scaled), dtype=torch.bool, device=scaled.device)
         for group in self.groups:
+            assert group.rows is not None, "one of several groups has all rows"
             own, is_covered = group.probs(scaled.index_select(0, group.rows))
             probs.index_copy_(0, group.rows, own)
             if is_right is not None and is_covered is not None:
@@ -213,7 +214,7 @@ def choose(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     assert uniforms.shape == weights.shape[:1], (uniforms.shape, weights.shape)
     cumulative = weights.cumsum(dim=1)
     reached = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (weights > 0.0)
-    # rounding may put the threshold at the very total (probability about 2^-53): then nothing is reached
+    # rounding may put the threshold at the total (probability about 2^-53): then no token reaches it
     first = reached.to(torch.uint8).argmax(dim=1, keepdim=True)
     return torch.where(reached.gather(1, first), first, weights.argmax(dim=1, keepdim=True))[:, 0]
 

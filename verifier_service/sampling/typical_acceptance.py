@@ -1,8 +1,8 @@
 """Typical acceptance: a draft token is right when the target finds it likely enough (Medusa, Cai et al. 2024).
 
-A token is taken where its target probability exceeds min(epsilon, delta * exp(-entropy of the target's law)): the less
-sure the target is, the less it asks. Of a tree the longest path of such tokens is committed, and the last token is
-drawn from the target's law as it is. This changes the law of the output, so it is opt-in and marked in the response.
+A token is taken if its target probability exceeds min(epsilon, delta * exp(-entropy of the target's law)): a less
+certain target asks for less. The longest path of such tokens is committed, and then the last token is drawn from the
+target's own law. This changes the law of the output, so it is opt-in and marked in the response.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from outrider.verifier_service.sampling.entries import VerificationEntry, first_
 
 @dataclass(frozen=True, slots=True)
 class TypicalRows:
-    """The draft tokens that need only be likely enough."""
+    """The draft tokens that this rule judges."""
 
-    rows: torch.Tensor  # int64 [num_tokens] that follow them
+    rows: torch.Tensor  # int64 [num_tokens] the row after each token
     limits: torch.Tensor  # float64 [num_tokens, 2] epsilon and delta
 
     @classmethod
     def of(cls, entries: Sequence[VerificationEntry], device: torch.device) -> TypicalRows | None:
-        """Return None where nobody has such tokens."""
+        """Return None if the entries have no such tokens."""
         rows: list[int] = []
         limits: list[tuple[float, float]] = []
         for entry, start in zip(entries, first_rows(entries), strict=True):
@@ -38,7 +38,7 @@ class TypicalRows:
         return cls(*upload([np.array(rows, np.int64), np.array(limits)], device)) if rows else None
 
     def judge(self, probs: torch.Tensor, drafts: DraftRows, is_right: torch.Tensor) -> None:
-        """Write over what was said of these rows."""
+        """Overwrite `is_right` for these rows: probs float32 [num_rows, vocab_size], is_right bool [num_rows]."""
         found = are_typical(probs, drafts.parents[self.rows], drafts.token_ids[self.rows], self.limits)
         is_right.index_copy_(0, self.rows, found)
 

@@ -68,30 +68,25 @@ class VerificationPlan:
             members = [index for index, entry in enumerate(entries) if entry.sampling.mode is mode]
             if not members:
                 continue
-            rows = rows_of_members(entries, members)
+            own, rows = [entries[index] for index in members], rows_of_members(entries, members)
             sent_rows = upload_rows(rows, device) if len(members) < len(entries) else None
-            own, unsure_rows = [entries[index] for index in members], []
             if mode is VerificationMode.GREEDY:
-                judge = _greedy(own, device)
+                self._groups.append(_Group(members, sent_rows, (), _greedy(own, device)))
+                continue
+            samplings = [entry.sampling for entry in own for _ in range(entry.num_rows)]
+            shapes = LawShapes.of(samplings, vocab_size, device, ranks_all=ranks_all)
+            if mode is VerificationMode.COUPLED:
+                judge = _coupled(own, shapes, vocab_size, device)
             else:
-                samplings = [entry.sampling for entry in own for _ in range(entry.num_rows)]
-                shapes = LawShapes.of(samplings, vocab_size, device, ranks_all=ranks_all)
-                unsure_rows = [] if shapes.are_sure else rows
-                if mode is VerificationMode.COUPLED:
-                    judge = _coupled(own, shapes, vocab_size, device)
-                else:
-                    judge = _sampled(SampledRows.of(own, uniforms[rows], vocab_size, device), shapes)
-            self._groups.append(_Group(members, sent_rows, unsure_rows, judge))
+                judge = _sampled(SampledRows.of(own, uniforms[rows], vocab_size, device), shapes)
+            self._groups.append(_Group(members, sent_rows, () if shapes.are_sure else rows, judge))
 
     @property
     def places(self) -> list[int]:
         """Return where each entry's last token is in what `judge` returns."""
-        found = {index: place for place, index in enumerate(self._order, start=len(self._entries))}
-        return [found[index] for index in range(len(found))]
-
-    @property
-    def _order(self) -> list[int]:
-        return [index for group in self._groups for index in group.members]
+        order = [index for group in self._groups for index in group.members]
+        found = {index: place for place, index in enumerate(order, start=len(order))}
+        return [found[index] for index in range(len(order))]
 
     def judge(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the ends of all paths, group by group, all last tokens, and which unsure rows are right: int64."""

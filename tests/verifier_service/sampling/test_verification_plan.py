@@ -226,20 +226,22 @@ CHAIN = Draft(request_id="r", round_id=1, position=3, token_ids=(1, 2, 3, 4))
 
 
 @pytest.mark.parametrize(
-    ("sampling", "parents", "most"),
+    ("sampling", "draft", "most"),
     [
-        (SamplingParams(temperature=0.0), None, 20),
-        (SamplingParams(), None, 85),
-        (SamplingParams(acceptance=AcceptanceRule.BLOCK), None, 150),
-        (SamplingParams(), (ROOT, ROOT, ROOT, 0), 150),
+        (SamplingParams(temperature=0.0), CHAIN, 20),
+        (SamplingParams(), CHAIN, 85),
+        (SamplingParams(acceptance=AcceptanceRule.BLOCK), CHAIN, 150),
+        (SamplingParams(), replace(CHAIN, parents=(ROOT, ROOT, ROOT, 0)), 150),
+        (SamplingParams(temperature=0.0), None, 5),
+        (SamplingParams(), None, 20),
     ],
-    ids=["greedy", "chain", "blocks", "tree of three siblings"],
+    ids=["greedy", "chain", "blocks", "tree of three siblings", "greedy, no drafts", "sampled, no drafts"],
 )
-def test_a_step_takes_few_launches(sampling: SamplingParams, parents: tuple[int, ...] | None, most: int) -> None:
+def test_a_step_takes_few_launches(sampling: SamplingParams, draft: Draft | None, most: int) -> None:
     """However many requests it has; docs/gpu.md has these bounds."""
     counts = set()
     for num_requests in (1, 4, 64):
-        entry = VerificationEntry(sampling=sampling, draft=replace(CHAIN, parents=parents), position=3)
+        entry = VerificationEntry(sampling=sampling, draft=draft, position=3)
         entries = [entry] * num_requests
         plan = VerificationPlan(entries, draw_uniforms(entries, generator(0)), VOCAB_SIZE, CPU)
         logits = random_logits(entries, 0)
