@@ -130,7 +130,8 @@ class LawShapes:
     exactly k tokens (transformers keeps every tie). Rows that truncate nothing are not ranked.
     """
 
-    temperatures: torch.Tensor  # float32 [num_rows, 1]
+    num_rows: int
+    temperatures: torch.Tensor | None  # float32 [num_rows, 1]; None: all are 1
     groups: tuple[_PlainRows | _RankedRows, ...]  # each row is in one
 
     @classmethod
@@ -142,7 +143,7 @@ class LawShapes:
         A row with top_p alone ranks its NUCLEUS_CANDIDATES likeliest tokens; `ranks_all`: the whole vocabulary.
         """
         assert all(shape.temperature > 0.0 for shape in sampling), "greedy rows have no law to sample from"
-        (temperatures,) = upload([_column([shape.temperature for shape in sampling], np.float32)], device)
+        temperatures = [shape.temperature for shape in sampling]
         is_ranked = [_needs_ranking(shape, vocab_size) for shape in sampling]
         plain = [row for row, wanted in enumerate(is_ranked) if not wanted]
         ranked = [row for row, wanted in enumerate(is_ranked) if wanted]
@@ -152,7 +153,9 @@ class LawShapes:
         if ranked:
             nucleus = vocab_size if ranks_all else NUCLEUS_CANDIDATES
             groups.append(_RankedRows.of(ranked, sampling, nucleus, vocab_size, device))
-        return cls(temperatures, tuple(groups))
+        is_plain = all(temperature == 1.0 for temperature in temperatures)
+        sent = None if is_plain else upload([_column(temperatures, np.float32)], device)[0]
+        return cls(len(sampling), sent, tuple(groups))
 
     @property
     def are_sure(self) -> bool:
@@ -166,8 +169,8 @@ class LawShapes:
         A row is wrong if its nucleus outgrows its candidates. It is right with `ranks_all`.
         """
         assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
-        assert len(logits) == len(self.temperatures), (logits.shape, self.temperatures.shape)
-        scaled = logits / self.temperatures
+        assert len(logits) == self.num_rows, (logits.shape, self.num_rows)
+        scaled = logits if self.temperatures is None else logits / self.temperatures
         if len(self.groups) == 1:
             return self.groups[0].probs(scaled)
         probs = torch.empty_like(scaled)

@@ -179,8 +179,8 @@ def flat_entries(mode: VerificationMode) -> list[VerificationEntry]:
     """Rows that are too flat for a nucleus of few tokens, and rows that are not, which top_k's row stands beside."""
     seed = 3 if mode is VerificationMode.COUPLED else None
     shapes = [
-        SamplingParams(temperature=8.0, top_p=0.95, seed=seed),
         SamplingParams(temperature=0.1, top_p=0.5, seed=seed),
+        SamplingParams(temperature=8.0, top_p=0.95, seed=seed),
         SamplingParams(top_k=3, seed=seed),
         SamplingParams(seed=seed),
     ]
@@ -190,18 +190,19 @@ def flat_entries(mode: VerificationMode) -> list[VerificationEntry]:
 
 @pytest.mark.parametrize("mode", [VerificationMode.COUPLED, VerificationMode.REJECTION])
 def test_a_nucleus_that_outgrows_its_candidates_is_judged_again(mode: VerificationMode) -> None:
-    entries = [*flat_entries(mode), VerificationEntry(sampling=MODES[VerificationMode.GREEDY], draft=None, position=3)]
+    entries = [VerificationEntry(sampling=MODES[VerificationMode.GREEDY], draft=None, position=3), *flat_entries(mode)]
     logits = random_logits(entries, 0, 3 * NUCLEUS_CANDIDATES)
     pending = begin(logits, entries, generator(4))
     with HostReads() as reads:
         verified = pending.collect()
     assert reads.names.count("tolist") == 2
     assert verified == verify_step(logits, entries, generator(4))
-    samplings = [entry.sampling for entry in entries[:-1] for _ in range(entry.num_rows)]
-    _, is_right = LawShapes.of(samplings, logits.shape[1], CPU).probs(logits[:-1])
+    assert pending.corrected <= {2}
+    samplings = [entry.sampling for entry in entries[1:] for _ in range(entry.num_rows)]
+    _, is_right = LawShapes.of(samplings, logits.shape[1], CPU).probs(logits[1:])
     assert is_right is not None
-    assert is_right.tolist() == [False] * 3 + [True] * 9
-    _, is_right = LawShapes.of(samplings, logits.shape[1], CPU, ranks_all=True).probs(logits[:-1])
+    assert is_right.tolist() == [True] * 3 + [False] * 3 + [True] * 6
+    _, is_right = LawShapes.of(samplings, logits.shape[1], CPU, ranks_all=True).probs(logits[1:])
     assert is_right is None
 
 
