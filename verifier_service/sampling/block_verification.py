@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from outrider.verifier_service.gpu.transfers import upload
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft
+from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.sampling.rejection_sampler import Families
 
 
@@ -78,11 +78,8 @@ class Blocks:
         taken: torch.Tensor,
     ) -> None:
         """Overwrite what `judge_siblings` said of these rows: which prefixes are accepted, what is taken after them."""
-        weights, own_found = families.weights[self.families], found[self.families]
+        law, own_found = families.laws[0, self.families], found[self.families]
         column = families.columns[0, self.families, None]
-        is_drawn = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, column, True)
-        is_point = weights.sum(dim=1, keepdim=True) == 0
-        law = torch.where(is_point, is_drawn.double(), weights.double() / DRAFT_PROB_SCALE)
         next_rows = self.rows + 1
         probs = found.new_zeros(2, len(uniforms))
         probs[0].index_copy_(0, next_rows, own_found.gather(1, column)[:, 0])

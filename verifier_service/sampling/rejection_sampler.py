@@ -37,7 +37,7 @@ from outrider.verifier_service.sampling.draft_rows import found_probs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Families:
-    """Parents with their children and the law that these were drawn from.
+    """Parents with their children and the laws that these were drawn from.
 
     A child's rank is its place among its siblings. Families with more children come first, so that those with a child
     of some rank are the first ones; the last family has none. It stands for rows without children.
@@ -47,7 +47,7 @@ class Families:
     counts: tuple[int, ...]  # [num_ranks] how many families have a child of this rank
     rows: torch.Tensor  # int64 [num_families] the parent's row
     token_ids: torch.Tensor  # int64 [num_families, width] the law's tokens, padded with the vocabulary's size
-    weights: torch.Tensor  # int64 [num_families, width] the law's weights; all 0: the children are point masses
+    laws: torch.Tensor  # float64 [num_ranks, num_families, width] what a child was drawn from; point masses: 1 and 0
     children: torch.Tensor  # int64 [num_ranks, num_families] the child's row
     columns: torch.Tensor  # int64 [num_ranks, num_families] the place of the child's token in `token_ids`
     uniforms: torch.Tensor  # int64 [num_ranks, num_families] the row whose uniform number judges the child
@@ -66,12 +66,13 @@ class Families:
         of_rows = np.full(num_rows, len(families) - 1)
         of_rows[rows[:-1]] = np.arange(len(families) - 1)
         children = _by_place([family.children for family in families], 0)
+        columns = _by_place([family.columns for family in families], 0)
         parts = {
             "rows": rows,
             "token_ids": _by_place([family.token_ids for family in families], vocab_size).T,
-            "weights": _by_place([family.weights for family in families], 0).T,
+            "laws": _laws(_by_place([family.weights for family in families], 0).T, columns),
             "children": children,
-            "columns": _by_place([family.columns for family in families], 0),
+            "columns": columns,
             "uniforms": np.array([family.uniform for family in families]) + np.arange(len(children))[:, None],
             "of_rows": of_rows,
         }
@@ -125,6 +126,20 @@ def _by_place(lists: Sequence[Sequence[int]], filler: int) -> np.ndarray:
     return np.array(list(zip_longest(*lists, fillvalue=filler)), np.int64).reshape(-1, len(lists))
 
 
+def _laws(weights: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Return the law that each child was drawn from: float64 [num_ranks, num_families, width].
+
+    weights int64 [num_families, width] of a parent's row, all 0: point masses; columns int64 [num_ranks, num_families].
+    """
+    laws = np.empty((len(columns), *weights.shape))
+    for law, column in zip(laws, columns, strict=True):
+        is_drawn = np.arange(weights.shape[1]) == column[:, None]
+        total = weights.sum(axis=1, keepdims=True)
+        law[...] = np.where(total > 0, weights / np.maximum(total, 1), is_drawn)
+        weights = np.where(is_drawn, 0, weights)
+    return laws
+
+
 def last_uniforms(draft: Draft | None, start: int) -> list[int]:
     """Return the row whose uniform number draws the last token after each row: the first that no tried token used."""
     parents = parents_of(draft)
@@ -144,23 +159,19 @@ def judge_siblings(
     found float64 [num_families, width] of `Families.found`, uniforms float64 and is_right bool, both [num_rows].
     Returns what rejections took out of each parent's law if no child is taken: float64 [num_families, width].
     """
-    rest, weights = found.clone(), families.weights.double()
-    taken, total = torch.zeros_like(found), found.new_ones(len(found), 1)
+    rest, taken, total = found.clone(), torch.zeros_like(found), found.new_ones(len(found), 1)
     is_open = is_right.new_ones(len(found))  # no child was taken so far
     for rank, count in enumerate(families.counts):
         column = families.columns[rank, :count, None]
-        is_drawn = is_right.new_zeros(count, weights.shape[1]).scatter_(1, column, True)
-        remaining = weights[:count].sum(dim=1, keepdim=True)
-        law = torch.where(remaining > 0.0, weights[:count] / remaining.clamp(min=1.0), is_drawn.double())
-        needed = uniforms[families.uniforms[rank, :count], None] * (law.gather(1, column) * total[:count])
+        law = families.laws[rank, :count] * total[:count]
+        needed = uniforms[families.uniforms[rank, :count], None] * law.gather(1, column)
         is_accepted = (needed < rest[:count].gather(1, column))[:, 0] & is_open[:count]
         is_right.index_copy_(0, families.children[rank, :count], is_accepted)
         is_open[:count] &= ~is_accepted
-        amounts = torch.minimum(rest[:count], law * total[:count])
+        amounts = torch.minimum(rest[:count], law)
         rest[:count] -= amounts
         taken[:count] += amounts
         total[:count] = (total[:count] - amounts.sum(dim=1, keepdim=True)).clamp(min=0.0)
-        weights[:count].masked_fill_(is_drawn, 0.0)
     return taken
 
 

@@ -424,7 +424,8 @@ def same_for_siblings(rows: SampledRows) -> SampledRows:
 
 def as_points(rows: SampledRows) -> SampledRows:
     """Mistake: the row that siblings were drawn from is forgotten."""
-    return replace(rows, families=replace(rows.families, weights=torch.zeros_like(rows.families.weights)))
+    points = torch.zeros_like(rows.families.laws).scatter_(2, rows.families.columns[:, :, None], 1.0)
+    return replace(rows, families=replace(rows.families, laws=points))
 
 
 def taking_nothing(rows: SampledRows) -> SampledRows:
