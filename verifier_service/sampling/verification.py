@@ -6,7 +6,8 @@
 | typical    | greedy: the same; coupled: likely tokens, | likely tokens, then one drawn from the target              |
 |            | then the target's own choice              |                                                            |
 
-There is one path, on an accelerator and on a CPU. The logits' device judges every token, and one small copy comes back:
+There is one path, on an accelerator and on a CPU, with one short cut (`walk_greedily`). The logits' device judges every
+token, and one small copy comes back:
 
     host    drafts, shapes of laws, noise keys, uniform numbers ─┐ uploads that nobody waits for
     device  logits ─> edits ─> laws ─> accepted tokens ─> ends of paths ─> last tokens ─┐
@@ -28,7 +29,7 @@ import torch
 
 from outrider.verifier_service.gpu.transfers import CopyBack, upload_rows
 from outrider.verifier_service.messages.request import VerificationMode
-from outrider.verifier_service.messages.tree import VerifiedTokens
+from outrider.verifier_service.messages.tree import VerifiedTokens, parents_of
 from outrider.verifier_service.sampling.entries import VerificationEntry, rows_of_members
 from outrider.verifier_service.sampling.verification_plan import VerificationPlan
 
@@ -72,9 +73,11 @@ def begin(
     num_rows = logits.shape[0] if rows is None else len(rows)
     assert num_rows == sum(entry.num_rows for entry in entries), (num_rows, len(entries))
     if not entries:
-        return NoVerification()
+        return DoneVerification([], None)
     if rows is not None:
         logits = logits.index_select(0, upload_rows(rows, logits.device))
+    if logits.device.type == "cpu" and all(_is_plainly_greedy(entry) for entry in entries):
+        return walk_greedily(logits, entries)
     return PendingVerification(logits, entries, draw_uniforms(entries, rng))
 
 
@@ -88,14 +91,40 @@ def draw_uniforms(entries: Sequence[VerificationEntry], rng: torch.Generator) ->
 
 
 @dataclass(frozen=True, slots=True)
-class NoVerification:
-    """The verification of a step without entries: all its rows are of prompts."""
+class DoneVerification:
+    """A verification that had ended when it was begun."""
 
-    chosen: None = None
+    committed: list[VerifiedTokens]
+    chosen: ChosenTokens | None
     corrected: frozenset[int] = frozenset()
 
     def collect(self) -> list[VerifiedTokens]:
-        return []
+        return self.committed
+
+
+def _is_plainly_greedy(entry: VerificationEntry) -> bool:
+    return entry.sampling.mode is VerificationMode.GREEDY and entry.edits is None
+
+
+def walk_greedily(logits: torch.Tensor, entries: Sequence[VerificationEntry]) -> DoneVerification:
+    """Verify greedy entries without edits on a CPU: walk down while a draft token is the target's own choice.
+
+    A short cut: the plan commits the same tokens, but one request's step of a small model takes 1 to 2 % longer by it.
+    """
+    choices = logits.argmax(dim=1)
+    tokens = choices.tolist()
+    committed, places, start = [], [], 0
+    for entry in entries:
+        path: list[int] = []
+        end = start  # the row in which the path ends
+        for index, (token_id, parent) in enumerate(zip(entry.draft_token_ids, parents_of(entry.draft), strict=True)):
+            if start + parent + 1 == end and token_id == tokens[end]:
+                path.append(index)
+                end = start + index + 1
+        committed.append(VerifiedTokens.along(entry.draft, path, tokens[end]))
+        places.append(end)
+        start += entry.num_rows
+    return DoneVerification(committed, ChosenTokens(choices, places))
 
 
 class PendingVerification:

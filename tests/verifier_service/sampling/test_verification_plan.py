@@ -19,7 +19,12 @@ from outrider.verifier_service.sampling.coupled_sampler import gumbel_noise
 from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.logits_processors import LogitEdits
 from outrider.verifier_service.sampling.sampler import NUCLEUS_CANDIDATES, LawShapes
-from outrider.verifier_service.sampling.verification import begin, draw_uniforms
+from outrider.verifier_service.sampling.verification import (
+    DoneVerification,
+    PendingVerification,
+    begin,
+    draw_uniforms,
+)
 from outrider.verifier_service.sampling.verification_plan import VerificationPlan
 from tiny.played_graphs import HostReads, NotCapturable, PlayedCapture, num_launches, without_host
 
@@ -134,6 +139,29 @@ def test_a_step_commits_the_references_tokens() -> None:
     assert all({0, 1} <= found for found in lengths.values()), lengths
 
 
+def test_the_short_cut_of_greedy_steps_commits_what_the_plan_commits() -> None:
+    rng = random.Random(8)
+    lengths = set()
+    for seed in range(100):
+        entries = [
+            VerificationEntry(
+                sampling=MODES[VerificationMode.GREEDY], draft=random_draft(rng, may_be_sampled=False), position=5
+            )
+            for _ in range(rng.randint(1, 8))
+        ]
+        logits = random_logits(entries, seed)
+        done = begin(logits, entries, generator(seed))
+        assert isinstance(done, DoneVerification)
+        pending = PendingVerification(logits, entries, np.zeros(len(logits)))
+        committed = pending.collect()
+        assert done.collect() == committed == verify_step(logits, entries, generator(seed))
+        for verification in (done, pending):
+            chosen = verification.chosen.numbers[list(verification.chosen.places)].tolist()
+            assert chosen == [tokens.token_ids[-1] for tokens in committed]
+        lengths |= {len(tokens.path) for tokens in committed}
+    assert lengths >= {0, 1, 2}
+
+
 def test_a_generator_ends_where_the_references_does() -> None:
     entries = random_step(random.Random(1))
     logits, ours, theirs = random_logits(entries, 1), generator(1), generator(1)
@@ -169,7 +197,7 @@ def test_one_copy_comes_back(mode: VerificationMode | None) -> None:
     drawn = [entry for _ in range(10) for entry in random_step(rng)]
     entries = [entry for entry in drawn if mode is None or entry.sampling.mode is mode]
     logits = random_logits(entries, 0)
-    pending = begin(logits, entries, generator(0))
+    pending = PendingVerification(logits, entries, draw_uniforms(entries, generator(0)))
     with HostReads() as reads:
         pending.collect()
     assert reads.names == ["tolist"]
