@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 
 from exactness.drafter_cells import DRAFT_LENGTH, NUM_TREE_NODES, Bench, Cell, Checkpoints
 from exactness.drafter_checkpoints import perturbed_draft_model, renumbered_draft_model
-from exactness.markov_target import VOCAB_SIZE, count_transitions, make_target, transition_p_value
 from exactness.small_engines import Generated
 from outrider.drafter_service import embedded
 from outrider.verifier_service.engine.engine import VerifierEngine
@@ -25,6 +24,7 @@ from outrider.verifier_service.messages.request import (
     SpeculationPlan,
     VerificationMode,
 )
+from tiny.markov_target import VOCAB_SIZE, count_transitions, make_target, transition_p_value
 from tiny.models import full_logits
 
 ALPHA = 1e-5

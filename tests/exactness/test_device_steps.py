@@ -36,12 +36,11 @@ from outrider.verifier_service.engine.launched_step import LaunchedStep
 from outrider.verifier_service.engine.pipelined import PipelinedEngine
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.sampling import sampler
-from outrider.verifier_service.sampling.device_verification import DevicePlan
-from tiny.device_judging import begin_on_device
+from outrider.verifier_service.sampling.verification_plan import VerificationPlan
 from tiny.models import random_sequences
 from tiny.played_graphs import played_backend
 
-ASYNC = {"kind": PipelinedEngine, "verify": begin_on_device}
+ASYNC = {"kind": PipelinedEngine}
 NUM_CORRECTED_DRAWS = 2_500
 NUM_TOKENS = 30
 TOP_P = 0.9
@@ -168,8 +167,8 @@ def test_tokens_have_the_targets_law(small_nuclei: None) -> None:
 def test_a_neighbours_token_in_place_of_ones_own_would_be_seen(
     small_nuclei: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = DevicePlan.places
-    monkeypatch.setattr(DevicePlan, "places", property(lambda plan: places.fget(plan)[::-1]))
+    places = VerificationPlan.places
+    monkeypatch.setattr(VerificationPlan, "places", property(lambda plan: places.fget(plan)[::-1]))
     counts, _ = counts_beside_stopping_ones()
     assert rejects_law(counts, triple_law(TARGET_LAWS))
 

@@ -14,8 +14,8 @@ import pytest
 
 from exactness.drafter_cells import GROWING, Bench, Cell, Shape, soak_but
 from exactness.drafter_runs import ALPHA, EQUAL_MODES, NUM_LAW_TOKENS, MarkovRuns
-from exactness.markov_target import power
 from outrider.drafter_service.service.speculative_config import Method
+from tiny.markov_target import power
 
 pytestmark = pytest.mark.timeout(3600)
 

@@ -22,8 +22,7 @@ from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft
 from outrider.verifier_service.messages.request import LogitBias, SamplingParams
 from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.logits_processors import LogitEdits, LogitsProcessor
-from outrider.verifier_service.sampling.sampler import target_probs
-from outrider.verifier_service.sampling.verification import verify
+from tiny.verified import target_probs, verify
 
 VOCAB_SIZE = 5
 NUM_DRAWS = 60_000

@@ -25,8 +25,8 @@ from exactness.small_engines import (
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
-from outrider.verifier_service.sampling.sampler import target_probs
 from tiny.models import full_logits, make_model, random_sequences
+from tiny.verified import target_probs
 
 NUM_NEW_TOKENS = 24
 PROMPTS = random_sequences((5, 21, 9, 14, 30, 3, 11, 17))

@@ -40,8 +40,8 @@ from outrider.verifier_service.messages.request import (
 )
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.grammar import GrammarCompiler
-from outrider.verifier_service.sampling.sampler import target_probs
 from tiny.models import VOCAB_SIZE, full_logits, random_sequences
+from tiny.verified import target_probs
 
 ARCHITECTURE = "llama"
 EOS, STOP = 2, 10  # the tiny models' end, and a token that no text of the grammar has

@@ -24,8 +24,7 @@ from outrider.verifier_service.messages.request import SamplingParams, Structure
 from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.grammar import GrammarCompiler
 from outrider.verifier_service.sampling.logits_processors import LogitEdits, LogitsProcessor
-from outrider.verifier_service.sampling.sampler import target_probs
-from outrider.verifier_service.sampling.verification import verify
+from tiny.verified import target_probs, verify
 
 TOKENS = (b"<eos>", b"a", b"b", b"ab", b"ca")
 EOS, VOCAB_SIZE = 0, len(TOKENS)

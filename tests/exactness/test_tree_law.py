@@ -24,13 +24,13 @@ from exactness.drafter_runs import (
     MarkovRuns,
     law_requests,
 )
-from exactness.markov_target import VOCAB_SIZE, count_transitions, transition_p_value
 from fakes.scripted import random_laws, sparse_row
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, DraftNeeds, SparseRow
 from outrider.verifier_service.messages.request import AcceptanceRule
+from tiny.markov_target import VOCAB_SIZE, count_transitions, transition_p_value
 
 NUM_CHILDREN = {ROOT: 3, 0: 2, 1: 1, 2: 1}
 NUM_NODES = sum(NUM_CHILDREN.values())

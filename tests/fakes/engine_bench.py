@@ -127,8 +127,9 @@ class EngineBench:
             generator=torch.Generator().manual_seed(0),
             wall_clock=lambda: 1000.0 + self.now_s,
             pricing=pricing,
-            verify=self.runner.verify if self.pace is Pace.ASYNC else begin,
+            verify=self.runner.verify if is_apart else begin,
         )
+        self.engine.launches_early = self.pace is Pace.ASYNC
 
     def add(self, request_id: str = "a", **options: object) -> RequestOutput | None:
         return self.engine.add(make_request(request_id, **options))

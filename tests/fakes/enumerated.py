@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from exactness.references import RandomChoices
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow
 from outrider.verifier_service.messages.tree import VerifiedTokens
-from outrider.verifier_service.sampling.tree_sampler import RandomChoices
 
 Prefix = tuple[int, ...]
 Laws = Callable[[Prefix], np.ndarray]  # what may follow a prefix: [vocab_size]

@@ -10,13 +10,11 @@ from dataclasses import replace
 import torch
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
-from outrider.verifier_service.messages.request import VerificationMode
 from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.model.paged_metadata import close_tokens
 from outrider.verifier_service.model.state_pool import StatePool
-from outrider.verifier_service.sampling.device_verification import PendingVerification
 from outrider.verifier_service.sampling.entries import VerificationEntry
-from outrider.verifier_service.sampling.verification import Verification, begin
+from outrider.verifier_service.sampling.verification import PendingVerification, Verification, begin, draw_uniforms
 
 _MASK = (1 << 61) - 1
 
@@ -171,12 +169,11 @@ class LateVerification:
         rng: torch.Generator,
         rows: Sequence[int] | None,
     ) -> None:
-        uniforms = torch.rand(sum(entry.num_rows for entry in entries), dtype=torch.float64, generator=rng)
-        num_sampled = sum(entry.num_rows for entry in entries if entry.sampling.mode is VerificationMode.REJECTION)
+        uniforms = draw_uniforms(entries, rng)
         every_row = slice(None) if rows is None else list(rows)
 
         def judge(judged: torch.Tensor) -> PendingVerification:
-            return PendingVerification(judged, entries, uniforms[:num_sampled])
+            return PendingVerification(judged, entries, uniforms)
 
         self.chosen = judge(torch.zeros_like(logits)[every_row]).chosen  # places, and memory that is filled later
         self.chosen.numbers.fill_(-1)

@@ -10,17 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exactness.references import verify_step
 from fuzz.budget import examples
 from fuzz.tally import TALLY
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow, check_draft
 from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams
 from outrider.verifier_service.messages.tree import parents_of
 from outrider.verifier_service.messages.wire import WireError, decode
-from outrider.verifier_service.sampling.device_verification import launch
 from outrider.verifier_service.sampling.entries import VerificationEntry
-from outrider.verifier_service.sampling.verification import verify
 from outrider.verifier_service.scheduling.schedule import first_nodes
 from services.external_drafter import FAULTS, MORE_FAULTS, Fault
+from tiny.verified import verify
 
 VOCAB_SIZE, DRAFT_VOCAB_SIZE = 7, 9  # the drafter's is padded
 MAX_LENGTH, MAX_NODES = 4, 6
@@ -87,9 +87,9 @@ def test_what_passes_the_check_is_verified(draft: Draft, max_nodes: int, max_dep
         samplings = [each for each in SAMPLINGS if cut.parents is None or each.acceptance is not AcceptanceRule.BLOCK]
         entries = [VerificationEntry(sampling=sampling, draft=cut, position=3) for sampling in samplings]
         logits = torch.randn(len(entries) * (len(cut.token_ids) + 1), VOCAB_SIZE)
-        on_host = verify(logits, entries, torch.Generator().manual_seed(0))
-        assert launch(logits, entries, torch.Generator().manual_seed(0)).collect() == on_host
-        for verified in on_host:
+        committed = verify(logits, entries, torch.Generator().manual_seed(0))
+        assert verify_step(logits, entries, torch.Generator().manual_seed(0)) == committed
+        for verified in committed:
             assert all(0 <= token_id < VOCAB_SIZE for token_id in verified.token_ids)
             assert [cut.token_ids[node] for node in verified.path] == verified.token_ids[:-1]
             above = [ROOT, *verified.path][: len(verified.path)]

@@ -67,8 +67,7 @@ class PipelinedEngine(VerifierEngine):
         `items` are those whose requests are still here.
         """
         return (
-            (step.verification.chosen is not None or not any(item.samples for item in step.schedule.items))
-            and bool(items)
+            bool(items)
             and self.pricing.can_learn_later(len(items))
             and all(request.hold_until_s is None for request in self.scheduler.running)
             and all(item.draft is None and not self._extras.needs_logits(item.request) for item in items)

@@ -63,26 +63,3 @@ def rows_by_parent(draft: Draft) -> dict[int, SparseRow]:
     if draft.draft_probs is None:
         return {}
     return dict(zip(dict.fromkeys(parents_of(draft)), draft.draft_probs, strict=True))
-
-
-def matching_path(token_ids: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> tuple[int, ...]:
-    """Return the path along the target's own choices: choices[0] after the root, choices[i + 1] after token i."""
-    path: list[int] = []
-    node = ROOT
-    for index, (token_id, parent) in enumerate(zip(token_ids, parents, strict=True)):
-        if parent == node and token_id == choices[node + 1]:
-            path.append(index)
-            node = index
-    return tuple(path)
-
-
-def longest_path(parents: Sequence[int], is_right: Sequence[bool]) -> tuple[int, ...]:
-    """Return the longest path from the root over tokens with `is_right`; the first of several."""
-    lengths: list[int] = []  # of the path that ends in each token; 0: a token on it is wrong
-    for parent, right in zip(parents, is_right, strict=True):
-        above = 0 if parent == ROOT else lengths[parent]
-        lengths.append(above + 1 if right and (parent == ROOT or above) else 0)
-    if not any(lengths):
-        return ()
-    end = lengths.index(max(lengths))
-    return (*ancestors(parents, end), end)

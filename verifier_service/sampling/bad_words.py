@@ -13,7 +13,7 @@ class BadWords:
         assert all(sequences)
         self.last_ids = tuple(dict.fromkeys(sequence[-1] for sequence in sequences))
         self._always = [sequence[0] for sequence in sequences if len(sequence) == 1]
-        self._begun: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # begin and last token, by the one before that
+        self._begun: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # (begin, last token), by the begin's last token
         for *begin, last in sequences:
             if begin:
                 self._begun.setdefault(begin[-1], []).append((tuple(begin), last))
@@ -24,7 +24,7 @@ class BadWords:
     ) -> list[list[int]]:
         """Return the ids that must not follow the tokens so far, and each draft token: a list for each row.
 
-        `parents` as in `Draft`. The prompt's tokens are not looked at: a word begins in the output.
+        `parents` as in `Draft`. A word begins in the output: the prompt's tokens do not count.
         """
         first = max(num_prompt_tokens, len(token_ids) - self._num_seen)
         ends = [tuple(token_ids[first:])]  # of the output before each row

@@ -1,9 +1,9 @@
-"""Drafts as rows of numbers, sent to a device before the target has said anything, and the paths that it takes there.
+"""Drafts as rows of numbers on the logits' device, and the paths through them that the target takes.
 
-A step's logits have one row after each request's root and one after each draft token. Which row follows which is known
-on the host, so that nothing on the device has a shape that depends on what is accepted:
+A step's logits have one row after each request's root and one after each draft token. The host knows which row follows
+which, so no shape on the device depends on what is accepted:
 
-    accepted, row by row -> those whose ancestors all are -> the deepest of each request
+    each row: is its token right? -> rows whose ancestors are right, too -> the deepest such row of each request
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from outrider.verifier_service.messages.tree import depths, parents_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRows:
-    """The rows of some requests' drafts, one request's after the other's."""
+    """The rows of some requests' drafts, one request after the other."""
 
     num_requests: int
-    token_ids: torch.Tensor  # int64 [num_rows] the draft token that a row follows, -1: the root
-    parents: torch.Tensor  # int64 [num_rows] the row that chose it; a root's is itself
+    token_ids: torch.Tensor  # int64 [num_rows] the draft token that a row follows; -1: the root
+    parents: torch.Tensor  # int64 [num_rows] the row before that token; a root is its own parent
     is_root: torch.Tensor  # bool [num_rows]
-    requests: torch.Tensor  # int64 [num_rows] whose it is
+    requests: torch.Tensor  # int64 [num_rows] the request that a row is of
     jumps: tuple[torch.Tensor, ...]  # each int64 [num_rows]: the row 1, 2, 4, ... tokens above
-    keys: torch.Tensor  # int64 [num_rows] the larger, the deeper; of those as deep, the first is the largest
+    keys: torch.Tensor  # int64 [num_rows] deeper rows have larger keys; of equally deep rows the first has the largest
 
     @classmethod
     def of(cls, drafts: Sequence[Draft | None], device: torch.device, alone: Sequence[bool] = ()) -> DraftRows:
-        """`alone`: whose rows count whatever their ancestors are; none: nobody's."""
+        """`alone`: the requests whose rows count even if their ancestors are wrong; empty: none of them."""
         token_ids: list[int] = []
         parents: list[int] = []
         requests: list[int] = []
@@ -63,22 +63,28 @@ class DraftRows:
             jumps=tuple(others[2:]),
         )
 
+    def are_chosen(self, choices: torch.Tensor) -> torch.Tensor:
+        """Say of each row whether it follows its parent's own choice: choices int64 [num_rows] -> bool [num_rows]."""
+        return self.token_ids == choices[self.parents]
+
     def ends(self, is_right: torch.Tensor) -> torch.Tensor:
         """Return the row in which each request's path ends: int64 [num_requests].
 
-        is_right bool [num_rows] says which draft tokens may be taken where the one before is. A path is the longest
-        one of such tokens from the root on, the first of several.
+        is_right bool [num_rows] says which draft tokens are taken if their parent is. The path of a request is its
+        longest one of such tokens, from the root on; of several the first.
         """
+        num_rows = len(self.token_ids)
+        if num_rows == self.num_requests:  # no drafts: all rows are roots
+            return self.parents
         reached = is_right | self.is_root
         for jump in self.jumps:
             reached = reached & reached[jump]
-        keys = self.keys.masked_fill(~reached, -1)
-        best = keys.new_full((self.num_requests,), -1).scatter_reduce(0, self.requests, keys, "amax")
-        return len(keys) - 1 - best % max(len(keys), 1)
+        best = self.keys.new_zeros(self.num_requests).scatter_reduce(0, self.requests, self.keys * reached, "amax")
+        return num_rows - 1 - best % num_rows
 
 
 def found_probs(target_probs: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Look up target_probs [num_rows, vocab_size] of tokens in their rows: float64, 0 outside the vocabulary."""
+    """Look up the tokens of some rows in target_probs [num_rows, vocab_size]: float64, 0 outside the vocabulary."""
     vocab_size = target_probs.shape[1]
     found = target_probs[rows, token_ids.clamp(0, vocab_size - 1)].double()
     return found.masked_fill_(token_ids >= vocab_size, 0.0)

@@ -34,14 +34,14 @@ class VerificationEntry:
 
     @property
     def positions(self) -> list[int]:
-        """Return the absolute position of what each row chooses: in a tree, as deep as the token that it follows."""
+        """Return the absolute position that each row chooses a token for: in a tree it follows from the row's depth."""
         if self.draft is None or self.draft.parents is None:
             return list(range(self.position, self.position + self.num_rows))
         return [self.position, *(self.position + depth + 1 for depth in depths(self.draft.parents))]
 
     @property
     def rule(self) -> AcceptanceRule:
-        """By what the draft is judged: whatever was drawn as a tree, never by blocks; see block_verification.py."""
+        """The rule that judges the draft. A tree is never judged by blocks: see block_verification.py."""
         is_tree = self.draft is not None and self.draft.parents is not None
         if self.sampling.acceptance is AcceptanceRule.BLOCK and is_tree:
             return AcceptanceRule.STANDARD
@@ -54,7 +54,7 @@ def first_rows(entries: Sequence[VerificationEntry]) -> list[int]:
 
 
 def rows_of_members(entries: Sequence[VerificationEntry], members: Sequence[int]) -> list[int]:
-    """Return the rows of some of the entries, one entry's after the other's."""
+    """Return the rows of some of the entries, one entry after the other."""
     starts = first_rows(entries)
     return [starts[index] + offset for index in members for offset in range(entries[index].num_rows)]
 

@@ -8,9 +8,10 @@ Semantics are those of vLLM and OpenAI. In this order, and all before temperatur
     repetition_penalty  divides a positive logit, multiplies another, of tokens in prompt or output
     frequency_penalty   subtracted once per occurrence in the output
     presence_penalty    subtracted if the output has the token
-    structured          what the grammar does not allow gets -inf; bars that leave nothing of what it does give way
+    structured          tokens that the grammar does not allow get -inf; if the steps above leave no token that it
+                        allows, they are undone for this row
 
-The row after a draft token sees that token and its ancestors as output: that is the output by the time the row counts.
+The row after a draft token counts that token and its ancestors as output: they are, whenever the row is used.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ class TokenMask(Protocol):
     ) -> np.ndarray:
         """Return which tokens may follow the output and each draft token: uint8 [num_rows, num_bytes], low bit first.
 
-        Never nothing at all.
+        Every row allows at least one token.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitEdits:
-    """What changes in the rows of one request: for each row the same ids, none of them twice.
+    """Changes to the rows of one request: the same ids in every row, none of them twice.
 
-    A logit x becomes (x + bias) / divisor - penalty; where x + bias is negative it is multiplied by the divisor.
-    `allowed` comes after that: what it leaves out becomes -inf.
+    A logit x becomes (x + bias) / divisor - penalty; if x + bias is negative, (x + bias) * divisor - penalty. After
+    that, tokens that are not `allowed` become -inf.
     """
 
     token_ids: np.ndarray  # int64 [num_ids], in the target's vocabulary
@@ -61,8 +62,8 @@ class LogitEdits:
 class LogitsProcessor:
     """One request's sampling parameters that change logits, with the counts of its tokens so far.
 
-    It counts what it is shown as committed, once, so a rejected draft or a preemption leaves no trace. `stop_token_ids`
-    are those that end the request, end-of-sequence included where it does.
+    Only committed tokens are counted, each once, so a rejected draft or a preemption leaves no trace. `stop_token_ids`
+    end the request; end-of-sequence is among them unless the request ignores it.
     """
 
     def __init__(
@@ -184,18 +185,9 @@ class LogitsProcessor:
         return slot
 
 
-def apply_edits(logits: torch.Tensor, edits: Sequence[tuple[int, LogitEdits]]) -> torch.Tensor:
-    """Return the logits with each request's edits, given with its first row; the given logits stay as they are.
-
-    logits float32 [num_rows, vocab_size]; returned as they are, not copied, where there is nothing to edit.
-    """
-    sent = SentEdits.of(edits, logits.shape[1], logits.device) if edits else None
-    return logits if sent is None else sent.applied(logits)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentEdits:
-    """The edits of a step on the logits' device, sent before the logits are looked at."""
+    """The edits of a step on the logits' device, sent before the logits are there."""
 
     cells: torch.Tensor  # int64 [num_cells] row * vocab_size + token id
     biases: torch.Tensor  # float32 [num_cells], as the next two
@@ -203,7 +195,7 @@ class SentEdits:
     penalties: torch.Tensor
     masked_rows: torch.Tensor  # int64 [num_masked_rows]
     allowed: torch.Tensor  # uint8 [num_masked_rows, num_bytes]
-    may_bar_all: bool  # whether edits may leave nothing of what a mask allows
+    may_bar_all: bool  # whether edits may bar every token that a mask allows
 
     @classmethod
     def of(cls, edits: Sequence[tuple[int, LogitEdits]], vocab_size: int, device: torch.device) -> SentEdits:
@@ -240,10 +232,10 @@ class SentEdits:
         return edited
 
     def _mask(self, edited: torch.Tensor, logits: torch.Tensor) -> None:
-        """Leave only what is allowed, in place; where the edits bar all of that, the logits stand as they were."""
+        """Bar what is not allowed, in place; if a row's edits bar every allowed token, they are undone first."""
         bits = torch.arange(256, device=logits.device).unsqueeze(1) >> torch.arange(8, device=logits.device) & 1
         of_byte = torch.zeros(256, 8, device=logits.device).masked_fill_(bits == 0, -torch.inf)
-        # to look bytes up and to add is the fastest way
+        # looking bytes up and adding is the fastest way
         barring = embedding(self.allowed.int(), of_byte).flatten(1)[:, : logits.shape[1]]  # [num_masked, vocab_size]
         values = edited.index_select(0, self.masked_rows) + barring
         if self.may_bar_all:

@@ -18,24 +18,24 @@ _ALTERNATIVE_BYTES = 14  # an id of five bytes and a float of nine
 
 
 def encoded_bytes(num_tokens: int, num_top: int) -> int:
-    """Return how many bytes the entries of so many tokens take on the wire, at most."""
+    """Return how many bytes the entries of `num_tokens` tokens take on the wire, at most."""
     return num_tokens * (_ENTRY_BYTES + num_top * _ALTERNATIVE_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsQuery:
-    """Tokens whose log probabilities are wanted: the i-th is predicted by the i-th of `rows`."""
+    """Tokens whose log probabilities are asked for: the i-th of `rows` predicts the i-th token."""
 
     rows: Sequence[int]
     token_ids: Sequence[int]
-    num_top: int  # how many of the likeliest are wanted besides
+    num_top: int  # how many of the likeliest tokens are asked for, too
 
 
 def token_logprobs(logits: torch.Tensor, queries: Sequence[LogprobsQuery]) -> list[list[TokenLogprobs]]:
-    """Return one entry per token of each query; no row is looked at but those asked for.
+    """Return one entry per token of each query, from the rows that are asked for alone.
 
-    logits float32 [num_rows, vocab_size], the model's own. Equal logits rank alike; in the list of the likeliest they
-    stand by ascending id.
+    logits float32 [num_rows, vocab_size], the model's own. Equal logits have equal ranks; among the likeliest tokens
+    they stand by ascending id.
     """
     assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
     wanted = [

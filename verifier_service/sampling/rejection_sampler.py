@@ -1,174 +1,185 @@
-"""Rejection sampling: committed tokens have exactly the target's law (Leviathan et al. 2023; Chen et al. 2023).
+"""Rejection sampling down chains and trees: committed tokens have exactly the target's law.
 
-A draft token is accepted with probability min(1, target_prob / draft_prob); the first one rejected is replaced by a
-draw from the residual max(target_probs - draft_probs, 0), and a fully accepted draft earns a bonus token.
+A draft token is accepted with probability min(1, target_prob / draft_prob). The first rejected token of a chain is
+replaced by a draw from the residual max(target_probs - draft_probs, 0); after a chain without a rejection a bonus token
+is drawn from the target's law (Leviathan et al. 2023; Chen et al. 2023). A chain is a tree with one child per node.
 
-Nothing here may look at a drawn token to decide *whether* it is verified: a token outside the target's vocabulary has
+The children of a node are tried in order. Each is judged by what is left of the target's law after the siblings before
+it were rejected. The first accepted child is walked to; if there is none, the last token is drawn from what is left.
+
+- Sampled siblings were drawn from their parent's row without replacement. So the k-th sibling is judged against the row
+  without the k - 1 siblings before it, renormalised (SpecInfer, Miao et al. 2024; RSD-S, Jeon et al. 2024).
+- A point mass is a row of one token: it is accepted with its share of what is left, or taken out of it.
+
+How many children a node has may depend on what precedes them and on its row, never on themselves or what follows. Nor
+may anything here look at a drawn token to decide *whether* it is verified: a token outside the target's vocabulary has
 target probability 0, so it is rejected and recovered like any other. Cutting it would bias what is committed.
+
+All parents are judged at once, whether the walk reaches them or not. That works because a child's judgement depends on
+its parent alone: on the target's law in the parent's row, on the law that the children were drawn from, and on uniform
+numbers whose places are fixed, since a walk that reaches a child has tried every earlier sibling on its way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
+import numpy as np
 import torch
 
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft
+from outrider.verifier_service.gpu.transfers import upload
+from outrider.verifier_service.messages.draft import Draft
+from outrider.verifier_service.messages.tree import parents_of, rows_by_parent
 from outrider.verifier_service.sampling.draft_rows import found_probs
-from outrider.verifier_service.sampling.sampler import choose
 
 
-def verify_by_rejection(target_probs: torch.Tensor, draft: Draft | None, uniform: Callable[[], float]) -> list[int]:
-    """Return the committed tokens of one request: accepted ones, then the recovered or the bonus token.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Families:
+    """Parents with their children and the laws that these were drawn from.
 
-    target_probs float [len(draft) + 1, vocab_size]; `uniform` draws from [0, 1), once per token tried and once for the
-    last token. This is the plain reference; `verify_batch_by_rejection` does the same for many requests at once.
+    A child's rank is its place among its siblings. Families with more children come first, so that those with a child
+    of some rank are the first ones; the last family has none. It stands for rows without children.
     """
-    token_ids = () if draft is None else draft.token_ids
-    assert target_probs.is_floating_point(), target_probs.dtype
-    assert target_probs.shape == (len(token_ids) + 1, target_probs.shape[-1]), (target_probs.shape, len(token_ids))
-    draft_rows = [] if draft is None else [draft_law(draft, index) for index in range(len(token_ids))]
-    for index, (token_id, draft_row) in enumerate(zip(token_ids, draft_rows, strict=True)):
-        target_row = target_probs[index].double()  # [vocab_size]
-        target_prob = float(target_row[token_id]) if token_id < len(target_row) else 0.0
-        if not uniform() * draft_row[token_id] < target_prob:
-            residual = target_row.clone()
-            for other_id, draft_prob in draft_row.items():
-                if other_id < len(residual):
-                    residual[other_id] = max(float(residual[other_id]) - draft_prob, 0.0)
-            return [*token_ids[:index], _draw(residual if residual.sum() > 0.0 else target_row, uniform())]
-    return [*token_ids, _draw(target_probs[-1].double(), uniform())]
+
+    vocab_size: int
+    counts: tuple[int, ...]  # [num_ranks] how many families have a child of this rank
+    rows: torch.Tensor  # int64 [num_families] the parent's row
+    token_ids: torch.Tensor  # int64 [num_families, width] the law's tokens, padded with the vocabulary's size
+    laws: torch.Tensor  # float64 [num_ranks, num_families, width] what a child was drawn from; point masses: 1 and 0
+    children: torch.Tensor  # int64 [num_ranks, num_families] the child's row
+    columns: torch.Tensor  # int64 [num_ranks, num_families] the place of the child's token in `token_ids`
+    uniforms: torch.Tensor  # int64 [num_ranks, num_families] the row whose uniform number judges the child
+    of_rows: torch.Tensor  # int64 [num_rows] the family whose parent a row is
+
+    @classmethod
+    def of(
+        cls, drafts: Sequence[Draft | None], starts: Sequence[int], num_rows: int, vocab_size: int, device: torch.device
+    ) -> Families | None:
+        """`drafts` are judged by tokens or by blocks, `starts` are the rows after their roots; None: no drafts."""
+        families = sorted(_families(drafts, starts), key=lambda family: -len(family.children))
+        if not families:
+            return None
+        families.append(_Family(0, 0))
+        rows = np.array([family.row for family in families], np.int64)
+        of_rows = np.full(num_rows, len(families) - 1)
+        of_rows[rows[:-1]] = np.arange(len(families) - 1)
+        children = _by_place([family.children for family in families], 0)
+        columns = _by_place([family.columns for family in families], 0)
+        parts = {
+            "rows": rows,
+            "token_ids": _by_place([family.token_ids for family in families], vocab_size).T,
+            "laws": _laws(_by_place([family.weights for family in families], 0).T, columns),
+            "children": children,
+            "columns": columns,
+            "uniforms": np.array([family.uniform for family in families]) + np.arange(len(children))[:, None],
+            "of_rows": of_rows,
+        }
+        counts = tuple(sum(len(family.children) > rank for family in families) for rank in range(len(children)))
+        sent = upload(list(parts.values()), device)
+        return cls(**dict(zip(parts, sent, strict=True)), counts=counts, vocab_size=vocab_size)
+
+    def found(self, target_probs: torch.Tensor) -> torch.Tensor:
+        """Look up the target probabilities of `token_ids`: float64 [num_families, width], 0 outside the vocabulary."""
+        return found_probs(target_probs, self.rows[:, None].expand_as(self.token_ids), self.token_ids)
 
 
-def verify_batch_by_rejection(
-    target_probs: torch.Tensor, drafts: Sequence[Draft | None], uniforms: torch.Tensor
-) -> list[list[int]]:
-    """Verify many requests at once: one list of committed tokens each.
+@dataclass(slots=True)
+class _Family:
+    row: int
+    uniform: int  # the row of the first child's uniform number
+    token_ids: list[int] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)  # one per token
+    children: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
 
-    target_probs float [num_rows, vocab_size] and uniforms float64 [num_rows] hold len(draft) + 1 rows per request, in
-    order; a request uses its uniforms from the first on, one per token tried and one for the last token.
+
+def _families(drafts: Sequence[Draft | None], starts: Sequence[int]) -> list[_Family]:
+    found: list[_Family] = []
+    for draft, start in zip(drafts, starts, strict=True):
+        if draft is None:
+            continue
+        laws = rows_by_parent(draft)
+        tried = last_uniforms(draft, start)
+        own: dict[int, _Family] = {}
+        for index, (token_id, parent) in enumerate(zip(draft.token_ids, parents_of(draft), strict=True)):
+            family = own.get(parent)
+            if family is None:
+                law = laws.get(parent)
+                family = own[parent] = _Family(start + parent + 1, 0)
+                if law is not None:
+                    family.token_ids, family.weights = list(law.token_ids), list(law.weights)
+            if token_id not in family.token_ids:  # of a point mass
+                family.token_ids.append(token_id)
+                family.weights.append(0)
+            family.columns.append(family.token_ids.index(token_id))
+            family.children.append(start + index + 1)
+        for parent, family in own.items():
+            family.uniform = tried[parent + 1] - len(family.children)
+        found += own.values()
+    return found
+
+
+def _by_place(lists: Sequence[Sequence[int]], filler: int) -> np.ndarray:
+    """Return the first numbers of all lists, then the second ones, and so on: int64 [longest, num_lists]."""
+    return np.array(list(zip_longest(*lists, fillvalue=filler)), np.int64).reshape(-1, len(lists))
+
+
+def _laws(weights: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Return the law that each child was drawn from: float64 [num_ranks, num_families, width].
+
+    weights int64 [num_families, width] of a parent's row, all 0: point masses; columns int64 [num_ranks, num_families].
     """
-    num_draft_tokens = [_num_tokens(draft) for draft in drafts]
-    num_rows = sum(num_draft_tokens) + len(drafts)
-    assert target_probs.is_floating_point(), target_probs.dtype
-    assert target_probs.shape == (num_rows, target_probs.shape[-1]), (target_probs.shape, num_rows)
-    assert (uniforms.dtype, uniforms.shape) == (torch.float64, (num_rows,)), (uniforms.dtype, uniforms.shape)
-    if not drafts:
-        return []
-    outcomes = _judge(target_probs, drafts, uniforms.tolist())
-    rejected = [_rejected_row(draft, outcome) for draft, outcome in zip(drafts, outcomes, strict=True)]
-    uniform_rows = torch.tensor([outcome.uniform_row for outcome in outcomes], device=uniforms.device)
-    last = draw_from_rest(
-        target_probs, [outcome.row for outcome in outcomes], rejected, uniforms.index_select(0, uniform_rows)
-    )
-    return [
-        [*(() if draft is None else draft.token_ids[: outcome.num_accepted]), token_id]
-        for draft, outcome, token_id in zip(drafts, outcomes, last, strict=True)
-    ]
+    laws = np.empty((len(columns), *weights.shape))
+    for law, column in zip(laws, columns, strict=True):
+        is_drawn = np.arange(weights.shape[1]) == column[:, None]
+        total = weights.sum(axis=1, keepdims=True)
+        law[...] = np.where(total > 0, weights / np.maximum(total, 1), is_drawn)
+        weights = np.where(is_drawn, 0, weights)
+    return laws
 
 
-def target_probs_of_drafts(target_probs: torch.Tensor, drafts: Sequence[Draft | None]) -> list[float]:
-    """Look up the target probability of every token of some chains in one go: [num_rows], 0 outside the vocabulary.
+def last_uniforms(draft: Draft | None, start: int) -> list[int]:
+    """Return the row whose uniform number draws the last token after each row: the first that no tried token used."""
+    parents = parents_of(draft)
+    num_children = [0] * (len(parents) + 1)
+    used = [start]  # before a row's own children are tried
+    for parent in parents:
+        num_children[parent + 1] += 1
+        used.append(used[parent + 1] + num_children[parent + 1])
+    return [first + count for first, count in zip(used, num_children, strict=True)]
 
-    That of a bonus row means nothing.
+
+def judge_siblings(
+    families: Families, found: torch.Tensor, uniforms: torch.Tensor, is_right: torch.Tensor
+) -> torch.Tensor:
+    """Judge all children: set `is_right` of those that are taken if their parent is.
+
+    found float64 [num_families, width] of `Families.found`, uniforms float64 and is_right bool, both [num_rows].
+    Returns what rejections took out of each parent's law if no child is taken: float64 [num_families, width].
     """
-    vocab_size = target_probs.shape[1]
-    flat = [id_ for draft in drafts for id_ in (*(() if draft is None else draft.token_ids), vocab_size)]
-    token_ids = torch.tensor(flat, device=target_probs.device)
-    return found_probs(target_probs, torch.arange(len(flat), device=target_probs.device), token_ids).tolist()
+    rest, taken, total = found.clone(), torch.zeros_like(found), found.new_ones(len(found), 1)
+    is_open = is_right.new_ones(len(found))  # no child was taken so far
+    for rank, count in enumerate(families.counts):
+        column = families.columns[rank, :count, None]
+        law = families.laws[rank, :count] * total[:count]
+        needed = uniforms[families.uniforms[rank, :count], None] * law.gather(1, column)
+        is_accepted = (needed < rest[:count].gather(1, column))[:, 0] & is_open[:count]
+        is_right.index_copy_(0, families.children[rank, :count], is_accepted)
+        is_open[:count] &= ~is_accepted
+        amounts = torch.minimum(rest[:count], law)
+        rest[:count] -= amounts
+        taken[:count] += amounts
+        total[:count] = (total[:count] - amounts.sum(dim=1, keepdim=True)).clamp(min=0.0)
+    return taken
 
 
-def draw_from_rest(
-    target_probs: torch.Tensor, rows: Sequence[int], taken: Sequence[Mapping[int, float]], uniforms: torch.Tensor
-) -> list[int]:
-    """Draw each request's last token from what rejections left of its row of target_probs [num_rows, vocab_size].
+def left_over(target_rows: torch.Tensor, token_ids: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+    """Return what is left of each row after rejections: the weights that its last token is drawn with.
 
-    `taken` holds {token id: probability} to subtract, down to 0; ids outside the vocabulary mean nothing, and an empty
-    one leaves the target's own law. uniforms float64 [num_requests].
+    target_rows float64 [num_requests, vocab_size]; token_ids int64 and taken float64, both [num_requests, width].
     """
-    device, vocab_size = target_probs.device, target_probs.shape[1]
-    target_rows = target_probs.index_select(0, torch.tensor(rows, device=device)).double()  # [num_requests, vocab_size]
-    entries = [
-        (request, token_id, prob)
-        for request, row in enumerate(taken)
-        for token_id, prob in row.items()
-        if token_id < vocab_size
-    ]
-    residual = target_rows.clone()
-    requests = torch.tensor([entry[0] for entry in entries], device=device, dtype=torch.int64)
-    token_ids = torch.tensor([entry[1] for entry in entries], device=device, dtype=torch.int64)
-    probs = torch.tensor([entry[2] for entry in entries], device=device, dtype=torch.float64)
-    residual.index_put_((requests, token_ids), -probs, accumulate=True)
-    return choose_from_rest(target_rows, residual, uniforms.to(device)).tolist()
-
-
-def choose_from_rest(target_rows: torch.Tensor, residual: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Draw from what is left of each row, float64 [num_requests, vocab_size] both; below 0 counts as 0."""
-    residual.clamp_(min=0.0)
-    # target and draft agree but for rounding: nothing is left to recover from, and the target itself is as good
-    weights = torch.where(residual.sum(dim=1, keepdim=True) > 0.0, residual, target_rows)
-    return choose(weights, uniforms)
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    num_accepted: int
-    row: int  # of target_probs: where the last token is drawn
-    uniform_row: int
-
-
-def _num_tokens(draft: Draft | None) -> int:
-    return 0 if draft is None else len(draft.token_ids)
-
-
-def draft_law(draft: Draft, index: int) -> dict[int, float]:
-    """Return what one token of a chain was drawn from as {token id: probability}."""
-    if draft.draft_probs is None:
-        return {draft.token_ids[index]: 1.0}
-    row = draft.draft_probs[index]
-    return {id_: weight / DRAFT_PROB_SCALE for id_, weight in zip(row.token_ids, row.weights, strict=True)}
-
-
-def drawn_prob(draft: Draft, index: int) -> float:
-    """Return how likely one token of a chain was to be drawn."""
-    if draft.draft_probs is None:
-        return 1.0
-    row = draft.draft_probs[index]
-    return row.weights[row.token_ids.index(draft.token_ids[index])] / DRAFT_PROB_SCALE
-
-
-def _draw(weights: torch.Tensor, uniform: float) -> int:
-    """Draw from float64 weights [vocab_size], counting only what is positive."""
-    ids = weights.nonzero()[:, 0]
-    cumulative = weights[ids].cumsum(0)
-    rank = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
-    return int(ids[min(rank, len(ids) - 1)])
-
-
-def _judge(target_probs: torch.Tensor, drafts: Sequence[Draft | None], uniforms: Sequence[float]) -> list[_Outcome]:
-    """Find how many tokens of each draft are accepted."""
-    drawn = target_probs_of_drafts(target_probs, drafts)
-    outcomes, start = [], 0
-    for draft in drafts:
-        num_tokens = _num_tokens(draft)
-        end = start + num_tokens
-        accepted = 0 if draft is None else _num_accepted(draft, drawn[start:end], uniforms[start:end])
-        is_rejected = accepted < num_tokens
-        outcomes.append(_Outcome(accepted, start + accepted, start + accepted + is_rejected))
-        start = end + 1
-    return outcomes
-
-
-def _num_accepted(draft: Draft, target_probs: Sequence[float], uniforms: Sequence[float]) -> int:
-    for index in range(len(draft.token_ids)):
-        if not uniforms[index] * drawn_prob(draft, index) < target_probs[index]:
-            return index
-    return len(draft.token_ids)
-
-
-def _rejected_row(draft: Draft | None, outcome: _Outcome) -> dict[int, float]:
-    """Return what the token that was rejected was drawn from; nothing where all were accepted."""
-    if draft is None or outcome.num_accepted == len(draft.token_ids):
-        return {}
-    return draft_law(draft, outcome.num_accepted)
+    residual = target_rows.scatter_add(1, token_ids, -taken).clamp_(min=0.0)
+    # if target and draft agree but for rounding, nothing is left to recover from: the target's law is as good
+    return torch.where(residual.sum(dim=1, keepdim=True) > 0.0, residual, target_rows)

@@ -1,4 +1,4 @@
-"""From logits to the law that plain sampling draws from, and from a law and a uniform number to a token."""
+"""From logits to the law that plain sampling draws from; from a law and a uniform number to a token."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from outrider.verifier_service.gpu.transfers import upload, upload_rows
 
-NUCLEUS_CANDIDATES = 1024  # top_p alone looks at so many tokens first; a flatter row is sorted whole
+NUCLEUS_CANDIDATES = 1024  # how many tokens top_p alone ranks first; a nucleus that outgrows them needs a whole sort
 _ID_BITS = 32
 
 
 class SamplingShape(Protocol):
-    """How a request reshapes its law; `SamplingParams` and `DraftSampling` both fit."""
+    """How a request shapes its law: `SamplingParams` or `DraftSampling`."""
 
     @property
     def temperature(self) -> float: ...
@@ -28,36 +28,22 @@ class SamplingShape(Protocol):
     def min_p(self) -> float: ...
 
 
-def target_probs(logits: torch.Tensor, sampling: Sequence[SamplingShape]) -> torch.Tensor:
-    """Return the law of each row under its own shape: float32 [num_rows, vocab_size], rows sum to 1.
-
-    logits float32 [num_rows, vocab_size]; temperatures are above zero (greedy rows are not sampled). Truncations apply
-    in the order of transformers' `generate`: temperature, top_k, top_p, min_p, each over what the one before left.
-    Equal logits rank by id, lowest first: top_k keeps exactly k tokens and the result is deterministic (transformers
-    keeps every tie). Rows that truncate nothing are not sorted.
-    """
-    vocab_size, device = logits.shape[1], logits.device
-    probs, is_covered = LawShapes.of(sampling, vocab_size, device).probs(logits)
-    if is_covered is not None and not is_covered.all():
-        rows = (~is_covered).nonzero()[:, 0]
-        flat = [sampling[row] for row in rows.tolist()]
-        again, _ = LawShapes.of(flat, vocab_size, device, whole_rows=range(len(flat))).probs(logits[rows])
-        probs.index_copy_(0, rows, again)
-    return probs
-
-
 @dataclass(frozen=True, slots=True)
 class _PlainRows:
     """Rows that are not ranked."""
 
     rows: torch.Tensor | None  # int64 [num_shaped]; None: all
-    min_p: torch.Tensor | None  # float32 [num_shaped, 1]; None: nobody has one
+    min_p: torch.Tensor | None  # float32 [num_shaped, 1]; None: no row has one
 
     @classmethod
     def of(cls, rows: Sequence[int], sampling: Sequence[SamplingShape], device: torch.device) -> _PlainRows:
         min_p = [sampling[row].min_p for row in rows]
         column = upload([_column(min_p, np.float32)], device)[0] if any(min_p) else None
         return cls(_index(rows, sampling, device), column)
+
+    @property
+    def is_sure(self) -> bool:
+        return True
 
     def probs(self, scaled: torch.Tensor) -> tuple[torch.Tensor, None]:
         probs = torch.softmax(scaled, dim=1)
@@ -70,14 +56,14 @@ class _PlainRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankedRows:
-    """Rows that are truncated by rank or by the probability of what ranks above."""
+    """Rows that are truncated by rank (top_k) or by the probability of the tokens above (top_p)."""
 
     rows: torch.Tensor | None  # int64 [num_shaped]; None: all
     num_kept: torch.Tensor  # int64 [num_shaped, 1]
     top_p: torch.Tensor  # float64 [num_shaped, 1]
     min_p: torch.Tensor  # float64 [num_shaped, 1]
-    num_candidates: int  # of the likeliest tokens that are looked at
-    most_kept: int
+    num_candidates: int  # how many of the likeliest tokens are ranked
+    most_kept: int  # how many tokens one row may keep, at most
 
     @classmethod
     def of(
@@ -88,7 +74,7 @@ class _RankedRows:
         vocab_size: int,
         device: torch.device,
     ) -> _RankedRows:
-        """`nucleus`: how many tokens are looked at where top_k does not say it."""
+        """`nucleus`: how many tokens are ranked for a row without top_k."""
         shapes = [sampling[row] for row in rows]
         num_kept = [shape.top_k if 0 < shape.top_k < vocab_size else vocab_size for shape in shapes]
         columns = [
@@ -106,10 +92,15 @@ class _RankedRows:
             most_kept=max(num_kept),
         )
 
-    def probs(self, scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Truncate among the likeliest tokens; also say per row whether those contain its whole nucleus.
+    @property
+    def is_sure(self) -> bool:
+        """Whether no row may have a nucleus of more tokens than are ranked."""
+        return self.most_kept <= self.num_candidates
 
-        That of a row with top_k is covered whatever it holds: to ask would wait for the device.
+    def probs(self, scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Truncate among the candidates; unless sure, also say per row whether they contain its whole nucleus.
+
+        A row with top_k counts as covered, whatever it holds.
         """
         vocab_size, num_candidates, kept = scaled.shape[1], self.num_candidates, self.num_kept
         values, ids = top_candidates(scaled, num_candidates)  # [num_rows, num_candidates]
@@ -127,63 +118,69 @@ class _RankedRows:
         candidates *= stays
         candidates /= candidates.sum(dim=1, keepdim=True)
         probs = torch.zeros_like(scaled).scatter_(1, ids, candidates.float())
-        return probs, is_covered[:, 0] if self.most_kept > num_candidates else None
+        return probs, None if self.is_sure else is_covered[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
 class LawShapes:
-    """How rows of logits become laws, sent to their device before they are looked at: `probs` waits for nothing."""
+    """How rows of logits become laws; sent to the logits' device before the logits are there.
 
-    temperatures: torch.Tensor  # float32 [num_rows, 1]
-    groups: tuple[_PlainRows | _RankedRows, ...]  # where one holds rows of another, the later one counts
+    A law is what plain sampling draws from. Truncations apply in the order of transformers' `generate`: temperature,
+    top_k, top_p, min_p, each over what the one before left. Equal logits rank by id, lowest first, so top_k keeps
+    exactly k tokens (transformers keeps every tie). Rows that truncate nothing are not ranked.
+    """
+
+    num_rows: int
+    temperatures: torch.Tensor | None  # float32 [num_rows, 1]; None: all are 1
+    groups: tuple[_PlainRows | _RankedRows, ...]  # each row is in one
 
     @classmethod
     def of(
-        cls,
-        sampling: Sequence[SamplingShape],
-        vocab_size: int,
-        device: torch.device,
-        whole_rows: Sequence[int] = (),
+        cls, sampling: Sequence[SamplingShape], vocab_size: int, device: torch.device, *, ranks_all: bool = False
     ) -> LawShapes:
-        """`whole_rows` are those of which more than NUCLEUS_CANDIDATES are looked at: of such a one, all tokens are."""
+        """Take one shape per row, with a temperature above zero: greedy rows are not sampled.
+
+        A row with top_p alone ranks its NUCLEUS_CANDIDATES likeliest tokens; `ranks_all`: the whole vocabulary.
+        """
         assert all(shape.temperature > 0.0 for shape in sampling), "greedy rows have no law to sample from"
-        (temperatures,) = upload([_column([shape.temperature for shape in sampling], np.float32)], device)
+        temperatures = [shape.temperature for shape in sampling]
+        is_ranked = [_needs_ranking(shape, vocab_size) for shape in sampling]
+        plain = [row for row, wanted in enumerate(is_ranked) if not wanted]
+        ranked = [row for row, wanted in enumerate(is_ranked) if wanted]
         groups: list[_PlainRows | _RankedRows] = []
-        if len(whole_rows) < len(sampling):
-            is_ranked = [_needs_ranking(shape, vocab_size) for shape in sampling]
-            plain = [row for row, wanted in enumerate(is_ranked) if not wanted]
-            # whole ones too, beside whose candidates the others' sums are rounded
-            ranked = [row for row, wanted in enumerate(is_ranked) if wanted]
-            if plain:
-                groups.append(_PlainRows.of(plain, sampling, device))
-            if ranked:
-                groups.append(_RankedRows.of(ranked, sampling, NUCLEUS_CANDIDATES, vocab_size, device))
-        if whole_rows:
-            groups.append(_RankedRows.of(whole_rows, sampling, vocab_size, vocab_size, device))
-        return cls(temperatures, tuple(groups))
+        if plain:
+            groups.append(_PlainRows.of(plain, sampling, device))
+        if ranked:
+            nucleus = vocab_size if ranks_all else NUCLEUS_CANDIDATES
+            groups.append(_RankedRows.of(ranked, sampling, nucleus, vocab_size, device))
+        is_plain = all(temperature == 1.0 for temperature in temperatures)
+        sent = None if is_plain else upload([_column(temperatures, np.float32)], device)[0]
+        return cls(len(sampling), sent, tuple(groups))
+
+    @property
+    def are_sure(self) -> bool:
+        """Whether `probs` is right for every row, whatever the logits are."""
+        return all(group.is_sure for group in self.groups)
 
     def probs(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the laws float32 [num_rows, vocab_size], and which rows are right, bool [num_rows]; None: all are.
+        """Return the laws, without waiting for the device, and which rows are right; None where `are_sure`.
 
-        Wrong is a row whose nucleus does not lie within its likeliest NUCLEUS_CANDIDATES tokens: it is one of the
-        `whole_rows`, but nobody knew.
+        logits float32 [num_rows, vocab_size] -> float32 [num_rows, vocab_size], rows sum to 1, and bool [num_rows].
+        A row is wrong if its nucleus outgrows its candidates. It is right with `ranks_all`.
         """
         assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
-        assert len(logits) == len(self.temperatures), (logits.shape, self.temperatures.shape)
-        scaled = logits / self.temperatures
-        if len(self.groups) == 1 and self.groups[0].rows is None:
+        assert len(logits) == self.num_rows, (logits.shape, self.num_rows)
+        scaled = logits if self.temperatures is None else logits / self.temperatures
+        if len(self.groups) == 1:
             return self.groups[0].probs(scaled)
         probs = torch.empty_like(scaled)
-        is_right: torch.Tensor | None = None
+        is_right = None if self.are_sure else torch.ones(len(scaled), dtype=torch.bool, device=scaled.device)
         for group in self.groups:
-            rows = torch.arange(len(scaled), device=scaled.device) if group.rows is None else group.rows
-            own, is_covered = group.probs(scaled.index_select(0, rows))
-            probs.index_copy_(0, rows, own)
-            if is_covered is not None:
-                is_right = rows.new_ones(len(scaled), dtype=torch.bool) if is_right is None else is_right
-                is_right.index_copy_(0, rows, is_covered)
-            elif is_right is not None:
-                is_right.index_fill_(0, rows, True)
+            assert group.rows is not None, "one of several groups has all rows"
+            own, is_covered = group.probs(scaled.index_select(0, group.rows))
+            probs.index_copy_(0, group.rows, own)
+            if is_right is not None and is_covered is not None:
+                is_right.index_copy_(0, group.rows, is_covered)
         return probs, is_right
 
 
@@ -220,9 +217,9 @@ def choose(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     assert uniforms.shape == weights.shape[:1], (uniforms.shape, weights.shape)
     cumulative = weights.cumsum(dim=1)
     reached = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (weights > 0.0)
-    # rounding may put the threshold at the very total (probability about 2^-53): then nothing is reached
-    first = reached.to(torch.uint8).argmax(dim=1)
-    return torch.where(reached.any(dim=1), first, weights.argmax(dim=1))
+    # rounding may put the threshold at the total (probability about 2^-53): then no token reaches it
+    first = reached.to(torch.uint8).argmax(dim=1, keepdim=True)
+    return torch.where(reached.gather(1, first), first, weights.argmax(dim=1, keepdim=True))[:, 0]
 
 
 def _needs_ranking(shape: SamplingShape, vocab_size: int) -> bool:

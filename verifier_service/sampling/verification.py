@@ -5,29 +5,41 @@
 | block      | target's own choice                       | chains by blocks; a draft with `parents` as standard       |
 | typical    | greedy: the same; coupled: likely tokens, | likely tokens, then one drawn from the target              |
 |            | then the target's own choice              |                                                            |
+
+There is one path, on an accelerator and on a CPU, with one short cut (`walk_greedily`). The logits' device judges every
+token, and one small copy comes back:
+
+    host    drafts, shapes of laws, noise keys, uniform numbers ─┐ uploads that nobody waits for
+    device  logits ─> edits ─> laws ─> accepted tokens ─> ends of paths ─> last tokens ─┐
+    host    `collect` waits for two numbers per request: where its path ends, and its last token
+
+Only one thing is unknown when a step is launched: whether a nucleus outgrows the candidates that are ranked
+(`LawShapes`). The copy says which rows were too flat, and `collect` judges their requests again with the whole
+vocabulary ranked. The slow references of all rules are in tests/exactness/references.py.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from outrider.verifier_service.gpu.transfers import upload_rows
-from outrider.verifier_service.messages.request import AcceptanceRule, VerificationMode
-from outrider.verifier_service.messages.tree import VerifiedTokens, is_chain, matching_path, parents_of
-from outrider.verifier_service.sampling.block_verification import verify_blocks
-from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, noise_keys, noise_of_keys
-from outrider.verifier_service.sampling.device_verification import ChosenTokens, launch
-from outrider.verifier_service.sampling.entries import VerificationEntry, edits_by_row, first_rows, rows_of_members
-from outrider.verifier_service.sampling.logits_processors import apply_edits
-from outrider.verifier_service.sampling.rejection_sampler import draw_from_rest, verify_batch_by_rejection
-from outrider.verifier_service.sampling.sampler import target_probs
-from outrider.verifier_service.sampling.tree_sampler import verify_trees
-from outrider.verifier_service.sampling.typical_acceptance import typical_paths
+from outrider.verifier_service.gpu.transfers import CopyBack, upload_rows
+from outrider.verifier_service.messages.request import VerificationMode
+from outrider.verifier_service.messages.tree import VerifiedTokens, parents_of
+from outrider.verifier_service.sampling.entries import VerificationEntry, rows_of_members
+from outrider.verifier_service.sampling.verification_plan import VerificationPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTokens:
+    """The last tokens of a step's entries, on the device before anybody has read them."""
+
+    numbers: torch.Tensor  # int64, tokens among other numbers
+    places: Sequence[int]  # where each entry's token is
 
 
 class Verification(Protocol):
@@ -35,11 +47,11 @@ class Verification(Protocol):
 
     @property
     def chosen(self) -> ChosenTokens | None:
-        """The last tokens that it commits, before they are read; None: nowhere but here."""
+        """The last tokens that the step commits, before they are read; None: the step has no entries."""
 
     @property
     def corrected(self) -> frozenset[int]:
-        """The entries for which `chosen` turned out to be wrong, once all is collected."""
+        """The entries for which `chosen` was wrong; known when `collect` has returned."""
 
     def collect(self) -> list[VerifiedTokens]:
         """Return each entry's committed tokens: accepted draft tokens, then one recovered or bonus token."""
@@ -51,179 +63,98 @@ def begin(
     rng: torch.Generator,
     rows: Sequence[int] | None = None,
 ) -> Verification:
-    """Begin to verify a step without waiting for its logits, which must stay as they are until all is collected.
+    """Begin to verify a step without waiting for its logits, which must not change before `collect` has returned.
 
-    logits float32 [num_rows, vocab_size], of which `rows` (None: all) are those of the entries, one after another; an
-    entry's edits are made to a copy. `rng` gives one uniform number per row of a rejection-sampled request, accepted or
-    not, in row order; the other modes take none. On a device all is judged there, on the host when it is collected.
+    logits float32 [num_rows, vocab_size], of which `rows` (None: all) belong to the entries, one entry's after the
+    other's. An entry's edits are made to a copy. `rng`, a generator of the host, gives one uniform number per row of a
+    rejection-sampled request, accepted or not, in row order; the other modes take none.
     """
     assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
     num_rows = logits.shape[0] if rows is None else len(rows)
     assert num_rows == sum(entry.num_rows for entry in entries), (num_rows, len(entries))
-    if logits.device.type == "cpu" or not entries:
-        return _OnHost(logits, entries, rng, rows)
+    if not entries:
+        return DoneVerification([], None)
     if rows is not None:
         logits = logits.index_select(0, upload_rows(rows, logits.device))
-    return launch(logits, entries, rng)
+    if logits.device.type == "cpu" and all(_is_plainly_greedy(entry) for entry in entries):
+        return walk_greedily(logits, entries)
+    return PendingVerification(logits, entries, draw_uniforms(entries, rng))
 
 
-def verify(logits: torch.Tensor, entries: Sequence[VerificationEntry], rng: torch.Generator) -> list[VerifiedTokens]:
-    """Verify a step from beginning to end; see `begin`."""
-    return begin(logits, entries, rng).collect()
+def draw_uniforms(entries: Sequence[VerificationEntry], rng: torch.Generator) -> np.ndarray:
+    """Draw the uniform numbers of the rejection-sampled entries' rows: float64 [num_rows], 0 in all other rows."""
+    is_sampled = [entry.sampling.mode is VerificationMode.REJECTION for entry in entries for _ in range(entry.num_rows)]
+    uniforms = np.zeros(len(is_sampled))
+    if num_sampled := sum(is_sampled):
+        uniforms[is_sampled] = torch.rand(num_sampled, dtype=torch.float64, generator=rng).numpy()
+    return uniforms
 
 
 @dataclass(frozen=True, slots=True)
-class _OnHost:
-    logits: torch.Tensor
-    entries: Sequence[VerificationEntry]
-    rng: torch.Generator
-    rows: Sequence[int] | None
-    chosen: None = None
+class DoneVerification:
+    """A verification that had ended when it was begun."""
+
+    committed: list[VerifiedTokens]
+    chosen: ChosenTokens | None
     corrected: frozenset[int] = frozenset()
 
     def collect(self) -> list[VerifiedTokens]:
-        rows = None if self.rows is None else torch.tensor(self.rows, dtype=torch.int64)
-        return verify_on_host(self.logits if rows is None else self.logits[rows], self.entries, self.rng)
+        return self.committed
 
 
-def verify_on_host(
-    logits: torch.Tensor, entries: Sequence[VerificationEntry], rng: torch.Generator
-) -> list[VerifiedTokens]:
-    """As `verify`, walking down drafts on the host: where nothing is far, that is less work."""
-    logits = apply_edits(logits, edits_by_row(entries))
-    indices = {mode: [i for i, entry in enumerate(entries) if entry.sampling.mode is mode] for mode in VerificationMode}
-    committed: dict[int, VerifiedTokens] = {}
-    for mode, members in indices.items():
-        if members:
-            chosen = [entries[index] for index in members]
-            verified = _verify_mode(mode, _rows_of(logits, entries, members), chosen, rng)
-            committed |= zip(members, verified, strict=True)
-    return [committed[index] for index in range(len(entries))]
+def _is_plainly_greedy(entry: VerificationEntry) -> bool:
+    return entry.sampling.mode is VerificationMode.GREEDY and entry.edits is None
 
 
-def _rows_of(values: torch.Tensor, entries: Sequence[VerificationEntry], members: Sequence[int]) -> torch.Tensor:
-    """Select the members' rows, without a copy when they are all."""
-    if len(members) == len(entries):
-        return values
-    return values.index_select(0, torch.tensor(rows_of_members(entries, members), device=values.device))
+def walk_greedily(logits: torch.Tensor, entries: Sequence[VerificationEntry]) -> DoneVerification:
+    """Verify greedy entries without edits on a CPU: walk down while a draft token is the target's own choice.
 
-
-def _verify_mode(
-    mode: VerificationMode, logits: torch.Tensor, entries: Sequence[VerificationEntry], rng: torch.Generator
-) -> list[VerifiedTokens]:
-    if mode is VerificationMode.GREEDY:
-        return _accept_equal(logits.argmax(dim=1).tolist(), entries)
-    probs = target_probs(logits, [entry.sampling for entry in entries for _ in range(entry.num_rows)])
-    if mode is VerificationMode.COUPLED:
-        noise = noise_of_keys(_keys(entries, logits.device), logits.shape[1])
-        return _accept_coupled(probs, coupled_choice(probs, noise).tolist(), entries)
-    uniforms = torch.rand(len(probs), dtype=torch.float64, generator=rng, device=rng.device)
-    return _accept_sampled(probs, entries, uniforms)
-
-
-def _keys(entries: Sequence[VerificationEntry], device: torch.device) -> torch.Tensor:
-    """Return the noise key of every row: int64 [num_rows]."""
-    rows = [
-        (entry.sampling.seed, entry.sampling.choice_index, position)
-        for entry in entries
-        for position in entry.positions
-    ]
-    seeds, choice_indices, positions = torch.tensor(rows, dtype=torch.int64, device=device).unbind(1)
-    return noise_keys(seeds, choice_indices, positions)
-
-
-def _accept_equal(choices: Sequence[int], entries: Sequence[VerificationEntry]) -> list[VerifiedTokens]:
-    """Walk down while a draft token is the target's own choice, and commit the choice that none equals.
-
-    choices [num_rows], one after the root and one after each draft token.
+    A short cut: the plan commits the same tokens, but one request's step of a small model takes 1 to 2 % longer by it.
     """
-    committed = []
-    for start, entry in zip(first_rows(entries), entries, strict=True):
-        own = choices[start : start + entry.num_rows]
-        committed.append(_chosen(entry, own, matching_path(entry.draft_token_ids, parents_of(entry.draft), own)))
-    return committed
+    choices = logits.argmax(dim=1)
+    tokens = choices.tolist()
+    committed, places, start = [], [], 0
+    for entry in entries:
+        path: list[int] = []
+        end = start  # the row in which the path ends
+        for index, (token_id, parent) in enumerate(zip(entry.draft_token_ids, parents_of(entry.draft), strict=True)):
+            if start + parent + 1 == end and token_id == tokens[end]:
+                path.append(index)
+                end = start + index + 1
+        committed.append(VerifiedTokens.along(entry.draft, path, tokens[end]))
+        places.append(end)
+        start += entry.num_rows
+    return DoneVerification(committed, ChosenTokens(choices, places))
 
 
-def _accept_coupled(
-    probs: torch.Tensor, choices: Sequence[int], entries: Sequence[VerificationEntry]
-) -> list[VerifiedTokens]:
-    """Judge seeded requests: under typical acceptance the noise decides the last token alone."""
-    committed = _accept_equal(choices, entries)
-    members = [i for i, entry in enumerate(entries) if entry.sampling.acceptance is AcceptanceRule.TYPICAL]
-    if members:
-        starts = first_rows(entries)
-        chosen = [entries[index] for index in members]
-        for index, path in zip(members, _typical_paths(_rows_of(probs, entries, members), chosen), strict=True):
-            own = choices[starts[index] : starts[index] + entries[index].num_rows]
-            committed[index] = _chosen(entries[index], own, path)
-    return committed
+class PendingVerification:
+    """A step that the logits' device is judging."""
 
+    def __init__(self, logits: torch.Tensor, entries: Sequence[VerificationEntry], uniforms: np.ndarray) -> None:
+        """Launch it: at least one entry, uniforms float64 [num_rows] of `draw_uniforms`."""
+        self._logits, self._entries, self._uniforms = logits, entries, uniforms
+        self.corrected: frozenset[int] = frozenset()
+        self._plan = VerificationPlan(entries, uniforms, logits.shape[1], logits.device)
+        numbers = self._plan.judge(logits)
+        self.chosen = ChosenTokens(numbers, self._plan.places)
+        self._back = CopyBack(numbers)
 
-def _chosen(entry: VerificationEntry, own: Sequence[int], path: Sequence[int]) -> VerifiedTokens:
-    return VerifiedTokens.along(entry.draft, path, own[_row_after(path)])
+    def collect(self) -> list[VerifiedTokens]:
+        """Wait for the device, and return each entry's committed tokens."""
+        committed, flat_rows = self._plan.read(self._back.wait().tolist())
+        if flat_rows:
+            again = self._judge_again(flat_rows)
+            self.corrected = frozenset(index for index, tokens in again.items() if tokens != committed[index])
+            committed = [again.get(index, tokens) for index, tokens in enumerate(committed)]
+        return committed
 
-
-def _row_after(path: Sequence[int]) -> int:
-    return path[-1] + 1 if path else 0
-
-
-_Judge = Callable[[torch.Tensor, Sequence[VerificationEntry], torch.Tensor], list[VerifiedTokens]]
-
-
-def _accept_sampled(
-    probs: torch.Tensor, entries: Sequence[VerificationEntry], uniforms: torch.Tensor
-) -> list[VerifiedTokens]:
-    """Judge unseeded requests, each by its rule: probs [num_rows, vocab_size], uniforms [num_rows]."""
-    groups: dict[_Judge, list[int]] = defaultdict(list)
-    for index, entry in enumerate(entries):
-        groups[_judge_of(entry)].append(index)
-    committed: dict[int, VerifiedTokens] = {}
-    for judge, members in groups.items():
-        chosen = [entries[index] for index in members]
-        verified = judge(_rows_of(probs, entries, members), chosen, _rows_of(uniforms, entries, members))
-        committed |= zip(members, verified, strict=True)
-    return [committed[index] for index in range(len(entries))]
-
-
-def _judge_of(entry: VerificationEntry) -> _Judge:
-    if entry.rule is AcceptanceRule.TYPICAL:
-        return _by_typicality
-    if entry.rule is AcceptanceRule.BLOCK:
-        return _by_blocks
-    return _by_rejection if is_chain(parents_of(entry.draft)) else _by_trees
-
-
-def _by_rejection(
-    probs: torch.Tensor, entries: Sequence[VerificationEntry], uniforms: torch.Tensor
-) -> list[VerifiedTokens]:
-    committed = verify_batch_by_rejection(probs, [entry.draft for entry in entries], uniforms)
-    return [VerifiedTokens(token_ids, tuple(range(len(token_ids) - 1))) for token_ids in committed]
-
-
-def _by_trees(
-    probs: torch.Tensor, entries: Sequence[VerificationEntry], uniforms: torch.Tensor
-) -> list[VerifiedTokens]:
-    return verify_trees(probs, [entry.draft for entry in entries], uniforms)
-
-
-def _by_blocks(
-    probs: torch.Tensor, entries: Sequence[VerificationEntry], uniforms: torch.Tensor
-) -> list[VerifiedTokens]:
-    return verify_blocks(probs, [entry.draft for entry in entries], uniforms)
-
-
-def _by_typicality(
-    probs: torch.Tensor, entries: Sequence[VerificationEntry], uniforms: torch.Tensor
-) -> list[VerifiedTokens]:
-    paths = _typical_paths(probs, entries)
-    starts = first_rows(entries)
-    rows = [start + _row_after(path) for start, path in zip(starts, paths, strict=True)]
-    last = draw_from_rest(probs, rows, [{}] * len(entries), uniforms[starts])
-    return [
-        VerifiedTokens.along(entry.draft, path, token_id)
-        for entry, path, token_id in zip(entries, paths, last, strict=True)
-    ]
-
-
-def _typical_paths(probs: torch.Tensor, entries: Sequence[VerificationEntry]) -> list[tuple[int, ...]]:
-    return typical_paths(probs, [entry.draft for entry in entries], [entry.sampling for entry in entries])
+    def _judge_again(self, flat_rows: Sequence[int]) -> dict[int, VerifiedTokens]:
+        """Judge the entries that these rows are of, with the whole vocabulary ranked."""
+        owners = [index for index, entry in enumerate(self._entries) for _ in range(entry.num_rows)]
+        members = sorted({owners[row] for row in flat_rows})
+        rows = rows_of_members(self._entries, members)
+        entries, device = [self._entries[index] for index in members], self._logits.device
+        plan = VerificationPlan(entries, self._uniforms[rows], self._logits.shape[1], device, ranks_all=True)
+        numbers = plan.judge(self._logits.index_select(0, upload_rows(rows, device)))
+        committed, _ = plan.read(CopyBack(numbers).wait().tolist())
+        return dict(zip(members, committed, strict=True))

@@ -19,11 +19,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from exactness.references import along_choices
 from outrider.verifier_service.messages.batch import ScheduledBatch
-from outrider.verifier_service.messages.tree import VerifiedTokens, matching_path, parents_of
+from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.model.step_graphs import Bucket, bucket_of
-from outrider.verifier_service.sampling.device_verification import ChosenTokens
 from outrider.verifier_service.sampling.entries import VerificationEntry
+from outrider.verifier_service.sampling.verification import ChosenTokens
 
 VOCAB_SIZE = 512
 BLOCK_SIZE = 16
@@ -220,9 +221,7 @@ class PlayedVerification:
 def _verified(entry: VerificationEntry) -> VerifiedTokens:
     if entry.draft is None:
         return VerifiedTokens([token_at(entry.position)], ())
-    own = [token_at(position) for position in entry.positions]
-    path = matching_path(entry.draft_token_ids, parents_of(entry.draft), own)
-    return VerifiedTokens.along(entry.draft, path, own[path[-1] + 1 if path else 0])
+    return along_choices(entry.draft, [token_at(position) for position in entry.positions])
 
 
 class PlayedDraftModel(PlayedModel):

@@ -19,9 +19,9 @@ from outrider.drafter_service.engine.draft_sampler import (
 from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftSampling, SparseRow, check_draft
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
-from outrider.verifier_service.sampling.sampler import target_probs
 from tiny.drafted import draft_tokens
 from tiny.played_graphs import HostReads
+from tiny.verified import target_probs
 
 GREEDY = DraftSampling(temperature=0.0)
 SAMPLED = DraftSampling(temperature=1.0)

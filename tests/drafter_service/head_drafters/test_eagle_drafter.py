@@ -17,9 +17,9 @@ from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.draft import FINAL_TAP, ROOT, Draft, DraftSampling, check_draft
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
-from outrider.verifier_service.sampling.sampler import target_probs
 from tiny.heads import VOCAB_SIZE, SlowDrafting, eagle3_head, eagle_head, greedy_chain, mtp_head, states_of
 from tiny.played_graphs import played_backend
+from tiny.verified import target_probs
 
 GREEDY = DraftSampling(temperature=0.0)
 PROMPT = [5, 17, 3, 40, 22, 9, 31]

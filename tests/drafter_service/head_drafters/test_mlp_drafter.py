@@ -27,7 +27,7 @@ from outrider.verifier_service.messages.draft import (
     check_draft,
 )
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
-from outrider.verifier_service.sampling.sampler import target_probs
+from tiny.verified import target_probs
 
 EMB_DIM, VOCAB_SIZE, N_PREDICT = 8, 7, 3
 GREEDY = DraftSampling(temperature=0.0)

@@ -29,12 +29,12 @@ from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
-from outrider.verifier_service.sampling.sampler import target_probs
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 from tiny.dflash import BLOCK_SIZE, MASK_ID, dflash_head, slow_block
 from tiny.heads import VOCAB_SIZE, randomised, states_of
 from tiny.models import make_checkpoint, make_model, random_sequences
+from tiny.verified import target_probs
 
 GREEDY = DraftSampling(temperature=0.0)
 SAMPLED = DraftSampling(temperature=2.0)

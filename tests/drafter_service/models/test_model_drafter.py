@@ -31,8 +31,8 @@ from outrider.verifier_service.messages.draft import (
     SparseRow,
     check_draft,
 )
-from outrider.verifier_service.sampling.sampler import target_probs
 from tiny.models import full_logits, make_model, random_sequences
+from tiny.verified import target_probs
 
 GREEDY = DraftSampling(temperature=0.0)
 

@@ -37,8 +37,8 @@ from outrider.verifier_service.messages.request import GenerationRequest, Sampli
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
-from outrider.verifier_service.sampling.sampler import target_probs
 from tiny.models import VOCAB_SIZE, full_logits, make_checkpoint, make_model, random_sequences
+from tiny.verified import target_probs
 
 MASK_ID = 255
 GREEDY = DraftSampling(temperature=0.0)

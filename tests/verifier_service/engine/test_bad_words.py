@@ -35,8 +35,8 @@ from outrider.verifier_service.messages.request import (
     VerificationMode,
 )
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
-from outrider.verifier_service.sampling.sampler import target_probs
 from tiny.models import VOCAB_SIZE, full_logits, random_sequences
+from tiny.verified import target_probs
 
 ARCHITECTURE = "llama"
 NUM_NEW_TOKENS = 20

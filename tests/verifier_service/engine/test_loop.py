@@ -87,8 +87,9 @@ class Loop:
             clock=time.monotonic,
             generator=torch.Generator().manual_seed(0),
             pricing=make_pricing(self.drafts),
-            verify=self.runner.verify if self.pace is Pace.ASYNC else begin,
+            verify=begin if self.pace is Pace.AT_ONCE else self.runner.verify,
         )
+        self.engine.launches_early = self.pace is Pace.ASYNC
         self.outputs: list[RequestOutput] = []
         self.relays: list[Relay] = []
         self.loads: list[EngineLoad] = []

@@ -7,8 +7,8 @@ from outrider.verifier_service.messages.draft import Draft, DraftSampling
 from outrider.verifier_service.messages.request import SamplingParams
 from outrider.verifier_service.messages.seeds import derive_seed
 from outrider.verifier_service.sampling.entries import VerificationEntry
-from outrider.verifier_service.sampling.verification import verify
 from tiny.drafted import draft_tokens
+from tiny.verified import verify
 
 TARGET = torch.tensor([[0.5, 0.3, 0.2]])
 DRAFT = torch.tensor([[0.2, 0.3, 0.5]])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from outrider.verifier_service.messages.draft import ROOT, Draft, SparseRow
 from outrider.verifier_service.messages.tree import (
     VerifiedTokens,
@@ -14,8 +12,6 @@ from outrider.verifier_service.messages.tree import (
     chain_parents,
     depths,
     is_chain,
-    longest_path,
-    matching_path,
     parents_of,
     rows_by_parent,
 )
@@ -58,36 +54,6 @@ def test_rows_belong_to_parents_in_the_order_of_first_children() -> None:
     assert rows_by_parent(depth_first) == {ROOT: rows[0], 0: rows[1], 1: rows[2]}
     assert rows_by_parent(draft_of(5, 6, rows=rows[:2])) == {ROOT: rows[0], 0: rows[1]}
     assert rows_by_parent(draft_of(5, 6)) == {}
-
-
-@pytest.mark.parametrize(
-    ("choices", "path"),
-    [
-        # after the root, then after each node: node 0 and 1 are tokens 10 and 11, and so on
-        ([10, 12, 0, 15, 0, 0, 0], (0, 2, 5)),
-        ([11, 12, 14, 15, 0, 0, 0], (1, 4)),
-        ([11, 12, 12, 15, 0, 0, 0], (1,)),  # 12 is a token of the other branch
-        ([12, 12, 14, 15, 0, 0, 0], ()),
-    ],
-)
-def test_a_walk_follows_the_targets_own_choices(choices: list[int], path: tuple[int, ...]) -> None:
-    assert matching_path([10, 11, 12, 13, 14, 15], PARENTS, choices) == path
-
-
-@pytest.mark.parametrize(
-    ("is_right", "path"),
-    [
-        ([1, 1, 1, 1, 1, 1], (0, 2, 5)),
-        ([0, 1, 1, 1, 1, 1], (1, 3)),  # what follows a wrong token does not count; the first of two
-        ([0, 1, 1, 0, 1, 1], (1, 4)),
-        ([0, 1, 1, 0, 0, 1], (1,)),
-        ([0, 0, 1, 1, 1, 1], ()),
-        ([1, 1, 0, 1, 0, 1], (1, 3)),
-    ],
-)
-def test_the_longest_path_is_right_from_the_root_on(is_right: list[int], path: tuple[int, ...]) -> None:
-    assert longest_path(PARENTS, [bool(right) for right in is_right]) == path
-    assert longest_path([], []) == ()
 
 
 def test_what_is_committed_lies_along_the_path() -> None:

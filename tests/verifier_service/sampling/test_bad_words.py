@@ -9,7 +9,8 @@ import torch
 
 from outrider.verifier_service.messages.request import SamplingParams
 from outrider.verifier_service.sampling.bad_words import BadWords
-from outrider.verifier_service.sampling.logits_processors import LogitsProcessor, apply_edits
+from outrider.verifier_service.sampling.logits_processors import LogitsProcessor
+from tiny.verified import apply_edits
 
 PROMPT = [8, 9]
 WORDS = ((7,), (1, 2), (1, 1, 3), (9, 5))  # after 9, 5 is barred, but not after the prompt's 9

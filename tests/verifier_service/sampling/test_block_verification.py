@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from exactness.law import assert_law, rejects_law
+from exactness.references import RandomChoices, block_choices, tree_choices, verify_block
 from fakes.enumerated import (
     Drawn,
     Laws,
@@ -23,12 +24,10 @@ from fakes.enumerated import (
     target_rows,
 )
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, SparseRow
-from outrider.verifier_service.messages.request import AcceptanceRule
+from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams
 from outrider.verifier_service.messages.tree import VerifiedTokens
-from outrider.verifier_service.sampling.block_verification import block_choices, verify_block, verify_blocks
-from outrider.verifier_service.sampling.device_verification import SampledRows
-from outrider.verifier_service.sampling.tree_sampler import RandomChoices, tree_choices
-from tiny.device_judging import Plant, verify_as_on_device
+from outrider.verifier_service.sampling.sampled_rows import SampledRows
+from tiny.verified import Plant, verify_drafts
 
 HIGHEST = 1 - 2**-53
 VOCAB_SIZE = 3
@@ -58,23 +57,16 @@ def by_batch(target: list[list[float]], draft: Draft | None, uniforms: list[floa
     return verified.token_ids
 
 
-def on_device(target: list[list[float]], draft: Draft | None, uniforms: list[float]) -> list[int]:
-    numbers = torch.tensor(uniforms, dtype=torch.float64)
-    (verified,) = blocks_on_device(torch.tensor(target, dtype=torch.float64), [draft], numbers)
-    assert verified.path == tuple(range(len(verified.token_ids) - 1))
-    return verified.token_ids
-
-
-def blocks_on_device(
+def verify_blocks(
     target: torch.Tensor, drafts: Sequence[Draft | None], uniforms: torch.Tensor, plant: Plant = lambda rows: rows
 ) -> list[VerifiedTokens]:
-    return verify_as_on_device(target, drafts, uniforms, AcceptanceRule.BLOCK, plant=plant)
+    return verify_drafts(target, drafts, uniforms, SamplingParams(acceptance=AcceptanceRule.BLOCK), plant=plant)
 
 
 Verified = Callable[[list[list[float]], Draft | None, list[float]], list[int]]
 
 
-@pytest.fixture(params=[by_reference, by_batch, on_device], ids=["reference", "batch", "device"])
+@pytest.fixture(params=[by_reference, by_batch], ids=["reference", "batch"])
 def verified(request: pytest.FixtureRequest) -> Verified:
     return request.param
 
@@ -270,15 +262,13 @@ def test_the_batch_matches_the_reference() -> None:
         start += len(target)
         lengths.append(len(tokens.path))
     assert min(lengths.count(length) for length in range(5)) > 5
-    assert blocks_on_device(torch.cat(targets), drafts, torch.from_numpy(uniforms)) == batch
-    assert verify_blocks(torch.zeros(0, 4), [], torch.zeros(0, dtype=torch.float64)) == []
 
 
 PAIR = chain(0, 0, rows=[{0: 0.75, 1: 0.25}, {0: 0.75, 2: 0.25}])
 
 
-def on_device_counts(plant: Plant = lambda rows: rows) -> tuple[np.ndarray, np.ndarray]:
-    """Return how often a device commits what the reference may commit of PAIR, and the probabilities of that."""
+def batch_counts(plant: Plant = lambda rows: rows) -> tuple[np.ndarray, np.ndarray]:
+    """Return how often the batch commits what the reference may commit of PAIR, and the probabilities of that."""
     target = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.5, 0.5, 0.0]], dtype=torch.float64)
     expected: dict[tuple[int, ...], float] = {}
     for tokens, prob in outcomes_of(lambda: block_choices(target, PAIR)):
@@ -288,7 +278,7 @@ def on_device_counts(plant: Plant = lambda rows: rows) -> tuple[np.ndarray, np.n
     uniforms = torch.from_numpy(np.random.default_rng(5).random(num_draws * 3))
     counts = dict.fromkeys(expected, 0)
     num_others = 0
-    for tokens in blocks_on_device(target.repeat(num_draws, 1), [PAIR] * num_draws, uniforms, plant):
+    for tokens in verify_blocks(target.repeat(num_draws, 1), [PAIR] * num_draws, uniforms, plant):
         key = tuple(tokens.token_ids)
         if key in counts:
             counts[key] += 1
@@ -297,8 +287,8 @@ def on_device_counts(plant: Plant = lambda rows: rows) -> tuple[np.ndarray, np.n
     return np.array([*counts.values(), num_others]), np.array([*expected.values(), 0.0])
 
 
-def test_the_device_keeps_the_law_of_blocks() -> None:
-    assert_law(*on_device_counts())
+def test_the_batch_keeps_the_law_of_blocks() -> None:
+    assert_law(*batch_counts())
 
 
 def used_twice(rows: SampledRows) -> SampledRows:
@@ -318,18 +308,14 @@ def taking_nothing(rows: SampledRows) -> SampledRows:
 
 
 @pytest.mark.parametrize("plant", [used_twice, token_by_token, taking_nothing])
-def test_the_law_of_blocks_on_a_device_can_fail(plant: Plant) -> None:
-    assert rejects_law(*on_device_counts(plant))
+def test_the_law_of_blocks_can_fail(plant: Plant) -> None:
+    assert rejects_law(*batch_counts(plant))
 
 
-def test_trees_are_refused() -> None:
+def test_the_reference_refuses_trees() -> None:
     tree = replace(chain(1, 2), parents=(-1, -1))
-    for verify in (
-        lambda: verify_block(torch.ones(3, 4), tree, lambda: 0.5),
-        lambda: verify_blocks(torch.ones(3, 4), [tree], torch.zeros(3, dtype=torch.float64)),
-    ):
-        with pytest.raises(AssertionError, match="tree"):
-            verify()
+    with pytest.raises(AssertionError, match="tree"):
+        verify_block(torch.ones(3, 4), tree, lambda: 0.5)
 
 
 def test_shapes_are_checked() -> None:

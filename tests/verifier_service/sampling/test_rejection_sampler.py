@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from exactness.law import assert_law
+from exactness.references import verify_by_rejection
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, SparseRow
-from outrider.verifier_service.sampling.rejection_sampler import verify_batch_by_rejection, verify_by_rejection
-from tiny.device_judging import verify_as_on_device
+from tiny.verified import verify_drafts
 
 HIGHEST = 1 - 2**-53
 
@@ -31,25 +31,19 @@ def by_reference(target: list[list[float]], draft: Draft | None, uniforms: list[
     return verify_by_rejection(torch.tensor(target), draft, lambda: next(numbers))
 
 
-def by_batch(
-    target: list[list[float]], draft: Draft | None, uniforms: list[float], verify=verify_batch_by_rejection
-) -> list[int]:
+def by_batch(target: list[list[float]], draft: Draft | None, uniforms: list[float]) -> list[int]:
     padded = (uniforms + [0.0] * len(target))[: len(target)]
-    return verify(torch.tensor(target), [draft], torch.tensor(padded, dtype=torch.float64))[0]
+    return tokens_of(torch.tensor(target), [draft], torch.tensor(padded, dtype=torch.float64))[0]
 
 
-def by_device(target: list[list[float]], draft: Draft | None, uniforms: list[float]) -> list[int]:
-    return by_batch(target, draft, uniforms, tokens_on_device)
-
-
-def tokens_on_device(target: torch.Tensor, drafts: Sequence[Draft | None], uniforms: torch.Tensor) -> list[list[int]]:
-    return [tokens.token_ids for tokens in verify_as_on_device(target, drafts, uniforms)]
+def tokens_of(target: torch.Tensor, drafts: Sequence[Draft | None], uniforms: torch.Tensor) -> list[list[int]]:
+    return [tokens.token_ids for tokens in verify_drafts(target, drafts, uniforms)]
 
 
 Verify = Callable[[list[list[float]], Draft | None, list[float]], list[int]]
 
 
-@pytest.fixture(params=[by_reference, by_batch, by_device], ids=["reference", "batch", "device"])
+@pytest.fixture(params=[by_reference, by_batch], ids=["reference", "batch"])
 def verified(request: pytest.FixtureRequest) -> Verify:
     return request.param
 
@@ -142,15 +136,13 @@ def test_the_batch_matches_the_reference() -> None:
     cases = [random_case(rng, 8) for _ in range(400)]
     target = torch.from_numpy(np.concatenate([target for target, _ in cases]))
     uniforms = torch.from_numpy(rng.random(len(target)))
-    batch = verify_batch_by_rejection(target, [draft for _, draft in cases], uniforms)
+    batch = tokens_of(target, [draft for _, draft in cases], uniforms)
     start, num_accepted = 0, 0
     for (rows, draft), tokens in zip(cases, batch, strict=True):
         numbers = iter(uniforms[start : start + len(rows)].tolist())
         assert tokens == verify_by_rejection(torch.from_numpy(rows), draft, lambda: next(numbers))  # noqa: B023
         start, num_accepted = start + len(rows), num_accepted + len(tokens) - 1
     assert num_accepted > 50
-    assert tokens_on_device(target, [draft for _, draft in cases], uniforms) == batch
-    assert verify_batch_by_rejection(target[:0], [], uniforms[:0]) == []
 
 
 def test_the_reference_has_the_targets_law() -> None:
@@ -167,4 +159,4 @@ def test_shapes_are_checked() -> None:
     with pytest.raises(AssertionError):
         verify_by_rejection(torch.ones(1, 4), draft_of(1), lambda: 0.5)
     with pytest.raises(AssertionError):
-        verify_batch_by_rejection(torch.ones(2, 4), [draft_of(1)], torch.zeros(2))  # float32 uniforms
+        tokens_of(torch.ones(2, 4), [draft_of(1)], torch.zeros(2))  # float32 uniforms

@@ -15,7 +15,8 @@ from transformers import (
 
 from exactness.law import assert_law
 from outrider.verifier_service.messages.request import SamplingParams
-from outrider.verifier_service.sampling.sampler import NUCLEUS_CANDIDATES, choose, target_probs, top_candidates
+from outrider.verifier_service.sampling.sampler import NUCLEUS_CANDIDATES, choose, top_candidates
+from tiny.verified import target_probs
 
 
 def reference_probs(logits: np.ndarray, shape: SamplingParams) -> np.ndarray:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from exactness.law import assert_law, rejects_law
+from exactness.references import RandomChoices, tree_choices, verify_by_rejection, verify_tree
 from fakes.enumerated import (
     Drawn,
     Laws,
@@ -25,10 +26,8 @@ from fakes.enumerated import (
 )
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow, check_draft
 from outrider.verifier_service.messages.tree import VerifiedTokens, parents_of
-from outrider.verifier_service.sampling.device_verification import SampledRows
-from outrider.verifier_service.sampling.rejection_sampler import verify_batch_by_rejection
-from outrider.verifier_service.sampling.tree_sampler import RandomChoices, tree_choices, verify_tree, verify_trees
-from tiny.device_judging import Plant, verify_as_on_device
+from outrider.verifier_service.sampling.sampled_rows import SampledRows
+from tiny.verified import Plant, verify_drafts
 
 HIGHEST = 1 - 2**-53
 VOCAB_SIZE = 3
@@ -55,20 +54,14 @@ def by_reference(target: list[list[float]], draft: Draft | None, uniforms: list[
 
 def by_batch(target: list[list[float]], draft: Draft | None, uniforms: list[float]) -> tuple[list[int], list[int]]:
     padded = torch.tensor((uniforms + [0.0] * len(target))[: len(target)], dtype=torch.float64)
-    (verified,) = verify_trees(torch.tensor(target, dtype=torch.float64), [draft], padded)
-    return verified.token_ids, list(verified.path)
-
-
-def on_device(target: list[list[float]], draft: Draft | None, uniforms: list[float]) -> tuple[list[int], list[int]]:
-    padded = torch.tensor((uniforms + [0.0] * len(target))[: len(target)], dtype=torch.float64)
-    (verified,) = verify_as_on_device(torch.tensor(target, dtype=torch.float64), [draft], padded)
+    (verified,) = verify_drafts(torch.tensor(target, dtype=torch.float64), [draft], padded)
     return verified.token_ids, list(verified.path)
 
 
 Verified = Callable[[list[list[float]], Draft | None, list[float]], tuple[list[int], list[int]]]
 
 
-@pytest.fixture(params=[by_reference, by_batch, on_device], ids=["reference", "batch", "device"])
+@pytest.fixture(params=[by_reference, by_batch], ids=["reference", "batch"])
 def verified(request: pytest.FixtureRequest) -> Verified:
     return request.param
 
@@ -344,7 +337,7 @@ def test_the_batch_matches_the_reference() -> None:
     drafts = [random_tree(rng, 14) for _ in range(400)]
     targets = [random_target(rng, draft, 14) for draft in drafts]
     uniforms = rng.random(sum(len(target) for target in targets))
-    batch = verify_trees(torch.from_numpy(np.concatenate(targets)), drafts, torch.from_numpy(uniforms))
+    batch = verify_drafts(torch.from_numpy(np.concatenate(targets)), drafts, torch.from_numpy(uniforms))
     start, num_accepted, num_second = 0, 0, 0
     for draft, target, tokens in zip(drafts, targets, batch, strict=True):
         numbers = iter(uniforms[start : start + len(target)].tolist())
@@ -354,11 +347,9 @@ def test_the_batch_matches_the_reference() -> None:
         num_second += any(draft.parents[index] in draft.parents[:index] for index in tokens.path)
     assert num_accepted > 200
     assert num_second > 50
-    assert verify_as_on_device(torch.from_numpy(np.concatenate(targets)), drafts, torch.from_numpy(uniforms)) == batch
-    assert verify_trees(torch.zeros(0, 4), [], torch.zeros(0, dtype=torch.float64)) == []
 
 
-def test_a_chain_commits_what_the_chain_sampler_commits() -> None:
+def test_a_chain_commits_what_the_reference_of_chains_commits() -> None:
     rng = np.random.default_rng(1)
     found = [random_tree(rng, 6) for _ in range(300)]
     drafts = [draft for draft in found if draft is None or draft.draft_probs is None]
@@ -366,9 +357,13 @@ def test_a_chain_commits_what_the_chain_sampler_commits() -> None:
     target = np.concatenate([random_target(rng, draft, 6) for draft in chains])
     probs, uniforms = torch.from_numpy(target).float(), torch.from_numpy(rng.random(len(target)))
     trees = [None if draft is None else replace(draft, parents=parents_of(draft)) for draft in chains]
-    expected = verify_batch_by_rejection(probs, chains, uniforms)
-    assert [tokens.token_ids for tokens in verify_trees(probs, trees, uniforms)] == expected
-    assert [tokens.token_ids for tokens in verify_trees(probs, chains, uniforms)] == expected
+    expected, start = [], 0
+    for draft in chains:
+        stop = start + len(parents_of(draft)) + 1
+        expected.append(verify_by_rejection(probs[start:stop], draft, iter(uniforms[start:stop].tolist()).__next__))
+        start = stop
+    assert [tokens.token_ids for tokens in verify_drafts(probs, trees, uniforms)] == expected
+    assert [tokens.token_ids for tokens in verify_drafts(probs, chains, uniforms)] == expected
 
 
 # a tree whose second branch is met with what the first one left, and uniforms that make every choice
@@ -399,22 +394,21 @@ def counted(drawn: list[VerifiedTokens], expected: Outcomes) -> tuple[np.ndarray
 def test_enumeration_is_what_uniforms_do() -> None:
     """The reference's choices, made by many uniforms, come out as often as enumeration says."""
     target, expected = enumerated_outcomes(SMALL_TREE)
-    num_draws = 5_000
-    uniforms = torch.from_numpy(np.random.default_rng(2).random(num_draws * 4))
-    assert_law(*counted(verify_trees(target.repeat(num_draws, 1), [SMALL_TREE] * num_draws, uniforms), expected))
+    uniform = np.random.default_rng(2).random
+    assert_law(*counted([verify_tree(target, SMALL_TREE, uniform) for _ in range(5_000)], expected))
 
 
-def on_device_counts(draft: Draft, plant: Plant = lambda rows: rows) -> tuple[np.ndarray, np.ndarray]:
+def batch_counts(draft: Draft, plant: Plant = lambda rows: rows) -> tuple[np.ndarray, np.ndarray]:
     target, expected = enumerated_outcomes(draft)
     num_draws = 20_000
     uniforms = torch.from_numpy(np.random.default_rng(3).random(num_draws * 4))
     drafts = [draft] * num_draws
-    return counted(verify_as_on_device(target.repeat(num_draws, 1), drafts, uniforms, plant=plant), expected)
+    return counted(verify_drafts(target.repeat(num_draws, 1), drafts, uniforms, plant=plant), expected)
 
 
 @pytest.mark.parametrize("draft", [SMALL_TREE, POINTS], ids=["sampled", "points"])
-def test_the_device_keeps_the_law_of_trees(draft: Draft) -> None:
-    assert_law(*on_device_counts(draft))
+def test_the_batch_keeps_the_law_of_trees(draft: Draft) -> None:
+    assert_law(*batch_counts(draft))
 
 
 def used_twice(rows: SampledRows) -> SampledRows:
@@ -430,7 +424,8 @@ def same_for_siblings(rows: SampledRows) -> SampledRows:
 
 def as_points(rows: SampledRows) -> SampledRows:
     """Mistake: the row that siblings were drawn from is forgotten."""
-    return replace(rows, families=replace(rows.families, weights=torch.zeros_like(rows.families.weights)))
+    points = torch.zeros_like(rows.families.laws).scatter_(2, rows.families.columns[:, :, None], 1.0)
+    return replace(rows, families=replace(rows.families, laws=points))
 
 
 def taking_nothing(rows: SampledRows) -> SampledRows:
@@ -443,8 +438,8 @@ def taking_nothing(rows: SampledRows) -> SampledRows:
     ("draft", "plant"),
     [(SMALL_TREE, used_twice), (POINTS, same_for_siblings), (SMALL_TREE, as_points), (SMALL_TREE, taking_nothing)],
 )
-def test_the_law_of_trees_on_a_device_can_fail(draft: Draft, plant: Plant) -> None:
-    assert rejects_law(*on_device_counts(draft, plant))
+def test_the_law_of_trees_can_fail(draft: Draft, plant: Plant) -> None:
+    assert rejects_law(*batch_counts(draft, plant))
 
 
 def test_shapes_are_checked() -> None:
@@ -452,6 +447,6 @@ def test_shapes_are_checked() -> None:
     with pytest.raises(AssertionError):
         verify_tree(torch.ones(1, 4), draft, lambda: 0.5)
     with pytest.raises(AssertionError):
-        verify_trees(torch.ones(1, 4), [draft], torch.zeros(1, dtype=torch.float64))
+        verify_drafts(torch.ones(1, 4), [draft], torch.zeros(1, dtype=torch.float64))
     with pytest.raises(AssertionError):
-        verify_trees(torch.ones(2, 4), [draft], torch.zeros(2))  # float32 uniforms
+        verify_drafts(torch.ones(2, 4), [draft], torch.zeros(2))  # float32 uniforms

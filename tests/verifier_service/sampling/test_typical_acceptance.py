@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from exactness.references import typical_path
 from outrider.verifier_service.messages.draft import ROOT, Draft
 from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams
-from outrider.verifier_service.sampling.typical_acceptance import typical_path, typical_paths
+from tiny.verified import verify_drafts
 
 Paths = Callable[[torch.Tensor, Draft | None, SamplingParams], tuple[int, ...]]
 
@@ -27,7 +28,13 @@ def draft_of(*token_ids: int, parents: tuple[int, ...] | None = None) -> Draft:
 def path_of(request: pytest.FixtureRequest) -> Paths:
     if request.param == "reference":
         return typical_path
-    return lambda probs, draft, sampling: typical_paths(probs, [draft], [sampling])[0]
+    return batch_path
+
+
+def batch_path(probs: torch.Tensor, draft: Draft | None, sampling: SamplingParams) -> tuple[int, ...]:
+    numbers = torch.full((len(probs),), 0.5, dtype=torch.float64)
+    (verified,) = verify_drafts(probs, [draft], numbers, sampling)
+    return verified.path
 
 
 def test_the_threshold_falls_with_the_entropy(path_of: Paths) -> None:
@@ -77,13 +84,13 @@ def test_the_batch_matches_the_reference() -> None:
     sizes = [1 if draft is None else len(draft.token_ids) + 1 for draft in drafts]
     probs = torch.from_numpy(rng.dirichlet([0.5] * 5, size=sum(sizes))).float()
     samplings = [typical(*rng.uniform(0.01, 0.5, 2)) for _ in drafts]
-    found = typical_paths(probs, drafts, samplings)
+    numbers = torch.full((len(probs),), 0.5, dtype=torch.float64)
+    found = [tokens.path for tokens in verify_drafts(probs, drafts, numbers, samplings)]
     rows = probs.split(sizes)
     assert found == [typical_path(*case) for case in zip(rows, drafts, samplings, strict=True)]
     assert len({len(path) for path in found}) > 3
-    assert typical_paths(probs[:0], [], []) == []
 
 
 def test_shapes_are_checked() -> None:
     with pytest.raises(AssertionError):
-        typical_paths(torch.ones(1, 4), [draft_of(1)], [typical(0.1, 0.1)])
+        batch_path(torch.ones(1, 4), draft_of(1), typical(0.1, 0.1))

@@ -25,18 +25,14 @@ from exactness.law import (
     rejects_law,
     shifted,
 )
+from exactness.references import typical_path, verify_sampled
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, DraftSampling, SparseRow
 from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams
 from outrider.verifier_service.messages.tree import VerifiedTokens
-from outrider.verifier_service.sampling.block_verification import verify_blocks
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.entries import VerificationEntry
-from outrider.verifier_service.sampling.rejection_sampler import verify_batch_by_rejection
-from outrider.verifier_service.sampling.sampler import choose, target_probs
-from outrider.verifier_service.sampling.tree_sampler import verify_trees
-from outrider.verifier_service.sampling.typical_acceptance import typical_path
-from outrider.verifier_service.sampling.verification import verify
 from tiny.drafted import draft_tokens
+from tiny.verified import target_probs, verify
 
 VOCAB_SIZE = 5
 DRAFT_VOCAB_SIZE = 6  # one id of padding, which a careless drafter draws
@@ -381,24 +377,6 @@ def sampled_tree() -> Draft:
     return replace(tree_of(1, 2, 0, 3, 5), draft_probs=(row, row, row))
 
 
-def numbers_of(seed: int, num_rows: int) -> torch.Tensor:
-    return torch.rand(num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def by_its_rule(sampling: SamplingParams, draft: Draft | None, probs: torch.Tensor, uniforms: torch.Tensor) -> object:
-    """Verify one unseeded request by the function that its rule and its draft call for."""
-    if sampling.acceptance is AcceptanceRule.TYPICAL:
-        path = typical_path(probs, draft, sampling)
-        row = probs[path[-1] + 1 if path else 0][None]
-        return VerifiedTokens.along(draft, path, int(choose(row.double(), uniforms[:1])))
-    if draft is not None and draft.parents is not None:
-        return verify_trees(probs, [draft], uniforms)[0]
-    if sampling.acceptance is AcceptanceRule.BLOCK:
-        return verify_blocks(probs, [draft], uniforms)[0]
-    (token_ids,) = verify_batch_by_rejection(probs, [draft], uniforms)
-    return VerifiedTokens(token_ids, tuple(range(len(token_ids) - 1)))
-
-
 def test_rules_share_a_step_and_each_request_keeps_its_numbers() -> None:
     row = SparseRow(token_ids=(0, 1, 2), weights=(40000, 20000, 5536))
     chain = drafted(1, 0, rows=(row, row))
@@ -412,11 +390,11 @@ def test_rules_share_a_step_and_each_request_keeps_its_numbers() -> None:
     ]
     logits = torch.cat([following(tree_of()) if e.draft is None else padded(e.draft) for e in entries])
     verified = verify(logits, entries, torch.Generator().manual_seed(13))
-    uniforms, start = numbers_of(13, len(logits)), 0
+    uniforms, start = torch.rand(len(logits), dtype=torch.float64, generator=torch.Generator().manual_seed(13)), 0
     for entry, tokens in zip(entries, verified, strict=True):
         rows = slice(start, start + entry.num_rows)
         probs = target_probs(logits[rows], [PLAIN] * entry.num_rows)
-        assert tokens == by_its_rule(entry.sampling, entry.draft, probs, uniforms[rows])
+        assert tokens == verify_sampled(probs, entry, iter(uniforms[rows].tolist()))
         start += entry.num_rows
     assert {len(tokens.path) for tokens in verified} == {0, 1, 2}
 

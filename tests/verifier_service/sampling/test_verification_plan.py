@@ -1,4 +1,4 @@
-"""A whole step judged as on a device: the host's tokens, one copy back, and nothing that would wait before it."""
+"""A whole step: the references' tokens, one copy back, and nothing that would wait before it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ import numpy as np
 import pytest
 import torch
 
+from exactness.references import verify_step
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow, check_draft
 from outrider.verifier_service.messages.request import AcceptanceRule, SamplingParams, VerificationMode
 from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.sampling import coupled_sampler
 from outrider.verifier_service.sampling.coupled_sampler import gumbel_noise
-from outrider.verifier_service.sampling.device_verification import DevicePlan, launch
 from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.logits_processors import LogitEdits
 from outrider.verifier_service.sampling.sampler import NUCLEUS_CANDIDATES, LawShapes
-from outrider.verifier_service.sampling.verification import verify_on_host
+from outrider.verifier_service.sampling.verification import (
+    DoneVerification,
+    PendingVerification,
+    begin,
+    draw_uniforms,
+)
+from outrider.verifier_service.sampling.verification_plan import VerificationPlan
 from tiny.played_graphs import HostReads, NotCapturable, PlayedCapture, num_launches, without_host
 
 VOCAB_SIZE = 6
@@ -115,7 +121,7 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_a_device_commits_the_hosts_tokens() -> None:
+def test_a_step_commits_the_references_tokens() -> None:
     """All modes, rules and kinds of draft side by side, with the same random numbers."""
     rng = random.Random(0)
     lengths: dict[tuple[VerificationMode, AcceptanceRule, bool], set[int]] = {}
@@ -123,8 +129,8 @@ def test_a_device_commits_the_hosts_tokens() -> None:
         entries = random_step(rng)
         logits = random_logits(entries, seed)
         kept = logits.clone()
-        expected = verify_on_host(logits, entries, generator(seed))
-        assert launch(logits, entries, generator(seed)).collect() == expected
+        expected = verify_step(logits, entries, generator(seed))
+        assert begin(logits, entries, generator(seed)).collect() == expected
         assert torch.equal(logits, kept)
         for entry, tokens in zip(entries, expected, strict=True):
             kind = (entry.sampling.mode, entry.rule, entry.draft is not None and entry.draft.parents is not None)
@@ -133,11 +139,34 @@ def test_a_device_commits_the_hosts_tokens() -> None:
     assert all({0, 1} <= found for found in lengths.values()), lengths
 
 
-def test_a_generator_ends_where_the_hosts_does() -> None:
+def test_the_short_cut_of_greedy_steps_commits_what_the_plan_commits() -> None:
+    rng = random.Random(8)
+    lengths = set()
+    for seed in range(100):
+        entries = [
+            VerificationEntry(
+                sampling=MODES[VerificationMode.GREEDY], draft=random_draft(rng, may_be_sampled=False), position=5
+            )
+            for _ in range(rng.randint(1, 8))
+        ]
+        logits = random_logits(entries, seed)
+        done = begin(logits, entries, generator(seed))
+        assert isinstance(done, DoneVerification)
+        pending = PendingVerification(logits, entries, np.zeros(len(logits)))
+        committed = pending.collect()
+        assert done.collect() == committed == verify_step(logits, entries, generator(seed))
+        for verification in (done, pending):
+            chosen = verification.chosen.numbers[list(verification.chosen.places)].tolist()
+            assert chosen == [tokens.token_ids[-1] for tokens in committed]
+        lengths |= {len(tokens.path) for tokens in committed}
+    assert lengths >= {0, 1, 2}
+
+
+def test_a_generator_ends_where_the_references_does() -> None:
     entries = random_step(random.Random(1))
     logits, ours, theirs = random_logits(entries, 1), generator(1), generator(1)
-    launch(logits, entries, ours).collect()
-    verify_on_host(logits, entries, theirs)
+    begin(logits, entries, ours).collect()
+    verify_step(logits, entries, theirs)
     assert torch.equal(ours.get_state(), theirs.get_state())
 
 
@@ -147,9 +176,7 @@ def test_a_plan_plays_as_one_captured_step(mode: VerificationMode | None) -> Non
     rng = random.Random(2)
     drawn = [entry for _ in range(10) for entry in random_step(rng)]
     entries = [entry for entry in drawn if mode is None or entry.sampling.mode is mode]
-    num_sampled = sum(entry.num_rows for entry in entries if entry.sampling.mode is VerificationMode.REJECTION)
-    uniforms = torch.rand(num_sampled, dtype=torch.float64, generator=generator(0))
-    plan = DevicePlan(entries, uniforms, VOCAB_SIZE, CPU, {})
+    plan = VerificationPlan(entries, draw_uniforms(entries, generator(0)), VOCAB_SIZE, CPU)
     logits, said = random_logits(entries, 0), []
 
     def step() -> None:
@@ -160,8 +187,8 @@ def test_a_plan_plays_as_one_captured_step(mode: VerificationMode | None) -> Non
     logits.copy_(random_logits(entries, 1))
     replay()
     assert not torch.equal(said[0], first)
-    with pytest.raises(NotCapturable):  # the host's way could not be played
-        without_host(lambda: verify_on_host(logits, entries, generator(0)))
+    with pytest.raises(NotCapturable):  # the references could not be played
+        without_host(lambda: verify_step(logits, entries, generator(0)))
 
 
 @pytest.mark.parametrize("mode", [*VerificationMode, None])
@@ -170,7 +197,7 @@ def test_one_copy_comes_back(mode: VerificationMode | None) -> None:
     drawn = [entry for _ in range(10) for entry in random_step(rng)]
     entries = [entry for entry in drawn if mode is None or entry.sampling.mode is mode]
     logits = random_logits(entries, 0)
-    pending = launch(logits, entries, generator(0))
+    pending = PendingVerification(logits, entries, draw_uniforms(entries, generator(0)))
     with HostReads() as reads:
         pending.collect()
     assert reads.names == ["tolist"]
@@ -180,8 +207,8 @@ def flat_entries(mode: VerificationMode) -> list[VerificationEntry]:
     """Rows that are too flat for a nucleus of few tokens, and rows that are not, which top_k's row stands beside."""
     seed = 3 if mode is VerificationMode.COUPLED else None
     shapes = [
-        SamplingParams(temperature=8.0, top_p=0.95, seed=seed),
         SamplingParams(temperature=0.1, top_p=0.5, seed=seed),
+        SamplingParams(temperature=8.0, top_p=0.95, seed=seed),
         SamplingParams(top_k=3, seed=seed),
         SamplingParams(seed=seed),
     ]
@@ -191,28 +218,29 @@ def flat_entries(mode: VerificationMode) -> list[VerificationEntry]:
 
 @pytest.mark.parametrize("mode", [VerificationMode.COUPLED, VerificationMode.REJECTION])
 def test_a_nucleus_that_outgrows_its_candidates_is_judged_again(mode: VerificationMode) -> None:
-    entries = [*flat_entries(mode), VerificationEntry(sampling=MODES[VerificationMode.GREEDY], draft=None, position=3)]
+    entries = [VerificationEntry(sampling=MODES[VerificationMode.GREEDY], draft=None, position=3), *flat_entries(mode)]
     logits = random_logits(entries, 0, 3 * NUCLEUS_CANDIDATES)
-    pending = launch(logits, entries, generator(4))
+    pending = begin(logits, entries, generator(4))
     with HostReads() as reads:
         verified = pending.collect()
     assert reads.names.count("tolist") == 2
-    assert verified == verify_on_host(logits, entries, generator(4))
-    samplings = [entry.sampling for entry in entries[:-1] for _ in range(entry.num_rows)]
-    _, is_right = LawShapes.of(samplings, logits.shape[1], CPU).probs(logits[:-1])
+    assert verified == verify_step(logits, entries, generator(4))
+    assert pending.corrected <= {2}
+    samplings = [entry.sampling for entry in entries[1:] for _ in range(entry.num_rows)]
+    _, is_right = LawShapes.of(samplings, logits.shape[1], CPU).probs(logits[1:])
     assert is_right is not None
-    assert is_right.tolist() == [False] * 3 + [True] * 9
-    _, is_right = LawShapes.of(samplings, logits.shape[1], CPU, whole_rows=range(3)).probs(logits[:-1])
-    assert is_right is None or bool(is_right.all())
+    assert is_right.tolist() == [True] * 3 + [False] * 3 + [True] * 6
+    _, is_right = LawShapes.of(samplings, logits.shape[1], CPU, ranks_all=True).probs(logits[1:])
+    assert is_right is None
 
 
 def test_an_unfinished_step_can_be_asked_later() -> None:
     """What the host does meanwhile changes nothing."""
     entries = random_step(random.Random(6))
     logits, rng = random_logits(entries, 6), generator(6)
-    pending = launch(logits, entries, rng)
+    pending = begin(logits, entries, rng)
     torch.rand(100, generator=rng)
-    expected: list[VerifiedTokens] = verify_on_host(logits, entries, generator(6))
+    expected: list[VerifiedTokens] = verify_step(logits, entries, generator(6))
     assert pending.collect() == expected
 
 
@@ -227,23 +255,24 @@ CHAIN = Draft(request_id="r", round_id=1, position=3, token_ids=(1, 2, 3, 4))
 
 
 @pytest.mark.parametrize(
-    ("sampling", "parents", "most"),
+    ("sampling", "draft", "most"),
     [
-        (SamplingParams(temperature=0.0), None, 20),
-        (SamplingParams(), None, 85),
-        (SamplingParams(acceptance=AcceptanceRule.BLOCK), None, 150),
-        (SamplingParams(), (ROOT, ROOT, ROOT, 0), 150),
+        (SamplingParams(temperature=0.0), CHAIN, 20),
+        (SamplingParams(), CHAIN, 85),
+        (SamplingParams(acceptance=AcceptanceRule.BLOCK), CHAIN, 150),
+        (SamplingParams(), replace(CHAIN, parents=(ROOT, ROOT, ROOT, 0)), 150),
+        (SamplingParams(temperature=0.0), None, 5),
+        (SamplingParams(), None, 20),
     ],
-    ids=["greedy", "chain", "blocks", "tree of three siblings"],
+    ids=["greedy", "chain", "blocks", "tree of three siblings", "greedy, no drafts", "sampled, no drafts"],
 )
-def test_a_step_takes_few_launches(sampling: SamplingParams, parents: tuple[int, ...] | None, most: int) -> None:
+def test_a_step_takes_few_launches(sampling: SamplingParams, draft: Draft | None, most: int) -> None:
     """However many requests it has; docs/gpu.md has these bounds."""
     counts = set()
     for num_requests in (1, 4, 64):
-        entry = VerificationEntry(sampling=sampling, draft=replace(CHAIN, parents=parents), position=3)
+        entry = VerificationEntry(sampling=sampling, draft=draft, position=3)
         entries = [entry] * num_requests
-        uniforms = torch.rand(5 * num_requests, dtype=torch.float64)
-        plan = DevicePlan(entries, uniforms, VOCAB_SIZE, CPU, {})
+        plan = VerificationPlan(entries, draw_uniforms(entries, generator(0)), VOCAB_SIZE, CPU)
         logits = random_logits(entries, 0)
         counts.add(num_launches(lambda plan=plan, logits=logits: plan.judge(logits)))
     assert len(counts) == 1
@@ -251,17 +280,17 @@ def test_a_step_takes_few_launches(sampling: SamplingParams, parents: tuple[int,
 
 
 @pytest.mark.gpu
-def test_a_gpu_judges_without_waiting_and_commits_the_hosts_tokens() -> None:
+def test_a_gpu_judges_without_waiting_and_commits_the_references_tokens() -> None:
     """Laws of a GPU differ from a CPU's in the last bits, which no number of these steps is near."""
     rng = random.Random(7)
     for seed in range(50):
         entries = random_step(rng)
         logits = random_logits(entries, seed)
         on_gpu = logits.cuda()
-        launch(on_gpu, entries, generator(seed)).collect()  # tables that are made once
+        begin(on_gpu, entries, generator(seed)).collect()  # tables that are made once
         torch.cuda.set_sync_debug_mode("error")
         try:
-            pending = launch(on_gpu, entries, generator(seed))
+            pending = begin(on_gpu, entries, generator(seed))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert pending.collect() == verify_on_host(logits, entries, generator(seed))
+        assert pending.collect() == verify_step(logits, entries, generator(seed))
