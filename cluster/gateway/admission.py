@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from outrider.cluster.common.errors import Overloaded, Unavailable
-from outrider.cluster.router.fleet import FleetSnapshot, RouterPolicy, VerifierState
-from outrider.cluster.router.routing import is_fresh
+from outrider.cluster.router.fleet import FleetSnapshot, RouterPolicy, VerifierState, is_fresh
 
 FULL_KV_USAGE = 0.95
 FULL_KV_SHARE = 0.25

@@ -23,7 +23,8 @@ from outrider.cluster.offline.outputs import RequestOutput, TextPiece
 from outrider.cluster.offline.prompt_run import PromptRun, RunContext
 from outrider.cluster.offline.prompts import Prompt, PromptError, PromptInput, parse_messages, parse_prompt
 from outrider.cluster.offline.sampling_params import SamplingParams
-from outrider.cluster.router.fleet import PolicyMode, off
+from outrider.cluster.router.fleet import PolicyMode
+from outrider.cluster.router.planning import off
 from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 

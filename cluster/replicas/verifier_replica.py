@@ -177,7 +177,7 @@ class VerifierReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what the pool is scaled by."""
-        return {} if self._load is None else self._figures.of(self._load, self._default_plan)
+        return {} if self._load is None else self._figures.take(self._load, self._default_plan)
 
     async def _drain(self) -> None:
         """Take no new requests and let the running ones finish; those left after the time-out go on elsewhere.
