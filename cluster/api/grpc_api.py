@@ -21,7 +21,8 @@ from outrider.cluster.common.errors import InvalidRequest, OutriderError
 from outrider.cluster.common.extras import missing_extra
 from outrider.cluster.common.security import bind
 from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
-from outrider.cluster.gateway.gateway import Gateway, RequestInput
+from outrider.cluster.gateway.gateway import Gateway
+from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.cluster.gateway.structured_format import NamedStructure, structure_of
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc

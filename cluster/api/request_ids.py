@@ -9,7 +9,7 @@ import grpc
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.cluster.common.logs import request_id
-from outrider.cluster.gateway.gateway import is_safe_id
+from outrider.cluster.gateway.request_parser import is_safe_id
 
 _HEADER = "x-request-id"
 _RAW_HEADER = _HEADER.encode()

@@ -36,7 +36,8 @@ from outrider import __version__
 from outrider.cluster.api.grpc_errors import abort
 from outrider.cluster.common.errors import InvalidRequest, OutriderError
 from outrider.cluster.gateway.choice import GatewayChunk, joined
-from outrider.cluster.gateway.gateway import Gateway, RequestInput, ValidRequest
+from outrider.cluster.gateway.gateway import Gateway
+from outrider.cluster.gateway.request_parser import RequestInput, ValidRequest
 from outrider.cluster.gateway.structured_format import NamedStructure, structure_of
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind, TokenLogprobs
 
@@ -51,9 +52,7 @@ SAMPLING_FIELDS = (  # the same in RequestInput; where a zero means "not given",
     *("max_tokens", "min_tokens", "ignore_eos", "n", "logprobs", "prompt_logprobs", "seed"),
     "include_stop_str_in_output",
 )
-UNSUPPORTED_SAMPLING_FIELDS = frozenset(
-    {"structural_tag", "grammar_from_first_token", "truncate_prompt_tokens"}
-)
+UNSUPPORTED_SAMPLING_FIELDS = frozenset({"structural_tag", "grammar_from_first_token", "truncate_prompt_tokens"})
 STRUCTURED_FIELDS = frozenset(StructuredKind)  # named as in the message
 UNSUPPORTED_FIELDS = frozenset(
     {"kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs", "media_refs"}

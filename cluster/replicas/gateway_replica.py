@@ -23,7 +23,8 @@ from outrider.cluster.common.background import BackgroundTasks
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.config.service_config import ServiceConfig
-from outrider.cluster.gateway.gateway import Gateway, ModelInfo
+from outrider.cluster.gateway.gateway import Gateway
+from outrider.cluster.gateway.request_parser import ModelInfo
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.monitoring.fleet_load import fleet_load
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics

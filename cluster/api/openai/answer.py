@@ -17,7 +17,8 @@ from starlette.types import Receive, Scope, Send
 from outrider.cluster.api.openai.format import Format, ShownChoice, error_object, metrics_object, usage_object
 from outrider.cluster.common.errors import OutriderError, Unauthenticated, mapping_of, retry_after
 from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
-from outrider.cluster.gateway.gateway import Gateway, ValidRequest
+from outrider.cluster.gateway.gateway import Gateway
+from outrider.cluster.gateway.request_parser import ValidRequest
 from outrider.cluster.replies.reader import ReplyReader
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from outrider.cluster.api.openai.answer import Answer
 from outrider.cluster.api.openai.protocol import ChatBody, template_input
 from outrider.cluster.common.errors import InvalidRequest
-from outrider.cluster.gateway.gateway import RequestInput
+from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.cluster.gateway.structured_format import NamedStructure
 from outrider.cluster.replies.grammar import calls_structure, left_out_of_calls
 from outrider.cluster.replies.reader import ReplySyntax

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from outrider.cluster.common.errors import OutriderError, field_of, mapping_of, text_of
 from outrider.cluster.gateway.choice import GatewayChunk, Usage
-from outrider.cluster.gateway.gateway import ValidRequest
 from outrider.cluster.gateway.logprobs_format import ShownToken, chat_logprobs, completion_logprobs, prompt_logprobs
+from outrider.cluster.gateway.request_parser import ValidRequest
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.replies.reader import ReplyReader, Said
 from outrider.cluster.replies.tools import ToolCall

@@ -11,7 +11,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import did_you_mean
-from outrider.cluster.gateway.gateway import RequestInput
+from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.cluster.gateway.structured_format import OPENAI_FIELDS, openai_structure
 from outrider.cluster.replies.tools import Tool, ToolUse, read_tool_use
 
