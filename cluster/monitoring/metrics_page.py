@@ -1,4 +1,4 @@
-"""Write deploy/METRICS.md: every metric of a gateway's /metrics. Run as a module to write it again."""
+"""Write deploy/METRICS.md, all metrics of a gateway's /metrics, when run as a module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Names that begin with `vllm:` are the same samples under vLLM's names.
 
 
 def metric_names() -> set[str]:
-    """Return the name of every family, aliases included, as the exposition shows it."""
+    """Return the name of every exposed family, aliases included."""
     return {name for definition in DEFINITIONS for name in definition.names}
 
 
