@@ -76,7 +76,7 @@ def build(config: ServiceConfig) -> Application:
         GatewayReplica,
         "Gateway",
         **_scaling(config.gateway_range, GATEWAY_TARGETS),
-        graceful_shutdown_timeout_s=2 * drain_s + STOP_MARGIN_S,  # Serve waits for HTTP streams, then the gateway for gRPC's
+        graceful_shutdown_timeout_s=2 * drain_s + STOP_MARGIN_S,  # Serve drains HTTP, then the gateway drains gRPC
         max_surge_percent=100,  # the new gateway accepts calls before the old one stops: they share a port
     )
     # Serve deploys everything that the ingress is bound to

@@ -29,7 +29,7 @@ class Chats:
         prompt = await text.render_chat(template_input(body.messages), **body.template_fields(use.tools))
         request = body.input(answer.id, prompt)
         calls = self._calls_structure(request, use, answer)
-        answer.reader = functools.partial(self.syntax.reader, prompt, use, is_held=calls is not None)
+        answer.reader = functools.partial(self.syntax.reader, prompt, use, is_constrained=calls is not None)
         is_read = answer.reader() is not None
         shows_special = is_read and request.skip_special_tokens is None  # the reader needs marks that may be special
         request = dataclasses.replace(

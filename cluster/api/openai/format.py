@@ -17,7 +17,7 @@ from outrider.cluster.gateway.choice import GatewayChunk, Usage
 from outrider.cluster.gateway.logprobs_format import ShownToken, chat_logprobs, completion_logprobs, prompt_logprobs
 from outrider.cluster.gateway.request_parser import ValidRequest
 from outrider.cluster.gateway.text_codec import TextCodec
-from outrider.cluster.replies.reader import ReplyReader, Said
+from outrider.cluster.replies.reader import ReplyPart, ReplyReader
 from outrider.cluster.replies.tools import ToolCall
 from outrider.verifier_service.messages.request import FinishReason, SpeculationMetrics
 
@@ -79,7 +79,7 @@ class ShownChoice:
     codec: TextCodec
     return_token_ids: bool
     reader: ReplyReader | None = None  # None: all text is content
-    said: Said = field(default_factory=Said)  # of the last chunk
+    said: ReplyPart = field(default_factory=ReplyPart)  # of the last chunk
     num_calls: int = 0  # shown before
     num_reasoning_tokens: int = 0
     num_chars: int = 0  # of text shown before
@@ -88,7 +88,7 @@ class ShownChoice:
     def take(self, chunk: GatewayChunk) -> None:
         """Read the next chunk into `said`."""
         if self.reader is None:
-            self.said = Said(content=chunk.text)
+            self.said = ReplyPart(content=chunk.text)
         else:
             texts = (token.text for token in chunk.tokens)
             self.said = self.reader.read(texts, is_last=chunk.finish_reason is not None)

@@ -25,7 +25,7 @@ from outrider.cluster.api.openai.response_store import ResponseStore
 from outrider.cluster.api.openai.responses_protocol import Message, ResponsesBody, in_own_name
 from outrider.cluster.common.errors import OutriderError
 from outrider.cluster.gateway.choice import GatewayChunk
-from outrider.cluster.replies.reader import Said
+from outrider.cluster.replies.reader import ReplyPart
 from outrider.cluster.replies.tools import ToolCall
 from outrider.verifier_service.messages.request import FinishReason
 
@@ -46,7 +46,7 @@ class OutputItems:
         self.items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the last item's growing part; of a call, the item
 
-    def add(self, said: Said) -> Iterator[Event]:
+    def add(self, said: ReplyPart) -> Iterator[Event]:
         """Add a part of the answer; yield its events."""
         more = [call for call in said.calls[:1] if not call.name]  # arguments of the open call
         for call in more:
