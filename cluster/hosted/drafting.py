@@ -130,7 +130,7 @@ class HostedDrafting:
         """`states`: the source of the target's hidden states, if drafters may read any."""
         self.pricing = DraftPricing()
         self.stats = StepStats()
-        self.num_undrafted: collections.Counter[str] = collections.Counter()  # requests in steps, by reason for no draft
+        self.num_undrafted: collections.Counter[str] = collections.Counter()  # by reason: requests without a draft
         self._lock = threading.Lock()  # guards everything below
         self._directives: queue.SimpleQueue[Directive] = queue.SimpleQueue()  # not followed yet
         self._drafters = drafters
