@@ -87,7 +87,7 @@ class _Maker:
         self._spec, self._runner, self._view, self._plugins = spec, runner, view, plugins
         self._config = spec.speculative
         self._rng = rng
-        description = read_description(resolve_description(spec.target), spec.target)  # not loaded: another engine may serve it
+        description = read_description(resolve_description(spec.target), spec.target)  # of any engine
         self._vocab_size: int = description.vocab_size
         self._state_width: int = description.hidden_size
         self._device = resolve_device(spec.target.device)

@@ -181,12 +181,12 @@ class DrafterLinkServicer:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
 
     def _register(self, hello: Hello) -> _Stream:
-        """Make a stream the live one of its verifier and end its predecessor.
+        """Register a verifier's live stream and end its predecessor.
 
-        Nothing is awaited between the judgement of `Hello` and this, or an older epoch could slip in between.
+        There must be no await between the check of `Hello` and this, or an older epoch could register in between.
         """
         self._num_streams += 1
-        # every connection is a peer of its own: the end of one can never touch the sessions of the next
+        # every connection is a separate peer: its end cannot close the next one's sessions
         peer = f"{hello.verifier_id}/{hello.epoch}/{self._num_streams}"
         older = self._streams.get(hello.verifier_id)
         if older is not None:

@@ -79,7 +79,7 @@ class SpeculativeConfig:
     lookahead_ngram_size: int = 4
     exit_layer: int | None = None  # early exit after so many layers; None: a third of them
     sparse_num_blocks: int = 8  # KV blocks that sparse self-speculation attends to
-    vocabulary: str = "same"  # same as the target's | text: another, translated as text | intersect: another, its common tokens
+    vocabulary: str = "same"  # same | text: another, translated as text | intersect: another, common tokens only
     state_dtype: str = "auto"  # of hidden states on the link; auto: the target's
     tensor_transport: str = "auto"  # channel of hidden states to a pool: auto, grpc (none: in frames), gloo or nccl
     # running ahead of a pool's draft model or EAGLE head: outcomes of a verification to draft for meanwhile; 0: none;
