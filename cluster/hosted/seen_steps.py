@@ -10,7 +10,7 @@ from outrider.verifier_service.messages.engine import StepTime
 
 MIN_STEPS = 8  # before steps without drafts are run for the profile
 MIN_SAMPLES, MAX_SAMPLES = 3, 16  # per size: their median excludes stalls and cold starts
-NUM_EXACT = 8  # steps of up to so many tokens have a size each; a larger size spans a ratio of
+NUM_EXACT = 8  # up to 8 tokens, each number is a size class; a larger class spans a ratio of
 SIZE_RATIO = 1.25
 MIN_GAP, MAX_GAP = 16, 1024  # steps between two profiles: a new one resets the price
 

@@ -21,7 +21,7 @@ from outrider.verifier_service.messages.draft import ROOT, DraftNeeds
 
 GAIN = 1 / 8  # step size of the running means
 PRIOR_TOKENS = 1.0  # prior of accepted tokens per draft of a model
-EXPLORE_EVERY = 16  # drafts of a session: every so many, the least recently used model drafts
+EXPLORE_EVERY = 16  # one in 16 drafts of a session is by the least recently used model
 
 
 @dataclass(slots=True)
