@@ -139,7 +139,7 @@ def distil_from(
     judge = ServedJudge(options, pupil, teacher, corpus)
     for report in trainer.train(resume=options.resume):
         on_step(replace(report, served=judge.last))
-        if judge.judge(report):
+        if judge.judge_if_due(report):
             break
     windows = corpus.held_out.windows(options.window, limit=options.eval_windows)
     distilled = Distilled(
@@ -171,7 +171,7 @@ class ServedJudge:
         self._is_judged = False  # the figures are of the present weights
         self.last: float | None = None
 
-    def judge(self, report: StepReport) -> bool:
+    def judge_if_due(self, report: StepReport) -> bool:
         """Evaluate if it is time; return whether the figure has fallen `PATIENCE` times in a row."""
         self._is_judged = False
         if self._judged_at_s is None:
