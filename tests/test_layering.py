@@ -125,7 +125,9 @@ PURE_MODULES = {  # a room's modules; of those with none named, all
     "verifier_service/messages": ("batch", "draft", "request", "tree"),
     "verifier_service/scheduling": (),
     "verifier_service/pricing": (),
-    "cluster/router": (*("routing", "planning", "switches", "router", "fleet", "autoscaling", "scaling_figures"),),
+    "cluster/router": (
+        *("routing", "planning", "drafter_assignment", "router", "fleet", "autoscaling", "scaling_figures"),
+    ),
 }
 BANNED_IN_PURE = frozenset({"torch", "ray", "grpc"})
 OBJECT_COLLECTIVES = frozenset(

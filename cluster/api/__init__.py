@@ -1,1 +1,1 @@
-"""The public protocols: HTTP and gRPC servers, who may call, request ids."""
+"""The public protocols: HTTP and gRPC servers, API keys, request ids."""

@@ -1,7 +1,7 @@
-"""Where API keys are asked for: in front of the HTTP application and of the gRPC services.
+"""API keys, checked in front of the HTTP application and of the gRPC services.
 
-Open without a key is only what machines ask that have none: probes, the scrape of /metrics (which holds neither
-prompts nor request ids), and gRPC's health service. So are the web page's files, for its reader can type a key.
+Open without a key: probes, /metrics (which holds neither prompts nor request ids) and gRPC's health service, whose
+clients have no key, and the web page's files, since its reader types a key there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REFUSAL = "a valid API key is needed, as Authorization: Bearer KEY or x-api-key
 
 
 class ApiKeyMiddleware:
-    """Answer 401 to HTTP requests without a known key. Passes messages through as they come: streams stay streams."""
+    """Answer 401 to HTTP requests without a known key. Messages pass through unbuffered: streams stay streams."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""The gRPC interface `outrider.v1.Inference`: a thin shell that translates between protobuf and a gateway."""
+"""The gRPC interface `outrider.v1.Inference`: translates between protobuf and a gateway."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from outrider.cluster.common.errors import InvalidRequest, OutriderError
 from outrider.cluster.common.extras import missing_extra
 from outrider.cluster.common.security import bind
 from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
-from outrider.cluster.gateway.gateway import Gateway, RequestInput
+from outrider.cluster.gateway.gateway import Gateway
+from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.cluster.gateway.structured_format import NamedStructure, structure_of
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
@@ -43,7 +44,7 @@ SERVER_OPTIONS: Mapping[str, int] = {
     "grpc.keepalive_time_ms": 30_000,
     "grpc.keepalive_timeout_ms": 10_000,
     "grpc.keepalive_permit_without_calls": 1,
-    "grpc.http2.min_ping_interval_without_data_ms": 10_000,  # clients that ping more often are sent away
+    "grpc.http2.min_ping_interval_without_data_ms": 10_000,  # clients that ping more often are disconnected
     "grpc.so_reuseport": 0,  # two servers on one port would share its calls unnoticed
 }
 FINISH_REASONS = {
@@ -62,7 +63,7 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class InferenceServicer(generation_pb2_grpc.InferenceServicer):
-    """The calls of the service. A cancelled call, or one past its deadline, stops its generation."""
+    """The service's calls. A cancelled or expired call stops its generation."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -113,7 +114,7 @@ class InferenceServicer(generation_pb2_grpc.InferenceServicer):
 
 
 def request_input(request: pb.GenerateRequest) -> RequestInput:
-    """Read a message; absent fields stay absent, since proto3's zero is not a default."""
+    """Read a message; an absent field stays absent: proto3's zero is no default of ours."""
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("prompt must be given as text or token_ids", "prompt")
@@ -143,7 +144,7 @@ def _structure(sampling: pb.SamplingParams) -> NamedStructure | None:
 
 
 def _optional_fields(message: pb.SamplingParams | pb.GenerateRequest) -> dict[str, Any]:
-    """Return the `optional` fields that are set; their names are those of `RequestInput`."""
+    """Return the `optional` fields that are set; they have the same names in `RequestInput`."""
     names = [
         field.name
         for field in message.DESCRIPTOR.fields
@@ -177,7 +178,7 @@ def _choice_message(chunk: GatewayChunk) -> pb.Choice:
 
 
 def _fill(message: pb.GenerateChunk | pb.Choice, chunk: GatewayChunk) -> None:
-    """Set what a chunk and a whole choice have in common."""
+    """Set the fields that a chunk and a whole choice share."""
     message.text = chunk.text
     message.token_ids.extend(chunk.token_ids)
     message.token_origins.extend(TOKEN_ORIGINS[origin] for origin in chunk.origins)
@@ -226,7 +227,7 @@ def _speculation_message(speculation: SpeculationMetrics) -> pb.SpeculativeDecod
 
 @dataclass(frozen=True, slots=True)
 class RunningGrpcServer:
-    """A server that has started; `port` is the one that was bound, of interest when port 0 was asked for."""
+    """A started server; `port` is the bound port, even if port 0 was requested."""
 
     server: grpc.aio.Server
     port: int
@@ -248,7 +249,7 @@ async def start_grpc_server(
 ) -> RunningGrpcServer:
     """Serve the gateway at `address` ("host:port"), with health and reflection; plaintext without credentials.
 
-    Raises `RuntimeError` when the address cannot be bound.
+    Raises `RuntimeError` if the address cannot be bound.
     """
     server = grpc.aio.server(interceptors=(*interceptors, MalformedCallInterceptor()), options=list(options.items()))
     generation_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), server)
@@ -266,7 +267,7 @@ async def start_grpc_server(
 
 
 def _add_vllm_engine(gateway: Gateway, server: grpc.aio.Server) -> tuple[str, ...]:
-    """Serve vLLM's interface where its messages are installed; return its name if so."""
+    """Serve vLLM's interface if its messages are installed; return its name."""
     if (remedy := missing_extra("vllm-grpc")) is not None:
         logger.warning("the gRPC interface vllm.grpc.engine.VllmEngine is not served: %s", remedy)
         return ()

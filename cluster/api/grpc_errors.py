@@ -1,4 +1,4 @@
-"""How a gRPC call is told of an error: status, text, when to come back, and the field that is wrong."""
+"""Errors as a gRPC call's status, text, retry-after and bad field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.cluster.common.errors import OutriderError, field_of, mapping_of, 
 
 
 async def abort(context: grpc.aio.ServicerContext, error: OutriderError) -> NoReturn:
-    """End a call with an error's status, its details in the trailing metadata."""
+    """End a call with an error's status, and details in the trailing metadata."""
     status, text = mapping_of(error).grpc_status, text_of(error)
     metadata: list[tuple[str, str | bytes]] = []
     if (seconds := retry_after(error)) is not None:
@@ -23,7 +23,7 @@ async def abort(context: grpc.aio.ServicerContext, error: OutriderError) -> NoRe
 
 
 def _bad_field(status: grpc.StatusCode, text: str, field: str) -> bytes:
-    """Return the rich error that names the field, as google.rpc spells it."""
+    """Return google.rpc's rich error, which names the field."""
     violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=text)
     message = status_pb2.Status(code=status.value[0], message=text)
     message.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))

@@ -23,9 +23,9 @@ POLL_INTERVAL_S = 0.05
 
 
 class PunctualProtocol(H11Protocol):
-    """Close connections whose next request's headers do not come in time: each holds one of `MAX_CONNECTIONS`.
+    """Close a connection whose next request's headers do not arrive in time: it takes one of `MAX_CONNECTIONS`.
 
-    Between two requests uvicorn's own keep-alive time-out is shorter, until the first byte comes.
+    Between two requests, until the first byte, uvicorn's own shorter keep-alive time-out applies.
     """
 
     headers_timeout_s = HEADERS_TIMEOUT_S
@@ -65,8 +65,8 @@ class _Server(uvicorn.Server):
 class HttpsServer:
     """An ASGI app behind TLS, on the running event loop.
 
-    The port is bound at once, shared with the other gateways of the node; raises `OSError` when a stranger holds it
-    and `ValueError` as `TlsConfig.check`. `port` is the one that was bound, of interest when port 0 was asked for.
+    The constructor binds the port, which the gateways of a node share. It raises `OSError` if another program holds the
+    port, and `ValueError` as `TlsConfig.check`. `port` is the bound port, even if port 0 was requested.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class HttpsServer:
         tls.check()
         config = uvicorn.Config(
             app,
-            http=protocol,  # over h11, the one parser whose headers are bounded
+            http=protocol,  # h11: the only parser with bounded headers
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             limit_concurrency=max_connections,
             ssl_certfile=tls.certfile,
@@ -110,7 +110,7 @@ class HttpsServer:
             self._ended.set()
 
     async def drain(self, grace_s: float) -> None:
-        """Take no new connection, give running answers `grace_s`, then cut them off."""
+        """Accept no new connection, give running answers `grace_s`, then abort them."""
         self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
         self._server.should_exit = True
         while not self._ended.is_set():
@@ -120,7 +120,7 @@ class HttpsServer:
                 self._abort_idle_connections()
 
     def _abort_idle_connections(self) -> None:
-        """End connections with nothing left to send: a client that is slow to answer TLS's goodbye holds nobody up."""
+        """Abort connections with nothing left to send: a client slow to answer TLS's close must not delay the stop."""
         for connection in list(self._server.server_state.connections):
             if connection.transport.get_write_buffer_size() == 0:
                 connection.transport.abort()

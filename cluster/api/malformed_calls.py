@@ -1,4 +1,4 @@
-"""Blame the client for bytes that are no message of the method it calls: grpc itself says UNKNOWN and logs a fault."""
+"""Answer INVALID_ARGUMENT to a request that does not parse: grpc itself answers UNKNOWN and logs an exception."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 @dataclass(frozen=True, slots=True)
 class _Malformed:
-    """Stands for a request that could not be read, up to where its call can be refused."""
+    """In place of an unreadable request, until its call can be refused."""
 
     problem: str
 
 
 class MalformedCallInterceptor(grpc.aio.ServerInterceptor):
-    """Answer INVALID_ARGUMENT to what does not parse. It must be the last interceptor, next to the servicers."""
+    """Refuse unreadable requests. It must be the last interceptor, next to the servicers."""
 
     async def intercept_service(
         self,
@@ -83,7 +83,7 @@ def _both(behaviour: Callable[[Any, Context], Awaitable[None]]) -> Callable[[Any
     async def answer(requests: Any, context: Context) -> None:
         try:
             await behaviour(requests, context)
-        except DecodeError as error:  # of what the behaviour read
+        except DecodeError as error:  # while the behaviour read a request
             await _refuse(context, str(error))
 
     return answer

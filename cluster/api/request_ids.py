@@ -9,14 +9,14 @@ import grpc
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.cluster.common.logs import request_id
-from outrider.cluster.gateway.gateway import is_safe_id
+from outrider.cluster.gateway.request_parser import is_safe_id
 
 _HEADER = "x-request-id"
 _RAW_HEADER = _HEADER.encode()
 
 
 class RequestIdMiddleware:
-    """Set the id of a request's task and of its header, and echo it, unless the proxy in front does: Serve's does."""
+    """Set the id of a request's task and header; echo it, unless the proxy in front does, as Serve's."""
 
     def __init__(self, app: ASGIApp, *, is_echoed_by_proxy: bool = False) -> None:
         self._app = app
@@ -50,7 +50,7 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        request_id.set(_id_of(dict(handler_call_details.invocation_metadata).get(_HEADER)))  # ends with the task
+        request_id.set(_id_of(dict(handler_call_details.invocation_metadata).get(_HEADER)))  # until the task ends
         return await continuation(handler_call_details)
 
 

@@ -1,15 +1,14 @@
-"""The gRPC interface `vllm.grpc.engine.VllmEngine`: what gateways that speak to vLLM's engine speak to us.
+"""The gRPC interface `vllm.grpc.engine.VllmEngine`, for gateways that are made for vLLM's engine.
 
-Messages come from the package smg-grpc-proto, the extra `vllm-grpc`, and share nothing with `outrider.v1`. Tokens go
-over the wire, not text.
-Our own switches per request travel in the call's metadata:
+Its messages are of the package smg-grpc-proto (extra `vllm-grpc`), and carry tokens, not text. Our own fields of a
+request are in the call's metadata:
 
 x-outrider-disable-spec-decode       true | false
 x-outrider-num-speculative-tokens    a cap on the draft length; 0: off
 x-outrider-priority                  lower is served earlier
-x-outrider-target-inter-token-ms     while it is slower its drafts matter more, while far faster less
-x-outrider-session-id                of requests that share a prefix
-x-outrider-cache-salt                prefixes are shared within one salt only
+x-outrider-target-inter-token-ms     slower than this, its drafts count more; far faster, less
+x-outrider-session-id                shared by requests with a common prefix
+x-outrider-cache-salt                only requests with the same salt share prefixes
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ from outrider import __version__
 from outrider.cluster.api.grpc_errors import abort
 from outrider.cluster.common.errors import InvalidRequest, OutriderError
 from outrider.cluster.gateway.choice import GatewayChunk, joined
-from outrider.cluster.gateway.gateway import Gateway, RequestInput, ValidRequest
+from outrider.cluster.gateway.gateway import Gateway
+from outrider.cluster.gateway.request_parser import RequestInput, ValidRequest
 from outrider.cluster.gateway.structured_format import NamedStructure, structure_of
 from outrider.verifier_service.messages.request import FinishReason, StructuredKind, TokenLogprobs
 
@@ -46,7 +46,7 @@ SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 METADATA_PREFIX = "x-outrider-"
 TOKENIZER_CHUNK_BYTES = 64 << 10  # as vLLM's own server
 
-SAMPLING_FIELDS = (  # the same in RequestInput; where a zero means "not given", its default is what zero means to vLLM
+SAMPLING_FIELDS = (  # as in RequestInput; where proto3's zero is "not given", its default means the same as vLLM's zero
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("max_tokens", "min_tokens", "ignore_eos", "n", "logprobs", "prompt_logprobs", "seed"),
     "include_stop_str_in_output",
@@ -61,12 +61,12 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 
 def add_to_server(gateway: Gateway, server: grpc.aio.Server) -> None:
-    """Serve the gateway under vLLM's name, too."""
+    """Serve the gateway as vLLM's engine too."""
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(gateway, time.time), server)
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """The calls of the service. A cancelled call, or one past its deadline, stops its generation."""
+    """The service's calls. A cancelled or expired call stops its generation."""
 
     def __init__(self, gateway: Gateway, wall_clock: Callable[[], float]) -> None:  # Unix time, seconds
         self._gateway = gateway
@@ -75,11 +75,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._last_request_s = 0.0
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Yield chunks and, for each choice, a `complete`; without `stream` nothing but these, ordered by index."""
+        """Yield chunks and a `complete` per choice; without `stream`, only the latter, ordered by index."""
         self._last_request_s = self._wall_clock()
         try:
             valid = await self._gateway.parse(request_input(request, context.invocation_metadata()))
-            for warning in valid.warnings:  # vLLM's messages have no place for one
+            for warning in valid.warnings:  # vLLM's messages have no field for it
                 logger.warning("request %s: %s", valid.request_id, warning)
             answer = _streamed if request.stream else _collected
             async with aclosing(answer(self._gateway, valid)) as responses:  # type: ignore[type-var]
@@ -164,7 +164,7 @@ async def _unimplemented(context: Context, text: str) -> NoReturn:
 
 
 def request_input(request: pb.GenerateRequest, metadata: Iterable[tuple[str, str | bytes]] = ()) -> RequestInput:
-    """Read a message and its call's metadata; raises `InvalidRequest` naming what cannot be served."""
+    """Read a message and its call's metadata; raises `InvalidRequest` naming a field that is not served."""
     sampling = _given(request.sampling_params, UNSUPPORTED_SAMPLING_FIELDS)
     given = _given(request, UNSUPPORTED_FIELDS)
     if given.get("data_parallel_rank"):
@@ -181,7 +181,7 @@ def request_input(request: pb.GenerateRequest, metadata: Iterable[tuple[str, str
         stop=list(request.sampling_params.stop),
         stop_token_ids=list(request.sampling_params.stop_token_ids),
         logit_bias=dict(request.sampling_params.logit_bias),
-        skip_special_tokens=request.sampling_params.skip_special_tokens,  # matters to stop strings
+        skip_special_tokens=request.sampling_params.skip_special_tokens,  # stop strings depend on it
         **{name: sampling[name] for name in SAMPLING_FIELDS if name in sampling},
         structured=None if structure is None else structure.output,
         warnings=() if structure is None else structure.warnings,
@@ -198,7 +198,7 @@ def _structure(sampling: pb.SamplingParams) -> NamedStructure | None:
 
 
 def _given(message: pb.GenerateRequest | pb.SamplingParams, unsupported: frozenset[str]) -> dict[str, Any]:
-    """Return the fields that are set by name; plain ones of value zero are not."""
+    """Return the set fields, by name; a field of value zero without presence is not among them."""
     given = {field.name: value for field, value in message.ListFields()}
     for name in given:
         if name in unsupported:
@@ -207,7 +207,7 @@ def _given(message: pb.GenerateRequest | pb.SamplingParams, unsupported: frozens
 
 
 def _switches(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:
-    """Read our own metadata into fields of `RequestInput`; a name that is not known is refused."""
+    """Read our own metadata into fields of `RequestInput`; an unknown name is refused."""
     switches = {}
     for key, value in metadata:
         if not key.startswith(METADATA_PREFIX):
@@ -262,7 +262,7 @@ async def _collected(gateway: Gateway, request: ValidRequest) -> AsyncIterator[p
 
 
 def _chunk_message(chunk: GatewayChunk, request: ValidRequest) -> pb.GenerateStreamChunk:
-    """Return what is new of a choice; its count is of these tokens alone, as vLLM's own server counts."""
+    """Return a choice's new tokens; `completion_tokens` counts these alone, as in vLLM's own server."""
     message = pb.GenerateStreamChunk(
         index=chunk.index,
         token_ids=chunk.token_ids,
@@ -275,7 +275,7 @@ def _chunk_message(chunk: GatewayChunk, request: ValidRequest) -> pb.GenerateStr
 
 
 def _complete_message(whole: GatewayChunk, request: ValidRequest) -> pb.GenerateComplete:
-    """Return the end of a choice with all its tokens; log probabilities that were streamed are not repeated."""
+    """Return a finished choice with all its tokens, but without streamed log probabilities."""
     assert whole.finish_reason is not None
     assert whole.usage is not None
     speculation = whole.speculation
@@ -321,7 +321,7 @@ def _top(entry: TokenLogprobs) -> pb.TopLogProbs:
 
 
 def scheduler_load(load: Mapping[str, Any]) -> pb.SchedulerLoad:
-    """Show the fleet as one scheduler: what `fleet_load` counts in all, and the mean KV use of its verifiers."""
+    """Show the fleet as one scheduler: sums of `fleet_load`, and the mean KV usage of its verifiers."""
     totals, verifiers = load.get("totals", {}), load.get("verifiers", ())
     num_running, num_waiting = totals.get("num_running", 0), totals.get("num_waiting", 0)
     return pb.SchedulerLoad(
@@ -334,7 +334,7 @@ def scheduler_load(load: Mapping[str, Any]) -> pb.SchedulerLoad:
 
 
 def zip_of(folder: Path) -> bytes:
-    """Return a folder's files as a ZIP archive; the same files give the same bytes, whenever they were written."""
+    """Return a folder's files as a ZIP archive; its bytes do not depend on the files' times."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         for path in sorted(folder.iterdir()):
@@ -343,7 +343,7 @@ def zip_of(folder: Path) -> bytes:
 
 
 def tokenizer_chunks(archive: bytes) -> Iterator[common.GetTokenizerChunk]:
-    """Cut an archive to messages; the last one has its fingerprint."""
+    """Split an archive into messages; the last one has its fingerprint."""
     for start in range(0, len(archive), TOKENIZER_CHUNK_BYTES):
         data = archive[start : start + TOKENIZER_CHUNK_BYTES]
         is_last = start + len(data) == len(archive)

@@ -1,1 +1,1 @@
-"""What calls a running server from a terminal."""
+"""Clients of a running server, in a terminal."""

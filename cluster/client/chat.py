@@ -1,4 +1,4 @@
-"""`outrider chat`: lines in, streamed answers out, each with what it cost and what speculation brought.
+"""`outrider chat`: lines in, streamed answers out, each with its times and speculation.
 
 tokens/s               completion tokens / time from sending the question to the end of its answer
 first token            time from sending the question to the first text
@@ -26,9 +26,9 @@ HELP_TEXT = f"""{RESET}         begin anew
 Ctrl-C         stop an answer
 Ctrl-D         leave"""
 PROMPT = "> "
-# as Outrider and vLLM say it
+# the error texts of Outrider and vLLM
 NO_CHAT_TEMPLATE = re.compile(r"no chat template|provide a chat template")
-# a model must not drive the terminal
+# control characters: a model's text must not control the terminal
 UNSAFE = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 
 Clock = Callable[[], float]
@@ -36,9 +36,9 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """What every question is asked with."""
+    """The options of all requests."""
 
-    model: str | None  # None: the first that the server lists
+    model: str | None  # None: the first one listed by the server
     max_tokens: int
     temperature: float
     system: str | None
@@ -54,7 +54,7 @@ class ChatOptions:
 
 @dataclass(slots=True)
 class Answer:
-    """One answer and when it came."""
+    """One answer and its times."""
 
     text: str = ""
     begin_s: float = 0.0
@@ -64,7 +64,7 @@ class Answer:
     speculation: dict[str, Any] = field(default_factory=dict)
 
     def take(self, event: dict[str, Any], text: str, now_s: float) -> None:
-        """Take in one event of the stream, whose text is `text`."""
+        """Add an event of the stream, whose text is `text`."""
         if text and self.first_s is None:
             self.first_s = now_s
         self.text += text
@@ -73,7 +73,7 @@ class Answer:
 
     @property
     def summary(self) -> str:
-        """Say what it cost; what the server did not report is left out."""
+        """Return the answer's figures, as far as the server reported them."""
         parts = []
         if self.num_tokens is not None and self.end_s > self.begin_s:
             parts = [f"{self.num_tokens} tokens", f"{self.num_tokens / (self.end_s - self.begin_s):.0f} tokens/s"]
@@ -90,25 +90,25 @@ class Answer:
 
 
 class Conversation(Protocol):
-    """What was said, as one of the two endpoints wants to hear it."""
+    """The conversation so far, in the form of an endpoint."""
 
     path: str
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Return the body's fields for a next line."""
+        """Return the body's fields for the next line."""
 
     def text_of(self, choice: dict[str, Any]) -> str:
         """Return the text of a streamed choice."""
 
     def thought_of(self, choice: dict[str, Any]) -> str:
-        """Return what a streamed choice thinks."""
+        """Return the reasoning of a streamed choice."""
 
     def commit(self, line: str, answer: str) -> None:
-        """Remember a line and its answer."""
+        """Add a line and its answer."""
 
 
 class Messages:
-    """A conversation through the model's chat template."""
+    """A conversation of chat messages."""
 
     path = "/v1/chat/completions"
 
@@ -129,7 +129,7 @@ class Messages:
 
 
 class Text:
-    """One text that the user and a base model write in turn."""
+    """One text, which the user and a base model continue in turn."""
 
     path = "/v1/completions"
 
@@ -150,7 +150,7 @@ class Text:
 
 
 def run(server: Server, options: ChatOptions, clock: Clock) -> None:
-    """Talk until the input ends; raises `ServerError` where there is no server to talk to."""
+    """Chat until the input ends; raises `ServerError` if there is no server."""
     with asyncio.Runner() as runner:
         client = open_client(server)
         try:
@@ -186,7 +186,7 @@ class _Chat:
         self._conversation: Conversation = Messages(options.system)
 
     def hear(self, runner: asyncio.Runner, line: str) -> None:
-        """Answer one line; a failure is shown and the line forgotten."""
+        """Answer one line; on an error, show it and drop the line."""
         if line.startswith("/"):
             self._obey(*line.strip().partition(" ")[::2])
             return
@@ -202,7 +202,7 @@ class _Chat:
         click.secho(f"\n[{answer.summary}]", dim=True)
 
     def _obey(self, command: str, rest: str) -> None:
-        """Do what a line that begins with a slash asks for."""
+        """Run a slash command."""
         if command == SYSTEM and rest.strip():
             self._options = replace(self._options, system=rest.strip())
         if command == RESET or (command == SYSTEM and rest.strip()):

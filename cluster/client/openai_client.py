@@ -1,4 +1,4 @@
-"""A small client of any OpenAI-compatible server: what `outrider chat` and `outrider bench serve` share."""
+"""A small client of OpenAI-compatible servers, for `outrider chat` and `outrider bench serve`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 
 CONNECT_TIMEOUT_S = 10.0
-READ_TIMEOUT_S = 300.0  # between two pieces of an answer
+READ_TIMEOUT_S = 300.0  # between two events
 MAX_ERROR_CHARS = 500
 
 
 class ServerError(RuntimeError):
-    """The server could not be reached, refused, or broke off; `status` is None where there was no HTTP answer."""
+    """The server was unreachable, answered an error or broke off; `status` is None without an HTTP answer."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Where a server is and how to be let in."""
+    """A server's address, key and certificates."""
 
     url: str
     api_key: str | None = None
@@ -41,14 +41,14 @@ class Server:
 
 
 def open_client(server: Server) -> httpx.AsyncClient:
-    """Return a client without a limit of connections; raises `ValueError` for files that are no certificates."""
+    """Return a client without a connection limit; raises `ValueError` for bad certificate files."""
     return httpx.AsyncClient(
         base_url=server.base_url,
         headers={"Authorization": f"Bearer {server.api_key}"} if server.api_key else {},
         verify=_ssl_context(server),
         timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, pool=None),
-        limits=httpx.Limits(max_connections=None),  # a queue in here would be measured as the server's
-        trust_env=False,  # a proxy in between would be measured as well
+        limits=httpx.Limits(max_connections=None),  # queueing in the client would be measured as the server's
+        trust_env=False,  # a proxy would be measured too
     )
 
 
@@ -77,7 +77,7 @@ async def first_model(client: httpx.AsyncClient) -> str:
 async def stream_events(
     client: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the objects of a server-sent event stream; raises `ServerError` for whatever ends it but `[DONE]`."""
+    """Yield the objects of a server-sent event stream; raises `ServerError` if it ends without `[DONE]`."""
     with _server_errors():
         async with client.stream("POST", path, json={**body, "stream": True}) as response:
             if response.status_code != httpx.codes.OK:

@@ -1,4 +1,4 @@
-"""`outrider top`: ask a running service how it is, again and again, and show it; one that goes away is shown too."""
+"""`outrider top`: poll a running service and show its load, or that it does not answer."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ HISTOGRAMS = {
 
 
 class NoAnswerError(RuntimeError):
-    """The server did not answer, or not as an Outrider service does."""
+    """The server did not answer, or is not an Outrider service."""
 
 
 def run(server: Server, console: Console, *, interval_s: float, once: bool, clock: Callable[[], float]) -> TopState:
-    """Show frames until interrupted, or one; returns the last state."""
+    """Show frames until interrupted, or a single one; return the last state."""
     return asyncio.run(_watch(server, console, interval_s=interval_s, once=once, clock=clock))
 
 
@@ -71,7 +71,7 @@ def _frame(state: TopState) -> RenderableType:
 
 @contextlib.contextmanager
 def quit_key(keyboard: TextIO) -> Iterator[asyncio.Event]:
-    """Yield an event that is set when q is typed; where no terminal is read from, it never is."""
+    """Yield an event that is set when q is typed; without a terminal, never."""
     quitting = asyncio.Event()
     if not keyboard.isatty():
         yield quitting
@@ -83,7 +83,7 @@ def quit_key(keyboard: TextIO) -> Iterator[asyncio.Event]:
         if os.read(number, 64).lower().startswith(b"q"):
             quitting.set()
 
-    tty.setcbreak(number)  # keys come one by one, and Ctrl-C still interrupts
+    tty.setcbreak(number)  # keys arrive at once, and Ctrl-C still interrupts
     asyncio.get_running_loop().add_reader(number, on_key)
     try:
         yield quitting
@@ -93,7 +93,7 @@ def quit_key(keyboard: TextIO) -> Iterator[asyncio.Event]:
 
 
 async def observe(client: httpx.AsyncClient, before: TopState) -> TopState:
-    """Ask once; without an answer the state before stays, with the error."""
+    """Poll once; without an answer, return the state before with the error."""
     try:
         answer = (await _get(client, "/load")).json()
         latencies = latencies_of((await _get(client, "/metrics")).text)
@@ -112,7 +112,7 @@ async def _get(client: httpx.AsyncClient, path: str) -> httpx.Response:
 
 
 def latencies_of(exposition: str) -> tuple[Latency, ...]:
-    """Return the quantiles of the known histograms; those without values are left out."""
+    """Return quantiles of the known histograms that have values."""
     found = []
     for family in text_string_to_metric_families(exposition):
         buckets: dict[float, float] = defaultdict(float)
@@ -134,7 +134,7 @@ def latencies_of(exposition: str) -> tuple[Latency, ...]:
 def quantile(buckets: dict[float, float], share: float) -> float:
     """Return a quantile of cumulative buckets (upper bound to count), interpolated as Prometheus does.
 
-    What lies above the last finite bound counts as that bound.
+    Values above the last finite bound count as that bound.
     """
     points = sorted(buckets.items())
     rank = share * points[-1][1]

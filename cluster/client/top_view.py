@@ -1,7 +1,6 @@
-"""What `outrider top` shows: a pure function from the state of a service to something rich can draw.
+"""The view of `outrider top`: a pure function from a service's state to a rich renderable.
 
-All figures are of /load (see `fleet_load`) but the latencies, which are of /metrics and of this one gateway's requests
-since its start.
+Figures are from /load (see `fleet_load`); latencies are from /metrics, of one gateway's requests since its start.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from outrider.cluster.client.chat import UNSAFE
 from outrider.cluster.common.terminal import NOTHING
 
 BAR_CELLS = 10
-FULL_KV = 0.9  # from here on requests are about to be preempted
-OLD_SNAPSHOT_S = 3.0  # the router has been silent for several intervals
+FULL_KV = 0.9  # above it, preemptions are near
+OLD_SNAPSHOT_S = 3.0  # the router has missed several intervals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopState:
-    """What is known of a service: its last answers, and why there is no newer one."""
+    """A service's last answers, and the error if there is no newer one."""
 
     url: str
     load: Mapping[str, Any] | None = None  # None: it has never answered
@@ -99,7 +98,7 @@ def _verifiers(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _drafts(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Draw what verifiers have of their drafts."""
+    """Draw the verifiers' drafts."""
     table = _table("drafts of", "plan", ["asked", "price", "accepted", "tokens/verif.", "late", "late by"])
     for row in rows:
         table.add_row(
@@ -166,7 +165,7 @@ def _or_empty(table: Table) -> Table:
 
 
 def _safe(text: str, style: str = "") -> Text:
-    """Return what a server said as plain text: it must not drive the terminal."""
+    """Return a server's text without styles or control characters: it must not control the terminal."""
     return Text(text.translate(UNSAFE), style=style)
 
 

@@ -1,1 +1,1 @@
-"""What every room may use: errors, logs, keys, TLS, the terminal."""
+"""Shared by all rooms: errors, logs, keys, TLS, the terminal."""

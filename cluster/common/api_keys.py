@@ -1,4 +1,4 @@
-"""API keys: hashed where they come in, compared in constant time where they are shown."""
+"""API keys: hashed when they are configured, compared in constant time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def hash_api_key(key: str) -> str:
 
 
 def require_hashes(hashes: Iterable[str]) -> None:
-    """Raise `ValueError` unless each is a SHA-256 in hex; its text does not repeat what may be a key."""
+    """Raise `ValueError` unless each is a SHA-256 in hex; the text does not quote what may be a key."""
     if not all(_HASH.fullmatch(item) for item in hashes):
         raise ValueError("api_key_hashes must be SHA-256 sums of 64 hex digits")
 
@@ -28,8 +28,8 @@ def require_hashes(hashes: Iterable[str]) -> None:
 def with_api_key_hashes(options: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """Replace the options `api_key` and `api_key_file`, and the environment's keys, by `api_key_hashes`.
 
-    All sources count together. Raises `ValueError` naming the source of a malformed key, or one that holds none: a
-    secret that is missing must not open the service.
+    The sources are combined. Raises `ValueError` naming the source of a malformed key, or a source without keys: a
+    missing secret must not open the service.
     """
     rest = dict(options)
     hashes = [digest for entry in _texts(rest, "api_key_hashes") for digest in entry.split(",")]
@@ -42,7 +42,7 @@ def with_api_key_hashes(options: Mapping[str, Any], environ: Mapping[str, str]) 
 
 
 def _texts(options: dict[str, Any], name: str) -> list[str]:
-    """Take an option of one text or several out of the others; an empty text counts, as one that is no key."""
+    """Remove an option of one or several texts from the others and return it; an empty text is kept, as no key."""
     given = options.pop(name, None)
     texts = [given] if isinstance(given, str) else given or []
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
@@ -78,7 +78,7 @@ def _hash_of(entry: str, source: str) -> str:
 
 
 class ApiKeys:
-    """The keys that open the service, known by their hashes; none: it is open."""
+    """The service's keys, as hashes; without keys, the service is open."""
 
     def __init__(self, hashes: Sequence[str]) -> None:
         self._hashes = tuple(hashes)
@@ -87,7 +87,7 @@ class ApiKeys:
         return bool(self._hashes)
 
     def admit(self, headers: Iterable[tuple[str, str]]) -> bool:
-        """Return whether a key in the headers is known; a wrong one takes as long as a right one."""
+        """Return whether the headers have a known key; a wrong key takes as long as a right one."""
         is_known = False
         for key in _shown_keys(headers):
             digest = hash_api_key(key)

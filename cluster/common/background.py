@@ -1,4 +1,4 @@
-"""Asyncio tasks: those whose death is their replica's (`check` belongs into every health check); who is cancelled."""
+"""Asyncio tasks whose end is their replica's failure, and a test for cancellation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class BackgroundTasks:
-    """Tasks that run for as long as their replica lives."""
+    """Tasks that run as long as their replica; health checks call `check`."""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[Any]] = []
@@ -17,7 +17,7 @@ class BackgroundTasks:
         self._tasks.append(asyncio.get_running_loop().create_task(coroutine, name=name))
 
     def check(self) -> None:
-        """Raise `RuntimeError` if a task has ended, with what ended it as the cause."""
+        """Raise `RuntimeError` if a task has ended, caused by its error."""
         for task in self._tasks:
             if task.done():
                 cause = asyncio.CancelledError() if task.cancelled() else task.exception()
@@ -30,9 +30,9 @@ class BackgroundTasks:
 
 
 def is_being_cancelled() -> bool:
-    """Return whether somebody cancels the running task: what it calls may raise `CancelledError` of its own accord.
+    """Return whether the running task is being cancelled: not every `CancelledError` means that.
 
-    Serve does so where a callee was cancelled (ray/serve/_private/replica_result.py); the caller was not.
+    Serve also raises it in the caller if the callee was cancelled (ray/serve/_private/replica_result.py).
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

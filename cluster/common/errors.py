@@ -1,4 +1,4 @@
-"""What can go wrong with a request, and how each kind is told to an HTTP and to a gRPC client.
+"""Errors of a request, and their HTTP and gRPC status.
 
 OutriderError                      500  INTERNAL
 ├── InvalidRequest(field)          400  INVALID_ARGUMENT    the client must change something
@@ -9,7 +9,7 @@ OutriderError                      500  INTERNAL
 ├── Unauthenticated                401  UNAUTHENTICATED     no API key, or not a known one
 ├── Overloaded(retry_after_s)      429  RESOURCE_EXHAUSTED  a queue is at its limit: try again later
 ├── Unavailable(retry_after_s)     503  UNAVAILABLE         no verifier can serve it now
-└── RequestFailed                  500  INTERNAL            it was accepted and did not finish
+└── RequestFailed                  500  INTERNAL            it was accepted, but did not finish
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MAX_TEXT_CHARS = 1000  # an error may quote what the client sent
 
 
 class OutriderError(Exception):
-    """The root of every error that a client is told about; its text is safe to show."""
+    """The base of all errors that clients see; the text is safe to show."""
 
 
 class InvalidRequest(OutriderError):
-    """A request that can never succeed as it stands; `field` is the wire name of what is wrong."""
+    """The request can never succeed; `field` is the bad field's name on the wire."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class ModelNotFound(InvalidRequest):
 
 
 class ResponseNotFound(InvalidRequest):
-    """The request names a response that was not stored here, or is not any more."""
+    """The request names a response that is not stored here."""
 
     def __init__(self, response_id: str, field: str | None = None) -> None:
         super().__init__(f"the response {response_id!r} is not stored here", field)
@@ -53,15 +53,15 @@ class BodyTooLarge(InvalidRequest):
 
 
 class BodyTooSlow(InvalidRequest):
-    """The request's body did not come in time."""
+    """The request's body did not arrive in time."""
 
 
 class Unauthenticated(OutriderError):
-    """The request carries no API key, or none that is known here."""
+    """The request has no known API key."""
 
 
 class Overloaded(OutriderError):
-    """Refused for load; worth another try after `retry_after_s`."""
+    """The request was refused for load; retry after `retry_after_s`."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ class Overloaded(OutriderError):
 
 
 class Unavailable(OutriderError):
-    """No verifier can take the request at the moment; worth another try after `retry_after_s`."""
+    """No verifier can take the request now; retry after `retry_after_s`."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -77,12 +77,12 @@ class Unavailable(OutriderError):
 
 
 class RequestFailed(OutriderError):
-    """The request was accepted and the cluster could not finish it."""
+    """The request was accepted, and the cluster could not finish it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorMapping:
-    """One kind of error as the two protocols spell it."""
+    """One class of errors in both protocols."""
 
     http_status: int
     grpc_status: grpc.StatusCode
@@ -144,23 +144,23 @@ ERROR_MAPPINGS: dict[type[OutriderError], ErrorMapping] = {
 
 
 def mapping_of(error: OutriderError) -> ErrorMapping:
-    """Return the table's row for an error: that of its own class, else of the nearest base class."""
+    """Return the mapping of an error's class, else of its nearest base class."""
     return next(ERROR_MAPPINGS[kind] for kind in type(error).__mro__ if kind in ERROR_MAPPINGS)
 
 
 def text_of(error: OutriderError) -> str:
-    """Return the text a client is shown, shortened where it quotes too much of what was sent."""
+    """Return the client's text, shortened: it may quote the client's input."""
     text = str(error)
     return text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + "…"
 
 
 def field_of(error: OutriderError) -> str | None:
-    """Return the wire name of the field that is wrong, where one is."""
+    """Return the bad field's name on the wire, if there is one."""
     return error.field[:MAX_TEXT_CHARS] if isinstance(error, InvalidRequest) and error.field is not None else None
 
 
 def retry_after(error: OutriderError) -> str | None:
-    """Return when to come back, in whole seconds as both protocols' headers want it, where that is known."""
+    """Return the value of Retry-After in whole seconds, if it is known."""
     if isinstance(error, Overloaded | Unavailable):
         return str(max(1, math.ceil(error.retry_after_s)))
     return None

@@ -1,7 +1,7 @@
-"""What only some need, and what to say where it is asked for and not installed.
+"""Optional dependencies, and the message if one is missing.
 
-The modules that import an extra's packages do so without ado; whoever imports one of these calls `require_extra` or
-`missing_extra` first, and imports it then and there. Nothing else in the service imports them.
+The modules below import an extra's packages at the top. Their importers call `require_extra` or `missing_extra` first,
+and import them inside a function.
 
 plots       lab/bench/serve_plot.py, lab/simulate/plots.py
 otlp        cluster/gateway/tracing.py
@@ -23,11 +23,11 @@ PACKAGES: Mapping[str, Sequence[str]] = {
 
 
 class MissingExtraError(ValueError):
-    """What was asked for takes packages that are not installed; the text says how to install them."""
+    """An option needs packages that are not installed; the text says how to install them."""
 
 
 def is_installed(package: str) -> bool:
-    """Tell whether a package can be found; only what it lies in is imported."""
+    """Return whether a package can be found; only its parent is imported."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
@@ -35,13 +35,13 @@ def is_installed(package: str) -> bool:
 
 
 def missing_extra(extra: str, find: Callable[[str], bool] = is_installed) -> str | None:
-    """Return how to install an extra that is missing, None where it is there."""
+    """Return how to install a missing extra; None: it is installed."""
     if all(find(package) for package in PACKAGES[extra]):
         return None
     return f"pip install 'outrider[{extra}]'"
 
 
 def require_extra(extra: str, what: str, find: Callable[[str], bool] = is_installed) -> None:
-    """Raise `MissingExtraError` naming `what` was asked for and the extra that it needs, unless that is installed."""
+    """Raise `MissingExtraError`, naming the option `what` and its extra, unless the extra is installed."""
     if (remedy := missing_extra(extra, find)) is not None:
         raise MissingExtraError(f"{what} needs packages that are not installed: {remedy}")

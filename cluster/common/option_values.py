@@ -1,4 +1,4 @@
-"""Values that people give, as the types that options have."""
+"""Option values, converted to their types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 
 def typed_value(key: str, value: Any, kind: Any, *, is_json: bool = False) -> Any:
-    """Return an option's value, or the JSON text of one, as its type.
+    """Convert an option's value, or its JSON text, to a type.
 
     Raises `ValueError` naming the key, but not the value, which may be secret.
     """

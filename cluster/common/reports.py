@@ -1,4 +1,4 @@
-"""Send reports to the router; its absence is no failure of the one who reports."""
+"""Calls to the router; its absence is no failure of the caller."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUTER_ERRORS = (RayError, RayServeException, TimeoutError)
 
 
 async def ask_router(method: Any, *arguments: Any, timeout_s: float = REPORT_TIMEOUT_S) -> Any | None:
-    """Call a method of the router's deployment handle; None when it does not answer in time."""
+    """Call a method of the router's deployment handle; None: it did not answer in time."""
     try:
         async with asyncio.timeout(timeout_s):
             return await method.remote(*arguments)
@@ -34,7 +34,7 @@ async def ask_router(method: Any, *arguments: Any, timeout_s: float = REPORT_TIM
 
 
 async def news_or_interval(news: asyncio.Event) -> None:
-    """Wait until there is something new to report, but no longer than `REPORT_INTERVAL_S`; `news` is taken note of."""
+    """Wait for `news`, at most `REPORT_INTERVAL_S`, and clear it."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(REPORT_INTERVAL_S):
             await news.wait()

@@ -1,7 +1,7 @@
-"""TLS identities: what the options name, checked at start, turned into what servers and channels take.
+"""TLS identities: files named by options, checked at start, as credentials of servers and channels.
 
-gRPC and Python's ssl module both speak TLS 1.2 and later only. Certificates are read once, at start: renewing them is
-a rolling update.
+gRPC and Python's ssl module accept TLS 1.2 and later only. Certificates are read once, at start: to renew them, make a
+rolling update.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from outrider.verifier_service.links.grpc_channel import LinkCredentials
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsConfig:
-    """A certificate with its key in PEM files, and the CA whose certificates peers must present: mutual TLS.
+    """A certificate and its key in PEM files, and the CA of the peers' certificates (mutual TLS).
 
-    Without `ca_certs` clients stay anonymous. `option` begins the names of the options that named the files.
+    Without `ca_certs`, clients need no certificate. `option` is the prefix of the options with these files.
     """
 
     option: str
@@ -29,7 +29,7 @@ class TlsConfig:
     ca_certs: str | None = None
 
     def check(self) -> None:
-        """Raise `ValueError` naming the option of a file that cannot be read or does not fit."""
+        """Raise `ValueError` naming the option of an unreadable file, or of one that does not match the others."""
         for name, path in self._files():
             try:
                 Path(path).read_bytes()
@@ -37,7 +37,7 @@ class TlsConfig:
                 raise ValueError(f"{name}: cannot read {path}: {error.strerror}") from error
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            # an empty password: a key that needs one is refused, nobody is asked on the terminal
+            # an empty password: an encrypted key is refused, without a prompt on the terminal
             context.load_cert_chain(self.certfile, self.keyfile, password="")
         except ssl.SSLError as error:
             problem = f"{self.certfile} and {self.keyfile} are not a certificate and its unencrypted key ({error})"
@@ -49,13 +49,13 @@ class TlsConfig:
                 raise ValueError(f"{self.option}_ca_certs: {self.ca_certs} holds no certificate ({error})") from error
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return what a gRPC server is bound with; raises `ValueError` as `check`."""
+        """Return the credentials of a gRPC server; raises `ValueError` as `check`."""
         self.check()
         pair = (Path(self.keyfile).read_bytes(), Path(self.certfile).read_bytes())
         return grpc.ssl_server_credentials([pair], self._ca(), require_client_auth=self.ca_certs is not None)
 
     def link_credentials(self, server_name: str | None) -> LinkCredentials:
-        """Return what a client opens links with, presenting this certificate; raises `ValueError` as `check`."""
+        """Return the credentials of a client that presents this certificate; raises `ValueError` as `check`."""
         self.check()
         key, certificate = Path(self.keyfile).read_bytes(), Path(self.certfile).read_bytes()
         channel = grpc.ssl_channel_credentials(self._ca(), key, certificate)
@@ -78,14 +78,14 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
 
 
 def public_tls(certfile: str | None, keyfile: str | None, ca_certs: str | None) -> TlsConfig | None:
-    """Return the TLS of the public ports, None for none; raises `ValueError` naming the option that is missing."""
+    """Return the TLS of the public ports; None: plaintext. Raises `ValueError` naming a missing option."""
     if certfile is None and keyfile is None and ca_certs is None:
         return None
     return _complete("ssl", certfile, keyfile, ca_certs)
 
 
 def link_tls(certfile: str | None, keyfile: str | None, ca_certs: str | None) -> TlsConfig | None:
-    """Return the TLS between our own services, which is mutual or none; raises `ValueError` as `public_tls`."""
+    """Return the mutual TLS of internal ports; None: plaintext. Raises `ValueError` as `public_tls`."""
     if certfile is None and keyfile is None and ca_certs is None:
         return None
     if ca_certs is None:

@@ -1,4 +1,4 @@
-"""What commands share: how help is asked for, and the options of those that call a running server."""
+"""Shared by commands: the help option, and the options of clients of a running server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 API_KEY_VARIABLE = "OUTRIDER_API_KEY"
-# given to every command, not inherited: click keeps what a command was first called with
+# set on every command, not inherited: click caches a command's help option at its first call
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -22,7 +22,7 @@ _SERVER_OPTIONS = (
 
 
 def server_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say which server to call, and how to be let in."""
+    """Add the options of a server's address, key and certificates."""
     for option in reversed(_SERVER_OPTIONS):
         command = option(command)
     return command

@@ -1,6 +1,6 @@
-"""What commands share: numbers in options, the console, progress, tables as Markdown.
+"""Shared by commands: numbers in options, the console, progress, Markdown tables.
 
-Nothing heavy is imported before a verb runs.
+Heavy modules are imported only when a verb runs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-NOTHING = "-"  # in a cell of a table: there is no such figure
-PLAIN_INTERVAL_S = 20.0  # between lines on long work, where no terminal shows a bar
-OnWork = Callable[[float, str], None]  # how much is done, and a word on where it stands
+NOTHING = "-"  # a table's cell without a figure
+PLAIN_INTERVAL_S = 20.0  # between progress lines, without a terminal
+OnWork = Callable[[float, str], None]  # amount done, and a word on the state
 NumberT = TypeVar("NumberT", int, float)
 
 
 def parse_numbers(text: str, kind: Callable[[str], NumberT]) -> list[NumberT]:
-    """Read numbers with commas between them; raises `click.BadParameter`."""
+    """Read comma-separated numbers; raises `click.BadParameter`."""
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError as error:
@@ -36,7 +36,7 @@ def numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...
 
 
 def console_of(plain_width: int) -> Console:
-    """Return a console of the terminal's width, or of so many columns where the output is no terminal."""
+    """Return a console of the terminal's width; without a terminal, of `plain_width` columns."""
     from rich.console import Console
 
     console = Console()
@@ -45,14 +45,14 @@ def console_of(plain_width: int) -> Console:
 
 @contextmanager
 def show_progress(num_runs: int) -> Iterator[Callable[[str], None]]:
-    """Show on stderr what is being measured; yields a listener for the next run."""
+    """Show the progress of measurements on stderr; yields a function to call before each run."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # of loading weights: it would draw over ours
+    logging.disable_progress_bar()  # of loading weights: it would overwrite this one
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    # redrawn between runs only: a thread that draws during a run would take time from what is measured
+    # redrawn between runs only: a drawing thread would disturb the measurement
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         task = progress.add_task("loading", total=num_runs)
         started: list[str] = []
@@ -66,7 +66,7 @@ def show_progress(num_runs: int) -> Iterator[Callable[[str], None]]:
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 0) -> list[str]:
-    """Return the lines of a table whose first `num_left` columns are texts, the others figures."""
+    """Return a table's lines; the first `num_left` columns are texts, the others are figures."""
     rules = ["---" if column < num_left else "---:" for column in range(len(headings))]
     return [
         f"| {' | '.join(headings)} |",
@@ -79,11 +79,9 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, nu
 def show_work(
     name: str, total: float | None, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[OnWork]:
-    """Show on stderr how much of long work is done; yields a listener for the amount and a word on where it stands.
+    """Show the progress of long work on stderr; yields a function of the amount done and a word on the state.
 
-    `total` None: nobody knows how much there is.
-
-    A terminal gets a bar. A log gets a line every `PLAIN_INTERVAL_S`.
+    `total` None: unknown. A terminal shows a bar; a log has a line every `PLAIN_INTERVAL_S`.
     """
     from rich.console import Console
 
@@ -122,7 +120,7 @@ def _bar(console: Console, name: str, total: float | None) -> Iterator[OnWork]:
 @contextmanager
 def _lines(console: Console, name: str, total: float | None, clock: Callable[[], float]) -> Iterator[OnWork]:
     begin_s = clock()
-    last_s = begin_s - PLAIN_INTERVAL_S  # so that the first word is said
+    last_s = begin_s - PLAIN_INTERVAL_S  # so that the first line is printed
 
     def say(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)

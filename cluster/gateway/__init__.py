@@ -1,1 +1,1 @@
-"""From a validated request to a stream of text, through the router and across failures."""
+"""From a request to a stream of text: checks, admission, routing, failover, detokenisation."""

@@ -1,16 +1,15 @@
-"""Whether a gateway takes a new request: a pure function of its last snapshot and of its own counts.
+"""Whether a gateway admits a new request: a pure function of its last snapshot and of its own counts.
 
-The rule: at most `max_queued_requests` may wait for each live verifier. The default, 1024, is four times the requests
-that a verifier runs by default: the last in the queue waits for about four generations, and what it costs in memory is
-its prompt. A verifier whose KV cache is full may have a quarter of that: there the next one waits for whole
-generations to end, not for the next step. Requests of priority 0 may fill the queue, those above 0 half of it; those
-below 0 a quarter more.
+The limit: `max_queued_requests` waiting requests per live verifier. The default, 1024, is four times the requests that
+a verifier runs by default: the last one in the queue waits for about four generations, and costs its prompt in memory.
+A verifier with a full KV cache has a quarter of the limit: its next request waits for a generation to end, not for a
+step. Requests of priority 0 may fill the queue to the limit, above 0 to half of it, below 0 to a quarter more.
 
-What waits is what the verifiers report plus what the router has sent them since, or what this gateway itself has sent
-and not heard of yet if that is more: reports are up to a second old, and a burst is faster.
+The number of waiting requests is the larger of two: as verifiers report it, plus requests routed since; and this
+gateway's own requests without a first token. Reports are up to a second old, and a burst is faster.
 
-Who is refused is told when to come back: once those that wait have begun, and those that were told so before. A burst
-that all came back at once would be refused again but for a queue's length, and clients give up after a few times.
+A refused client is told when to retry: after the waiting requests, and after the clients that were refused before. If
+a whole burst retried at once, all but a queue's length would be refused again, and clients give up after a few times.
 """
 
 from __future__ import annotations
@@ -23,26 +22,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from outrider.cluster.common.errors import Overloaded, Unavailable
-from outrider.cluster.router.fleet import FleetSnapshot, RouterPolicy, VerifierState
-from outrider.cluster.router.routing import is_fresh
+from outrider.cluster.router.fleet import FleetSnapshot, RouterPolicy, VerifierState, is_fresh
 
 FULL_KV_USAGE = 0.95
 FULL_KV_SHARE = 0.25
 LOW_PRIORITY_SHARE = 0.5
 HIGH_PRIORITY_SHARE = 1.25
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 30.0
-START_RETRY_S = 2.0  # where no request has begun yet that would tell how fast the queue moves
-RATE_MEMORY_S = 10.0  # over which the rate of begun requests is smoothed
+START_RETRY_S = 2.0  # before a first token has shown how fast the queue moves
+RATE_MEMORY_S = 10.0  # time constant of the smoothed rate of begun requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnQueue:
-    """What a gateway knows of its own requests, whatever the age of its snapshot."""
+    """A gateway's own requests, known without a snapshot."""
 
     num_waiting: int = 0  # sent, without a first token
-    begun_per_s: float = 0.0  # how fast they get one, while any waits
-    watched_s: float = 0.0  # how long any has waited, of late: what the rate was seen in
-    promised: tuple[tuple[float, int], ...] = ()  # refused: in how many seconds how many come back, soonest first
+    begun_per_s: float = 0.0  # first tokens per second, while any request waits
+    watched_s: float = 0.0  # recent time in which any request waited: the rate was measured in it
+    promised: tuple[tuple[float, int], ...] = ()  # refused clients: (seconds until they retry, how many), soonest first
 
 
 def refusal(
@@ -54,7 +52,7 @@ def refusal(
     now_s: float,
     policy: RouterPolicy,
 ) -> Overloaded | Unavailable | None:
-    """Return why a new request is not taken, or None when it is; without any verifier that is for `route` to say.
+    """Return why a new request is refused; None: it is admitted, or there is no verifier, as `route` will find.
 
     `now_s` is of the snapshot's clock.
     """
@@ -68,7 +66,7 @@ def refusal(
     if not live:
         return None
     limit = _priority_share(priority) * sum(max_queued_requests * _kv_share(state) for state in live)
-    # loads in a stale snapshot mean nothing
+    # loads in a stale snapshot are outdated
     is_stale = now_s - snapshot.decided_at_s > policy.stale_snapshot_s
     num_reported = 0 if is_stale else sum(_num_waiting(state) for state in live)
     num_waiting = max(num_reported, own.num_waiting)
@@ -96,10 +94,10 @@ def _priority_share(priority: int) -> float:
 
 
 def _retry_after_s(own: OwnQueue, limit: float) -> float:
-    """Return how long a request waits now, by Little's law: those that go first ÷ those that begin per second.
+    """Return a new request's waiting time by Little's law: requests ahead of it ÷ first tokens per second.
 
-    Those that were told to come back sooner go first, too. Before any has begun, a whole queue is taken to need as long
-    as it has needed already.
+    Refused clients that retry earlier are ahead of it too. Before a first token, a whole queue is assumed to take as
+    long as the requests have waited already.
     """
     if own.num_waiting == 0:
         return MIN_RETRY_S
@@ -110,27 +108,27 @@ def _retry_after_s(own: OwnQueue, limit: float) -> float:
         each_s = 1.0 / own.begun_per_s
         retry_s = own.num_waiting * each_s
     for back_s, count in own.promised:
-        if math.floor(back_s) > math.ceil(retry_s):  # clients are told whole seconds, and kept by them
+        if math.floor(back_s) > math.ceil(retry_s):  # Retry-After is in whole seconds, rounded up
             break
         retry_s += count * each_s
     return min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s))
 
 
 class Turnover:
-    """A gateway's own queue: its requests from when they are sent to their first token or their end."""
+    """A gateway's own queue: requests that were sent and have neither a first token nor ended."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._waiting: set[int] = set()
         self._tickets = itertools.count()
-        self._promised: Counter[int] = Counter()  # by the second in which they come back
-        self._num_begun = 0.0  # fading, and
-        self._watched_s = 0.0  # fading, too: time without a queue says nothing of how fast one moves
-        self._faded_s = clock()
+        self._promised: Counter[int] = Counter()  # refused clients, by the second in which they retry
+        self._num_begun = 0.0  # faded
+        self._watched_s = 0.0  # faded; time without a queue does not count
+        self._faded_s = clock()  # when both were last faded
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[int]:
-        """Count a request as waiting, at most until it ends; gives the ticket that `begin` takes."""
+        """Count a request as waiting until its first token or its end; yields the ticket for `begin`."""
         ticket = next(self._tickets)
         self._fade()
         self._waiting.add(ticket)
@@ -148,10 +146,11 @@ class Turnover:
             self._num_begun += 1.0
 
     def promise(self, retry_after_s: float) -> None:
-        """Count a request as one that comes back after so long."""
+        """Count a refused client, which was told to retry after this time."""
         self._promised[math.ceil(self._clock() + retry_after_s)] += 1
 
-    def queue(self) -> OwnQueue:
+    def update(self) -> OwnQueue:
+        """Bring rate and promises up to now; return the queue."""
         self._fade()
         for second in [second for second in self._promised if second <= self._faded_s]:
             del self._promised[second]
@@ -160,7 +159,7 @@ class Turnover:
         return OwnQueue(num_waiting=len(self._waiting), begun_per_s=rate, watched_s=self._watched_s, promised=promised)
 
     def _fade(self) -> None:
-        """Bring the rate up to now; called before the queue changes."""
+        """Bring the rate up to now; to be called before the queue changes."""
         now_s = self._clock()
         passed_s = now_s - self._faded_s
         self._faded_s = now_s

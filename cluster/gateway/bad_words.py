@@ -1,4 +1,4 @@
-"""vLLM's `bad_words`: texts become the token sequences that an output must not have."""
+"""vLLM's `bad_words`: texts become token sequences that the output must not contain."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ TokenSequence = tuple[int, ...]
 
 
 def check_bad_words(words: Sequence[str]) -> None:
-    """Raise `ValueError` naming `bad_words` unless all of them are words, and few enough."""
+    """Raise `ValueError` naming `bad_words` if there are too many, or one is blank or too long."""
     require(len(words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} texts")
     fits = all(word.strip() and len(word) <= MAX_BAD_WORD_CHARS for word in words)
     require(fits, "bad_words", f"texts of 1 to {MAX_BAD_WORD_CHARS} characters, not of white space alone")
 
 
 def word_sequences(words: Sequence[str], encode: Callable[[str], TokenSequence]) -> tuple[TokenSequence, ...]:
-    """Return how words are written in tokens, where a text begins and behind a space; raises `ValueError`.
+    """Return each word's tokens at the beginning of a text, and after a space; raises `ValueError`.
 
-    vLLM takes the second way only where it has as many tokens as the first, and another first one. Here it is left out
-    only where the first way bars it already, being its end: no other way in is left open.
+    The sequence after a space is left out if it ends in the other one, which then bars both. (vLLM leaves it out in
+    more cases, if the two differ in length or begin with the same token: there such a word can still appear.)
     """
     sequences: list[TokenSequence] = []
     for word in words:

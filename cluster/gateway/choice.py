@@ -1,4 +1,4 @@
-"""The choices of one prompt under way: a task each, their tokens turned into text, their chunks merged."""
+"""The running choices of one prompt: one task each; their tokens become text, their chunks are merged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ request_logger = logging.getLogger("outrider.request")
 
 
 class Backend(Protocol):
-    """Where a gateway sends requests: routing, verifier link and failover live behind it."""
+    """A gateway's way to the verifiers: routing, streams and failover are behind it."""
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
         """Yield committed tokens, the last with a finish reason; `aclose()` of the iterator cancels the generation."""
@@ -46,26 +46,26 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputToken:
-    """One token of a choice. A character that is split over several tokens is the text of the last of them."""
+    """One token of a choice. If a character is split over several tokens, it is the text of the last one."""
 
     id: int
     text: str
     origin: TokenOrigin
-    logprobs: TokenLogprobs | None = None  # where the request asked for them
+    logprobs: TokenLogprobs | None = None  # if the request asked for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayChunk:
-    """What was added to one choice since its last chunk.
+    """One choice's new tokens since its last chunk.
 
-    Tokens and text fit: a token is held back until its text is settled (see detokenizer.py), and comes with it.
-    The last chunk of a choice has a finish reason and a usage, and speculation metrics where the engine sent them.
+    A token is held back until its text is final (see detokenizer.py): tokens and text always match. A choice's last
+    chunk has a finish reason, a usage, and the speculation metrics that the engine sent.
     """
 
     request_id: str
     index: int
     tokens: tuple[OutputToken, ...]
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # on one chunk, where asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # on one chunk, if the request asked for them
     finish_reason: FinishReason | None = None
     stop_string: str | None = None  # that ended the choice
     usage: Usage | None = None
@@ -85,7 +85,7 @@ class GatewayChunk:
 
 
 def merged(chunks: Iterable[GatewayChunk]) -> list[GatewayChunk]:
-    """Join the chunks of each choice into one, the choices in the order in which they first appear."""
+    """Join each choice's chunks into one; choices are in the order of their first chunk."""
     parts: dict[int, list[GatewayChunk]] = {}
     for chunk in chunks:
         parts.setdefault(chunk.index, []).append(chunk)
@@ -105,14 +105,14 @@ def joined(chunks: Sequence[GatewayChunk]) -> GatewayChunk:
 
 @dataclass(slots=True, kw_only=True)
 class Choice:
-    """One choice under way: what has been published of it, and when."""
+    """One running choice: what it has published, and when."""
 
     request_id: str
     index: int
     message: GenerationRequest
-    silent_stop_ids: frozenset[int]  # tokens that end the text and are no part of it
+    silent_stop_ids: frozenset[int]  # tokens that end the choice and are left out of its text
     detokenizer: Detokenizer
-    is_prompt_only: bool  # nothing but the prompt's log probabilities is wanted
+    is_prompt_only: bool  # only the prompt's log probabilities are wanted
     metrics: GatewayMetrics
     clock: Callable[[], float]
     started_s: float
@@ -122,10 +122,10 @@ class Choice:
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
     speculation: SpeculationMetrics | None = None
-    _held: list[OutputToken] = field(default_factory=list)  # tokens whose text is not settled
+    _held: list[OutputToken] = field(default_factory=list)  # tokens whose text is not final
 
     def absorb(self, output: RequestOutput) -> GatewayChunk:
-        """Turn one output of the backend into a chunk; its finish reason, or a stop string, makes it the last."""
+        """Turn a backend's output into a chunk; a finish reason or a stop string makes it the last one."""
         if output.finish_reason is FinishReason.ERROR:
             raise RequestFailed(output.error or "the engine failed")
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
@@ -144,7 +144,7 @@ class Choice:
         return self._chunk(texts, reason, output.prompt_logprobs)
 
     def aborted_chunk(self) -> GatewayChunk:
-        """Return the last chunk of a choice that is cut off here."""
+        """Return the last chunk of an aborted choice."""
         return self._last_chunk([], FinishReason.ABORT, None)
 
     def count_finish(self, reason: FinishReason) -> None:
@@ -165,7 +165,7 @@ class Choice:
         texts = texts + self.detokenizer.flush()
         if self.detokenizer.stopped:
             return self._chunk(texts, FinishReason.STOP, prompt_logprobs)
-        silent = [""] * (len(self._held) - len(texts))  # of a stop token
+        silent = [""] * (len(self._held) - len(texts))  # the text of a stop token
         return self._chunk(texts + silent, reason, prompt_logprobs)
 
     def _chunk(
@@ -214,10 +214,10 @@ def _tokens(output: RequestOutput) -> list[OutputToken]:
 
 
 class Generation:
-    """The choices of one prompt: a task each, their chunks merged.
+    """The choices of one prompt: one task each, their chunks merged.
 
-    A client that reads slowly holds no KV in a verifier and at most `max_tokens` tokens per choice here; what came
-    meanwhile is handed over as one chunk per choice.
+    A slow client holds no KV in a verifier, and at most `max_tokens` tokens per choice here: it gets all that arrived
+    meanwhile as one chunk per choice.
     """
 
     def __init__(self, choices: Sequence[Choice], backend: Backend) -> None:
@@ -231,9 +231,9 @@ class Generation:
         self._tasks = [asyncio.create_task(self._run(choice, backend)) for choice in choices]
 
     async def next_chunks(self) -> list[GatewayChunk]:
-        """Wait for news of any choice; once aborted, return the last chunk of every unfinished one.
+        """Wait for new chunks; once aborted, return every unfinished choice's last chunk.
 
-        Raises the `OutriderError` of a choice that failed, after what came before it was returned.
+        Raises a failed choice's `OutriderError` once all earlier chunks have been returned.
         """
         await self._news.wait()
         arrived, self._arrived = self._arrived, []
@@ -256,7 +256,7 @@ class Generation:
         self._news.set()
 
     async def close(self) -> None:
-        """Cancel what still runs, wait until its backend iterators are closed, and count what was left."""
+        """Cancel the running tasks, wait until their backend iterators are closed, and count the choices' ends."""
         for choice in self.unfinished.values():
             choice.count_finish(FinishReason.ABORT)
         for task in self._tasks:
@@ -272,7 +272,7 @@ class Generation:
         try:
             async with _closing(backend.generate(choice.message)) as outputs:
                 async for output in outputs:
-                    if self._error is not None:  # another choice failed: the request ends there
+                    if self._error is not None:  # another choice failed: the request has ended
                         return
                     chunk = choice.absorb(output)
                     self._arrived.append(chunk)
@@ -287,7 +287,7 @@ class Generation:
                 raise
             logger.error("the backend cancelled request %s", choice.message.request_id)
             self._fail(RequestFailed("internal error"))
-        except Exception as error:  # a fault of ours: told to the log, not to the client
+        except Exception as error:  # a bug: logged, but not shown to the client
             logger.exception("request %s failed", choice.message.request_id)
             failure = RequestFailed("internal error")
             failure.__cause__ = error
@@ -300,7 +300,7 @@ class Generation:
 
 @asynccontextmanager
 async def _closing(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[AsyncIterator[RequestOutput]]:
-    """Close a backend's iterator in any case: that is what frees KV and draft session."""
+    """Close a backend's iterator on exit: closing frees the KV and the draft session."""
     try:
         yield outputs
     finally:
@@ -309,7 +309,7 @@ async def _closing(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[Async
 
 
 def log_end(choices: Sequence[Choice], status: str, *, e2e_s: float) -> None:
-    """Log a request's end, one record with its figures as extra fields; never its text."""
+    """Log a request's end: one record, with its figures as extra fields, never its text."""
     first = [choice.first_s - choice.started_s for choice in choices if choice.first_s is not None]
     known = [choice.speculation for choice in choices if choice.speculation is not None]
     num_draft_tokens = sum(speculation.num_draft_tokens for speculation in known)

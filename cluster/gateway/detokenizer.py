@@ -1,7 +1,7 @@
 """Turn one choice's tokens into text as they are committed, and find stop strings across token boundaries.
 
-A token's text depends on its neighbours: a character may be split over several tokens, and a decoder may drop the
-space in front of the first token it sees. So a short window of tokens is decoded, never a token alone:
+A token's text depends on its neighbours: a character may be split over several tokens, and some decoders drop the
+space before the first token. So a short window of tokens is decoded, never a single token:
 
     tokens   |<- published, forgotten ->|<- context ->|<- new ->|
                                         |<------- window ------>|
@@ -10,11 +10,11 @@ space in front of the first token it sees. So a short window of tokens is decode
 Once the window's text ends in a finished character, `new` becomes the context of the next window: constant work per
 token, whatever the length of the text.
 
-(`DecodeStream` of tokenizers takes 0.7 µs a token instead of 5.4, but tells neither what it holds back nor that a
-character is unfinished, and tokenizers that are not its own have none: a second decoder would have to stay.)
+(tokenizers' `DecodeStream` takes 0.7 µs per token instead of 5.4. But it reports neither the text it holds back nor an
+unfinished character, and slow tokenizers have none: this decoder would be needed beside it.)
 
-What is published is whole tokens: the texts of the tokens published so far concatenate to the text published so far.
-So a token is held back while its last character is unfinished, or while its text may become part of a stop string.
+Only whole tokens are published, each with its text. So a token is held back while its last character is unfinished, or
+while its text may become part of a stop string.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-REPLACEMENT_CHARACTER = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
+REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not a character, or not yet
 MAX_CHARACTER_TOKENS = 4  # a character has at most four bytes, a token at least one
 MAX_WINDOW_TOKENS = 24
 
 
 class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that detokenisation needs."""
+    """The part of a transformers tokenizer that is used here."""
 
     @property
     def all_special_ids(self) -> list[int]: ...
@@ -43,13 +43,13 @@ class Tokenizer(Protocol):
 
 
 def silent_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the special tokens' ids: those whose text `skip_special_tokens` leaves out."""
+    """Return the special tokens' ids, which `skip_special_tokens` leaves out of the text."""
     added = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if getattr(token, "special", False)}
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
 class IncrementalDecoder:
-    """Decode a growing token sequence; the deltas and the final flush concatenate to the text of the whole sequence."""
+    """Decode a growing token sequence: all deltas and the final flush, joined, are the text of the sequence."""
 
     def __init__(self, tokenizer: Tokenizer, *, silent_ids: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
@@ -61,8 +61,8 @@ class IncrementalDecoder:
         self.is_unfinished = False  # the text ends within a character
 
     def push(self, token_id: int) -> str:
-        """Append one token and return the text that it makes final, often its own, sometimes none."""
-        # Neither kind has text; a model's vocabulary may be padded beyond the tokenizer's.
+        """Append one token; return the text that is final now: often the token's own, sometimes none."""
+        # neither kind has text (a model's vocabulary may be padded beyond the tokenizer's)
         if token_id in self._silent_ids or token_id >= self._vocab_size:
             return ""
         self._window.append(token_id)
@@ -78,22 +78,22 @@ class IncrementalDecoder:
         return delta
 
     def flush(self) -> str:
-        """Return the text that was held back; what is no character stays a replacement character."""
+        """Return the text that was held back; an unfinished character becomes a replacement character."""
         delta = self._decode(self._window)[self._num_published_chars :]
         self._num_published_chars += len(delta)
         return delta
 
     def _forget(self, num_tokens: int) -> None:
-        """Drop the window's first tokens; all that is left is published and becomes context."""
+        """Drop the window's first tokens; the remaining ones, all published, become context."""
         del self._window[:num_tokens]
         self._num_context_tokens = len(self._window)
         self._num_published_chars = len(self._decode(self._window))
 
     def _cut_garbage(self, text: str) -> str:
-        """Publish the settled part of a window that does not end in a character, so that it cannot grow for ever.
+        """Publish the first part of a window that never ends in a whole character: the window must stay short.
 
-        A split is between characters exactly when both sides decode to the same text apart as together; behind it
-        enough tokens are kept for any unfinished character.
+        A split is between characters if both sides, decoded apart, join to the same text. The second side keeps enough
+        tokens for an unfinished character.
         """
         for split in range(len(self._window) - MAX_CHARACTER_TOKENS, 0, -1):
             before, after = self._decode(self._window[:split]), self._decode(self._window[split:])
@@ -111,13 +111,13 @@ class IncrementalDecoder:
 
 @dataclass(slots=True)
 class StopStringFinder:
-    """Find the first of some stop strings in the texts of tokens, holding back tokens that may be part of one.
+    """Find the first stop string in the texts of tokens; tokens that may be part of one are held back.
 
-    A stop string counts only where a token beyond the first `min_tokens` completes it; it may begin before.
+    A stop string counts if a token after the first `min_tokens` completes it; it may begin earlier.
     """
 
     stop: tuple[str, ...]
-    include: bool = False  # keep the stop string in the text
+    include: bool = False  # the text includes the stop string
     min_tokens: int = 0
     found: bool = False
     match: str | None = None  # the stop string that was found
@@ -125,7 +125,7 @@ class StopStringFinder:
     _held: list[str] = field(default_factory=list)
 
     def push(self, token_text: str) -> list[str]:
-        """Return the texts of the tokens that are settled now, oldest first; all, cut to length, once one is found."""
+        """Return the texts of the released tokens, oldest first; once a stop string is found, all, cut to length."""
         self._num_tokens += 1
         self._held.append(token_text)
         text = "".join(self._held)
@@ -161,7 +161,7 @@ class StopStringFinder:
 
 
 def _cut(texts: Sequence[str], num_chars: int) -> list[str]:
-    """Shorten texts so that together they have `num_chars`."""
+    """Cut the joined texts to `num_chars` characters."""
     cut = []
     for text in texts:
         cut.append(text[:num_chars])
@@ -170,7 +170,7 @@ def _cut(texts: Sequence[str], num_chars: int) -> list[str]:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` with which `stop` begins."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 
@@ -189,41 +189,41 @@ class Detokenizer:
     ) -> None:
         self._decoder = IncrementalDecoder(tokenizer, silent_ids=silent_ids)
         self._finder = StopStringFinder(stop, include=include_stop, min_tokens=min_tokens)
-        self._undecoded: list[str] = []  # of the last tokens, where they end in an unfinished character
+        self._undecoded: list[str] = []  # texts of the last tokens, which end in an unfinished character
 
     @property
     def stopped(self) -> bool:
-        """True once a stop string ended the text."""
+        """Whether a stop string has ended the text."""
         return self._finder.found
 
     @property
     def stop_string(self) -> str | None:
-        """Return the stop string that ended the text, where one did."""
+        """The stop string that ended the text."""
         return self._finder.match
 
     def push(self, token_ids: Sequence[int]) -> list[str]:
-        """Append tokens; return the texts of those that are settled now, oldest first.
+        """Append tokens; return the texts that are final now, oldest first.
 
-        Tokens behind the one that completes a stop string are not used, and get no text.
+        Tokens after a stop string are ignored, and have no text.
         """
-        settled = []
+        final = []
         for token_id in token_ids:
             for text in self._decode(token_id):
-                settled += self._finder.push(text)
+                final += self._finder.push(text)
                 if self.stopped:
-                    return settled
-        return settled
+                    return final
+        return final
 
     def flush(self) -> list[str]:
-        """Return the texts of the tokens that were held back, once no more will come."""
+        """Return the texts of all held-back tokens: no more tokens follow."""
         if self._undecoded:
             self._undecoded[-1] += self._decoder.flush()
-        settled = [text for undecoded in self._undecoded if not self.stopped for text in self._finder.push(undecoded)]
+        final = [text for undecoded in self._undecoded if not self.stopped for text in self._finder.push(undecoded)]
         self._undecoded = []
-        return settled + self._finder.flush()
+        return final + self._finder.flush()
 
     def _decode(self, token_id: int) -> list[str]:
-        """Return the texts of the tokens that are decoded now; the one with an unfinished character waits."""
+        """Append a token; return the texts that are decoded now. A token with an unfinished character waits."""
         delta = self._decoder.push(token_id)
         self._undecoded.append(delta)
         if not self._decoder.is_unfinished:

@@ -1,161 +1,26 @@
-"""The gateway: wire input becomes a `ValidRequest`, its n choices run at a backend, their tokens become text.
-
-Knows nothing of HTTP, gRPC or Ray; those shells only translate.
-"""
+"""The gateway's core, without HTTP, gRPC or Ray: those shells only translate."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from outrider.cluster.common.errors import InvalidRequest, ModelNotFound, OutriderError
-from outrider.cluster.gateway.bad_words import check_bad_words
 from outrider.cluster.gateway.choice import Backend, Choice, GatewayChunk, Generation, log_end
+from outrider.cluster.gateway.request_parser import ModelInfo, RequestInput, RequestParser, ValidRequest
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.monitoring.metrics import GatewayMetrics
-from outrider.verifier_service.messages.request import (
-    MAX_PRIORITY,
-    MAX_TARGET_INTER_TOKEN_MS,
-    AcceptanceRule,
-    GenerationRequest,
-    LogitBias,
-    SamplingParams,
-    StructuredOutput,
-)
+from outrider.verifier_service.messages.request import GenerationRequest
 
 if TYPE_CHECKING:
     from outrider.cluster.gateway.tracing import Tracing
 
-MAX_CHOICES = 128  # of one prompt, as OpenAI
-MAX_STOP_STRINGS = 4  # as OpenAI
-MAX_STOP_STRING_CHARS = 1024  # the search for a partial stop string is quadratic in it
-MAX_STOP_TOKEN_IDS = 1024
-MAX_LABEL_CHARS = 256  # of a session id or a cache salt
-MAX_REQUEST_ID_CHARS = 128
-DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI
-_SAMPLING_FIELDS = (  # the same in RequestInput and in SamplingParams
-    "temperature",
-    "top_p",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "ignore_eos",
-    "logprobs",
-    "structured",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """What clients may know of the served model."""
-
-    name: str
-    max_model_len: int  # prompt and output together
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    created: int  # Unix time
-    acceptance: AcceptanceRule = AcceptanceRule.STANDARD  # of requests that name none
-    adapters: tuple[str, ...] = ()  # LoRA adapters, which clients name in the model's place
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestInput:
-    """One prompt as some wire format brought it: typed, nothing checked. None: not given."""
-
-    prompt: str | Sequence[int]
-    prompt_field: str = "prompt"  # the prompt's name on the wire, for errors
-    request_id: str | None = None
-    model: str | None = None  # the served model's name, or an adapter's
-    add_special_tokens: bool = True  # False where a chat template has already written them
-    default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # None: the rest of the context
-    n: int | None = None
-    max_tokens: int | None = None
-    max_tokens_field: str = "max_tokens"
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None  # 0 and -1: off
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] | None = None  # by token id
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    logprobs: int | None = None
-    logprobs_field: str = "logprobs"
-    prompt_logprobs: int | None = None
-    echo: bool | None = None
-    disable_spec_decode: bool | None = None
-    num_speculative_tokens: int | None = None  # a cap; 0: off
-    rejection_sample_method: str | None = None  # an `AcceptanceRule`
-    structured: StructuredOutput | None = None
-    warnings: tuple[str, ...] = ()  # of what the output is not held to
-    priority: int | None = None
-    target_inter_token_ms: float | None = None
-    session_id: str | None = None
-    cache_salt: str | None = None
-    prediction: str | None = None  # what the output will be like, so that it can be a draft
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidRequest:
-    """One prompt that can be served as it stands; only `Gateway.parse` makes one."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    n: int
-    stop: tuple[str, ...]
-    include_stop: bool
-    skip_special_tokens: bool
-    sampling: SamplingParams
-    num_prompt_logprobs: int | None  # what the client asked for: with echo the engine may be asked for more
-    echo: tuple[str, ...]  # the prompt, where it is shown before the output; with logprobs a text for each token
-    is_prompt_only: bool  # max_tokens was 0: the engine's one token is not shown
-    group_id: str | None
-    priority: int
-    target_inter_token_ms: float | None
-    session_id: str | None
-    cache_salt: str
-    adapter: str | None = None
-    prediction_token_ids: tuple[int, ...] = ()
-    warnings: tuple[str, ...] = ()
-    trace_parent: str | None = None  # of the span that the choices are children of; None: not traced
-
-    def choices(self) -> list[GenerationRequest]:
-        """Return one request per choice; the choice index keeps seeded choices apart."""
-        return [
-            GenerationRequest(
-                request_id=self.request_id if self.n == 1 else f"{self.request_id}-{index}",
-                prompt_token_ids=self.prompt_token_ids,
-                sampling=dataclasses.replace(self.sampling, choice_index=index),
-                group_id=self.group_id,
-                cache_salt=self.cache_salt,
-                adapter=self.adapter,
-                prediction_token_ids=self.prediction_token_ids,
-                priority=self.priority,
-                target_inter_token_ms=self.target_inter_token_ms,
-                session_id=self.session_id,
-                trace_parent=self.trace_parent,
-            )
-            for index in range(self.n)
-        ]
-
 
 class Gateway:
-    """Tokenise, fan out n choices, detokenise incrementally, find stop strings, count."""
+    """Serve prompts: check one, run its n choices at the backend, turn their tokens into text, count.
+
+    RequestInput ── parse ──▶ ValidRequest ── generate ──▶ Backend, once per choice ──▶ Choice: tokens to text
+    """
 
     def __init__(
         self,
@@ -172,6 +37,7 @@ class Gateway:
         self.text = TextCodec(tokenizer)
         self.metrics = metrics
         self.is_draining = False
+        self._parser = RequestParser(model, self.text)
         self._fleet_load = fleet_load
         self._tracing = tracing
         self._backend = backend if tracing is None else tracing.backend(backend)
@@ -180,17 +46,17 @@ class Gateway:
 
     @property
     def num_running(self) -> int:
-        """Return how many prompts are being generated."""
+        """The number of prompts that are being generated."""
         return len(self._running)
 
     def load(self) -> dict[str, Any]:
-        """Return the load of this gateway, under vLLM's name, and of the fleet."""
+        """Return this gateway's load, as vLLM's `server_load`, and the fleet's."""
         return {"server_load": self.num_running, **self._fleet_load()}
 
     def drain(self) -> None:
-        """Ask for no new requests from now on; one that a server has taken already is still served.
+        """Have the servers accept no new requests from now on.
 
-        It is the servers that refuse, by taking no more: what they took a moment ago must not be lost in an update.
+        The gateway itself refuses none: a request that a server has just accepted must survive a rolling update.
         """
         self.is_draining = True
 
@@ -199,129 +65,17 @@ class Gateway:
             raise ModelNotFound(name)
 
     async def parse(self, request: RequestInput) -> ValidRequest:
-        """Turn wire input into a request that can be served, or raise `InvalidRequest` naming the field."""
-        num_choices = 1 if request.n is None else request.n
-        _require(1 <= num_choices <= MAX_CHOICES, "n", f"in [1, {MAX_CHOICES}]")
-        priority = request.priority or 0
-        _require(abs(priority) <= MAX_PRIORITY, "priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
-        target_ms, limit = request.target_inter_token_ms, MAX_TARGET_INTER_TOKEN_MS
-        _require(target_ms is None or 0.0 < target_ms <= limit, "target_inter_token_ms", f"in (0, {limit:g}]")
-        stop = _stop_strings(request.stop)
-        prompt_token_ids = await self._prompt_token_ids(request)
-        return ValidRequest(
-            request_id=_request_id(request.request_id),
-            prompt_token_ids=prompt_token_ids,
-            n=num_choices,
-            stop=stop,
-            include_stop=bool(request.include_stop_str_in_output),
-            skip_special_tokens=request.skip_special_tokens is not False,
-            sampling=await self._sampling(request, self.model.max_model_len - len(prompt_token_ids)),
-            num_prompt_logprobs=request.prompt_logprobs,
-            echo=await self._echo(request, prompt_token_ids) if request.echo else (),
-            is_prompt_only=request.max_tokens == 0,
-            group_id=uuid.uuid4().hex if num_choices > 1 else None,
-            priority=priority,
-            target_inter_token_ms=target_ms,
-            session_id=_label(request.session_id, "session_id"),
-            cache_salt=_label(request.cache_salt, "cache_salt") or "",
-            adapter=request.model if request.model in self.model.adapters else None,
-            prediction_token_ids=await self._prediction(request),
-            warnings=request.warnings,
-        )
-
-    async def _prediction(self, request: RequestInput) -> tuple[int, ...]:
-        if not request.prediction:
-            return ()
-        self._require_short(request.prediction, "prediction")
-        return (await self.text.encode(request.prediction, add_special_tokens=False))[: self.model.max_model_len]
-
-    def _require_short(self, text: str, field: str) -> None:
-        """Raise `InvalidRequest` naming the field for a text that has more tokens than the context for sure."""
-        limit = self.model.max_model_len
-        if self.text.is_longer_than(text, limit):
-            raise InvalidRequest(f"{field} has {len(text)} characters; {limit} tokens have fewer", field)
-
-    async def _prompt_token_ids(self, request: RequestInput) -> tuple[int, ...]:
-        field, limit = request.prompt_field, self.model.max_model_len
-        if isinstance(request.prompt, str):
-            self._require_short(request.prompt, field)
-            ids = await self.text.encode(request.prompt, add_special_tokens=request.add_special_tokens)
-        else:
-            ids = tuple(request.prompt)
-        _require(bool(ids), field, "at least one token: it is empty, and the tokenizer adds none")
-        if len(ids) >= limit:
-            raise InvalidRequest(
-                f"{field} has {len(ids)} tokens; with at least one of output they must fit in {limit}", field
-            )
-        self.require_in_vocabulary(ids, field)
-        return ids
-
-    async def _echo(self, request: RequestInput, prompt_token_ids: tuple[int, ...]) -> tuple[str, ...]:
-        if request.logprobs is not None:
-            skip_special_tokens = request.skip_special_tokens is not False
-            return tuple(await self.text.token_texts(prompt_token_ids, skip_special_tokens=skip_special_tokens))
-        return (request.prompt if isinstance(request.prompt, str) else await self.text.decode(request.prompt),)
+        """Check and tokenise wire input; raises `InvalidRequest` naming the field."""
+        return await self._parser.parse(request)
 
     def require_in_vocabulary(self, ids: Iterable[int], field: str) -> None:
-        """Raise `InvalidRequest` naming the field unless all ids are the model's."""
-        in_bounds = all(0 <= id_ < self.model.vocab_size for id_ in ids)
-        _require(in_bounds, field, f"token ids in [0, {self.model.vocab_size})")
-
-    async def _sampling(self, request: RequestInput, num_free_tokens: int) -> SamplingParams:
-        stop_token_ids = tuple(request.stop_token_ids or ())
-        _require(len(stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}")
-        self.require_in_vocabulary(stop_token_ids, "stop_token_ids")
-        logit_bias = request.logit_bias or {}
-        self.require_in_vocabulary(logit_bias, "logit_bias")
-        optional = {
-            **{name: getattr(request, name) for name in _SAMPLING_FIELDS},
-            "top_k": self._top_k(request.top_k),
-            "prompt_logprobs": _num_prompt_logprobs(request),
-            "num_speculative_tokens": self._draft_cap(request),
-            "acceptance": self._acceptance(request.rejection_sample_method),
-        }
-        set_fields: dict[str, Any] = {name: value for name, value in optional.items() if value is not None}
-        max_tokens = _max_tokens(request, num_free_tokens)
-        try:
-            bad_words = await self._bad_words(request.bad_words or ())
-            return SamplingParams(
-                bad_words=bad_words,
-                max_tokens=max_tokens,
-                stop_token_ids=stop_token_ids,
-                logit_bias=tuple(LogitBias(token_id=id_, bias=bias) for id_, bias in logit_bias.items()),
-                **set_fields,
-            )
-        except ValueError as error:  # its text begins with the field's name
-            name, _, rest = str(error).partition(" ")
-            field = request.logprobs_field if name == "logprobs" else name
-            raise InvalidRequest(f"{field} {rest}", field) from error
-
-    async def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        check_bad_words(words)
-        sequences = await self.text.word_sequences(words) if words else ()
-        self.require_in_vocabulary(itertools.chain.from_iterable(sequences), "bad_words")
-        return sequences
-
-    def _top_k(self, top_k: int | None) -> int | None:
-        if top_k is None or top_k < -1:
-            return top_k
-        return 0 if top_k >= self.model.vocab_size else max(0, top_k)
-
-    def _acceptance(self, name: str | None) -> AcceptanceRule:
-        if name is None:
-            return self.model.acceptance
-        rules = [rule.value for rule in AcceptanceRule]
-        _require(name in rules, "rejection_sample_method", f"one of {', '.join(rules)}")
-        return AcceptanceRule(name)
-
-    def _draft_cap(self, request: RequestInput) -> int | None:
-        cap = 0 if request.disable_spec_decode else request.num_speculative_tokens
-        return None if cap is None else min(cap, self.model.max_model_len)
+        """Raise `InvalidRequest` naming the field unless all ids are in the model's vocabulary."""
+        self._parser.require_in_vocabulary(ids, field)
 
     def generate(self, request: ValidRequest) -> AsyncIterator[GatewayChunk]:
-        """Yield the chunks of all choices, interleaved as they come. Closing the iterator cancels every choice.
+        """Yield the chunks of all choices as they arrive. Closing the iterator cancels every choice.
 
-        Raises an `OutriderError` when a choice fails; the others are cancelled then.
+        Raises a failed choice's `OutriderError`, and cancels the others.
         """
         return self._generate(request) if self._tracing is None else self._tracing.request(request, self._generate)
 
@@ -384,51 +138,3 @@ class Gateway:
             clock=self._clock,
             started_s=started_s,
         )
-
-
-def _max_tokens(request: RequestInput, num_free_tokens: int) -> int:
-    """Return the output's limit; a default shrinks to what is free, a number that was asked for is refused."""
-    if request.max_tokens is None:
-        default = request.default_max_tokens
-        return num_free_tokens if default is None else min(default, num_free_tokens)
-    field = request.max_tokens_field
-    smallest = 0 if request.echo else 1
-    _require(request.max_tokens >= smallest, field, f"at least {smallest}")
-    _require(request.max_tokens <= num_free_tokens, field, f"at most {num_free_tokens} after this prompt")
-    return max(1, request.max_tokens)
-
-
-def _num_prompt_logprobs(request: RequestInput) -> int | None:
-    """Return how many the engine is asked for: an echoed prompt shows its log probabilities as the output does."""
-    wanted = [request.prompt_logprobs, request.logprobs if request.echo else None]
-    return max((num for num in wanted if num is not None), default=None)
-
-
-def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    _require(len(strings) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
-    fits = all(1 <= len(string) <= MAX_STOP_STRING_CHARS for string in strings)
-    _require(fits, "stop", f"strings of 1 to {MAX_STOP_STRING_CHARS} characters")
-    return strings
-
-
-def is_safe_id(text: str) -> bool:
-    """Return whether a client's id can be echoed in headers and written to logs."""
-    return 1 <= len(text) <= MAX_REQUEST_ID_CHARS and text.isascii() and text.isprintable()
-
-
-def _request_id(given: str | None) -> str:
-    if not given:
-        return uuid.uuid4().hex
-    _require(is_safe_id(given), "request_id", f"at most {MAX_REQUEST_ID_CHARS} printable ASCII characters")
-    return given
-
-
-def _label(given: str | None, field: str) -> str | None:
-    _require(given is None or len(given) <= MAX_LABEL_CHARS, field, f"at most {MAX_LABEL_CHARS} characters")
-    return given or None
-
-
-def _require(condition: bool, field: str, expectation: str) -> None:
-    if not condition:
-        raise InvalidRequest(f"{field} must be {expectation}", field)

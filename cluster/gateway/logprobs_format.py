@@ -1,6 +1,6 @@
-"""Log probabilities as clients know them: OpenAI's two shapes, and vLLM's for prompts.
+"""Log probabilities in the clients' formats: OpenAI's two, and vLLM's for prompts.
 
-A token that is a part of a character is written as OpenAI does, `bytes:\\xe6`, so that two such tokens differ.
+As in OpenAI's, a token that is a part of a character is named by its bytes, as in `bytes:\\xe6`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOWEST_LOGPROB = -9999.0  # JSON has no -inf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownToken:
-    """A token where it stands in the text; a prompt's first one has no log probability."""
+    """A token within the text; a prompt's first token has no log probability."""
 
     id: int
     text: str
@@ -28,7 +28,7 @@ class ShownToken:
 def completion_logprobs(
     tokens: Sequence[ShownToken], codec: TextCodec, *, num_top: int, first_offset: int
 ) -> dict[str, Any]:
-    """Return /v1/completions' four lists; `first_offset` is the first token's place in the text, in characters."""
+    """Return /v1/completions' four lists; `first_offset` is the first token's offset in the text, in characters."""
     offsets, offset = [], first_offset
     for token in tokens:
         offsets.append(offset)
@@ -61,7 +61,7 @@ def prompt_logprobs(
 
 
 def token_name(token_id: int, codec: TextCodec) -> str:
-    """Return a token's text, or its bytes where those are only a part of a character."""
+    """Return a token's text, or its bytes if they are only a part of a character."""
     text, values = codec.token_text(token_id), codec.token_bytes(token_id)
     if REPLACEMENT_CHARACTER not in text or values is None:
         return text
@@ -81,7 +81,7 @@ def _top_by_name(entry: TokenLogprobs, codec: TextCodec, num_top: int) -> dict[s
     """Return the likeliest tokens and the token itself: up to `num_top` + 1, as OpenAI."""
     named: dict[str, float] = {}
     for id_, logprob in [*_top(entry, num_top), (entry.token_id, entry.logprob)]:
-        named.setdefault(token_name(id_, codec), _finite(logprob))  # of two tokens with one text the likelier
+        named.setdefault(token_name(id_, codec), _finite(logprob))  # of two tokens with the same text, the likelier
     return named
 
 

@@ -1,6 +1,6 @@
-"""The gateway's way to the verifiers: ask the router where, stream from there, go on elsewhere when it is lost.
+"""The gateway's way to the verifiers: the router names one; if it is lost, the request goes on at another.
 
-The router may be away: the last snapshot and the same pure function then decide here, so requests go on.
+While the router is away, the gateway routes by the last snapshot, with the same pure function.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import grpc
 from outrider.cluster.common.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
 from outrider.cluster.common.reports import ask_router
 from outrider.cluster.gateway.admission import OwnQueue, Turnover, refusal
-from outrider.cluster.gateway.gateway import ModelInfo
 from outrider.cluster.gateway.journal import Attempts, Journal
+from outrider.cluster.gateway.request_parser import ModelInfo
 from outrider.cluster.router.fleet import Assignment, FleetSnapshot, RouteAnswer, RouteAsk, RouterPolicy
 from outrider.cluster.router.routing import NoVerifierError, route, with_assignment
 from outrider.proto import link_pb2, link_pb2_grpc
@@ -31,16 +31,16 @@ from outrider.verifier_service.messages.wire import WireError, decode, encode
 
 logger = logging.getLogger(__name__)
 
-ROUTE_TIMEOUT_S = 0.5  # then the snapshot decides: admission must not hang on a frozen router
+ROUTE_TIMEOUT_S = 0.5  # then the snapshot decides: a frozen router must not block requests
 SNAPSHOT_INTERVAL_S = 0.5
-ACCEPT_TIMEOUT_S = 5.0  # a verifier that does not even say that it has the request is not there
+ACCEPT_TIMEOUT_S = 5.0  # a verifier that has not acknowledged the request by then is lost
 AFFINITY_PREFIX_TOKENS = 256  # prompts that share so many are best served by one verifier
-# what a stream ends with when its verifier ends: anything else is about the request
+# status of a stream whose verifier ended; any other status is about the request
 LOSS_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class RouterClient:
-    """Route by the router's deployment; without it, by its last snapshot."""
+    """Route by the router's deployment; while it is away, by its last snapshot."""
 
     def __init__(self, router: Any, policy: RouterPolicy) -> None:
         self._router = router
@@ -66,7 +66,7 @@ class RouterClient:
         return assignment
 
     def refusal(self, own: OwnQueue, *, priority: int, max_queued_requests: int) -> Overloaded | Unavailable | None:
-        """Return why a new request is not taken, by the last snapshot; None when it is."""
+        """Return why a new request is refused, by the last snapshot; None: it is admitted."""
         if self.snapshot is None:
             return None
         return refusal(
@@ -79,17 +79,17 @@ class RouterClient:
         )
 
     @property
-    def knows_none(self) -> bool:
-        """True while the last snapshot names no verifier: asking the router is no use."""
+    def has_no_verifier(self) -> bool:
+        """Whether the last snapshot has no verifier: the router has none to name."""
         return self.snapshot is not None and not self.snapshot.verifiers
 
     def has_left(self, endpoint: str) -> bool:
-        """Return whether the last snapshot names no verifier at an endpoint."""
+        """Return whether the last snapshot has no verifier at an endpoint."""
         snapshot = self.snapshot
         return snapshot is not None and all(state.report.endpoint != endpoint for state in snapshot.verifiers)
 
     async def max_model_len(self) -> int:
-        """Wait for the first verifier; return the longest sequence that all of them hold."""
+        """Wait for the first verifier; return the longest sequence that every verifier can hold."""
         while True:
             verifiers = self.snapshot.verifiers if self.snapshot is not None else ()
             lengths = [length for state in verifiers if (length := state.report.max_model_len) is not None]
@@ -98,14 +98,14 @@ class RouterClient:
             await asyncio.sleep(SNAPSHOT_INTERVAL_S / 5)
 
     async def follow(self) -> None:
-        """Keep the snapshot fresh for as long as the router answers."""
+        """Refresh the snapshot, forever."""
         while True:
             self.snapshot = await ask_router(self._router.snapshot) or self.snapshot
             await asyncio.sleep(SNAPSHOT_INTERVAL_S)
 
 
 class _VerifierLost(Exception):
-    """A stream ended before its request did, and not by the request's own fault."""
+    """A stream ended before its request, and the request is not known to be the cause."""
 
     def __init__(self, reason: str, *, was_accepted: bool) -> None:
         super().__init__(reason)
@@ -113,7 +113,7 @@ class _VerifierLost(Exception):
 
 
 class _Peer:
-    """A verifier's channel, shared by the streams from it; the last one closes it once it is no longer wanted."""
+    """A verifier's channel, shared by its streams; the last stream closes it once the verifier is lost."""
 
     def __init__(self, endpoint: str, credentials: LinkCredentials | None) -> None:
         self.channel = open_channel(endpoint, credentials)
@@ -122,7 +122,7 @@ class _Peer:
 
 
 class _Group:
-    """Requests that share a prompt's KV: all follow the first of them to its verifier, for as long as that lives."""
+    """Choices of one prompt, which share its KV: all go to the first one's verifier, until it is lost."""
 
     def __init__(self) -> None:
         self.num_members = 0
@@ -136,7 +136,7 @@ class _Group:
             return self._assignment
 
     def forget(self, lost: Assignment) -> None:
-        """Part from a verifier that was lost, unless another member has already."""
+        """Forget the lost verifier, unless another member has found a new one."""
         if self._assignment is lost:
             self._assignment = None
 
@@ -155,7 +155,7 @@ class RoutedBackend:
         failover_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_queued_requests` of one verifier: see `admission`; `failover_timeout_s`: see `Attempts`."""
+        """`max_queued_requests`, per verifier: see `admission`. `failover_timeout_s`: see `Attempts`."""
         self._router = router
         self._gateway_id = gateway_id
         self._model = model
@@ -169,17 +169,17 @@ class RoutedBackend:
         self._serial = itertools.count()
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
-        """Stream one request's outputs, from as many verifiers as it takes; leaving early cancels it.
+        """Stream one request's outputs, from several verifiers if some are lost; closing the iterator cancels it.
 
-        Raises `Overloaded` before anything is sent, `Unavailable` without a verifier (for a request that has begun: in
-        time), `InvalidRequest` when a verifier refuses it, `RequestFailed` when verifiers seem to die of it.
+        Raises `Overloaded` before anything is sent; `Unavailable` if no verifier is found in time; `InvalidRequest` if
+        a verifier refuses the request; `RequestFailed` if it seems to crash its verifiers.
         """
         self._admit(request)
         journal = Journal(request=request, model=self._model)
         attempts = Attempts(failover_timeout_s=self._failover_timeout_s)
         with self._turnover.entered() as ticket, self._group_of(request) as group:
             while journal.ending is None:
-                # two clients may choose the same id: inside the fleet every attempt has one of its own
+                # two clients may choose the same id: inside the fleet every attempt has its own
                 internal_id = f"{self._gateway_id}/{next(self._serial)}/{request.request_id}"
                 assignment = await self._place(internal_id, journal, attempts, group)
                 message = journal.continuation(internal_id, assignment.plan)
@@ -196,7 +196,7 @@ class RoutedBackend:
 
     def _admit(self, request: GenerationRequest) -> None:
         refusal = self._router.refusal(
-            self._turnover.queue(), priority=request.priority, max_queued_requests=self._max_queued_requests
+            self._turnover.update(), priority=request.priority, max_queued_requests=self._max_queued_requests
         )
         if isinstance(refusal, Overloaded):
             self._turnover.promise(refusal.retry_after_s)
@@ -205,7 +205,7 @@ class RoutedBackend:
 
     @contextlib.contextmanager
     def _group_of(self, request: GenerationRequest) -> Iterator[_Group]:
-        """Join the request's group, or be one."""
+        """Join the request's group; a request without one is a group of its own."""
         if request.group_id is None:
             yield _Group()
             return
@@ -219,7 +219,7 @@ class RoutedBackend:
                 del self._groups[request.group_id]
 
     async def _place(self, internal_id: str, journal: Journal, attempts: Attempts, group: _Group) -> Assignment:
-        """Return where the request goes next, once there is a verifier for it."""
+        """Wait for a verifier that takes the request; return its assignment."""
         request = journal.request
         while True:
             ask = RouteAsk(
@@ -234,7 +234,7 @@ class RoutedBackend:
                 return await group.assign(self._router, ask)
             except Unavailable:
                 await asyncio.sleep(attempts.none_found(self._clock()))
-            while self._router.knows_none:
+            while self._router.has_no_verifier:
                 await asyncio.sleep(attempts.none_found(self._clock()))
 
     def _count_loss(
@@ -259,7 +259,7 @@ class RoutedBackend:
         )
 
     async def _stream(self, endpoint: str, message: GenerationRequest) -> AsyncGenerator[RequestOutput]:
-        """Stream one request from one verifier; raises `_VerifierLost`, or the error that its gRPC status means."""
+        """Stream one request from one verifier; raises `_VerifierLost`, or the error of its gRPC status."""
         if endpoint not in self._peers:
             self._peers[endpoint] = _Peer(endpoint, self._credentials)
         peer = self._peers[endpoint]
@@ -279,10 +279,10 @@ class RoutedBackend:
         except grpc.aio.AioRpcError as error:
             if error.code() not in LOSS_CODES:
                 raise _error_of(error) from error
-            self._part_from(endpoint, peer)
+            self._drop_peer(endpoint, peer)
             raise _VerifierLost(str(error.details()), was_accepted=was_accepted) from error
         except TimeoutError as error:
-            self._part_from(endpoint, peer)
+            self._drop_peer(endpoint, peer)
             raise _VerifierLost(f"no answer within {ACCEPT_TIMEOUT_S:g} s", was_accepted=False) from error
         except WireError as error:
             raise _VerifierLost(str(error), was_accepted=was_accepted) from error
@@ -293,13 +293,13 @@ class RoutedBackend:
                 await peer.channel.close()
             await self._close_unused()
 
-    def _part_from(self, endpoint: str, lost: _Peer) -> None:
-        """Have the next stream open a channel of its own, unless another one has already."""
+    def _drop_peer(self, endpoint: str, lost: _Peer) -> None:
+        """Drop a lost verifier's channel: the next stream opens a new one."""
         if self._peers.get(endpoint) is lost:
             del self._peers[endpoint]
 
     async def _close_unused(self) -> None:
-        """Close the channels without a stream to verifiers that have left the fleet."""
+        """Close channels without streams whose verifiers have left the fleet."""
         unused = [
             endpoint
             for endpoint, peer in self._peers.items()
@@ -314,7 +314,7 @@ class RoutedBackend:
 
 
 def affinity_key(request: GenerationRequest) -> str:
-    """Return what requests have in common that are best served by one verifier: a session or a prefix."""
+    """Return the key that requests for the same verifier share: their session, else a hash of their prefix."""
     if request.session_id is not None:
         return request.session_id
     prefix = request.prompt_token_ids[:AFFINITY_PREFIX_TOKENS]

@@ -1,11 +1,11 @@
-"""Structured output as the public interfaces spell it; an error names the field that the client has sent.
+"""Structured output in the fields of the public interfaces; an error names the client's field.
 
 OpenAI   response_format     {"type": "text" | "json_object" | "json_schema", "json_schema": {"name", "schema", …}}
 vLLM     structured_outputs  {"json" | "regex" | "choice" | "grammar" | "json_object": …}
          guided_json, guided_regex, guided_choice, guided_grammar: the same, in older clients
 gRPC     json_schema, regex, grammar, choice, json_object
 
-Where a schema is not `strict`, constraints that the grammar lacks are left out, and the answer has a warning that names
+If a schema is not `strict`, constraints that the grammar cannot enforce are left out, and a warning in the answer names
 them.
 """
 
@@ -38,7 +38,7 @@ _VLLM_KINDS = {
     "grammar": StructuredKind.GRAMMAR,
     "json_object": StructuredKind.JSON_OBJECT,
 }
-# Members of vLLM's structured_outputs that would change the result: only what changes nothing is accepted.
+# Members of vLLM's structured_outputs that would change the result: only null and false are accepted.
 _VLLM_SWITCHES = (
     *("disable_fallback", "disable_any_whitespace", "disable_additional_properties"),
     *("whitespace_pattern", "structural_tag"),
@@ -47,15 +47,15 @@ _VLLM_SWITCHES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedStructure:
-    """The form that an output must have, with its name on the wire."""
+    """The form that an output must have, and the client's field for it."""
 
     output: StructuredOutput
     field: str
-    warnings: tuple[str, ...] = ()  # of what the output is not held to
+    warnings: tuple[str, ...] = ()  # constraints that the grammar does not enforce
 
 
 def openai_structure(fields: Mapping[str, Any]) -> NamedStructure | None:
-    """Read the fields of OPENAI_FIELDS that a body gives; raises `InvalidRequest` naming the one that is wrong."""
+    """Read a body's OPENAI_FIELDS; raises `InvalidRequest` naming the bad one."""
     given = {name: fields[name] for name in OPENAI_FIELDS if fields.get(name) is not None}
     found: list[NamedStructure | None] = []
     for name, value in given.items():
@@ -67,7 +67,7 @@ def openai_structure(fields: Mapping[str, Any]) -> NamedStructure | None:
 
 
 def only(found: Iterable[NamedStructure]) -> NamedStructure | None:
-    """Return the one structure that is asked for, None where there is none; more contradict each other."""
+    """Return the only structure, if there is one; raises `InvalidRequest` if there are several."""
     asked = list(found)
     if len(asked) > 1:
         raise InvalidRequest(f"{asked[1].field} and {asked[0].field} cannot both be given", asked[1].field)
@@ -75,7 +75,7 @@ def only(found: Iterable[NamedStructure]) -> NamedStructure | None:
 
 
 def structure_of(kind: StructuredKind, value: Any, field: str, *, is_strict: bool = False) -> NamedStructure | None:
-    """Read one description of a form; None where it asks for none (a json_object that is false)."""
+    """Read one structure; None if a json_object is false."""
     if kind is StructuredKind.JSON_OBJECT:
         _require(isinstance(value, bool), field, "a boolean")
         return _named(field, lambda: StructuredOutput(kind=kind)) if value else None

@@ -1,4 +1,4 @@
-"""The tokenizer as the gateway uses it: whole texts off the event loop, and single tokens for log probabilities."""
+"""The gateway's tokenizer: whole texts in threads, and single tokens for log probabilities."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from outrider.cluster.gateway.bad_words import word_sequences
 from outrider.cluster.gateway.detokenizer import REPLACEMENT_CHARACTER, Detokenizer, silent_token_ids
 from outrider.verifier_service.chat_template import ArgumentsError, ChatWriter
 
-NUM_THREADS = 2  # that tokenise at a time; the tokenizer releases the interpreter's lock
+NUM_THREADS = 2  # tokenise in parallel: the tokenizer releases the GIL
 
 ResultT = TypeVar("ResultT")
 
 
 class TextCodec:
-    """Turn text, chats and tokens into each other. A long text holds up no other stream: threads do the work."""
+    """Convert between text, chats and tokens. Threads do the work, so that a long text delays no other stream."""
 
     def __init__(self, tokenizer: Any) -> None:  # transformers.PreTrainedTokenizerBase, which has no types
         self._tokenizer = tokenizer
@@ -33,7 +33,7 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        """Return whether the model says how to write a chat."""
+        """Whether the model's tokenizer has a chat template."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -41,15 +41,15 @@ class TextCodec:
         return await self._in_thread(functools.partial(self.encode_now, text, add_special_tokens=add_special_tokens))
 
     def encode_now(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Return a text's token ids, made in this thread."""
+        """Return a text's token ids, in this thread."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     async def word_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return how bad words are written in tokens; raises `ValueError` naming `bad_words`."""
+        """Return the token sequences of bad words; raises `ValueError` naming `bad_words`."""
         return await self._in_thread(functools.partial(self.word_sequences_now, words))
 
     def word_sequences_now(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the same, made in this thread."""
+        """Return the token sequences of bad words, in this thread."""
         return word_sequences(words, functools.partial(self.encode_now, add_special_tokens=False))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
@@ -65,17 +65,17 @@ class TextCodec:
 
     @property
     def response_template(self) -> dict[str, Any] | None:
-        """Return how the model's answers are read, where its tokenizer says so."""
+        """The tokenizer's template by which the model's answers are read, if it has one."""
         return getattr(self._tokenizer, "response_template", None)
 
     @functools.cached_property
     def special_ids(self) -> dict[str, int]:
-        """Return the tokens that the tokenizer marks as special, by their text."""
+        """The tokens that the tokenizer marks as special: their ids, by text."""
         added = self._tokenizer.added_tokens_decoder
         return {token.content: id_ for id_, token in added.items() if token.special}
 
     async def render_chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
-        """Write messages through the model's chat template; raises `InvalidRequest` where they do not fit it."""
+        """Render messages by the model's chat template; raises `InvalidRequest` if they do not fit it."""
         if not self.has_chat_template:
             raise InvalidRequest(
                 "messages: this model's tokenizer has no chat template; use /v1/completions", "messages"
@@ -83,21 +83,21 @@ class TextCodec:
         return await self._in_thread(functools.partial(self.render_chat_now, messages, **fields))
 
     def render_chat_now(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
-        """Write messages through a chat template, in this thread; raises `InvalidRequest`.
+        """Render messages by a chat template, in this thread; raises `InvalidRequest`.
 
-        `fields` are of `apply_chat_template` (`tools`, `add_generation_prompt`: true unless given, a `chat_template`
-        instead of the model's own), or the template's own.
+        `fields` are `apply_chat_template`'s (`tools`; `add_generation_prompt`, by default true; `chat_template`, in
+        place of the model's) or the template's own.
         """
         fields = {"add_generation_prompt": True, **fields}
         try:
             return self._chats.write(messages, **fields)
         except ArgumentsError as error:
             raise InvalidRequest(f"messages: {error}", "messages") from error
-        except Exception as error:  # whatever a model's template raises, these messages do not fit it
+        except Exception as error:  # a template may raise anything: these messages do not fit it
             raise InvalidRequest(f"messages do not fit the model's chat template: {error}", "messages") from error
 
     def is_longer_than(self, text: str, num_tokens: int) -> bool:
-        """Return True where a text has more tokens than that for sure, as its length alone tells."""
+        """Return whether a text's length alone proves that it has more than `num_tokens`."""
         return len(text) > num_tokens * self._max_token_chars
 
     def detokenizer(
@@ -108,7 +108,7 @@ class TextCodec:
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> Detokenizer:
-        """Return what turns one choice's tokens into text."""
+        """Return a detokenizer for one choice."""
         return Detokenizer(
             self._tokenizer,
             silent_ids=self._silent_ids if skip_special_tokens else frozenset(),
@@ -118,22 +118,22 @@ class TextCodec:
         )
 
     async def token_texts(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[str]:
-        """Return the text that each token adds to the text of the whole."""
+        """Return the text that each token adds to the whole text."""
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return await self._in_thread(lambda: detokenizer.push(token_ids) + detokenizer.flush())
 
     def pieces(self, token_ids: Sequence[int]) -> list[str | None]:
-        """Return the tokenizer's own names of tokens; None: an id of the model's that the tokenizer lacks."""
+        """Return the tokenizer's pieces; None: an id beyond the tokenizer's vocabulary."""
         return list(self._tokenizer.convert_ids_to_tokens(list(token_ids)))
 
     def _token_text(self, token_id: int) -> str:
-        """Return the text a token has in mid-text: some decoders drop the space in front of the first."""
+        """Return a token's text within a text: some decoders drop the space before the first token."""
         if token_id >= len(self._tokenizer):
             return ""
         return self._decode_now([*self._anchor, token_id])[len(self._decode_now(self._anchor)) :]
 
     def _token_bytes(self, token_id: int) -> tuple[int, ...] | None:
-        """Return the UTF-8 bytes of a token, also of one that is a part of a character; None: not known."""
+        """Return a token's UTF-8 bytes, which may be a part of a character; None: unknown."""
         text = self._token_text(token_id)
         if REPLACEMENT_CHARACTER not in text:
             return tuple(text.encode())
@@ -157,7 +157,7 @@ class TextCodec:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return what byte-level tokenizers write for each byte: itself where printable, else characters from 256 on."""
+    """Return the byte of each character of a byte-level piece: a printable byte is itself, others are 256 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -1,13 +1,13 @@
-"""OpenTelemetry traces of requests: request, its choices at verifiers, their steps, the draft rounds of these.
+"""OpenTelemetry traces of requests: four levels of spans.
 
     request                  the gateway, from accepting a prompt to its last chunk
       verifier.generate      one choice, failover included
         verifier.step        the step that committed some of its tokens, by the verifier's clock
           draft.round        from asking the drafter to the arrival of the draft that this step verified
 
-The first is a child of the W3C `traceparent` that the client sent. Verifiers export nothing: they report the times of
-a traced request's steps with its tokens. A request that is not sampled carries no `trace_parent`, so nobody behind the
-gateway does anything for it. No attribute holds a prompt or generated text. Needs the extra `otlp`.
+A request span is a child of the client's W3C `traceparent`. Verifiers export nothing: they report a traced request's
+step times with its tokens. A request that is not sampled has no `trace_parent`, and costs verifiers nothing. No
+attribute holds a prompt or generated text. Needs the extra `otlp`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from outrider.verifier_service.messages.request import GenerationRequest, Reques
 
 if TYPE_CHECKING:
     from outrider.cluster.gateway.choice import Backend, GatewayChunk
-    from outrider.cluster.gateway.gateway import ValidRequest
+    from outrider.cluster.gateway.request_parser import ValidRequest
 
-EXPORT_TIMEOUT_S = 2  # a collector that is away must not hold up a gateway that stops
+EXPORT_TIMEOUT_S = 2  # an unreachable collector must not delay a stopping gateway
 TRACE_PARENT = "traceparent"
 TRACE_HEADERS = frozenset({TRACE_PARENT, "tracestate"})
 
@@ -43,9 +43,9 @@ _propagator = TraceContextTextMapPropagator()
 
 
 def otlp_provider(endpoint: str, *, sample_ratio: float, replica: str) -> TracerProvider:
-    """Return a provider that sends spans to a collector by OTLP over gRPC, in the clear for an http:// endpoint.
+    """Return a provider that sends spans to a collector by OTLP over gRPC, unencrypted for an http:// endpoint.
 
-    A caller's decision to sample is followed; of requests without one `sample_ratio` is traced.
+    The client's sampling decision holds; of requests without one, `sample_ratio` is traced.
     """
     provider = TracerProvider(
         resource=Resource.create({"service.name": "outrider", "service.instance.id": replica}),
@@ -56,28 +56,28 @@ def otlp_provider(endpoint: str, *, sample_ratio: float, replica: str) -> Tracer
 
 
 class Tracing:
-    """Make spans around what a gateway does."""
+    """A gateway's spans."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("outrider")
 
     def backend(self, inner: Backend) -> Backend:
-        """Return a backend that does what `inner` does and makes spans of it."""
+        """Return `inner`, traced."""
         return TracedBackend(inner, self._tracer)
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Return an application in which a request's spans are children of what its HTTP client sent."""
+        """Return an application whose request spans are children of the HTTP client's."""
         return TraceContextMiddleware(app)
 
     def interceptor(self) -> grpc.aio.ServerInterceptor:
-        """Return what does the same for gRPC calls."""
+        """Return an interceptor that does the same for gRPC calls."""
         return TraceContextInterceptor()
 
     async def request(
         self, request: ValidRequest, generate: Callable[[ValidRequest], AsyncIterator[GatewayChunk]]
     ) -> AsyncIterator[GatewayChunk]:
-        """Yield what `generate` yields, in a span of its own; the caller's context is that of the current task."""
+        """Yield the chunks of `generate` within a span; its parent is the current task's context."""
         span = self._tracer.start_span("request", kind=SpanKind.SERVER, attributes=_request_attributes(request))
         num_tokens = 0
         reasons: list[str] = []
@@ -97,19 +97,19 @@ class Tracing:
             span.end()
 
     def close(self) -> None:
-        """Send what is left; waits for the collector, for some seconds at most."""
+        """Export the remaining spans; waits for the collector for at most some seconds."""
         self._provider.shutdown()
 
 
 class TracedBackend:
-    """A backend whose generations are spans, with a child per step."""
+    """A backend whose generations are spans, each with a child per step."""
 
     def __init__(self, inner: Backend, tracer: trace.Tracer) -> None:
         self._inner = inner
         self._tracer = tracer
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
-        """Pass a request through; one without `trace_parent` is not traced."""
+        """Stream a request's outputs; without a `trace_parent`, it is not traced."""
         return self._inner.generate(request) if request.trace_parent is None else self._traced(request)
 
     async def _traced(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
@@ -164,7 +164,7 @@ class TracedBackend:
 
 
 class TraceContextMiddleware:
-    """Make the trace context that an HTTP client sent that of its request's task."""
+    """Attach the HTTP client's trace context to the request's task."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -179,14 +179,14 @@ class TraceContextMiddleware:
 
 
 class TraceContextInterceptor(grpc.aio.ServerInterceptor):
-    """Make the trace context in a gRPC call's metadata that of the call's task."""
+    """Attach the trace context of a gRPC call's metadata to the call's task."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        context.attach(_extracted(dict(handler_call_details.invocation_metadata)))  # ends with the task
+        context.attach(_extracted(dict(handler_call_details.invocation_metadata)))  # until the task ends
         return await continuation(handler_call_details)
 
 
@@ -205,7 +205,7 @@ def _request_attributes(request: ValidRequest) -> dict[str, str | int]:
 
 
 def _trace_parent(span: Span) -> str | None:
-    """Return a span as a `traceparent`; None when it is not sampled."""
+    """Return a span's `traceparent`; None: it is not sampled."""
     if not span.is_recording():
         return None
     carrier: dict[str, str] = {}
@@ -214,7 +214,7 @@ def _trace_parent(span: Span) -> str | None:
 
 
 def _fail(span: Span, error: OutriderError) -> None:
-    span.set_status(Status(StatusCode.ERROR, type(error).__name__))  # its text may quote the request
+    span.set_status(Status(StatusCode.ERROR, type(error).__name__))  # the class alone: the text may quote the request
 
 
 def _ns(seconds: float) -> int:

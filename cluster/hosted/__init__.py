@@ -1,1 +1,1 @@
-"""Our verifying side inside another engine: drafts from a pool, priced step by step; no Ray, none of our engine."""
+"""The verifier's side of speculation, as a plug-in of another engine: drafts of a pool, priced per step."""

@@ -1,12 +1,12 @@
-"""Draft for an engine that verifies by itself: told what each of its steps did, say what the next one should verify.
+"""Drafts for an engine that verifies by itself: given what a step did, return what the next one should verify.
 
-The core of every plug-in, free of the engine's own types. An engine like vLLM asks once per step, for all its requests
-together, and runs nothing meanwhile. So a step waits here until the drafts that were asked for are there or their
-deadline, known from earlier rounds, has passed; a drafter that still reads a prompt is not waited for at all. What is
-asked for is what pays: the wait is the first thing that the price counts.
+The core of every plug-in, without the engine's own types. An engine like vLLM asks once per step, for all requests, and
+is blocked meanwhile. So `propose` waits until the asked drafts have arrived or their deadline, estimated from earlier
+rounds, has passed; a drafter that is still prefilling is not waited for. The price includes the wait, so that drafts
+are asked for only if they pay.
 
-Drafts are point masses here: a drafter is asked for its likeliest tokens, whatever the request's temperature, and the
-engine's own rejection sampling keeps the distribution.
+Drafts are point masses: a drafter returns its likeliest tokens at any temperature, and the engine's own rejection
+sampling keeps the distribution.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.scheduling.outcome import Outcome, count_draft
 from outrider.verifier_service.scheduling.schedule import first_nodes
 
-IDLE_S = 30.0  # without a step: what still runs then opens its session anew
-MIN_WAIT_S = 0.02  # a stall of the machine must not cost every draft
+IDLE_S = 30.0  # without a step; then all sessions are closed, and running requests open new ones
+MIN_WAIT_S = 0.02  # so that a short stall does not cost every draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedConfig:
-    """What the engine is, and how patient its steps are."""
+    """The engine's sizes, and how long its steps wait."""
 
     vocab_size: int
     max_model_len: int
-    num_speculative_tokens: int  # the longest draft that the engine has room for
-    is_pinned: bool = False  # the longest draft is always asked for
-    max_wait_s: float = 0.1  # the longest that a step waits for drafts, whatever earlier rounds took
-    opening_s: float = 10.0  # how long a drafter may read a prompt, which nothing waits for
+    num_speculative_tokens: int  # the engine's longest draft
+    is_pinned: bool = False  # always ask for the longest draft
+    max_wait_s: float = 0.1  # the longest wait of a step for drafts
+    opening_s: float = 10.0  # deadline of a drafter's prefill, which no step waits for
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_model_len", "num_speculative_tokens"):
@@ -68,13 +68,13 @@ class HostedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRow:
-    """One request's share of a step that the engine has just done."""
+    """One request's part of the engine's last step."""
 
     request_id: str
-    num_tokens: int  # of the request now: its prompt and all that was committed
-    num_scheduled_tokens: int  # computed in the step, its draft included
+    num_tokens: int  # prompt and committed tokens, after the step
+    num_scheduled_tokens: int  # computed in the step, including the draft
     num_draft_tokens: int  # verified in the step
-    num_new_tokens: int  # committed by the step; 0: it still reads its prompt
+    num_new_tokens: int  # committed by the step; 0: it is prefilling
 
     @property
     def num_accepted_tokens(self) -> int:
@@ -83,41 +83,41 @@ class HostRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRequest:
-    """What of a request matters to its drafts."""
+    """The parameters of a request that concern its drafts."""
 
     num_prompt_tokens: int
     max_tokens: int
-    num_speculative_tokens: int | None = None  # a cap on its drafts; 0: it wants none
-    stop_token_ids: frozenset[int] = frozenset()  # that end it
+    num_speculative_tokens: int | None = None  # a cap on the draft length; 0: off
+    stop_token_ids: frozenset[int] = frozenset()  # tokens that end it
 
 
 class Host(Protocol):
-    """How to look up what a step's rows leave out; of the row with the same index."""
+    """Look-ups of a step's rows, by row index."""
 
     began_s: float  # when the step began, by the monotonic clock
 
     def describe(self, row: int) -> HostRequest:
-        """Describe the row's request; asked once."""
+        """Describe the row's request; called once per request."""
 
     def token_ids(self, row: int, start: int, stop: int) -> Sequence[int]:
         """Return the request's tokens from `start` to `stop`."""
 
     def block_table(self, row: int) -> Sequence[int]:
-        """Return the request's KV blocks; asked only where drafters read states."""
+        """Return the request's KV blocks; called only if drafters read states."""
 
 
 class Drafters(Protocol):
-    """The way to the pool. Neither call blocks for longer than it is told to."""
+    """The connection to the pool. `wait` blocks for its time-out at most, `send` never."""
 
     def send(self, relays: Sequence[Relay]) -> None:
-        """Hand frames over, in order."""
+        """Send frames, in order."""
 
     def wait(self, timeout_s: float) -> list[PeerState | Relay]:
-        """Return what has arrived, oldest first; where nothing has, wait for the first of it."""
+        """Return what has arrived, oldest first; if nothing has, wait for the first message."""
 
 
 class HostedDrafting:
-    """Drafting for one engine: `propose` is called by its step loop, the rest from any thread, and never blocks it."""
+    """Drafting for one engine. Its step loop calls `propose`; any thread may call the rest, which blocks no step."""
 
     def __init__(
         self,
@@ -127,12 +127,12 @@ class HostedDrafting:
         states: StateSource | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`states`: where the engine keeps the target's, if drafters may read any."""
+        """`states`: the source of the target's hidden states, if drafters may read any."""
         self.pricing = DraftPricing()
         self.stats = StepStats()
-        self.num_undrafted: collections.Counter[str] = collections.Counter()  # requests in steps, by why not
-        self._lock = threading.Lock()  # held while anything below changes
-        self._directives: queue.SimpleQueue[Directive] = queue.SimpleQueue()  # to be followed
+        self.num_undrafted: collections.Counter[str] = collections.Counter()  # by reason: requests without a draft
+        self._lock = threading.Lock()  # guards everything below
+        self._directives: queue.SimpleQueue[Directive] = queue.SimpleQueue()  # not followed yet
         self._drafters = drafters
         self._states = states
         self._config = config
@@ -151,20 +151,20 @@ class HostedDrafting:
         self._rates = RecentRates()
         self._requests: dict[str, Request] = {}
         self._stop_token_ids: dict[str, frozenset[int]] = {}
-        self._drafts: dict[str, Draft] = {}  # handed out, to be verified
-        self._default_plan = self._heeded(SpeculationPlan(draft_length=config.num_speculative_tokens))
+        self._drafts: dict[str, Draft] = {}  # given to the engine, not verified yet
+        self._default_plan = self._effective_plan(SpeculationPlan(draft_length=config.num_speculative_tokens))
         self._last_ids: set[str] = set()  # requests of the last step
-        self._ended_s = 0.0  # when the last call that drafted returned
-        self._waited_s = 0.0  # in it, for drafts
-        self._has_verified = False  # drafts, in the last step
+        self._ended_s = 0.0  # when `propose` last returned
+        self._waited_s = 0.0  # how long it waited for drafts
+        self._has_verified = False  # the last step verified drafts
 
     @property
     def step_times(self) -> tuple[StepTime, ...]:
-        """The step times that steps are priced by; empty: too few were seen yet."""
+        """The step times behind the price; empty: too few steps were seen."""
         return self._seen.profile
 
     def propose(self, rows: Sequence[HostRow], finished_ids: Iterable[str], host: Host) -> list[list[int]]:
-        """Take in a step and return what to verify in the next one, for every row; an empty list: nothing."""
+        """Learn from a step; return the next step's draft for every row, [] for none."""
         with self._lock:
             return self._propose(rows, finished_ids, host)
 
@@ -172,12 +172,11 @@ class HostedDrafting:
         """Follow the router from the next step on."""
         self._directives.put(directive)
 
-    def load(self, known_ids: Callable[[], Iterable[str]]) -> EngineLoad | None:
-        """Describe the engine's state, as far as it is seen here; None: it is drafting just now.
+    def refresh_load(self, known_ids: Callable[[], Iterable[str]]) -> EngineLoad | None:
+        """Close requests that have left the engine; return its load, as seen here. None: `propose` is running.
 
-        Requests that are not among `known_ids`, the engine's own, are forgotten: it says so only with its next step.
-        So are all of an engine that stands still. The engine is asked while no step can come in between, or a request
-        that has just come would be forgotten.
+        A request has left if it is not among `known_ids`, or if the engine is idle: the engine reports it only with its
+        next step. `known_ids` is called under the lock: after a step in between, a new request would be closed.
         """
         if not self._lock.acquire(blocking=False):
             return None
@@ -193,7 +192,7 @@ class HostedDrafting:
         self._follow()
         self._close(finished_ids)
         self._receive()
-        requests = [self._mirrored(index, row, host) for index, row in enumerate(rows)]
+        requests = [self._mirror(index, row, host) for index, row in enumerate(rows)]
         self._end_step(rows, requests, host.began_s)
         asking = []
         for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
@@ -204,25 +203,25 @@ class HostedDrafting:
             request.draft = None
             if row.num_new_tokens > 0 and not self._has_ended(request, row.num_new_tokens):
                 asking.append(request)
-        if self._seen.wants_plain and self._has_verified:  # every other step, until it is known what drafts cost
+        if self._seen.wants_plain and self._has_verified:  # every other step without drafts, until the profile is known
             self.num_undrafted[DisabledReason.WARMUP] += len(asking)
             asking = []
         asked_s = self._clock()
         self.coordinator.ask(asking, asked_s)
         self._send()
         self.num_undrafted.update(one.metrics.disabled_reason for one in asking if one.metrics.disabled_reason)
-        self.pricing.learn()  # drafters work meanwhile
+        self.pricing.learn()  # meanwhile the drafters work
         self._wait()
         self._waited_s = self._clock() - asked_s
         self._last_ids = {row.request_id for row in rows}
-        drafts = [self._handed_out(request) for request in requests]
+        drafts = [self._hand_out(request) for request in requests]
         self._ended_s = self._clock()
         return drafts
 
     # --- the parts of a call ---
 
     def _close(self, request_ids: Iterable[str]) -> None:
-        """Forget requests that have left the engine; unknown ones are fine."""
+        """Close requests that have left the engine; unknown ids are ignored."""
         for request_id in request_ids:
             if (request := self._requests.pop(request_id, None)) is None:
                 continue
@@ -235,23 +234,23 @@ class HostedDrafting:
     def _follow(self) -> None:
         while not self._directives.empty():
             directive = self._directives.get_nowait()
-            self._default_plan = self._heeded(directive.default_plan)
+            self._default_plan = self._effective_plan(directive.default_plan)
             for request_id in directive.plans.keys() & self._requests.keys():
-                self._requests[request_id].plan = self._heeded(directive.plans[request_id])
+                self._requests[request_id].plan = self._effective_plan(directive.plans[request_id])
 
-    def _heeded(self, plan: SpeculationPlan) -> SpeculationPlan:
-        """Return what is made of the router's plan: it waits for step times, which only drafting gives it here."""
+    def _effective_plan(self, plan: SpeculationPlan) -> SpeculationPlan:
+        """Return the plan to follow: drafts in spite of `warmup`, since only steps with drafts give a profile here."""
         if not self._config.is_pinned and plan.disabled_reason is not DisabledReason.WARMUP:
             return plan
         length = self._config.num_speculative_tokens
         return replace(plan, draft_length=length, is_pinned=self._config.is_pinned, disabled_reason=None)
 
-    def _mirrored(self, index: int, row: HostRow, host: Host) -> Request:
-        """Return what is remembered of a row's request, as it was before the step."""
+    def _mirror(self, index: int, row: HostRow, host: Host) -> Request:
+        """Return our copy of a row's request, before the step; create it for a new one."""
         request = self._requests.get(row.request_id)
         if request is not None and request.num_tokens <= row.num_tokens:
             return request
-        self._close([row.request_id])  # an id that is used again
+        self._close([row.request_id])  # the id is used again
         description = host.describe(index)
         before = row.num_tokens - row.num_new_tokens
         caps = (description.num_speculative_tokens, self._config.num_speculative_tokens)
@@ -260,7 +259,7 @@ class HostedDrafting:
             sampling=SamplingParams(
                 temperature=0.0,
                 max_tokens=max(1, description.max_tokens),
-                # no plan's draft may be longer than the engine has room for: the router does not know that
+                # the engine's longest draft, which the router does not know, bounds every plan
                 num_speculative_tokens=min(cap for cap in caps if cap is not None),
             ),
             token_ids=list(host.token_ids(index, 0, before)),
@@ -272,12 +271,12 @@ class HostedDrafting:
         return request
 
     def _end_step(self, rows: Sequence[HostRow], requests: Sequence[Request], began_s: float) -> None:
-        """Let pricing and drafters' records take in what became of the drafts, and how long the step took."""
+        """Pass the step's time and outcomes to pricing and to the drafters' records."""
         shape = StepShape(sum(row.num_scheduled_tokens for row in rows), sum(row.num_tokens for row in rows))
-        outcomes = [self._outcome(*pair) for pair in zip(rows, requests, strict=True)]
-        # what the engine does between steps counts; an engine that had nothing to do was idle for a while, not slow
+        outcomes = [self._take_outcome(*pair) for pair in zip(rows, requests, strict=True)]
+        # step time includes the engine's work between steps, but not idle time
         pairs = [pair for pair in zip(rows, requests, strict=True) if pair[0].request_id in self._last_ids]
-        # nor is there a step between two calls, unless the engine passed one over
+        # continuous: no step without a call, and no pause, since the last call
         is_continuous = any(row.num_tokens - row.num_new_tokens == request.num_tokens for row, request in pairs)
         step_s = self._clock() - (self._ended_s if is_continuous else began_s)
         exposed_s = self._waited_s if is_continuous else 0.0
@@ -300,11 +299,11 @@ class HostedDrafting:
             self.stats.num_draft_tokens += num_draft_tokens
             self.stats.num_accepted_tokens += len(outcome.path)
 
-    def _outcome(self, row: HostRow, request: Request) -> Outcome:
-        """Say what became of a row's draft; the engine may have verified less of it than it was given."""
+    def _take_outcome(self, row: HostRow, request: Request) -> Outcome:
+        """Take a row's draft; return its outcome. The engine may have verified only a part of it."""
         draft = self._drafts.pop(row.request_id, None)
         if draft is not None and draft.position != row.num_tokens - row.num_new_tokens:
-            draft = None  # it was verified in a step that asked for no drafts
+            draft = None  # it was verified in a step without a call
         if draft is not None:
             draft = first_nodes(draft, max_nodes=row.num_draft_tokens, max_depth=row.num_draft_tokens)
         if draft is not None and not draft.token_ids:
@@ -319,15 +318,15 @@ class HostedDrafting:
         )
 
     def _has_ended(self, request: Request, num_new_tokens: int) -> bool:
-        """Return whether the engine is about to end a request at one of its new tokens, which it tells only later."""
+        """Return whether one of the new tokens ends the request, as the engine will report later."""
         return not self._stop_token_ids[request.request_id].isdisjoint(request.token_ids[-num_new_tokens:])
 
-    def _handed_out(self, request: Request) -> list[int]:
+    def _hand_out(self, request: Request) -> list[int]:
         draft, request.draft = request.draft, None
         if draft is None:
             return []
-        # a drafter's vocabulary may be padded beyond the engine's, which has no embedding for such a token; point
-        # masses may be cut by what they are
+        # a drafter's vocabulary may be padded beyond the engine's, which has no embedding for such a token; a point
+        # mass may be cut by its value
         num_known = sum(
             1 for _ in itertools.takewhile(lambda token_id: token_id < self._config.vocab_size, draft.token_ids)
         )
@@ -348,10 +347,10 @@ class HostedDrafting:
         for message in self._drafters.wait(timeout_s):
             self._relays.feed(message)
         self.coordinator.receive(self._requests, self._clock())
-        self._send()  # a drafter may want a prefix again
+        self._send()  # a drafter may have asked for a resync
 
     def _wait(self) -> None:
-        """Wait until every draft that was asked for is there or its deadline has passed."""
+        """Wait until every asked draft has arrived or its deadline has passed."""
         while deadlines := [one.hold_until_s for one in self._requests.values() if one.hold_until_s is not None]:
             self._receive(max(0.0, min(deadlines) - self._clock()))
 
@@ -361,7 +360,7 @@ class HostedDrafting:
         running = list(self._requests.values())
         return EngineLoad(
             num_running=len(running),
-            num_waiting=0,  # the engine's own queue is not seen here
+            num_waiting=0,  # the engine's queue is not visible here
             num_decoding=sum(request.is_decoding for request in running),
             kv_usage=0.0,
             tokens_per_s=self._rates.tokens_per_s,

@@ -1,4 +1,4 @@
-"""What drafting does inside another engine, as Prometheus series of that engine's process."""
+"""Drafting inside another engine, as Prometheus series of that engine's process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from outrider.verifier_service.messages.engine import EngineLoad
 
-# our names, and the engine's counters that they tell
+# metric names, and the fields of `EngineCounters`
 _COUNTERS = {
     "num_drafts": ("outrider_hosted_drafts", "Drafts that were verified."),
     "num_draft_tokens": ("outrider_hosted_draft_tokens", "Draft tokens that were verified."),
@@ -21,7 +21,7 @@ _COUNTERS = {
 
 
 class HostedMetrics:
-    """Counters and gauges that follow the reports."""
+    """Counters and gauges, set from reports."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._counters = {name: Counter(*said, registry=registry) for name, said in _COUNTERS.items()}
@@ -43,12 +43,12 @@ class HostedMetrics:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Reports count from zero again."""
+        """Expect reports that count from zero again."""
         self._last = EngineLoad(num_running=0, num_waiting=0, num_decoding=0, kv_usage=0.0)
         self._last_undrafted: dict[str, int] = {}
 
     def observe(self, load: EngineLoad, num_undrafted: Mapping[str, int], num_drafters: int) -> None:
-        """Take in a report. `num_undrafted` may go on being counted meanwhile, in another thread."""
+        """Set the series from a report; another thread may be incrementing `num_undrafted`."""
         num_undrafted = dict(num_undrafted)
         now, before = load.counters, self._last.counters
         for name, counter in self._counters.items():
@@ -71,5 +71,5 @@ def _count(counter: Counter, now: Mapping[str, int], before: Mapping[str, int]) 
 
 
 def _grown(now: int, before: int) -> int:
-    """Return by how much a count has grown; one that is smaller has begun again, in the thread of the steps."""
+    """Return the increase of a count; a smaller count has restarted from zero, in the step thread."""
     return now - before if now >= before else now

@@ -1,4 +1,4 @@
-"""What an operator of another engine says of the pool: an object of that engine's own configuration."""
+"""The plug-in's options, an object in the other engine's configuration."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from outrider.verifier_service.messages.draft import FINAL_TAP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginOptions:
-    """Where the pool is, and what the plug-in may do. Raises `ValueError` naming the field."""
+    """The pool's address, and how to draft. Raises `ValueError` naming the field."""
 
     pool: str  # "host:port" of `outrider drafters`
-    speculation: str = "auto"  # who decides how much: prices and the router; always: the engine's longest draft, each
-    max_wait_ms: float = 100.0  # the longest that a step waits for drafts
-    draft_seeded: bool = False  # draft for seeded requests, too: their tokens then depend on the drafts
-    state_taps: tuple[int, ...] = ()  # layers whose inputs the pool's heads read; -1: what the output embedding sees
+    speculation: str = "auto"  # auto: price and router set the length; always: the engine's longest draft
+    max_wait_ms: float = 100.0  # longest wait of a step for drafts
+    draft_seeded: bool = False  # also draft for seeded requests, whose tokens then depend on the drafts
+    state_taps: tuple[int, ...] = ()  # layers whose inputs the pool's heads read; -1: the output embedding's
     link_ssl_certfile: str | None = None
     link_ssl_keyfile: str | None = None
     link_ssl_ca_certs: str | None = None
@@ -41,7 +41,7 @@ class PluginOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> PluginOptions:
-        """Build from plain values; an unknown key is refused with the closest match."""
+        """Build from plain values; an error names an unknown key's closest match."""
         kinds = get_type_hints(cls)
         for key in values:
             if key not in kinds:

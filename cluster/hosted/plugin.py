@@ -1,4 +1,4 @@
-"""A plug-in of one engine process: drafting, the connection to the pool, reports and metrics, put together."""
+"""The plug-in of one engine process: drafting, connection to the pool, reports, metrics."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from outrider.verifier_service.messages.link import Hello
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # of our own code, within `OFF_S`: then it leaves the engine alone for as long
+MAX_FAILURES = 3  # within `OFF_S`: then the plug-in is off for `OFF_S`
 OFF_S = 600.0
-HostStep = tuple[Sequence[HostRow], Iterable[str], Host]  # what `HostedDrafting.propose` takes in
+HostStep = tuple[Sequence[HostRow], Iterable[str], Host]  # arguments of `HostedDrafting.propose`
 
 
 class Plugin:
-    """Drafts from a pool for an engine's steps; whatever fails here costs drafts and nothing else."""
+    """Draft from a pool for an engine's steps; a failure costs drafts and nothing else."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class Plugin:
         states: StateSource | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engine` names it in the pool; `known_ids` are the requests that it holds now."""
+        """`engine`: its name in the pool; `known_ids`: ids of its present requests."""
         self._states = states
         self._config = config
         self._known_ids = known_ids
         self._metrics = metrics
         self._clock = clock
-        self._failed_s: collections.deque[float] = collections.deque(maxlen=MAX_FAILURES)  # when
+        self._failed_s: collections.deque[float] = collections.deque(maxlen=MAX_FAILURES)  # times of failures
         self._hello = Hello(
             verifier_id=f"{engine}-{socket.gethostname()}-{os.getpid()}",
             epoch=time.time_ns(),
@@ -65,7 +65,7 @@ class Plugin:
         logger.info("drafts come from the pool at %s, as verifier %s", options.pool, self._hello.verifier_id)
 
     def propose(self, num_rows: int, read: Callable[[], HostStep]) -> list[list[int]]:
-        """Return what to verify next, for every row of a step; nothing that fails here, or in `read`, is raised."""
+        """Return the next step's draft for every row; never raises, not even an error of `read`."""
         if self._is_off:
             return [[] for _ in range(num_rows)]
         try:
@@ -87,19 +87,19 @@ class Plugin:
         self._connection.stop()
 
     def _begin_again(self) -> None:
-        """Forget everything, and open every link anew: drafters then free what they hold for us."""
+        """Drop all state and reopen every link: drafters then free their sessions."""
         self._drafting = HostedDrafting(self._connection, self._config, states=self._states)
         self._metrics.begin_again()
         self._connection.begin_again()
 
     def _report(self, drafters_up: tuple[str, ...]) -> VerifierReport | None:
         drafting = self._drafting
-        if (load := drafting.load(self._known_ids)) is None:
+        if (load := drafting.refresh_load(self._known_ids)) is None:
             return None
         self._metrics.observe(load, drafting.num_undrafted, len(drafters_up))
         return VerifierReport(
             verifier_id=self._hello.verifier_id,
-            endpoint="",  # no gateway sends it requests
+            endpoint="",  # gateways send it no requests
             epoch=self._hello.epoch,
             load=load,
             max_model_len=self._config.max_model_len,

@@ -1,7 +1,7 @@
-"""The way from another engine to a pool of drafters: a thread that follows the pool's directory and holds the links.
+"""The connection from another engine to a drafter pool: a thread follows the pool's directory and holds the links.
 
-Nothing here can hold a step up or end it: without a directory the links stay, without links there are no drafts, and
-whatever breaks is logged, counted and begun again.
+No failure here delays a step: without the directory, the links stay; without links, there are no drafts. A failure is
+logged, counted and retried.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
 
 
 class PoolConnection:
-    """Drafters as `HostedDrafting` sees them; a thread of its own does all that waits."""
+    """The `Drafters` of `HostedDrafting`; a separate thread does everything that blocks."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class PoolConnection:
         credentials: LinkCredentials | None = None,
         max_backoff_s: float = MAX_BACKOFF_S,
     ) -> None:
-        """`report` is asked a few times a second, with the drafters that there are links to; None: not now.
+        """`report` is called a few times a second, with the drafters that have links; None: no report now.
 
-        Both callables run in the connection's thread. `max_backoff_s`: how long a failure is let be at most.
+        Both callables run in the connection's thread. `max_backoff_s`: longest pause after a failure.
         """
         self.num_failures = 0  # of the directory's stream
-        self.last_error: str | None = None  # why it is or was down
+        self.last_error: str | None = None  # of the last failure
         self._address = address
         self._hello = hello
         self._report = report
@@ -78,7 +78,7 @@ class PoolConnection:
         self._thread.join(timeout=5.0)
 
     def begin_again(self) -> None:
-        """Close every link, so that drafters free what they hold for us, and open them anew."""
+        """Close every link, so that drafters free their sessions, and reopen them."""
         if (end := self._end) is not None:
             self._call(end.set)
 
@@ -98,7 +98,7 @@ class PoolConnection:
         return arrived
 
     def _call(self, function: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it every link
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and all links with it
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(function)
 
@@ -114,11 +114,11 @@ class PoolConnection:
                 self._stopping.wait(self._max_backoff_s)
 
     async def _keep(self) -> None:
-        """Hold links to the drafters that the directory names, until told to end; raises what broke."""
+        """Hold links to the directory's drafters until stopped; raises a failure."""
         end = self._end = asyncio.Event()
         links = self._links = LinkPool(self._hello, self._arrived.put, self._credentials)
         self._loop = asyncio.get_running_loop()
-        if self._stopping.is_set():  # said before there was a loop to say it to
+        if self._stopping.is_set():  # stopped before the loop existed
             end.set()
         following = asyncio.ensure_future(self._follow_forever(links))
         ended = asyncio.ensure_future(end.wait())
@@ -130,7 +130,7 @@ class PoolConnection:
             for task in (following, ended):
                 task.cancel()
             await asyncio.gather(following, ended, return_exceptions=True)
-            await links.close()  # which tells of every drafter that was up
+            await links.close()  # reports every connected drafter as gone
             self._links = self._loop = None
 
     async def _follow_forever(self, links: LinkPool) -> None:
@@ -151,7 +151,7 @@ class PoolConnection:
 
     def _lose(self, reason: str) -> None:
         self.num_failures += 1
-        if reason != self.last_error:  # the same failure is not news at every attempt
+        if reason != self.last_error:  # log a repeated failure once
             logger.warning("the directory of drafters at %s is not reached: %s", self._address, reason)
         self.last_error = reason
 
@@ -166,7 +166,7 @@ class PoolConnection:
                 await asyncio.sleep(REPORT_INTERVAL_S)
 
     async def _answers(self, call: grpc.aio.StreamStreamCall) -> AsyncGenerator[Directive, None]:
-        """Yield the directory's answer to one report after another."""
+        """Send reports; yield the directory's answers."""
         try:
             while True:
                 if (report := self._report(self.drafters_up)) is not None:

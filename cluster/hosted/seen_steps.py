@@ -1,4 +1,4 @@
-"""Learn what steps take from those that run, where no profile was measured at start."""
+"""Learn step times from running steps, without a profile measured at start."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ import statistics
 
 from outrider.verifier_service.messages.engine import StepTime
 
-MIN_STEPS = 8  # before anybody goes without drafts for the sake of the profile
-MIN_SAMPLES, MAX_SAMPLES = 3, 16  # of steps of about one size: their median is of no stall and no cold start
-NUM_EXACT = 8  # steps of up to so many tokens are told apart by each, larger ones by
+MIN_STEPS = 8  # before steps without drafts are run for the profile
+MIN_SAMPLES, MAX_SAMPLES = 3, 16  # per size: their median excludes stalls and cold starts
+NUM_EXACT = 8  # up to 8 tokens, each number is a size class; a larger class spans a ratio of
 SIZE_RATIO = 1.25
-MIN_GAP, MAX_GAP = 16, 1024  # steps between two profiles: each replaces what prices were made of
+MIN_GAP, MAX_GAP = 16, 1024  # steps between two profiles: a new one resets the price
 
 
 class SeenSteps:
-    """Gather step times until they say what a draft costs, and say it anew as more is known.
+    """Collect step times until they show the cost of a draft; update the profile as more arrive.
 
-    Prompts are read in steps many times as large as those that verify, often by other code. They tell what comes far
-    beyond, but nothing of a few tokens more: for that steps with drafts and steps without are needed.
+    Prefill steps are many times as large as verification steps, and often run other code. They show the cost of far
+    larger steps, but not of a few more tokens: that takes steps with drafts and steps without.
     """
 
     def __init__(self) -> None:
         self.profile: tuple[StepTime, ...] = ()
-        self._samples: dict[int, collections.deque[StepTime]] = {}  # by size
-        self._decoding: set[int] = set()  # the sizes that were seen without prompts
+        self._samples: dict[int, collections.deque[StepTime]] = {}  # by size class
+        self._decoding: set[int] = set()  # sizes of steps without prefill
         self._num_steps = self._profiled_at = 0
         self._gap = MIN_GAP
 
     @property
     def wants_plain(self) -> bool:
-        """Whether enough steps were seen, but too few of another size than most."""
+        """Whether the profile lacks steps of another size, though enough steps were seen."""
         return not self.profile and self._num_steps >= MIN_STEPS
 
     def observe(self, num_tokens: int, seconds: float, *, has_prompts: bool = False) -> bool:
-        """Take in a step; return whether `profile` has just become another."""
+        """Add a step; return whether `profile` has changed."""
         if num_tokens < 1 or seconds <= 0.0:
             return False
         self._num_steps += 1

@@ -1,4 +1,4 @@
-"""The door for vLLM's V1 model runner: the proposer that its `--speculative-config` names."""
+"""The plug-in's entry for vLLM's V1 model runner: a proposer for `--speculative-config`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ logger = init_logger(__name__)
 class Drafts:
     """`{"method": "custom_class", "model": "outrider.cluster.vllm.Drafts", "num_speculative_tokens": K}`.
 
-    The pool is named by `--additional-config '{"outrider": {"pool": "host:port"}}'`. vLLM makes one on every rank; the
-    first of each tensor-parallel group talks to the drafters, the others follow.
+    `--additional-config '{"outrider": {"pool": "host:port"}}'` names the pool. vLLM creates one on every rank; the
+    first rank of each tensor-parallel group drafts, the others follow.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """Raises `ValueError` naming the option, and `UntriedVersionError`."""
+        """Raises `ValueError` naming a bad option, and `UntriedVersionError`."""
         options = options_of(vllm_config)
         install_hook(GPUModelRunner, vllm.__version__, Drafts)
         if vllm_config.device_config.device.type == "cpu" and mend_expansion(rejection_sampler):
@@ -50,10 +50,10 @@ class Drafts:
         )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """There is no model here; vLLM's CPU runner calls this of every proposer."""
+        """Do nothing: there is no model, but vLLM's CPU runner calls this on every proposer."""
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """Never called: the hook calls `propose_step` in its place."""
+        """Never called: the hook calls `propose_step` instead."""
         raise UntriedVersionError("vLLM calls proposers by another way than the plug-in's hook")
 
     def propose_step(
@@ -64,7 +64,7 @@ class Drafts:
         hidden_states: torch.Tensor,
         layer_inputs: Sequence[torch.Tensor] | None,
     ) -> list[Any]:
-        """Return what to verify in the next step, for every request of the runner's batch, in its order."""
+        """Return the next step's draft for every request of the runner's batch, in its order."""
         self._runner = runner
 
         def read() -> HostStep:

@@ -1,9 +1,8 @@
-"""The hooks of our plug-in in vLLM's V1 model runner, and how that is read; without vLLM itself.
+"""The plug-in's hooks in vLLM's V1 model runner, and how the runner is read; imports no vLLM.
 
-vLLM's `custom_class` proposer is told neither request ids nor parameters. So the proposer that vLLM makes inside its
-model runner puts itself in the way of the one method that calls proposers, `propose_draft_token_ids`, and passes
-everything on that is not for it. Before it touches anything it compares the version and that method's parameters with
-those that were tried.
+vLLM gives its `custom_class` proposer neither request ids nor parameters. So our proposer, created inside the model
+runner, wraps `propose_draft_token_ids`, the only method that calls proposers; calls for other proposers pass through.
+Before it changes anything, it compares vLLM's version and the method's parameters with the tried ones.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PARAMETERS = (
 
 
 class RunnerView:
-    """Look requests up in vLLM's model runner."""
+    """A `Host` over vLLM's model runner."""
 
     def __init__(self, runner: Any, *, draft_seeded: bool) -> None:
         self._batch, self._requests = runner.input_batch, runner.requests
@@ -43,7 +42,7 @@ class RunnerView:
 
 
 def rows_of(batch: Any, scheduler_output: Any, sampled_token_ids: Sequence[list[int]]) -> list[HostRow]:
-    """Return the step of vLLM's batch, as it is after the sampled tokens were written into it."""
+    """Return the rows of vLLM's batch, after the sampled tokens were written into it."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
     return [
         HostRow(
@@ -58,7 +57,7 @@ def rows_of(batch: Any, scheduler_output: Any, sampled_token_ids: Sequence[list[
 
 
 def install_hook(runner: type, version: str, proposer: type) -> None:
-    """Let a runner's steps ask a proposer of ours, where it has one; once, and only where that was tried."""
+    """Hook a runner class, once, so that its steps call our proposer; raises `UntriedVersionError`."""
     original = runner.propose_draft_token_ids  # type: ignore[attr-defined]
     if getattr(original, "is_outriders", False):
         return
@@ -91,10 +90,10 @@ def _hooked(original: Callable[..., Any], proposer: type) -> Callable[..., Any]:
 
 
 def _fitting(original: Callable[..., bool], proposer: type) -> Callable[..., bool]:
-    """Ask ours about every batch: it ends each draft where its request's context does.
+    """Call our proposer for every batch: it cuts each draft at the end of its request's context.
 
-    vLLM passes proposers over, for all requests, while one is nearly as long as a draft model may read. It then has
-    tokens of its own making verified, and its CPU build, which wants a CUDA stream for these, ends.
+    vLLM skips proposers, for all requests, while one is nearly as long as a draft model's context. It then verifies
+    placeholder tokens, and its CPU build crashes for want of a CUDA stream.
     """
 
     @functools.wraps(original)
@@ -107,7 +106,7 @@ def _fitting(original: Callable[..., bool], proposer: type) -> Callable[..., boo
 
 
 def _tapping(original: Callable[..., None], proposer: type) -> Callable[..., None]:
-    """Have the model give out the states that ours wants, where it wants any."""
+    """Have the model return the hidden states that our proposer reads."""
 
     @functools.wraps(original)
     def _setup_eagle3_aux_hidden_state_outputs(self: Any) -> None:
@@ -120,7 +119,7 @@ def _tapping(original: Callable[..., None], proposer: type) -> Callable[..., Non
 
 
 def _timed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note when a step begins: after a pause nothing else tells."""
+    """Record when a step begins, which matters after a pause."""
 
     @functools.wraps(original)
     def execute_model(self: Any, *arguments: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The plug-in of one vLLM process, as both doors make it; without vLLM itself."""
+"""The plug-in of one vLLM process, for both model runners; imports no vLLM."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from outrider.verifier_service.model.tokenizer import fingerprint_of
 
 
 class RankPlugin:
-    """The plug-in on one rank: the first of a tensor-parallel group talks to the drafters, the others follow."""
+    """The plug-in on one rank: the first of a tensor-parallel group drafts, the others follow."""
 
     def __init__(self, group: Any, make: Callable[[], Plugin]) -> None:
-        """`group` is vLLM's tensor-parallel one; the plug-in is made on its first rank alone."""
+        """`group` is vLLM's tensor-parallel group; only its first rank makes the plug-in."""
         self._group = group
         self._plugin = make() if group.rank_in_group == 0 else None
 
     def propose(self, num_rows: int, read: Callable[[], HostStep]) -> list[list[int]]:
-        """Return what to verify next, for every row of a step; `read` is called on the first rank alone."""
+        """Return the next step's draft for every row; only the first rank calls `read`."""
         drafts = None if self._plugin is None else self._plugin.propose(num_rows, read)
         if self._group.world_size > 1:
             drafts = self._group.broadcast_object(drafts, src=0)
@@ -34,7 +34,7 @@ class RankPlugin:
 def plugin_of(
     vllm_config: Any, options: PluginOptions, *, known_ids: Callable[[], Iterable[str]], states: StepStates | None
 ) -> Plugin:
-    """Return the plug-in of a vLLM that is configured so; `known_ids` are the requests that it holds now."""
+    """Return the plug-in for a vLLM configuration; `known_ids`: ids of vLLM's present requests."""
     model = vllm_config.model_config
     config = HostedConfig(
         vocab_size=model.get_vocab_size(),

@@ -1,4 +1,4 @@
-"""vLLM's rejection sampling, mended where its CPU build has it wrong."""
+"""A fix of vLLM's rejection sampling on CPUs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-_PROBE = ((0.75, 0.25), (1, 3), (0.75, 0.25, 0.25))  # values, where each ends, and what they expand to
+_PROBE = ((0.75, 0.25), (1, 3), (0.75, 0.25, 0.25))  # values, cumulative token counts, expected result
 
 
 def mend_expansion(rejection_sampler: Any) -> bool:
-    """Let drafted requests be sampled at their own temperature, top-k and top-p; return whether they would not be.
+    """Replace a broken `expand_batch_to_tokens`; return whether it was broken.
 
-    vLLM 0.32 on a CPU hands `expand_batch_to_tokens` back unwritten, so that memory's leftovers are taken for these
-    (vLLM issue 55005): whatever drafts, a sampled token then has another distribution than without drafts.
+    vLLM 0.32 on a CPU returns it uninitialised, and samples drafted requests with garbage for temperature, top-k and
+    top-p (vLLM issue 55005): with any drafter, sampled tokens then have another distribution than without.
     """
     values, ends, expected = _PROBE
     expanded = rejection_sampler.expand_batch_to_tokens(
@@ -28,7 +28,7 @@ def mend_expansion(rejection_sampler: Any) -> bool:
 def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """Repeat each request's value for each of its tokens, `replace_from` as `replace_to`: [requests] to [tokens]."""
+    """Repeat each request's value for its tokens, [requests] to [tokens]; `replace_from` becomes `replace_to`."""
     num_repeats = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     return (
         torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(num_repeats, output_size=num_tokens)

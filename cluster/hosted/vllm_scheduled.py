@@ -1,4 +1,4 @@
-"""What vLLM's scheduler says of the requests that it holds, kept for its V2 runner, which keeps little of it itself."""
+"""The requests of vLLM's scheduler, from its outputs: the V2 runner keeps too little of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """What was said of one request."""
+    """One request, as scheduled."""
 
     sampling: Any  # vLLM's `SamplingParams`
     num_prompt_tokens: int
@@ -16,25 +16,25 @@ class ScheduledRequest:
 
 
 class ScheduledRequests:
-    """The requests that vLLM holds, by what each `SchedulerOutput` says; a preempted one is held, too."""
+    """vLLM's present requests, preempted ones included, from each `SchedulerOutput`."""
 
     def __init__(self) -> None:
         self._requests: dict[str, ScheduledRequest] = {}
-        self._finished: set[str] = set()  # that nobody was told of yet
+        self._finished: set[str] = set()  # not taken by `take_finished` yet
 
     def __getitem__(self, request_id: str) -> ScheduledRequest:
         return self._requests[request_id]
 
     def ids(self) -> list[str]:
-        """Return the requests that vLLM holds; from any thread."""
+        """Return the ids of vLLM's present requests; safe in any thread."""
         return list(self._requests)
 
     def follow(self, scheduler_output: Any) -> None:
-        """Take in a step that begins; what vLLM itself would stumble over is no error here."""
+        """Follow a step that begins; unknown request ids are ignored."""
         for request_id in scheduler_output.finished_req_ids:
             self._requests.pop(request_id, None)
             self._finished.add(request_id)
-        for new in scheduler_output.scheduled_new_reqs:  # or resumed: V2 is told everything again
+        for new in scheduler_output.scheduled_new_reqs:  # or resumed: V2 gets all fields again
             blocks = list(new.block_ids[0]) if new.block_ids else []
             self._requests[new.req_id] = ScheduledRequest(new.sampling_params, new.prompt_len, blocks)
         cached = scheduler_output.scheduled_cached_reqs
@@ -43,6 +43,6 @@ class ScheduledRequests:
                 self._requests[request_id].blocks += new_blocks[0]
 
     def take_finished(self) -> set[str]:
-        """Return who has left since the last call, in steps that asked for no drafts, too."""
+        """Return the ids that have left since the last call, also in steps without a proposal."""
         finished, self._finished = self._finished, set()
         return finished

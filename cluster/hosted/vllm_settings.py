@@ -1,6 +1,6 @@
-"""What operators and clients say to the plug-in by vLLM's ways, and the vLLM that it was written against; without vLLM.
+"""The plug-in's settings in vLLM's configuration and requests, and the tried vLLM versions; imports no vLLM.
 
-Both doors read this: `vllm_drafts.py` for vLLM's V1 model runner, `vllm_worker.py` for V2.
+Used by both entries: `vllm_drafts.py` for vLLM's V1 model runner, `vllm_worker.py` for V2.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
 
 OPTIONS_KEY = "outrider"  # of vLLM's --additional-config
-CAP_KEY = "num_speculative_tokens"  # of a request's vllm_xargs: a cap on its drafts; 0: none
+CAP_KEY = "num_speculative_tokens"  # of a request's vllm_xargs: a cap on the draft length; 0: off
 TRIED_VERSIONS = ("0.32.",)
-V2_METHOD = "ngram"  # the one that V2 takes, that loads no model and that is scheduled step by step
-# with V2, whose drafts and states then are another rank's
+V2_METHOD = "ngram"  # the only V2 method without a model that is scheduled step by step
+# with V2: drafts and states would be on different ranks
 UNTRIED_PARALLELISM = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
 
 
 class UntriedVersionError(RuntimeError):
-    """A vLLM that the plug-in was not tried with, or whose method is another one now."""
+    """The plug-in was not tried with this vLLM version, or a method's parameters have changed."""
 
 
 def refuse_untried(version: str, owner: type, parameters: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise `UntriedVersionError` unless this vLLM was tried and `owner`'s methods take what they took then."""
+    """Raise `UntriedVersionError` unless the version was tried and `owner`'s methods have the same parameters."""
     if not version.startswith(TRIED_VERSIONS):
         raise UntriedVersionError(f"vLLM {version}: the plug-in was tried with {', '.join(TRIED_VERSIONS)}x alone")
     for name, expected in parameters.items():
@@ -39,7 +39,7 @@ def refuse_untried(version: str, owner: type, parameters: Mapping[str, tuple[str
 
 
 def options_of(vllm_config: Any) -> PluginOptions:
-    """Return the plug-in's options; raises `ValueError` naming what is wrong in vLLM's configuration."""
+    """Return the plug-in's options; raises `ValueError` naming a bad one in vLLM's configuration."""
     values = vllm_config.additional_config
     found = values.get(OPTIONS_KEY) if isinstance(values, dict) else None
     if not isinstance(found, dict):
@@ -53,7 +53,7 @@ def options_of(vllm_config: Any) -> PluginOptions:
 
 
 def refuse_v2_configuration(vllm_config: Any) -> None:
-    """Raise `ValueError` where our worker cannot draft as vLLM is configured."""
+    """Raise `ValueError` if our worker does not support vLLM's configuration."""
     if not vllm_config.use_v2_model_runner:
         raise ValueError(
             "--worker-cls: this vLLM runs its V1 model runner, which takes the pool by "
@@ -74,13 +74,13 @@ def refuse_v2_configuration(vllm_config: Any) -> None:
 
 
 def request_of(sampling: Any, num_prompt_tokens: int, *, draft_seeded: bool) -> HostRequest:
-    """Return what of vLLM's sampling parameters matters to a request's drafts."""
+    """Return the parameters of a request that concern its drafts, from vLLM's sampling parameters."""
     cap = _cap_of(sampling.extra_args)
     if sampling.seed is not None and sampling.temperature > GREEDY_TEMPERATURE and not draft_seeded:
-        # V1's generator of a request advances by as many steps as the draft has tokens, and V2 draws a drafted
-        # token in another way than one that is not
+        # drafts would change seeded tokens: V1's generator advances once per draft token, and V2 samples drafted and
+        # plain tokens differently
         cap = 0
-    # vLLM's own set has the model's end in it whether that ends the request or not
+    # `all_stop_token_ids` has the EOS token even if it is ignored
     stop_token_ids = sampling.stop_token_ids if sampling.ignore_eos else sampling.all_stop_token_ids
     return HostRequest(
         num_prompt_tokens=num_prompt_tokens,
@@ -91,7 +91,7 @@ def request_of(sampling: Any, num_prompt_tokens: int, *, draft_seeded: bool) -> 
 
 
 def _cap_of(extra_args: Mapping[str, Any] | None) -> int | None:
-    """Return a client's cap on its drafts; one that is no number is 0: vLLM has let the request in unseen."""
+    """Return a client's cap; one that is no number counts as 0, since vLLM has already admitted the request."""
     cap = (extra_args or {}).get(CAP_KEY)
     if cap is None:
         return None
@@ -102,7 +102,7 @@ def _cap_of(extra_args: Mapping[str, Any] | None) -> int | None:
 
 
 def give_out_layers(runner: Any, state_taps: tuple[int, ...]) -> None:
-    """Have a runner's model give out the layers' inputs that heads read, if any; raises `ValueError` if it cannot."""
+    """Have a runner's model return the layer inputs that heads read; raises `ValueError` if it cannot."""
     layers = tuple(sorted({tap for tap in state_taps if tap != FINAL_TAP}))
     if not layers:
         return

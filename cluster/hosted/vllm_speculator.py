@@ -1,14 +1,13 @@
-"""Drafts for vLLM's V2 model runner: its speculator, and how the runner and its batch are read; without vLLM itself.
+"""Drafts for vLLM's V2 model runner: a speculator, and how the runner and its batch are read; imports no vLLM.
 
-V2 refuses `custom_class`, but asks a speculator with the step's request ids and hidden states. So our worker gives the
-runner that vLLM made a speculator of ours. Three of the runner's methods are gone through as well, for what no
-speculator is told: `execute_model` says which requests the scheduler has let in and dropped, `take_draft_token_ids`
-tells the scheduler how long each draft is, and `load_model` makes the model give out what heads read. Nothing of vLLM's
-classes is changed.
+V2 refuses `custom_class`, but calls its speculator with the step's request ids and hidden states. So our worker sets a
+speculator of ours on the runner. It also wraps three methods of that runner (vLLM's classes stay unchanged):
+`execute_model` shows which requests the scheduler has added and dropped; `take_draft_token_ids` reports each draft's
+length to the scheduler; `load_model` has the model return the hidden states that heads read.
 
-V2 keeps drafts in a tensor that has K tokens for everybody. Where it schedules step by step, its scheduler is told
-token ids for nothing but their count: K times -1. Cut to a draft's length they have so much of it verified and no more,
-and of a request without a draft nothing.
+V2 keeps drafts in a tensor with K tokens per request. When it schedules step by step, its scheduler gets placeholder
+ids, K times -1, only to count them. Cut to a draft's length, they make vLLM verify so many tokens, and none for a
+request without a draft.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ RUNNER_PARAMETERS = {
 
 
 class Proposes(Protocol):
-    """The plug-in, as a rank has it."""
+    """The plug-in on a rank."""
 
     def propose(self, num_rows: int, read: Callable[[], HostStep]) -> list[list[int]]:
-        """Return what to verify next, for every row of a step; nothing that fails is raised."""
+        """Return the next step's draft for every row; never raises."""
 
 
 class BatchView:
-    """Look requests of a V2 step up; `new_tokens` are those that it committed, by row."""
+    """A `Host` over a V2 step; `new_tokens`: its committed tokens, by row."""
 
     def __init__(
         self,
@@ -74,22 +73,22 @@ class BatchView:
 
     def token_ids(self, row: int, start: int, stop: int) -> list[int]:
         first_new = self._rows[row].num_tokens - self._rows[row].num_new_tokens
-        if start >= first_new:  # nearly always: one copy from the device has them for all rows
+        if start >= first_new:  # nearly always: `new_tokens` was one copy from the device for all rows
             return list(self._new_tokens[row][start - first_new : stop - first_new])
         tokens: list[int] = self._req_states.all_token_ids.gpu[self._batch.idx_mapping_np[row], start:stop].tolist()
         return tokens
 
 
 class PoolSpeculator:
-    """What vLLM's V2 runner has for a speculator, with drafts of a pool."""
+    """The speculator of vLLM's V2 runner, with a pool's drafts."""
 
-    # what the runner reads of a `BaseSpeculator`
+    # attributes of `BaseSpeculator` that the runner reads
     num_query_per_req = 1
     num_extra_query_per_req = 0
     supports_mm_inputs = False
     enable_adaptive_verification = False
     draft_logits: torch.Tensor | None = None  # drafts are point masses
-    pcp_manager: Any = None  # written by the runner
+    pcp_manager: Any = None  # set by the runner
 
     def __init__(
         self,
@@ -102,7 +101,7 @@ class PoolSpeculator:
         states: StepStates | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`runner` is V2's; `num_speculative_tokens` the longest draft that it has room for."""
+        """`runner`: V2's; `num_speculative_tokens`: its longest draft."""
         self._runner = runner
         self._plugin = plugin
         self._requests = requests
@@ -114,21 +113,21 @@ class PoolSpeculator:
         self._began_s = 0.0
         self._is_resting = False
 
-    # --- what the worker and its runner say besides ---
+    # --- calls of the worker and the wrapped runner ---
 
     def begin_step(self, scheduler_output: Any) -> None:
-        """Take in what the scheduler has decided on; a step that computes nothing asks for no drafts after it."""
+        """Follow the scheduler's output; after a step that computes nothing, no drafts are asked for."""
         self._began_s = self._clock()
         self._requests.follow(scheduler_output)
 
     def cut(self, drafts: Any) -> None:
-        """Let vLLM's `DraftTokenIds`, which the scheduler is to be told, be as long as our drafts are."""
+        """Cut vLLM's `DraftTokenIds`, which go to the scheduler, to the lengths of our drafts."""
         for request_id, token_ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
             del token_ids[self._lengths.get(request_id, 0) :]
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Draft nothing meanwhile: vLLM warms up with requests that look like any."""
+        """Draft nothing within this context: vLLM warms up with ordinary requests."""
         self._is_resting = True
         try:
             yield
@@ -138,10 +137,10 @@ class PoolSpeculator:
     # --- vLLM's BaseSpeculator ---
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """There is no model here."""
+        """Do nothing: there is no model."""
 
     def capture(self) -> None:
-        """There is no model here."""
+        """Do nothing: there is no model."""
 
     def propose(
         self,
@@ -150,7 +149,7 @@ class PoolSpeculator:
         slot_mappings: Any,
         last_hidden_states: torch.Tensor,  # [num_tokens, hidden_size], and padding
         aux_hidden_states: list[torch.Tensor] | None,  # the same, by tapped layer
-        num_sampled: torch.Tensor,  # [num_reqs]; 0: the request still reads its prompt
+        num_sampled: torch.Tensor,  # [num_reqs]; 0: the request is prefilling
         num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
         next_prefill_tokens: torch.Tensor,
@@ -163,7 +162,7 @@ class PoolSpeculator:
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Return what to verify in the next step: int64 [num_reqs, K], of which `cut` says how much counts."""
+        """Return the next step's drafts, int64 [num_reqs, K]; `cut` gives their lengths."""
         self._lengths = {}
         drafts: list[list[int]] = [[] for _ in range(input_batch.num_reqs)]
         if not (dummy_run or self._is_resting):
@@ -191,15 +190,15 @@ class PoolSpeculator:
         room = self._num_speculative_tokens
         padded = [
             draft + [0] * (room - len(draft)) for draft in drafts
-        ]  # any token: beyond a draft nothing is verified
+        ]  # padding may be any token: nothing beyond a draft is verified
         return torch.tensor(padded, dtype=torch.int64).to(num_sampled.device)
 
     # --- reading the batch ---
 
     def _rows_of(self, input_batch: Any, num_sampled: torch.Tensor) -> tuple[list[HostRow], list[list[int]]]:
-        """Return the step, and the tokens that it committed, by row: one copy from the device, after sampling."""
+        """Return the step's rows and committed tokens: one copy from the device, after sampling."""
         states, places = self._runner.req_states, input_batch.idx_mapping  # [num_reqs]
-        num_tokens = states.total_len.gpu[places]  # the new ones included
+        num_tokens = states.total_len.gpu[places]  # including the new ones
         all_token_ids = states.all_token_ids.gpu  # [max_num_reqs, max_model_len]
         offsets = torch.arange(self._num_speculative_tokens + 1, device=num_sampled.device)
         columns = (num_tokens - num_sampled)[:, None] + offsets  # [num_reqs, K + 1]
@@ -242,15 +241,15 @@ class PoolSpeculator:
 
 
 def parameters_of_propose() -> tuple[str, ...]:
-    """Return what `BaseSpeculator.propose` must take: what ours does."""
+    """Return the parameters that `BaseSpeculator.propose` must have: those of ours."""
     return tuple(inspect.signature(PoolSpeculator.propose).parameters)
 
 
 def attach(runner: Any, speculator: PoolSpeculator, version: str, state_taps: tuple[int, ...]) -> None:
-    """Give a V2 runner that vLLM has just made, and that has loaded nothing yet, a speculator of ours.
+    """Set our speculator on a new V2 runner, before it loads a model.
 
-    Raises `UntriedVersionError`, with nothing touched. Loading a model will raise `ValueError` where it does not give
-    out the states of `state_taps`.
+    Raises `UntriedVersionError`, and then changes nothing. Later, loading a model raises `ValueError` if it cannot
+    return the states of `state_taps`.
     """
     refuse_untried(version, type(runner), RUNNER_PARAMETERS)
     execute_model, load_model = runner.execute_model, runner.load_model

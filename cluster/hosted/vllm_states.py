@@ -1,4 +1,4 @@
-"""The target's hidden states of vLLM's steps, for drafters that read them."""
+"""The target's hidden states from vLLM's steps, for drafters that read them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from outrider.verifier_service.model.state_pool import StatePool
 
 
 class StepStates:
-    """Keep tapped states in the host's memory by the KV slots of their tokens: what vLLM's prefix cache knows has them.
+    """A `StateSource`: tapped states in host memory, by KV slot, so that a prefix in vLLM's cache has its states.
 
-    A `StateSource`. Memory: the taps' hidden sizes for every slot of vLLM's KV cache.
+    Memory: the taps' hidden sizes for every slot of vLLM's KV cache.
     """
 
     def __init__(self, taps: Sequence[int]) -> None:
         self._taps = tuple(taps)
         self._layers = sorted({tap for tap in taps if tap != FINAL_TAP})
-        self._pool: StatePool | None = None  # None: no step was seen yet, which tells width and type
+        self._pool: StatePool | None = None  # None: before the first step, which gives width and dtype
 
     def write(
         self,
@@ -31,13 +31,13 @@ class StepStates:
         hidden_states: torch.Tensor,
         layer_inputs: Sequence[torch.Tensor] | None,
     ) -> None:
-        """Keep the states of a step of vLLM's V1 runner; raises what `keep` does."""
+        """Store the states of a step of vLLM's V1 runner; raises as `keep`."""
         batch = runner.input_batch
         spans = [
             (int(batch.num_computed_tokens_cpu[row]), scheduler_output.num_scheduled_tokens[request_id])
             for row, request_id in enumerate(batch.req_ids)
         ]
-        # of the kernels, which may split vLLM's own blocks
+        # the kernels' block size, which may be a part of vLLM's
         block_size = batch.block_table[0].block_size
         self.keep(
             runner.kv_cache_config,
@@ -57,11 +57,11 @@ class StepStates:
         hidden_states: torch.Tensor,
         layer_inputs: Sequence[torch.Tensor] | None,
     ) -> None:
-        """Keep the states of a step: `layer_inputs` are those of the tapped layers, in their order.
+        """Store the states of a step; `layer_inputs` are the tapped layers', in order.
 
-        Of each row, `spans` has its first computed position and how many were computed, and `blocks(row, first)`
-        returns the KV blocks from its `first` on. Raises `ValueError` where layers keep their KV apart: a token then
-        has a slot for each kind of them.
+        `spans` has each row's first computed position and the number of positions; `blocks(row, first)` returns the
+        row's KV blocks from its `first` on. Raises `ValueError` if groups of layers have separate KV: a token would
+        have several slots.
         """
         by_tap = {FINAL_TAP: hidden_states, **dict(zip(self._layers, layer_inputs or (), strict=True))}
         num_tokens = sum(count for _, count in spans)
@@ -71,12 +71,12 @@ class StepStates:
         slots: list[int] = []
         for row, (start, count) in enumerate(spans):
             first_block, place = divmod(start, block_size)
-            # of the blocks that the step writes alone: a table is as long as its context
+            # only the blocks that the step writes: a block table is as long as the context
             slots += slots_of(blocks(row, first_block), range(place, place + count), block_size)
         self._pool.write(slots, states)
 
     def messages(self, request: Request, start: int, stop: int) -> Iterator[States]:
-        """Say the states of a request's positions [start, stop)."""
+        """Yield the states of a request's positions [start, stop)."""
         assert self._pool is not None, "a request that drafts has had a step"
         return self._pool.messages(request, start, stop)
 

@@ -1,4 +1,4 @@
-"""The door for vLLM's V2 model runner: the worker that its `--worker-cls` names."""
+"""The plug-in's entry for vLLM's V2 model runner: a worker for `--worker-cls`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ OwnWorker: Any = resolve_obj_by_qualname(
 
 
 class Worker(OwnWorker):
-    """`--worker-cls outrider.cluster.vllm.Worker`, with the method `ngram`, whose look-ups the pool's drafts replace.
+    """`--worker-cls outrider.cluster.vllm.Worker`, with the method `ngram`, whose drafts the pool's replace.
 
-    The pool is named by `--additional-config '{"outrider": {"pool": "host:port"}}'`. vLLM makes a worker on every rank;
-    the first of each tensor-parallel group talks to the drafters, the others follow.
+    `--additional-config '{"outrider": {"pool": "host:port"}}'` names the pool. vLLM creates a worker on every rank; the
+    first rank of each tensor-parallel group drafts, the others follow.
     """
 
     def init_device(self) -> None:
-        """Raises `ValueError` naming the option, and `UntriedVersionError`."""
+        """Raises `ValueError` naming a bad option, and `UntriedVersionError`."""
         config = self.vllm_config
         options = options_of(config)
         refuse_v2_configuration(config)
         refuse_untried(vllm.__version__, BaseSpeculator, {"propose": parameters_of_propose()})
-        super().init_device()  # with this the model runner is there, and has loaded nothing yet
+        super().init_device()  # creates the model runner, which loads later
         requests = ScheduledRequests()
         states = StepStates(options.state_taps) if options.state_taps else None
         speculator = PoolSpeculator(

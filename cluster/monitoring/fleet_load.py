@@ -1,4 +1,4 @@
-"""How busy the fleet is, as plain JSON values: what /load and GetLoads answer and `outrider top` shows."""
+"""The fleet's load as plain JSON values, for /load, GetLoads and `outrider top`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from outrider.cluster.router.fleet import (
 
 
 def fleet_load(snapshot: FleetSnapshot | None, now_s: float) -> dict[str, Any]:
-    """Describe a snapshot; without one the pools are empty and the age is null.
+    """Describe a snapshot; without one, the pools are empty and the age is null.
 
-    acceptance_rate         accepted / verified draft tokens, since the verifiers' start; null: nothing verified yet
+    acceptance_rate         accepted / verified draft tokens, since the verifiers' start; null: none verified yet
     mean_acceptance_length  1 + accepted tokens / verifications with a draft
     tokens_per_s            committed tokens over the last two seconds; per accelerator: ranks of both pools count
-    price                   committed tokens that one more draft token costs; null: none is known
-    knee                    tokens of a step from which it is compute-bound; null: never, or not known
-    num_extrapolated_steps  far beyond all that was profiled or had run before: what they cost was extrapolated
-    draft_length            the longest draft that the router's plan allows, and why: enabled_reason; 0: disabled_reason
-    num_asks                decisions how much to draft next, one per decoding request and step, since the start
-    num_asked_tokens        draft tokens that were then asked for
-    draft_length_mean       the latter per the former, over the last two seconds
-    verify_idle_share       of the last two seconds, waiting for drafts
-    late_share              drafts that missed their deadline / those that came; null: none came
-    mean_lateness_s         of those, by how much
-    accepted_per_round      tokens that a drafter brings per round of its requests, lately, in the mean of verifiers
-    hit_rate                asks answered from what was drafted ahead / asks that it was tried for; null: none was
+    price                   cost of one more draft token, in committed tokens; null: unknown
+    knee                    tokens from which a step is compute-bound; null: never, or unknown
+    num_extrapolated_steps  steps far larger than any profiled or earlier one: their cost was extrapolated
+    draft_length            longest draft of the router's default plan (why: enabled_reason; at 0, disabled_reason)
+    num_asks                decisions on the next draft length, one per decoding request and step, since the start
+    num_asked_tokens        draft tokens asked for
+    draft_length_mean       asked tokens / asks, over the last two seconds
+    verify_idle_share       share of the last two seconds in which the verifier waited for drafts
+    late_share              late drafts / drafts that arrived; null: none arrived
+    mean_lateness_s         by which late drafts missed their deadline
+    accepted_per_round      recent accepted tokens per round of a drafter, mean over verifiers
+    hit_rate                asks answered by running ahead / asks for which it was tried; null: none
     """
     if snapshot is None:
         snapshot = FleetSnapshot(verifiers=(), drafters=(), decided_at_s=now_s)
@@ -132,7 +132,7 @@ def _totals(verifiers: tuple[VerifierState, ...], drafters: tuple[DrafterState, 
 
 
 def tokens_per_accelerator(verifiers: Sequence[VerifierState], drafters: Sequence[DrafterState]) -> float | None:
-    """Return committed tokens per second and rank of either pool; None where there is no rank."""
+    """Return committed tokens per second and rank, over both pools' ranks; None without ranks."""
     num_ranks = sum(state.report.num_ranks for state in verifiers)
     num_ranks += sum(state.report.num_ranks for state in drafters)
     return sum(state.report.load.tokens_per_s for state in verifiers) / num_ranks if num_ranks else None

@@ -1,4 +1,4 @@
-"""What a metric of the fleet is: a definition, how a snapshot is read for its samples, and how these are shown."""
+"""A metric of the fleet: its definition, and how its samples are read from a snapshot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.cluster.router.fleet import DrafterReport, FleetSnapshot, Verifier
 from outrider.verifier_service.messages.histogram import HistogramCounts
 
 Value = float | HistogramCounts
-Rows = Iterable[tuple[tuple[str, ...], Value]]  # the values of the labels after model_name, and the sample
+Rows = Iterable[tuple[tuple[str, ...], Value]]  # (label values after model_name, sample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class FleetMetric:
 def of_verifiers(
     name: str, kind: str, formula: str, read: Callable[[VerifierState], Value | None], has_alias: bool = False
 ) -> FleetMetric:
-    """Define a metric that has one value per verifier, but for those that it reads None of."""
+    """Define a metric with one value per verifier; None: no sample."""
 
     def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
         values = ((state.report.verifier_id, read(state)) for state in snapshot.verifiers)
@@ -37,7 +37,7 @@ def of_verifiers(
 
 
 def of_drafters(name: str, kind: str, formula: str, read: Callable[[DrafterReport], Value]) -> FleetMetric:
-    """Define a metric that has one value per drafter."""
+    """Define a metric with one value per drafter."""
 
     def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
         return [((state.report.drafter_id,), read(state.report)) for state in snapshot.drafters]
@@ -52,7 +52,7 @@ def of_verifiers_by(
     formula: str,
     read: Callable[[VerifierReport], Iterable[tuple[str, Value]]],
 ) -> FleetMetric:
-    """Define a metric of verifiers by another label: what it reads are that label's values and the samples."""
+    """Define a metric of verifiers with one more label; `read` yields (label value, sample)."""
 
     def rows(snapshot: FleetSnapshot, now_s: float) -> Rows:
         reports = (state.report for state in snapshot.verifiers)

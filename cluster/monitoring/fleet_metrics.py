@@ -1,6 +1,6 @@
-"""The fleet's Prometheus metrics: what verifiers, drafters and the router reported, as the gateway's snapshot has it.
+"""The fleet's Prometheus metrics, from the reports of verifiers, drafters and router in the gateway's snapshot.
 
-A replica's counters are its own: `engine` is its id, so one that is replaced ends its series and the next begins at 0.
+Counters are per replica: `engine` is its id. A replaced replica's series ends, and the new one's begins at 0.
 """
 
 from __future__ import annotations
@@ -408,7 +408,7 @@ FLEET_DEFINITIONS = tuple(metric.definition for metric in _METRICS)
 
 
 class FleetMetrics(Collector):
-    """Show the latest snapshot; before there is one, families without samples."""
+    """Show the latest snapshot; before the first, families without samples."""
 
     def __init__(
         self,

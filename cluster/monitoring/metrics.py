@@ -1,8 +1,8 @@
-"""What a metric is, and the gateway's own metrics; those of the fleet are in `fleet_metrics`.
+"""Definitions of metrics, and the gateway's own metrics; the fleet's are in `fleet_metrics`.
 
-Each metric is defined once and its help text is its formula. Own names begin with `outrider_`. Some families are shown
-a second time under vLLM's names, so that `vllm bench serve`, llm-d and dashboards read them unchanged; an alias is a
-second name at scrape time, never a second counter. Labels never carry a prompt or a request id.
+A metric is defined once; its help text is its formula. Names begin with `outrider_`. Some families are also shown under
+vLLM's names, for `vllm bench serve`, llm-d and dashboards: an alias is a second name at scrape time, not a second
+counter. No label has a prompt or a request id.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
-    """A metric: its name without suffix, its type in Prometheus' words, its formula, its labels."""
+    """A metric: its name, Prometheus type, formula and labels."""
 
-    name: str  # without `outrider_` and, of a counter, without `_total`
+    name: str  # without `outrider_`, and without a counter's `_total`
     kind: str  # counter | gauge | histogram
     formula: str
     labels: tuple[str, ...] = LABELS
@@ -39,7 +39,7 @@ class Definition:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the family's name, and its alias where it has one, as the exposition shows them."""
+        """Return the family's name and, if it has one, its alias, as exposed."""
         suffix = "_total" if self.kind == "counter" else ""
         prefixes = (OWN_PREFIX, VLLM_PREFIX) if self.has_alias else (OWN_PREFIX,)
         return tuple(f"{prefix}{self.name}{suffix}" for prefix in prefixes)
@@ -162,7 +162,7 @@ GATEWAY_DEFINITIONS = (
 
 
 class GatewayMetrics:
-    """Count what a gateway publishes."""
+    """Counters of a gateway."""
 
     def __init__(
         self, registry: CollectorRegistry, *, model_name: str, engine: str = "0", vllm_aliases: bool = True
@@ -195,7 +195,7 @@ class GatewayMetrics:
         self._count(FAILURES, 1, reason=reason)
 
     def tokens_published(self, num_tokens: int, *, since_arrival_s: float, since_previous_s: float | None) -> None:
-        """Count one output of a choice; `since_previous_s` is None for its first."""
+        """Count one output of a choice; `since_previous_s` is None for its first one."""
         self._count(GENERATION_TOKENS, num_tokens)
         if since_previous_s is None:
             self._observe(TIME_TO_FIRST_TOKEN, since_arrival_s)
@@ -207,7 +207,7 @@ class GatewayMetrics:
         self._observe(E2E_LATENCY, since_arrival_s)
 
     def speculation_ended(self, speculation: SpeculationMetrics) -> None:
-        """Add one choice's speculation, once, when it is over."""
+        """Add a finished choice's speculation."""
         self._count(NUM_DRAFTS, speculation.num_drafts)
         self._count(NUM_DRAFT_TOKENS, speculation.num_draft_tokens)
         self._count(NUM_ACCEPTED_TOKENS, speculation.num_accepted_tokens)
@@ -226,7 +226,7 @@ def _of(kind: str) -> list[Definition]:
 
 
 class _Aliases(Collector):
-    """Show metric families a second time, `outrider_x` as `vllm:x`."""
+    """Show metric families also as `vllm:x` for `outrider_x`."""
 
     def __init__(self, metrics: Iterable[Collector]) -> None:
         self._metrics = list(metrics)

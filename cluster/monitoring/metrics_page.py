@@ -1,4 +1,4 @@
-"""Write deploy/METRICS.md: every metric of a gateway's /metrics. Run as a module to write it again."""
+"""Write deploy/METRICS.md, all metrics of a gateway's /metrics, when run as a module."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ from outrider.cluster.monitoring.fleet_metrics import FLEET_DEFINITIONS
 from outrider.cluster.monitoring.metrics import GATEWAY_DEFINITIONS, Definition
 
 PAGE = Path(__file__).resolve().parents[2] / "deploy" / "METRICS.md"
-DEFINITIONS = (*GATEWAY_DEFINITIONS, *FLEET_DEFINITIONS)
 _HEAD = """# Metrics
 
 The gateway serves these at `/metrics`. A test compares; `python -m outrider.cluster.monitoring.metrics_page` writes it.
 `engine` is the id of the replica that counted: a replica that is replaced ends its series, the next one begins at 0.
 Names that begin with `vllm:` are the same samples under vLLM's names.
 """
-
-
-def metric_names() -> set[str]:
-    """Return the name of every family, aliases included, as the exposition shows it."""
-    return {name for definition in DEFINITIONS for name in definition.names}
 
 
 def metrics_page() -> str:

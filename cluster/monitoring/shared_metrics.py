@@ -1,7 +1,7 @@
-"""One scrape shows all gateways: by way of the router they tell each other what they published.
+"""All gateways' metrics in one scrape: gateways exchange them through the router.
 
-A scrape reaches whichever gateway the proxy picks, which alone could show its own figures only. It shows the others',
-too, as they were when they were last exchanged. A series is one gateway's (`engine` is its id) and ends soon after it.
+A scrape reaches any one gateway behind the proxy. It shows its own metrics and the others', as last exchanged. A series
+belongs to one gateway (`engine` is its id) and ends soon after it.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from prometheus_client.registry import Collector
 
 from outrider.cluster.common.reports import ask_router
 
-EXCHANGE_INTERVAL_S = 0.5  # a second gateway must not show less, at the next scrape, than the first one did
+EXCHANGE_INTERVAL_S = 0.5  # the next scrape, at another gateway, must not show smaller counters
 EXPIRE_AFTER_S = 10.0
 
 
 class MetricsBoard:
-    """The router's side: what every gateway published, as it last said; one that is silent for long is forgotten."""
+    """The router's side: every gateway's last families; a gateway that stays silent is forgotten."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, Sequence[Metric]]] = {}
 
     def exchange(self, gateway_id: str, families: Sequence[Metric], now_s: float) -> list[Metric]:
-        """Take in a gateway's families; return those of the others."""
+        """Store a gateway's families; return the other gateways'."""
         self._last[gateway_id] = now_s, families
         self._last = {id_: last for id_, last in self._last.items() if now_s - last[0] <= EXPIRE_AFTER_S}
         return [family for id_, (_, others) in self._last.items() if id_ != gateway_id for family in others]
 
 
 class SharedMetrics(Collector):
-    """What a gateway shows at a scrape: its own families with the other gateways', and the fleet's."""
+    """A scrape of a gateway: its own families merged with the other gateways', and the fleet's."""
 
     def __init__(self, own: Collector, fleet: Collector) -> None:
         self._own, self._fleet = own, fleet
         self._others: Sequence[Metric] = ()
 
     async def exchange(self, router: Any, gateway_id: str) -> None:
-        """Go on exchanging by the router; while it is away the others' last figures stay."""
+        """Exchange families through the router, forever; while it is away, the others' last ones stay."""
         while True:
             others = await ask_router(router.exchange_metrics, gateway_id, list(self._own.collect()))
             self._others = self._others if others is None else others
@@ -52,7 +52,7 @@ class SharedMetrics(Collector):
 
 
 def merged(families: Iterable[Metric]) -> Iterable[Metric]:
-    """Return families of one name as one, as a scrape may show each but once; nothing given is changed."""
+    """Merge families of one name: a scrape may show a name once. The arguments are not changed."""
     by_name: dict[str, Metric] = {}
     for family in families:
         whole = by_name.setdefault(family.name, Metric(family.name, family.documentation, family.type, family.unit))

@@ -1,4 +1,4 @@
-"""The verifier engine and its drafter without a server: in this process, or the drafter on a core of its own."""
+"""The verifier engine and its drafter without a server; the drafter may have a process and cores of its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPAWNING = multiprocessing.get_context("spawn")
 
 
 class NoDrafters:
-    """A `DraftClient` of an engine that has none."""
+    """The `DraftClient` of an engine without drafters."""
 
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
         raise AssertionError("nothing can be sent to a drafter that never came up")
@@ -47,15 +47,15 @@ class NoDrafters:
 
 
 class PipeDraftClient:
-    """A `DraftClient` whose drafter is a process at the other end of a pipe."""
+    """A `DraftClient` of a drafter process, over a pipe."""
 
     def __init__(self, pipe: Connection, drafter_id: str, ready: DrafterReady) -> None:
         self._pipe = pipe
-        self._writer = PipeWriter(pipe, lambda error: None)  # reading notices the same loss
+        self._writer = PipeWriter(pipe, lambda error: None)  # reading detects the same loss
         self._relay = RelayDraftClient()
         self._drafter_id = drafter_id
         self._is_up = True
-        self.load: DrafterLoad | None = None  # the last one it told
+        self.load: DrafterLoad | None = None  # the last reported
         self._relay.feed(PeerState(peer=drafter_id, is_up=True, vocab_size=ready.vocab_size, needs=ready.needs))
 
     def send(self, drafter_id: str, messages: Sequence[VerifierMessage]) -> None:
@@ -73,12 +73,12 @@ class PipeDraftClient:
         return self._relay.poll()
 
     def close(self) -> None:
-        """Let the drafter see the end of its pipe."""
+        """Close the pipe: the drafter reads end of file and stops."""
         self._writer.close()
         self._pipe.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until the drafter says something, or for `timeout_s`."""
+        """Sleep until the drafter sends something, at most `timeout_s`."""
         if self._is_up:
             with self._noticing_loss():
                 self._pipe.poll(timeout_s)
@@ -96,7 +96,7 @@ class PipeDraftClient:
 
 
 class RankProcesses:
-    """Ranks as plain child processes, meeting in a folder of their own."""
+    """Ranks as plain child processes; their sockets are in a temporary folder."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class RankProcesses:
         return all(process.is_alive() for process in self.processes)
 
     def close(self) -> None:
-        """Wait for the ranks to see the end of their pipes; end those that do not."""
+        """Wait until the ranks have read end of file; kill those that do not stop."""
         for process in self.processes:
             process.join(JOIN_TIMEOUT_S)
             if process.is_alive():
@@ -139,16 +139,16 @@ class RankProcesses:
 class OfflineEngine:
     """Generate without a server, with the same engine and drafter code.
 
-    `drafter_process` puts the drafter into a process of its own and, where there are cores enough, gives it as many
-    cores as it has threads, taken from the verifier's.
+    `drafter_process`: the drafter has a process of its own and, if there are enough cores, a core per thread, taken
+    from the verifier's.
     """
 
     def __init__(self, config: ServiceConfig, *, drafter_process: bool = False, prices_drafts: bool = False) -> None:
-        """With `prices_drafts` step times are measured first, and then plans that are not pinned are bounds."""
+        """`prices_drafts`: measure step times first; then unpinned plans are bounds, and the price sets the length."""
         if config.drafter_pools:
             raise ValueError("drafter_pools: without a server there is one drafter")
         self.config = config
-        self.drafter_pids: list[int] = []  # where the drafter has processes of its own
+        self.drafter_pids: list[int] = []  # empty if the drafter runs in this process
         self._exit = contextlib.ExitStack()
         with contextlib.ExitStack() as opening:
             spec, drafter = config.verifier_spec, config.drafter_spec
@@ -174,7 +174,7 @@ class OfflineEngine:
         ranks = RankProcesses(run_drafter_rank, spec, size, first_rank=0)
         opening.callback(ranks.close)
         listener = opening.enter_context(PipeListener(ranks.rank(0, size).shell_address))
-        opening.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))  # closing gives the cores back
+        opening.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))  # on close, this process gets the cores back
         with _cores_set_aside(size * (self.config.threads_per_rank or 1)):
             ranks.start()
         pipe = listener.accept(ranks.are_alive)
@@ -185,7 +185,7 @@ class OfflineEngine:
         return client
 
     def generate(self, requests: Iterable[GenerationRequest]) -> Iterator[RequestOutput]:
-        """Run all requests together; yield each one's outputs as its tokens are committed."""
+        """Run all requests together; yield outputs as tokens are committed."""
         for request in requests:
             if (failure := self.engine.add(request)) is not None:
                 yield failure
@@ -193,14 +193,14 @@ class OfflineEngine:
             yield from self.step()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; where every request waits for its draft, wait with them instead."""
+        """Run one step; if every request waits for its draft, sleep until one arrives."""
         outputs = self.engine.step()
         if outputs is None and isinstance(self.drafts, PipeDraftClient):
             self.drafts.wait(self.engine.idle_s() or 0.0)
         return outputs or []
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request and free what it holds; one that has finished is left alone."""
+        """Stop a request and free its KV and session; a finished request is ignored."""
         self.engine.cancel(request_id)
 
     def close(self) -> None:
@@ -222,7 +222,7 @@ def _load_draft_model(opening: contextlib.ExitStack, spec: DrafterSpec) -> Paral
 def _load_here(
     opening: contextlib.ExitStack, main: Callable[[Any, RankSpec], None], spec: Any, model: ModelConfig
 ) -> ParallelRunner:
-    """Be rank 0 in this process, with the other ranks as child processes."""
+    """Run rank 0 in this process, and the other ranks as child processes."""
     size = model.tensor_parallel_size
     followers = RankProcesses(main, spec, size, first_rank=1)
     opening.callback(followers.close)
@@ -235,7 +235,7 @@ def _load_here(
 
 @contextlib.contextmanager
 def _cores_set_aside(num_cores: int) -> Iterator[None]:
-    """Start children on the last `num_cores` cores; keep this process on the others, if any are left."""
+    """Start children on the last `num_cores` cores; keep this process on the others, if there are any."""
     cores = sorted(os.sched_getaffinity(0))
     if num_cores >= len(cores):
         yield

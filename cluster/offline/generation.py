@@ -21,7 +21,7 @@ from outrider.verifier_service.model.tokenizer import load_tokenizer
 def read_lines(
     prompt_texts: Sequence[str], prompts_file: Path | None, *, is_chat: bool, system: str | None
 ) -> list[dict[str, Any]]:
-    """Return the lines to run; as a chat, texts become what a user says. Raises `PromptError` where there is none."""
+    """Return the lines to run; in a chat, texts are user messages. Raises `PromptError` if there is none."""
     lines: list[dict[str, Any]] = [{"prompt": text} for text in prompt_texts]
     if prompts_file is not None:
         lines += read_prompt_lines(prompts_file)
@@ -33,7 +33,7 @@ def read_lines(
 
 
 def _as_chat(line: dict[str, Any], system: str | None) -> dict[str, Any]:
-    """Return a line with its text as a message, and with a first message of the system's unless it has one."""
+    """Return a line with its text as a user message, and with the system message unless it has one."""
     rest = dict(line)
     if isinstance(line.get("prompt"), str) and "messages" not in line:
         rest["messages"] = [{"role": "user", "content": rest.pop("prompt")}]
@@ -46,10 +46,10 @@ def _as_chat(line: dict[str, Any], system: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """What is printed next."""
+    """The next piece of output."""
 
     text: str
-    is_silence: bool = False  # it is the model's end and nothing else
+    is_silence: bool = False  # the output is empty: the model ended at once
 
 
 def run(
@@ -60,7 +60,7 @@ def run(
     drafter_process: bool,
     as_json: bool,
 ) -> Generator[Printed]:
-    """Yield the outputs' texts in the prompts' order, as they come; as JSON a line per output, as they end."""
+    """Yield the outputs' texts as they are generated, in the prompts' order; as JSON, a line per finished output."""
     parsed = [parse_line(line, f"prompt-{index}", sampling) for index, line in enumerate(lines)]
     with LLM(**options, drafter_process=drafter_process) as llm:
         prompts, samplings = [line.prompt for line in parsed], [line.sampling for line in parsed]
@@ -72,7 +72,7 @@ def run(
 
 
 def in_order(pieces: Iterable[TextPiece], turns: Iterable[tuple[str, int]]) -> Iterator[TextPiece]:
-    """Yield the pieces of one output after the other; those of later ones are held, to come as one in their turn.
+    """Yield one output's pieces after the other's; later outputs' pieces are held back and joined.
 
     `turns` are the outputs' request ids and indices.
     """
@@ -89,7 +89,7 @@ def in_order(pieces: Iterable[TextPiece], turns: Iterable[tuple[str, int]]) -> I
 
 
 def as_text(pieces: Iterable[TextPiece]) -> Iterator[Printed]:
-    """Yield what is printed of outputs that come one after the other; an error has a line of its own."""
+    """Yield the text of outputs in order; an error is on a line of its own."""
     is_begun = False
     for piece in pieces:
         is_silence = ended_at_once(piece.text, piece.finish_reason) and not is_begun
@@ -112,12 +112,12 @@ def _as_json(outputs: Iterable[RequestOutput]) -> Iterator[Printed]:
 
 
 def ended_at_once(text: str, finish_reason: str | None) -> bool:
-    """Tell whether an output is the model's end and nothing else."""
+    """Return whether an output is empty since the model ended at once."""
     return not text and finish_reason == "stop"
 
 
 def hint(model: str | None, *, is_chat: bool) -> str | None:
-    """Return what to try where all outputs of a model ended at once; None: there is nothing to say."""
+    """Return advice for a model whose outputs all ended at once; None: there is none."""
     if is_chat or load_tokenizer(offline_config({"model": model}).verifier_spec.model).chat_template is None:
         return None
     return "the model ended at once: it has a chat template, so --chat asks it as a user would"
@@ -132,7 +132,7 @@ def to_record(found: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
         "text": output.text,
         "finish_reason": output.finish_reason,
     }
-    if output.index == 0:  # counters are the prompt's, of all its outputs
+    if output.index == 0:  # counters are over all outputs of the prompt
         fields["metrics"] = {"speculative_decoding": speculation_json(found.metrics)}
     fields |= {"index": output.index} if len(found.outputs) > 1 else {}
     fields |= {"warnings": found.warnings} if found.warnings else {}
@@ -140,7 +140,7 @@ def to_record(found: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
 
 
 def speculation_json(metrics: SpeculationMetrics) -> dict[str, Any]:
-    """Describe what speculation did, under the names of the ecosystem."""
+    """Describe the speculation, under vLLM's names."""
     return {
         **dataclasses.asdict(metrics),
         "mean_acceptance_length": metrics.mean_acceptance_length,

@@ -23,11 +23,12 @@ from outrider.cluster.offline.outputs import RequestOutput, TextPiece
 from outrider.cluster.offline.prompt_run import PromptRun, RunContext
 from outrider.cluster.offline.prompts import Prompt, PromptError, PromptInput, parse_messages, parse_prompt
 from outrider.cluster.offline.sampling_params import SamplingParams
-from outrider.cluster.router.fleet import PolicyMode, off
+from outrider.cluster.router.fleet import PolicyMode
+from outrider.cluster.router.planning import off
 from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
-OPTIONS = (  # those of `ServiceConfig` that mean something without a server
+OPTIONS = (  # options of `ServiceConfig` that apply without a server
     *("model", "draft_model", "revision", "trust_remote_code", "dtype", "quantization", "device"),
     *("enforce_eager", "max_model_len", "tensor_parallel_size", "draft_tensor_parallel_size", "threads_per_rank"),
     *("num_speculative_tokens", "speculative_config", "speculation", "seed"),
@@ -38,10 +39,10 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A target model and what drafts for it, loaded into this process; without a model, the embedded pair.
+    """A target model and its drafter, loaded into this process; without a model, the embedded pair.
 
     Ranks and a `drafter_process` are spawned: with them, a script needs `if __name__ == "__main__":`. Raises
-    `ValueError` naming the option that is wrong, `OSError` where there is no such model.
+    `ValueError` naming the bad option, `OSError` if a model is not found.
     """
 
     def __init__(
@@ -53,9 +54,9 @@ class LLM:
         dtype: str = "auto",
         tensor_parallel_size: int = 1,
         max_model_len: int | None = None,
-        seed: int | None = None,  # of prompts whose sampling has none
-        drafter_process: bool = False,  # draft in a process on a core of its own
-        **options: Any,  # the others of OPTIONS
+        seed: int | None = None,  # of prompts without a seed
+        drafter_process: bool = False,  # the drafter has a process and a core of its own
+        **options: Any,  # the other OPTIONS
     ) -> None:
         given = {
             "model": None if model is None else os.fspath(model),
@@ -94,11 +95,11 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Return the outputs of all prompts, run together, in the prompts' order.
+        """Run all prompts together; return their outputs in the prompts' order.
 
         `prompts` is a text, a mapping with `prompt`, `prompt_token_ids` or `messages`, or an iterable of them;
-        `sampling_params` holds for all, or there is one for each. `use_tqdm` shows progress on stderr. Raises
-        `ValueError` naming what is wrong; a prompt that the engine refuses has an `error` in its output instead.
+        `sampling_params` is one for all, or one each. `use_tqdm` shows progress on stderr. Raises `ValueError` naming
+        the bad field; a prompt that the engine refuses has an `error` in its output instead.
         """
         return self._all(self._runs(_parsed(prompts), sampling_params), use_tqdm)
 
@@ -111,9 +112,9 @@ class LLM:
         chat_template: str | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Return the outputs for one conversation, or for several, written through the model's chat template.
+        """Return the outputs for one or several conversations, rendered by a chat template, by default the model's.
 
-        Raises `ValueError` where the model has none and none is given, or where messages do not fit it.
+        Raises `ValueError` if there is no template, or if the messages do not fit it.
         """
         is_one = not messages or isinstance(messages[0], Mapping)
         named = [("messages", messages)] if is_one else [(f"messages[{i}]", each) for i, each in enumerate(messages)]
@@ -128,7 +129,7 @@ class LLM:
         prompts: PromptInput | Iterable[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Yield what `generate` returns, each prompt's as it finishes; closing the iterator cancels the others."""
+        """Yield each prompt's outputs as it finishes; closing the iterator cancels the others."""
         return self._run(self._runs(_parsed(prompts), sampling_params))
 
     def as_generated(
@@ -136,7 +137,7 @@ class LLM:
         prompts: PromptInput | Iterable[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[TextPiece]:
-        """Yield the text of every output piece by piece, as it is generated; closing the iterator cancels the rest."""
+        """Yield pieces of all outputs' texts as they are generated; closing the iterator cancels the rest."""
         return self._pieces(self._runs(_parsed(prompts), sampling_params))
 
     def close(self) -> None:
@@ -170,7 +171,7 @@ class LLM:
     def _tokenised(
         self, prompt: Prompt, name: str, *, add_generation_prompt: bool = True, chat_template: str | None = None
     ) -> tuple[str | None, tuple[int, ...]]:
-        """Return a prompt's text, where it has one, and its token ids."""
+        """Return a prompt's text, if it has one, and its token ids."""
         codec = self._context.codec
         if prompt.token_ids is not None:
             return None, prompt.token_ids
@@ -184,7 +185,7 @@ class LLM:
             )
         except InvalidRequest as error:
             raise PromptError(f"{name}: {error}") from error
-        return text, codec.encode_now(text, add_special_tokens=False)  # the template has written them
+        return text, codec.encode_now(text, add_special_tokens=False)  # the template has written special tokens
 
     def _all(self, runs: Sequence[PromptRun], shows_progress: bool) -> list[RequestOutput]:
         from rich.console import Console
@@ -200,7 +201,7 @@ class LLM:
         return sorted(outputs, key=lambda output: int(output.request_id))
 
     def _run(self, runs: Sequence[PromptRun]) -> Iterator[RequestOutput]:
-        """Run prompts together; yield each one's outputs once it has ended, however it did."""
+        """Run prompts together; yield each one's outputs once it has ended, also by an error."""
         by_id = {run.request_id: run for run in runs}
         with contextlib.closing(self._pieces(runs)) as pieces:
             for piece in pieces:
@@ -209,16 +210,16 @@ class LLM:
                     yield run.output()
 
     def _pieces(self, runs: Sequence[PromptRun]) -> Generator[TextPiece]:
-        """Run prompts together; yield what each step adds to the texts of their outputs."""
+        """Run prompts together; yield the pieces of text that each step adds."""
         by_request = {request.request_id: run for run in runs for request in run.requests}
         with self._alone():
             try:
                 for output in self._engine.generate(request for run in runs for request in run.requests):
-                    if self._is_closed:  # while the iterator was suspended
+                    if self._is_closed:  # closed while the iterator was suspended
                         raise RuntimeError("this LLM is closed")
                     piece = by_request[output.request_id].absorb(output)
                     if piece.finish_reason is not None:
-                        self._engine.cancel(output.request_id)  # it knows nothing of stop strings
+                        self._engine.cancel(output.request_id)  # a stop string ended it, which the engine does not see
                     if piece.text or piece.finish_reason is not None:
                         yield piece
             finally:
@@ -227,7 +228,7 @@ class LLM:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Refuse a second call beside the first: they would take each other's tokens."""
+        """Refuse concurrent calls: they would take each other's tokens."""
         if self._is_closed:
             raise RuntimeError("this LLM is closed")
         if not self._running.acquire(blocking=False):
@@ -239,9 +240,9 @@ class LLM:
 
 
 def offline_config(options: Mapping[str, Any]) -> ServiceConfig:
-    """Build the configuration of an engine without a server; None: the option's default.
+    """Build the configuration of an engine without a server; an option that is None has its default.
 
-    Raises `ValueError` naming the option that is unknown, with the closest match, or wrong.
+    Raises `ValueError` naming the bad option, or an unknown one's closest match.
     """
     for name in sorted(options.keys() - set(OPTIONS)):
         raise ValueError(f"unknown option {name!r}{did_you_mean(name, OPTIONS)}")
@@ -252,7 +253,7 @@ def offline_config(options: Mapping[str, Any]) -> ServiceConfig:
 
 
 def _planned(config: ServiceConfig) -> tuple[ServiceConfig, SpeculationPlan]:
-    """Return how every prompt speculates, and the configuration without a drafter where none does."""
+    """Return every prompt's plan, and the configuration, without a drafter if speculation is off."""
     mode = config.router_policy.mode
     if mode is PolicyMode.OFF or config.num_speculative_tokens == 0:
         return replace(config, num_speculative_tokens=0), off(DisabledReason.CONFIG)
@@ -260,7 +261,7 @@ def _planned(config: ServiceConfig) -> tuple[ServiceConfig, SpeculationPlan]:
 
 
 def _parsed(prompts: PromptInput | Iterable[PromptInput]) -> list[tuple[str, Prompt]]:
-    """Return the prompts with the names that errors call them by."""
+    """Return the prompts with their names in errors."""
     if isinstance(prompts, PromptInput):
         return [("prompts", parse_prompt(prompts, "prompts"))]
     if not isinstance(prompts, Iterable):

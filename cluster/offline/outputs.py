@@ -1,4 +1,4 @@
-"""What `LLM` answers, under vLLM's names."""
+"""The outputs of `LLM`, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Logprob:
 
     logprob: float
     rank: int  # 1: the likeliest
-    decoded_token: str  # as over HTTP, `bytes:\xe6` where it is only a part of a character
+    decoded_token: str  # as over HTTP; a part of a character is `bytes:\xe6`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,43 +24,43 @@ class CompletionOutput:
     """One of the `n` outputs for a prompt."""
 
     index: int
-    text: str  # without what ended it, unless that was asked for
-    token_ids: list[int]  # a stop token included
-    logprobs: list[dict[int, Logprob]] | None = None  # a dictionary per token, by id, the token's own first
-    cumulative_logprob: float | None = None  # where log probabilities were asked for
+    text: str  # without the stop string, unless it is to be included
+    token_ids: list[int]  # including a stop token
+    logprobs: list[dict[int, Logprob]] | None = None  # per token a dictionary by id, the token's own first
+    cumulative_logprob: float | None = None  # if log probabilities were requested
     finish_reason: str  # stop, length or error
-    stop_reason: int | str | None = None  # the stop token id or stop string; None: the end of the sequence, or no stop
+    stop_reason: int | str | None = None  # the stop token id or stop string; None: the EOS token, or no stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPiece:
-    """What was added to the text of one output."""
+    """A piece of an output's text, as it grows."""
 
     request_id: str
     index: int
     text: str
-    finish_reason: str | None = None  # of the last piece of an output, as in `CompletionOutput`
-    error: str | None = None  # where that is error
+    finish_reason: str | None = None  # in an output's last piece, as in `CompletionOutput`
+    error: str | None = None  # if the finish reason is error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """A prompt and its outputs. A prompt that could not be run, or failed, has an `error`; the others are whole."""
+    """A prompt and its outputs. A prompt that was refused or failed has an `error`; other prompts are unaffected."""
 
     request_id: str
-    prompt: str | None  # of a chat: the text that its template made; None: it came as token ids
+    prompt: str | None  # of a chat: as rendered; None: it was given as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # per prompt token; the first has none
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # per prompt token; None for the first
     finished: bool = True
     error: str | None = None
-    warnings: list[str] = field(default_factory=list)  # of what the outputs are not held to
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)  # of all outputs together
+    warnings: list[str] = field(default_factory=list)  # constraints that the grammar does not enforce
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)  # summed over all outputs
 
 
 def logprobs_by_id(entry: TokenLogprobs, codec: TextCodec, num_top: int) -> dict[int, Logprob]:
-    """Return a token's log probability and those of its `num_top` likeliest alternatives."""
+    """Return the log probabilities of a token and of the `num_top` likeliest ones."""
     tops = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
     ranked = [(entry.token_id, entry.logprob, entry.rank)]
     ranked += [(id_, logprob, rank) for rank, (id_, logprob) in enumerate(tops, start=1) if id_ != entry.token_id]
@@ -72,7 +72,7 @@ def logprobs_by_id(entry: TokenLogprobs, codec: TextCodec, num_top: int) -> dict
 def prompt_logprobs_by_id(
     entries: Sequence[TokenLogprobs | None] | None, codec: TextCodec, num_top: int | None
 ) -> list[dict[int, Logprob] | None] | None:
-    """Return the same for each token of a prompt; None: not asked for."""
+    """Return the same for each token of a prompt; None: not requested."""
     if entries is None or num_top is None:
         return None
     return [None if entry is None else logprobs_by_id(entry, codec, num_top) for entry in entries]

@@ -1,4 +1,4 @@
-"""One prompt under way: its outputs' tokens become text as they are committed, as in the gateway."""
+"""A running prompt: its outputs' tokens become text as they are committed, as in the gateway."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from outrider.verifier_service.messages.structured_output import check_structure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What all prompts of one `LLM` share."""
+    """The context of all prompts of one `LLM`."""
 
     codec: TextCodec
     max_model_len: int
     eos_token_ids: frozenset[int]
     plan: SpeculationPlan
-    acceptance: AcceptanceRule  # of those who name none
-    metrics: GatewayMetrics  # of no page: a `Choice` counts there
+    acceptance: AcceptanceRule  # of prompts that name none
+    metrics: GatewayMetrics  # not exposed: a `Choice` needs counters
     clock: Callable[[], float]  # monotonic, seconds
 
 
 @dataclass(slots=True, kw_only=True)
 class OutputRun:
-    """One output under way."""
+    """A running output, whose tokens become text."""
 
     choice: Choice
     chunks: list[GatewayChunk] = field(default_factory=list)
@@ -66,7 +66,7 @@ class OutputRun:
         return FinishReason.ERROR.value if self.error is not None else reason and reason.value
 
     def absorb(self, output: EngineOutput) -> GatewayChunk:
-        """Take in what one step brought, and return what it added; an error ends this output alone."""
+        """Add a step's tokens, and return the chunk; an error ends this output alone."""
         if output.finish_reason is FinishReason.ERROR:
             self.error = output.error or "the engine failed"
             self.chunks.append(self.choice.aborted_chunk())
@@ -75,15 +75,15 @@ class OutputRun:
         return self.chunks[-1]
 
     def whole(self) -> GatewayChunk:
-        """Return all of a finished output."""
+        """Return a finished output as one chunk."""
         return joined(self.chunks)
 
 
 @dataclass(slots=True, kw_only=True)
 class TokenRun:
-    """One output of which nobody wants the text: what steps brought is put together once, at the end."""
+    """A running output without text: its steps are joined once, at the end."""
 
-    nothing: GatewayChunk  # what a step adds that is not the last
+    nothing: GatewayChunk  # the empty chunk that all steps but the last add
     steps: list[EngineOutput] = field(default_factory=list)
     error: str | None = None
 
@@ -101,14 +101,14 @@ class TokenRun:
         return reason and reason.value
 
     def absorb(self, output: EngineOutput) -> GatewayChunk:
-        """Take in what one step brought, and return what it added; an error ends this output alone."""
+        """Add a step's tokens, and return the chunk; an error ends this output alone."""
         self.steps.append(output)
         if output.finish_reason is FinishReason.ERROR:
             self.error = output.error or "the engine failed"
         return self.nothing if output.finish_reason is None else self.whole()
 
     def whole(self) -> GatewayChunk:
-        """Return all of a finished output."""
+        """Return a finished output as one chunk."""
         return dataclasses.replace(
             self.nothing,
             tokens=tuple(token for step in self.steps for token in _silent_tokens(step)),
@@ -125,7 +125,7 @@ def _silent_tokens(step: EngineOutput) -> list[OutputToken]:
 
 
 class PromptRun:
-    """One prompt under way: a request to the engine for each of its outputs."""
+    """A running prompt: one engine request per output."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class PromptRun:
         return all(run.is_finished for run in self._runs.values())
 
     def absorb(self, output: EngineOutput) -> TextPiece:
-        """Take in what one step brought for one of the outputs; return what it added to that one's text."""
+        """Add a step's tokens to their output; return the new piece of its text."""
         run = self._runs[output.request_id]
         chunk = run.absorb(output)
         return TextPiece(
@@ -172,7 +172,7 @@ class PromptRun:
         )
 
     def output(self) -> RequestOutput:
-        """Return what came of the prompt, once all is finished."""
+        """Return the finished prompt and its outputs."""
         runs = list(self._runs.values())
         chunks = [run.whole() for run in runs]
         counters = [chunk.speculation for chunk in chunks if chunk.speculation is not None]
@@ -241,7 +241,7 @@ class PromptRun:
 
 
 def _warnings(structured: StructuredOutput | None) -> list[str]:
-    """Return what the outputs are not held to; a form that cannot be followed is the engine's to refuse."""
+    """Return warnings of constraints that the grammar does not enforce; the engine refuses an invalid structure."""
     if structured is None:
         return []
     try:

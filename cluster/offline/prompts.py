@@ -1,4 +1,4 @@
-"""Prompts as `LLM`, `outrider generate` and `outrider bench` take them: texts, token ids, conversations."""
+"""Prompts of `LLM`, `outrider generate` and `outrider bench`: texts, token ids, conversations."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from outrider.cluster.gateway.structured_format import OPENAI_FIELDS, openai_str
 from outrider.cluster.offline.sampling_params import SamplingParams
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")  # a prompt has one of them
-# how a line spells them, as over HTTP, in place of the field of that meaning
+# a line's fields of structured output: those of HTTP
 _STRUCTURE_FIELDS = tuple(name for name in OPENAI_FIELDS if name != "structured_outputs")
 
 
-_BIAS_FIELDS = {"token_id", "bias"}  # of one item, where biases come as a list
+_BIAS_FIELDS = {"token_id", "bias"}  # of an item of a list of biases
 
 
 class PromptError(ValueError):
-    """A prompt that cannot be used; the text names it and the field."""
+    """An invalid prompt; the text names the prompt and the field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What to go on from: a text, token ids or a conversation; exactly one of them is given."""
+    """A prompt: exactly one of a text, token ids and a conversation."""
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
@@ -39,7 +39,7 @@ PromptInput = str | Mapping | Prompt  # a mapping has one of PROMPT_FIELDS
 
 
 def parse_prompt(value: Any, name: str) -> Prompt:
-    """Read a prompt that errors call `name`; raises `PromptError` naming the field that is wrong."""
+    """Read a prompt, called `name` in errors; raises `PromptError` naming the bad field."""
     if isinstance(value, Prompt):
         return value
     if isinstance(value, str):
@@ -63,7 +63,7 @@ def parse_prompt(value: Any, name: str) -> Prompt:
 
 
 def parse_messages(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
-    """Read a conversation; what a message holds is for the chat template to judge."""
+    """Read a conversation; the chat template checks the messages' contents."""
     is_conversation = isinstance(value, list | tuple) and all(isinstance(message, Mapping) for message in value)
     if not is_conversation or not value:
         raise PromptError(f"{name} must be a list of messages, at least one")
@@ -79,7 +79,7 @@ class PromptLine:
 
 
 def read_prompt_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSONL file: each line is a prompt (one of PROMPT_FIELDS), and may carry its own sampling fields."""
+    """Read a JSONL file: each line is a prompt (one of PROMPT_FIELDS), with sampling fields of its own."""
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not text.strip():
@@ -95,7 +95,7 @@ def read_prompt_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_line(line: Mapping[str, Any], name: str, defaults: SamplingParams) -> PromptLine:
-    """Read one line's prompt and sampling; raises `PromptError` naming the field that is wrong."""
+    """Read one line's prompt and sampling; raises `PromptError` naming the bad field."""
     prompt = {field: value for field, value in line.items() if field in PROMPT_FIELDS}
     fields = {field: value for field, value in line.items() if field not in PROMPT_FIELDS}
     known = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -110,7 +110,7 @@ def parse_line(line: Mapping[str, Any], name: str, defaults: SamplingParams) -> 
 
 
 def _with_python_types(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn what JSON spells in another way: structured output, and biases by token id."""
+    """Convert fields whose form in JSON differs: structured output, and biases by token id."""
     typed = {name: value for name, value in fields.items() if name not in OPENAI_FIELDS}
     if (structure := openai_structure(fields)) is not None:
         typed["structured_outputs"] = structure.output

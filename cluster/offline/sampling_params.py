@@ -1,4 +1,4 @@
-"""How to choose tokens, under vLLM's names and with its defaults."""
+"""Sampling parameters, under vLLM's names and with its defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.verifier_service.messages.request import AcceptanceRule, LogitBias
 from outrider.verifier_service.messages.request import SamplingParams as EngineSamplingParams
 
 MAX_TOKEN_ID = (1 << 31) - 1
-ANY_LENGTH = 1 << 31  # of a model that is not known yet
+ANY_LENGTH = 1 << 31  # of an unknown model
 _WHOLE = ("n", "top_k", "min_tokens", "choice_index")
 _WHOLE_OR_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "num_speculative_tokens")
 _NUMBERS = (
@@ -30,7 +30,7 @@ _AS_THEY_ARE = (  # the same here and in the engine's own dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose the tokens of one prompt's outputs. Raises `ValueError` naming the field that is wrong."""
+    """The sampling parameters of one prompt. Raises `ValueError` naming the bad field."""
 
     n: int = 1  # outputs for each prompt
     temperature: float = 1.0  # 0: greedy
@@ -41,25 +41,25 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None  # by token id
-    seed: int | None = None  # given: the same tokens with any drafter, or none
-    max_tokens: int | None = 16  # None: as many as the model's longest sequence has room for
+    seed: int | None = None  # if given, tokens are the same with any drafter, or none
+    max_tokens: int | None = 16  # None: up to the model's longest sequence
     min_tokens: int = 0
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None  # texts whose tokens the output must not have
+    bad_words: Sequence[str] | None = None  # texts that the output must not contain
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    detokenize: bool = True  # False: token ids alone, which spares the work of making text of each
-    logprobs: int | None = None  # of each output token and so many alternatives
+    detokenize: bool = True  # False: token ids alone, which saves time
+    logprobs: int | None = None  # number of alternatives per output token
     prompt_logprobs: int | None = None
     structured_outputs: Mapping[str, Any] | StructuredOutput | None = None  # {"json" | "regex" | "choice" | …: …}
     # not vLLM's
-    num_speculative_tokens: int | None = None  # a cap on the draft length; 0: never speculate
+    num_speculative_tokens: int | None = None  # a cap on the draft length; 0: off
     rejection_sample_method: str | None = None  # standard, block or typical; None: the LLM's
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
-    choice_index: int = 0  # of the first of the `n` outputs: seeded outputs of one index are the same
+    choice_index: int = 0  # of the first of the `n` outputs: seeded outputs differ by it
 
     def __post_init__(self) -> None:
         for name in _WHOLE:
@@ -85,7 +85,7 @@ class SamplingParams:
         rules = [rule.value for rule in AcceptanceRule]
         is_known = self.rejection_sample_method in (None, *rules)
         require(is_known, "rejection_sample_method", f"one of {', '.join(rules)}, not {self.rejection_sample_method!r}")
-        self.for_engine(max_model_len=ANY_LENGTH, acceptance=AcceptanceRule.STANDARD)  # has checks of its own
+        self.for_engine(max_model_len=ANY_LENGTH, acceptance=AcceptanceRule.STANDARD)  # which has more checks
 
     def _check_stops(self) -> None:
         stop = () if self.stop is None else self.stop
@@ -103,9 +103,10 @@ class SamplingParams:
     def for_engine(
         self, *, max_model_len: int, acceptance: AcceptanceRule, bad_words: tuple[tuple[int, ...], ...] = ()
     ) -> EngineSamplingParams:
-        """Return the engine's parameters of the first output; it ends each at the model's longest sequence anyway.
+        """Return the engine's parameters of the first output.
 
-        `acceptance` is the rule of those who name none; `bad_words` are those of here, in the model's tokens.
+        `max_model_len` bounds `max_tokens` if that is None; `acceptance` is the default rule; `bad_words` are token
+        sequences of the field's texts.
         """
         name = self.rejection_sample_method
         return EngineSamplingParams(

@@ -28,21 +28,21 @@ from outrider.cluster.router.autoscaling import PoolsPolicy, ReplicaRange
 from outrider.cluster.router.serve_scaling import GATEWAY_TARGETS, drafter_deployment
 
 MAX_ONGOING_REQUESTS = 4096
-STOP_MARGIN_S = 5.0  # for what a replica does after it has drained, before Serve kills it
-# What one replica should carry at most, by the figures that it exports, where no policy couples the pools
+STOP_MARGIN_S = 5.0  # from the end of draining until Serve kills a replica
+# targets per replica where no policy couples the pools
 _POLICY = PoolsPolicy()
 VERIFIER_TARGETS = {"num_requests": _POLICY.requests_per_verifier, "kv_usage": _POLICY.kv_usage}
 DRAFTER_TARGETS = {"num_sessions": _POLICY.sessions_per_drafter, "queue_depth": _POLICY.queue_per_drafter}
 UPSCALE_DELAY_S = 5.0
 DOWNSCALE_DELAY_S = 60.0
-TO_ZERO_DELAY_S = 600.0  # a pool that is gone takes long to come back
+TO_ZERO_DELAY_S = 600.0  # a pool restarts slowly from zero
 
 
 class OptionsError(click.ClickException, RayServeException):
-    """Options that no service takes. Each parent makes one line of it where the other cannot.
+    """Invalid options. ClickException gives one line on the command line, RayServeException in Serve's deploy task.
 
-    `serve run module:build_app key=value` is a click command in this process: it says the line and ends. A YAML is
-    built in a task of Serve's, which tries anything but its own exceptions four times and reports tracebacks.
+    `serve run module:build_app key=value` is a click command in this process: it prints the line and exits. A YAML is
+    built in a task of Serve's, which retries four times and logs tracebacks for all but Serve's own exceptions.
     """
 
 
@@ -63,7 +63,7 @@ def build(config: ServiceConfig) -> Application:
     verifier = _deployment(
         VerifierReplica,
         "Verifier",
-        # drafters are scaled by what verifiers export too, which Serve collects from scaled deployments alone
+        # drafters are scaled by verifiers' figures too, which Serve collects from autoscaled deployments only
         **_scaling(
             config.verifier_range,
             VERIFIER_TARGETS,
@@ -76,15 +76,15 @@ def build(config: ServiceConfig) -> Application:
         GatewayReplica,
         "Gateway",
         **_scaling(config.gateway_range, GATEWAY_TARGETS),
-        graceful_shutdown_timeout_s=2 * drain_s + STOP_MARGIN_S,  # Serve waits for HTTP's streams, then we for gRPC's
-        max_surge_percent=100,  # a new gateway takes calls before the old one stops: they share their port
+        graceful_shutdown_timeout_s=2 * drain_s + STOP_MARGIN_S,  # Serve drains HTTP, then the gateway drains gRPC
+        max_surge_percent=100,  # the new gateway accepts calls before the old one stops: they share a port
     )
-    # Serve deploys what the ingress is bound to
+    # Serve deploys everything that the ingress is bound to
     return gateway.bind(config, router, verifier.bind(config, router), *_drafter_pools(config, router))
 
 
 def build_drafters(config: DraftersConfig) -> Application:
-    """Build the application of a pool alone: drafters, their router and the directory that other engines follow."""
+    """Build a pool without verifiers: drafters, their router and the directory that other engines follow."""
     config = config.settled()
     router = _deployment(RouterReplica, "Router", num_replicas=1).bind(config.router_policy)
     directory = _deployment(DirectoryReplica, "Directory", num_replicas=1)
@@ -92,7 +92,7 @@ def build_drafters(config: DraftersConfig) -> Application:
 
 
 def build_drafters_app(options: dict[str, Any]) -> Application:
-    """Build the application of a pool alone from plain options, as `build_app` does; raises `OptionsError`."""
+    """Build a pool without verifiers from plain options, as `build_app` does; raises `OptionsError`."""
     try:
         return build_drafters(DraftersConfig.from_mapping(options))
     except (ValueError, OSError) as error:
@@ -100,7 +100,7 @@ def build_drafters_app(options: dict[str, Any]) -> Application:
 
 
 def _drafter_pools(config: ServiceConfig, router: Application) -> list[Application]:
-    """Bind every pool of drafters."""
+    """Bind every drafter pool."""
     return [
         _deployment(
             DrafterReplica,
@@ -119,7 +119,7 @@ def _deployment(replica: type, name: str, **options: Any) -> serve.Deployment:
         "max_ongoing_requests": MAX_ONGOING_REQUESTS,
         "ray_actor_options": {"num_cpus": SHELL_CPUS},
         "logging_config": {"enable_access_log": False},  # reports to the router come several times a second
-        # a replica that fails its health checks is replaced within seconds, not after Serve's half a minute
+        # a replica that fails its health checks is replaced within seconds, not after Serve's default of half a minute
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 5.0,
         "graceful_shutdown_wait_loop_s": 0.2,
@@ -129,7 +129,7 @@ def _deployment(replica: type, name: str, **options: Any) -> serve.Deployment:
 
 
 def _scaling(replicas: ReplicaRange, targets: dict[str, float], *, is_watched: bool = False) -> dict[str, Any]:
-    """Return a deployment's options; Serve starts those that may go to none with one."""
+    """Return a deployment's scaling options; Serve starts a pool whose minimum is 0 with one replica."""
     if replicas.is_fixed and not is_watched:
         return {"num_replicas": replicas.fewest}
     policy = AutoscalingPolicy(

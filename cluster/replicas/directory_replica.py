@@ -1,4 +1,4 @@
-"""The directory of a pool that stands alone: verifiers of other engines report here, and are told their drafters."""
+"""The directory of a pool without verifiers: other engines report here and are told their drafters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DirectoryReplica:
         return self._api
 
     async def check_health(self) -> None:
-        """Raise when this replica can no longer serve."""
+        """Raise if this replica can no longer serve."""
         self._tasks.check()
 
     async def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""The directory of drafters over gRPC: verifiers report there, and are told their drafters and plans."""
+"""The drafter directory over gRPC: verifiers report to it and receive their drafters and plans."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class DirectoryServicer:
         answer: Callable[[VerifierReport], Awaitable[Directive | None]],
         forget: Callable[[str], Awaitable[object]],
     ) -> None:
-        """`answer` has the directive for each report, None where nobody knows; `forget` hears of who went away."""
+        """`answer` returns each report's directive (None: unknown); `forget` is called when a verifier disconnects."""
         self._answer = answer
         self._forget = forget
 
     async def Follow(self, request_iterator: Any, context: Any) -> None:
-        """Serve one verifier until it goes away."""
+        """Serve one verifier until it disconnects."""
         verifier_ids: set[str] = set()
         try:
             while (frame := await context.read()) is not grpc.aio.EOF:

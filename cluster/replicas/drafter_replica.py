@@ -1,4 +1,4 @@
-"""A drafter as a Serve replica: its engine, its end of the link, its reports to the router."""
+"""A drafter as a Serve replica: its engine, its end of the links, its reports to the router."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import DrafterIdentity
 from outrider.verifier_service.messages.tensor_route import TensorRoute
 
-QUIET_S = 1.0  # a drafter that nobody has asked for so long is not in use, whatever sessions it still holds
+QUIET_S = 1.0  # a drafter without an ask for so long is idle, even if it holds sessions
 
 
 class ShellPort:
@@ -43,7 +43,7 @@ class ShellPort:
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether the verifiers have left: no session, or none that is asked for drafts."""
+        """Return whether no session is left, or none has asked for drafts lately."""
         return self._load.num_sessions == 0 or self._clock() - self._last_ask_s >= QUIET_S
 
     def submit(self, peer: str, payload: bytes) -> None:
@@ -68,7 +68,7 @@ class ShellPort:
         return self._load
 
     def on_update(self, update: DrafterUpdate) -> None:
-        """Pass drafts on to the links they are for."""
+        """Pass drafts to their links."""
         for relay in update.relays:
             if (deliver := self._deliver.get(relay.peer)) is not None:
                 deliver(relay.payload)
@@ -85,7 +85,7 @@ class DrafterReplica:
     """One replica of a drafter pool."""
 
     async def __init__(self, config: ServiceConfig, router: Any, pool: str) -> None:  # type: ignore[misc]  # Serve awaits it
-        """`config` is that of the service with this pool alone."""
+        """`config` is the service's, with this pool as its only one."""
         self._host = EngineHost(
             on_message=self._on_update, on_failure=lambda _: None, timeout_s=config.engine_timeout_s
         )
@@ -126,7 +126,7 @@ class DrafterReplica:
         self._port.on_update(update)
 
     async def _report_forever(self) -> None:
-        """Report for as long as there is an engine: a drafter that stays silent gets no new requests."""
+        """Report while the engine lives: a silent drafter gets no new requests."""
         while self._host.failure is None:
             await ask_router(self._router.report_drafter, self._report())
             await asyncio.sleep(REPORT_INTERVAL_S)
@@ -147,27 +147,27 @@ class DrafterReplica:
         )
 
     async def load(self) -> DrafterLoad:
-        """Return the engine's last report of itself."""
+        """Return the engine's last reported load."""
         return self._port.load()
 
     async def pid(self) -> int:
-        """Return this replica's own process: the shell in front of the engine."""
+        """Return the pid of this replica's shell process."""
         return os.getpid()
 
     async def rank_pids(self) -> list[int]:
-        """Return the processes of this replica's ranks, rank 0 first."""
+        """Return the pids of this replica's ranks, rank 0 first."""
         return await self._host.rank_pids()
 
     async def check_health(self) -> None:
-        """Raise when this replica can no longer draft."""
+        """Raise if this replica can no longer draft."""
         self._host.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what the pool is scaled by."""
+        """Return the autoscaler's figures."""
         return drafter_figures(self._port.load())
 
     async def _drain(self) -> None:
-        """Let the verifiers move their requests to other drafters; those that stay lose speed, never a token."""
+        """Wait while verifiers move their requests to other drafters; a remaining one loses speed, never a token."""
         self._is_draining = True
         await ask_router(self._router.report_drafter, self._report())
         await asyncio.sleep(HEARD_S)
@@ -176,6 +176,6 @@ class DrafterReplica:
     async def __del__(self) -> None:
         if self._host.failure is None:
             await self._drain()
-        await self._host.tasks.stop()  # or a last report would bring back what is removed
+        await self._host.tasks.stop()  # or a last report would register it again
         await ask_router(self._router.remove, self._drafter_id)
         await self._host.close()

@@ -1,4 +1,4 @@
-"""Hold a replica's shutdown until its streams have ended: Serve counts its own calls only."""
+"""Delay a replica's shutdown until its streams have ended: Serve counts its own calls only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEARD_S = 2 * REPORT_INTERVAL_S  # until every gateway and verifier knows that a
 
 
 async def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether the condition came true in time."""
+    """Wait for a condition; return whether it came true in time."""
     try:
         async with asyncio.timeout(timeout_s):
             while not condition():

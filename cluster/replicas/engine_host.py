@@ -1,4 +1,4 @@
-"""What verifier and drafter replicas share: an engine in processes of its own, and everything that must end with it."""
+"""An engine behind a verifier or drafter replica: its processes, and everything that must end with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.cluster.replicas.engine_shell import EngineShell
 from outrider.cluster.replicas.rank_actors import RankActors
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS
 
-NUM_LISTENS = 10  # in which the time-out is counted off
+NUM_LISTENS = 10  # short waits that make up the time-out
 SERVER_GRACE_S = 0.5
 
 
@@ -30,10 +30,9 @@ class EngineHost:
         on_failure: Callable[[str], None],
         timeout_s: float,
     ) -> None:
-        """`on_message` hears every frame after the first; `on_failure` hears once why there is no engine any more.
+        """`on_message` gets every frame after the first; `on_failure` gets the reason, once, if the engine fails.
 
-        Engines report several times a second: one that has been silent for `timeout_s`, longer than any step takes, is
-        given up.
+        Engines report several times a second. An engine that is silent for `timeout_s`, longer than any step, fails.
         """
         self.tasks = BackgroundTasks()
         self._on_message = on_message
@@ -63,7 +62,7 @@ class EngineHost:
         register: Callable[[grpc.aio.Server], None],
         credentials: grpc.ServerCredentials | None = None,
     ) -> str:
-        """Open a gRPC port of its own, plaintext without credentials; return its "host:port"."""
+        """Open a gRPC port, plaintext without credentials; return its "host:port"."""
         server = grpc.aio.server(interceptors=(MalformedCallInterceptor(),), options=CHANNEL_OPTIONS)
         register(server)
         port = bind(server, f"{host}:0", credentials)
@@ -72,20 +71,20 @@ class EngineHost:
         return f"{host}:{port}"
 
     def send(self, message: Any) -> None:
-        """Hand a message to the engine; raises `ConnectionError` once it is gone."""
+        """Send a message to the engine; raises `ConnectionError` once it is gone."""
         if self._shell is None:
             raise ConnectionError("the engine has not started")
         self._shell.send(message)
 
     @property
     def failure(self) -> str | None:
-        """Return why the engine can no longer be used, None while it can."""
+        """Why the engine has failed; None: it has not."""
         if self._shell is None:
             return "the engine has not started"
         return self._shell.failure
 
     def check(self) -> None:
-        """Raise `RuntimeError` when the engine, a rank or a background task is gone."""
+        """Raise `RuntimeError` if the engine, a rank or a background task is gone."""
         if self.failure is not None:
             raise RuntimeError(self.failure)
         if self._ranks is None or self._ranks.ended():
@@ -93,11 +92,11 @@ class EngineHost:
         self.tasks.check()
 
     def on_close(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Have something closed with the engine, before it."""
+        """Register a function that closes something before the engine is closed."""
         self._exit.push_async_callback(close)
 
     async def rank_pids(self) -> list[int]:
-        """Return the processes of the ranks, rank 0 first."""
+        """Return the pids of the ranks, rank 0 first."""
         return [] if self._ranks is None else await self._ranks.pids()
 
     async def close(self) -> None:
@@ -105,10 +104,10 @@ class EngineHost:
         await self._exit.aclose()
 
     async def _give_up_when_silent(self, shell: EngineShell) -> None:
-        """Fail the engine once it is silent for too long.
+        """Fail the engine once it has been silent for the time-out.
 
-        Counted in short waits, not read from a clock: after a pause of this process all that it missed is still to be
-        read, and counts as one wait.
+        The time is counted in short waits, not read from a clock: a pause of this process counts as one wait, and the
+        frames that arrived meanwhile are read before the next.
         """
         num_silent = 0
         while num_silent < NUM_LISTENS:

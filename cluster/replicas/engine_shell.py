@@ -1,4 +1,4 @@
-"""The asyncio side of an engine's pipe: frames out without waiting, frames in to a callback, its death reported."""
+"""The asyncio side of an engine's pipe: sends frames without blocking, delivers frames and the engine's failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineShell:
-    """Speak with an engine process from an event loop."""
+    """Exchange frames with an engine process, from an event loop."""
 
     def __init__(
         self,
@@ -32,23 +32,23 @@ class EngineShell:
         self._on_message = on_message
         self._on_failure = on_failure
         self._writer = PipeWriter(pipe, self._on_write_error)
-        self.failure: str | None = None  # why the engine can no longer be used
+        self.failure: str | None = None  # why the engine has failed
 
     def start(self) -> None:
         """Deliver messages from now on."""
         self._loop.add_reader(self._pipe.fileno(), self._read)
-        # uvloop, on which Serve runs replicas, makes the pipe non-blocking: under load, a frame that does not fit into
-        # its buffer would then look like the engine's end
+        # uvloop, on which Serve runs replicas, makes the pipe non-blocking: under load, a frame larger than the free
+        # buffer would look like the engine's end
         os.set_blocking(self._pipe.fileno(), True)
 
     def send(self, message: Any) -> None:
-        """Hand a message over; raises `ConnectionError` once the engine is gone."""
+        """Send a message; raises `ConnectionError` once the engine is gone."""
         if self.failure is not None:
             raise ConnectionError(self.failure)
         self._writer.write(encode(message))
 
     def close(self) -> None:
-        """Let go of the pipe: the engine sees the end of file and stops."""
+        """Close the pipe: the engine reads end of file and stops."""
         self.fail("closed by its replica")
 
     def _read(self) -> None:
@@ -59,7 +59,7 @@ class EngineShell:
             self.fail("engine process is gone: end of file")
         except OSError as error:
             self.fail(f"engine process is gone: {error}")
-        except Exception as error:  # whatever it is, frames are lost: better no engine than a silent stream
+        except Exception as error:  # frames are lost: a failed engine is better than a silent stream
             logger.exception("a frame of the engine could not be handled")
             self.fail(f"a frame of the engine could not be handled: {error}")
 
@@ -68,7 +68,7 @@ class EngineShell:
             self._loop.call_soon_threadsafe(self.fail, f"engine process is gone: {error}")
 
     def fail(self, reason: str) -> None:
-        """Give the engine up, once: let go of its pipe and tell `on_failure`."""
+        """Close the pipe and call `on_failure`, once."""
         if self.failure is not None:
             return
         self.failure = reason

@@ -1,4 +1,4 @@
-"""The gateway as a Serve replica: the HTTP ingress, and a gRPC server of its own."""
+"""The gateway as a Serve replica: the HTTP ingress, and its own gRPC server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from outrider.cluster.common.background import BackgroundTasks
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.config.service_config import ServiceConfig
-from outrider.cluster.gateway.gateway import Gateway, ModelInfo
+from outrider.cluster.gateway.gateway import Gateway
+from outrider.cluster.gateway.request_parser import ModelInfo
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.monitoring.fleet_load import fleet_load
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
@@ -38,7 +39,7 @@ from outrider.verifier_service.start_phases import begin_phases, tell_phase
 if TYPE_CHECKING:
     from outrider.cluster.gateway.tracing import Tracing
 
-# the gateways of a node share its port; `serving` refuses one that a stranger holds
+# the gateways of a node share a port; `serving` checks that no other program holds it
 GRPC_OPTIONS = {**SERVER_OPTIONS, "grpc.so_reuseport": 1}
 
 
@@ -56,7 +57,7 @@ class GatewayReplica:
         begin_phases("gateway", "reading the tokenizer")
         self._tracing = tracing_of(config, gateway_id)
         model = config.verifier_spec.model
-        tokenizer = await asyncio.to_thread(load_tokenizer, model)  # while verifiers load
+        tokenizer = await asyncio.to_thread(load_tokenizer, model)  # meanwhile verifiers load
         tell_phase("waiting for a verifier")
         info = model_info(
             config.model_name,
@@ -106,20 +107,20 @@ class GatewayReplica:
         tell_phase("ready")
 
     def _application(self, config: ServiceConfig, keys: ApiKeys, metrics: SharedMetrics) -> ASGIApp:
-        """Return the HTTP application with all that stands in front of it."""
+        """Return the HTTP application with its middleware."""
         syntax = config.reply_syntax
         api: ASGIApp = build_api(self._gateway, self._has_verifier, metrics=metrics, reply_syntax=syntax)
         if self._tracing is not None:
             api = self._tracing.middleware(api)
         if keys:
             api = ApiKeyMiddleware(api, keys)
-        if config.allowed_origins:  # outside the keys: a browser asks before it may show one
+        if config.allowed_origins:  # outside the key check: a browser's preflight request has no key
             origins = list(config.allowed_origins)
             api = CORSMiddleware(api, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         return RequestIdMiddleware(api, is_echoed_by_proxy=config.tls is None)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        # with TLS nothing may be reached through Serve's proxies, which verify no client
+        # with TLS, nothing is served through Serve's proxies, which verify no client
         return self._api if self._https_server is None else FastAPI(openapi_url=None)
 
     async def _has_verifier(self) -> bool:
@@ -132,11 +133,11 @@ class GatewayReplica:
         return os.getpid()
 
     async def check_health(self) -> None:
-        """Raise when this replica can no longer serve."""
+        """Raise if this replica can no longer serve."""
         self._tasks.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what the pool is scaled by."""
+        """Return the autoscaler's figures."""
         return {"num_requests": float(self._gateway.num_running)}
 
     async def __del__(self) -> None:
@@ -152,10 +153,10 @@ class GatewayReplica:
 
 
 def tracing_of(config: ServiceConfig, replica: str) -> Tracing | None:
-    """Return what makes spans; None without a collector to send them to."""
+    """Return the tracing of a gateway; None without a collector."""
     if config.otlp_traces_endpoint is None:
         return None
-    require_extra("otlp", "otlp_traces_endpoint")  # on this node, too
+    require_extra("otlp", "otlp_traces_endpoint")  # also on this node
     from outrider.cluster.gateway.tracing import Tracing, otlp_provider
 
     return Tracing(otlp_provider(config.otlp_traces_endpoint, sample_ratio=config.trace_sample_ratio, replica=replica))
@@ -164,9 +165,9 @@ def tracing_of(config: ServiceConfig, replica: str) -> Tracing | None:
 def model_info(
     name: str, model: ModelConfig, max_model_len: int, acceptance: AcceptanceRule, adapters: tuple[str, ...] = ()
 ) -> ModelInfo:
-    """Describe a model from its files, without loading its weights; its verifiers know how long a sequence may be."""
+    """Describe a model by its files, without its weights; `max_model_len` is the verifiers'."""
     folder = resolve_description(model)
-    description = read_description(folder, model)  # whether it is served, its verifiers know
+    description = read_description(folder, model)  # the verifiers check that it is supported
     return ModelInfo(
         name=name,
         max_model_len=max_model_len,

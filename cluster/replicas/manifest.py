@@ -1,7 +1,7 @@
-"""A YAML of Ray Serve is read as Serve and the replicas will read it, before anything is started.
+"""Check a YAML of Ray Serve as Serve and the replicas will read it, before anything is started.
 
-`serve run FILE` and `serve deploy FILE` hand the file to Serve's controller: what is wrong with our options turns up in
-a task there, and `serve run` waits on.
+`serve run FILE` and `serve deploy FILE` pass the file to Serve's controller: an error in our options appears in a task
+there, and `serve run` goes on waiting.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_manifest(text: str) -> list[str]:
     for application in ours:
         try:
             _check(application)
-        except (OptionsError, TypeError, ValueError) as error:  # TypeError: of a keyword that a policy does not have
+        except (OptionsError, TypeError, ValueError) as error:  # TypeError: an unknown keyword of a policy
             raise ValueError(f"application {application.name}: {error}") from error
     return [application.name for application in ours]
 
@@ -57,7 +57,7 @@ def _check(application: ServeApplicationSchema) -> None:
     policy = application.autoscaling_policy or {}
     if policy.get("policy_function") == POLICY_PATH:
         settings = dict(policy.get("policy_kwargs") or {})
-        settings.pop("recorded_to", None)  # a file of the head node's
+        settings.pop("recorded_to", None)  # a path on the head node
         ServicePolicy(**settings)
     for deployment in application.deployments:
         if deployment.name == "Router" and isinstance(deployment.user_config, Mapping):

@@ -1,4 +1,4 @@
-"""Hear what the processes of a start on this machine are doing."""
+"""Receive the start phases of this machine's processes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ POLL_S = 0.2
 
 @contextlib.contextmanager
 def phases_heard(on_phase: Callable[[str], None]) -> Iterator[None]:
-    """Name a socket in the environment, which child processes inherit, and pass on what is told there.
+    """Name a socket in the environment, which child processes inherit; pass on the phases that they send there.
 
-    `on_phase` is called on a thread of its own.
+    `on_phase` is called on a separate thread.
     """
-    folder = Path(tempfile.mkdtemp(prefix="outrider-"))  # mode 0700: only this user's processes are heard
+    folder = Path(tempfile.mkdtemp(prefix="outrider-"))  # mode 0700: only this user's processes connect
     ended = threading.Event()
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Host the ranks of one engine as child actors of a Serve replica, in the replica's own placement group."""
+"""The ranks of one engine, as child actors of a Serve replica in its placement group."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from outrider.cluster.config.placement import RANK_CPUS
 from outrider.verifier_service.model.ranks import PipeListener, RankSpec
 
 START_TIMEOUT_S = 300.0  # a rank imports torch and loads its share of the weights
-LONG_START_TIMEOUT_S = 1800.0  # vLLM compiles its model, too
+LONG_START_TIMEOUT_S = 1800.0  # vLLM also compiles its model
 
 
 class RankMain(Protocol):
-    """What an engine is told, and how to be one; `VerifierSpec`, `VllmSpec`, `DrafterSpec` and `ColocatedSpec` are."""
+    """An engine's spec: `VerifierSpec`, `VllmSpec`, `DrafterSpec` or `ColocatedSpec`."""
 
     def run_rank(self, rank: RankSpec) -> None:
-        """Be one rank until its shell, or rank 0, goes away."""
+        """Run one rank until its shell, or rank 0, is gone."""
 
 
 class Rank:
-    """One rank: a process of its own whose main thread belongs to the engine."""
+    """One rank: a process whose main thread runs the engine."""
 
     def pid(self) -> int:
         return os.getpid()
@@ -37,14 +37,14 @@ class Rank:
         spec.run_rank(rank)
 
 
-RankActor: Any = ray.remote(max_restarts=0)(Rank)  # Ray's decorators have no types that fit
+RankActor: Any = ray.remote(max_restarts=0)(Rank)  # Ray's decorators are badly typed
 
 
 class RankActors:
-    """The ranks of one engine. They end when their replica ends, and the group is useless once one has ended."""
+    """The ranks of one engine. They end with their replica; once one has ended, the group cannot go on."""
 
     def __init__(self, spec: RankMain, size: int, *, num_gpus: float, timeout_s: float = START_TIMEOUT_S) -> None:
-        """`timeout_s`: how long the slowest may take to load."""
+        """`timeout_s`: the longest time that a rank may take to load."""
         self._timeout_s = timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))  # mode 0700: only this user's processes connect
         ranks = [RankSpec(rank=rank, size=size, folder=self._folder) for rank in range(size)]
@@ -63,25 +63,25 @@ class RankActors:
         self._runs = [actor.run.remote(spec, rank) for actor, rank in zip(self._actors, ranks, strict=True)]
 
     async def connect(self) -> Connection:
-        """Return the pipe to rank 0 once it has loaded; raises what ended a rank before that."""
+        """Wait until rank 0 has loaded; return the pipe to it. Raises the error that ended a rank."""
         accepting = asyncio.to_thread(self._listener.accept, lambda: not self.ended(), self._timeout_s)
         try:
             return await accepting
         except ConnectionError:
             ended, _ = ray.wait(self._runs, num_returns=1, timeout=0)
-            await asyncio.gather(*ended)  # raises the rank's own error, which says more
+            await asyncio.gather(*ended)  # raises the rank's own error, which is more specific
             raise
 
     async def pids(self) -> list[int]:
         return list(await asyncio.gather(*self._pids))
 
     def ended(self) -> bool:
-        """Tell whether any rank has ended: the group cannot go on."""
+        """Return whether any rank has ended."""
         done, _ = ray.wait(self._runs, num_returns=1, timeout=0)
         return bool(done)
 
     def stop(self) -> None:
-        """End every rank and remove their meeting place."""
+        """End every rank and remove their socket's folder."""
         for actor in self._actors:
             ray.kill(actor)
         self._listener.close()

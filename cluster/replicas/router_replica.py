@@ -1,4 +1,4 @@
-"""The router as a Serve deployment of exactly one replica: Serve restarts it, reports rebuild its state."""
+"""The router as a Serve deployment of exactly one replica: Serve restarts it, and reports rebuild its state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outrider.cluster.router.routing import NoVerifierError
 
 
 class RouterReplica:
-    """Translate calls into the core's, adding the time."""
+    """Pass calls to `RouterCore`, with the time."""
 
     def __init__(self, policy: RouterPolicy) -> None:
         self._configured = policy
@@ -32,10 +32,10 @@ class RouterReplica:
         self._metrics = MetricsBoard()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Change the policy from now on: what `user_config` does not name is as configured at start.
+        """Change the policy: settings that `user_config` does not name are as configured at start.
 
-        Serve calls this at start and whenever a deployed `user_config` differs, without a restart. Raises `ValueError`
-        naming the setting; the policy is then the old one.
+        Serve calls this at start and whenever a deployed `user_config` changes, without a restart. Raises `ValueError`
+        naming the setting, and keeps the old policy.
         """
         self._core.policy = with_changes(self._configured, user_config)
 
@@ -46,11 +46,11 @@ class RouterReplica:
         self._core.report_drafter(report, time.time())
 
     async def exchange_metrics(self, gateway_id: str, families: list[Metric]) -> list[Metric]:
-        """Take in what a gateway published; return what the others did."""
+        """Store a gateway's metrics; return the other gateways'."""
         return self._metrics.exchange(gateway_id, families, time.time())
 
     async def stop_taking(self) -> None:
-        """Have every gateway refuse new requests from now on: the service stops once its streams have ended."""
+        """Have every gateway refuse new requests: the service stops once its streams have ended."""
         self._core.is_stopping = True
 
     async def pid(self) -> int:
@@ -60,7 +60,7 @@ class RouterReplica:
         self._core.remove(replica_id)
 
     async def route(self, ask: RouteAsk) -> RouteAnswer | None:
-        """Return None where it cannot tell: it has just started, and a verifier may be up that has not reported."""
+        """Place a request; None: the router has just started, and a verifier may be up that has not reported."""
         now_s = time.time()
         try:
             return RouteAnswer(self._core.route(ask, now_s))

@@ -49,9 +49,9 @@ logger = logging.getLogger(__name__)
 DRAFTERS_APP = "outrider-drafters"
 OBJECT_STORE_BYTES = 200_000_000  # nothing large goes through Ray's object store
 NUM_START_ATTEMPTS = 3
-# not Ray's own folder, where other programs look for a cluster of this machine to join
+# not Ray's own folder, where other programs look for a cluster to join
 RAY_FOLDER = Path(tempfile.gettempdir()) / f"outrider-ray-{os.getuid()}"
-# that a Ray of our own has token authentication on, and that Serve has started, is no news for who asked for a service
+# their messages (Ray's token authentication is on, Serve has started) are no use to an operator
 _CHATTY_LOGS = {
     "ray._private.authentication.authentication_token_setup": logging.ERROR,
     "ray.serve": logging.WARNING,
@@ -60,7 +60,7 @@ _FAILED = (DeploymentStatus.DEPLOY_FAILED, DeploymentStatus.UNHEALTHY)
 
 
 class DeployError(RuntimeError):
-    """The service did not come up."""
+    """The service did not start."""
 
 
 OnPhase = Callable[[str], None]
@@ -75,9 +75,9 @@ def running_service(
     build: Callable[[_Config], serve.Application] = build,
     name: str = APP_NAME,
 ) -> Iterator[_Config]:
-    """Run the service: on the cluster that RAY_ADDRESS names, else on a Ray of its own on this machine, and fit to it.
+    """Run the service on the cluster of RAY_ADDRESS; without one, on a new Ray, fitted to this machine.
 
-    `on_phase` is told what is being done until then, in words for whoever waits. `build` makes the application.
+    `on_phase` gets each phase of the start, in words for the operator. `build` makes the application.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for tls in (config.tls, config.link_tls):
@@ -91,13 +91,13 @@ def running_service(
     fetch_models(config)
     with ThreadPoolExecutor(max_workers=1) as beside, contextlib.ExitStack() as undo:
         starting = undo.enter_context(contextlib.ExitStack())
-        # Ray's processes take as long to start as the libraries that read a model take to load
+        # both at once: Ray's processes start as slowly as the libraries that read a model load
         on_phase(f"reading {config.model_name}, {'joining the Ray cluster' if is_shared else 'starting Ray'}")
         checked = beside.submit(check_models, config)
         if is_shared:
             ray.init(log_to_driver=False)
         else:
-            starting.enter_context(phases_heard(on_phase))  # before Ray, whose processes inherit where
+            starting.enter_context(phases_heard(on_phase))  # before Ray, whose processes inherit the socket's name
             config = _start_own_ray(config)
         undo.callback(_quietly, stop_ray)
         checked.result()
@@ -112,7 +112,7 @@ def running_service(
 
 
 def _start_own_ray(config: _Config) -> _Config:
-    """Start a Ray for this service alone; return the configuration with this machine's cores shared out."""
+    """Start a Ray for this service; return the configuration with this machine's cores divided among its processes."""
     for name, level in _CHATTY_LOGS.items():
         logging.getLogger(name).setLevel(level)
     config = share_cores(config, num_ranks=num_busy_ranks(config), num_cores=usable_cores())
@@ -122,9 +122,9 @@ def _start_own_ray(config: _Config) -> _Config:
 
 
 def own_ray_options(config: ServiceConfig) -> dict[str, Any]:
-    """Return how a Ray is started that joins nobody and that nobody joins by chance."""
+    """Return the options of a separate Ray, which joins no other and which no program joins by chance."""
     return {
-        "address": "local",  # not one that happens to run here
+        "address": "local",  # never a cluster that is running here
         # Ray counts CPUs to place ranks; on a small machine ranks share cores
         "num_cpus": max(os.cpu_count() or 1, config.num_ranks + config.num_shells + 1),
         "include_dashboard": False,
@@ -137,7 +137,7 @@ def own_ray_options(config: ServiceConfig) -> dict[str, Any]:
 
 
 def _replicas_of(config: ServiceConfig) -> str:
-    """Say what is started for a service."""
+    """Return a line about the replicas of a service."""
     counts = []
     if not isinstance(config, DraftersConfig):
         counts = [("gateway", config.gateway_range.fewest), ("verifier", config.verifier_range.fewest)]
@@ -153,9 +153,9 @@ def start_ray(
     stop: Callable[[], None] = ray.shutdown,
     **options: Any,
 ) -> None:
-    """Start a Ray of our own: on a busy machine its processes may miss Ray's fixed time-out, so it is tried again.
+    """Start a separate Ray; try again, since on a busy machine its processes may miss Ray's fixed time-out.
 
-    Raises what Ray raised at the last attempt, and `DeployError` where this process has a Ray, which is left alone.
+    Raises Ray's error of the last attempt, and `DeployError` if this process is connected to a Ray already.
     """
     if is_up():
         raise DeployError("this process is connected to a Ray already: end that first, with ray.shutdown()")
@@ -177,10 +177,10 @@ def deploy(
     run: Callable[..., object] = serve.run,
     status: Callable[[], ServeStatus] = serve.status,
 ) -> None:
-    """Deploy the service and wait until it runs; raises `DeployError` with what each failed deployment says."""
+    """Deploy the service and wait until it runs; raises `DeployError` with each failed deployment's message."""
     try:
         run(application, name=name, route_prefix="/")
-    except RuntimeError as error:  # it names the deployments, not what ails them
+    except RuntimeError as error:  # it names the deployments, but not their errors
         deployments = status().applications[name].deployments
         reasons = [f"{name}: {info.message}" for name, info in deployments.items() if info.status in _FAILED]
         raise DeployError("\n".join([str(error), *reasons])) from error
@@ -194,20 +194,20 @@ def stop_serve(
     delete: Callable[[str], None] = serve.delete,
     shutdown: Callable[[], None] = serve.shutdown,
 ) -> None:
-    """Take the service down. Where Ray is gone so is the service, and Serve would start a Ray only to look for it."""
+    """Stop the service. If Ray is gone, so is the service, and Serve would start a Ray to look for it."""
     if not is_up():
         return
     if is_shared:
-        delete(name)  # others may have applications there
+        delete(name)  # there may be other applications
     else:
         shutdown()
 
 
 def stop_ray() -> None:
-    """Leave Ray, and end the one that was started here.
+    """Disconnect from Ray; kill the processes of a Ray that was started here.
 
-    Ray lets each of its five processes have a second for the SIGTERM that they have blocked, one after the other; by
-    now nothing is left in them that could be lost.
+    Ray itself would wait a second for each of its five processes in turn, since SIGTERM is blocked in them. They hold
+    nothing that could be lost.
     """
     node: Any = worker._global_node
     if node is not None:
@@ -217,7 +217,7 @@ def stop_ray() -> None:
 
 
 def _quietly(stop: Callable[[], None], whisper: str = "infinite retries remaining") -> None:
-    """Stop something without Ray's words about calls to a Serve that is gone, which no log level keeps off stdout."""
+    """Stop something without Ray's messages on stdout, at any log level, about calls to a Serve that is gone."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         stop()
     for line in said.getvalue().splitlines():
@@ -226,15 +226,15 @@ def _quietly(stop: Callable[[], None], whisper: str = "infinite retries remainin
 
 
 def check_ports(config: ServiceConfig) -> None:
-    """Refuse a public port that something on this machine listens on; raises `OSError` naming the option.
+    """Check that no program listens on a public port; raises `OSError` naming the option.
 
-    Our own gateways share theirs, so they would share it with a stranger too.
+    Gateways open it as a shared port, and would share it with another program too.
     """
     for name in ("port", "grpc_port"):
         port = getattr(config, name)
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the past do not count
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections in TIME_WAIT do not count
             try:
                 probe.bind((config.host, port))
             except OSError as error:
@@ -247,21 +247,21 @@ def draft_models_of(config: ServiceConfig) -> set[ModelConfig]:
 
 
 def fetch_models(config: ServiceConfig) -> None:
-    """Download or convert what is not on this machine yet; raises `ValueError` or `OSError` for what is nowhere."""
+    """Download or convert missing models; raises `ValueError` or `OSError` if one is not found."""
     target = config.verifier_spec.model
     is_target_read = not isinstance(config, DraftersConfig) or any(one.reads_target for one in config.drafter_specs)
     if is_target_read:
         resolve_folder(target)
     else:
-        resolve_description(target)  # its weights may fill the disk of a machine that looks drafts up
+        resolve_description(target)  # not its weights: they may fill the disk of a machine that only looks drafts up
     for model in draft_models_of(config):
         resolve_folder(model)
 
 
 def check_models(config: ServiceConfig) -> None:
-    """Refuse a model that cannot be served before any replica starts; raises `UnsupportedModelError` or `OSError`.
+    """Check, before any replica starts, that the models can be served; raises `UnsupportedModelError` or `OSError`.
 
-    Which target another engine serves, that engine knows.
+    The target of another engine is left to that engine.
     """
     models = draft_models_of(config)
     if config.engine == VLLM:
@@ -275,15 +275,15 @@ def check_models(config: ServiceConfig) -> None:
 
 
 def tell_phases(say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> OnPhase:
-    """Return a listener that says each phase of a start with the seconds until it began."""
+    """Return a listener that prints each phase of a start, with the seconds until it began."""
     begin_s = clock()
     return lambda phase: say(f"{clock() - begin_s:5.1f} s  {phase}")
 
 
 def serve_until_interrupted(config: ServiceConfig) -> None:
-    """Serve until SIGINT or SIGTERM, then until the streams have run out; leave no process behind.
+    """Serve until SIGINT or SIGTERM, then until the streams have ended; leave no process behind.
 
-    What it waits for is told on stderr. A second signal cuts the streams off.
+    Phases are printed to stderr. A second signal aborts the streams.
     """
 
     def tell(line: str) -> None:
@@ -292,7 +292,7 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
     on_phase = tell_phases(tell)
     with running_service(config, on_phase) as config:
         on_phase("ready")
-        interrupt_at_signals()  # not before: Ray has set a handler of its own by now
+        interrupt_at_signals()  # not earlier: Ray sets its own handler when it starts
         scheme = "http" if config.tls is None else "https"
         address = f"{scheme}://{config.host}:{config.port} and grpc {config.host}:{config.grpc_port}"
         with contextlib.suppress(KeyboardInterrupt):
@@ -300,17 +300,17 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
             if config.drafting == "nobody" and config.num_speculative_tokens > 0 and config.speculation != "off":
                 tell("nothing drafts, so speculation is off: --draft-model, or -sc with a method, would change that")
             while True:
-                time.sleep(1.0)  # `signal.pause` sleeps through a signal that came just before it
+                time.sleep(1.0)  # `signal.pause` would miss a signal that arrives just before it
         click.echo("stopping")
-        with contextlib.suppress(KeyboardInterrupt):  # also one that comes before the draining has begun
+        with contextlib.suppress(KeyboardInterrupt):  # also before draining has begun
             interrupt_at_signals()
             drain(RoutedStreams(), config.drain_timeout_s, tell)
         ignore_signals()
-    gc.freeze()  # the process ends: its last collection would look through all that is loaded, most of a second
+    gc.freeze()  # the process ends: a last garbage collection over all that is loaded takes most of a second
 
 
 def serve_drafters_until_interrupted(config: DraftersConfig) -> None:
-    """Serve a pool alone until SIGINT or SIGTERM. Engines that draft from it go on without drafts."""
+    """Serve a pool without verifiers until SIGINT or SIGTERM. Engines that draft from it then go on without drafts."""
     on_phase = tell_phases(lambda line: click.echo(line, err=True))
     with running_service(config, on_phase, build=build_drafters, name=DRAFTERS_APP):
         on_phase("ready")

@@ -1,7 +1,7 @@
-"""The end of a service on this machine: no new requests, then the streams run out, then everything goes.
+"""Stop a service on this machine: refuse new requests, wait until the streams have ended, stop all processes.
 
-A signal to the whole process group, or to the whole cgroup as systemd sends it, reaches Ray's processes too, and would
-end them under the streams. So they are started with SIGTERM blocked, as Ray itself starts them with SIGINT.
+A signal to the process group, or to the cgroup as systemd sends it, also reaches Ray's processes, and would kill them
+while there are streams. So they are started with SIGTERM blocked, as Ray itself starts them with SIGINT blocked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.2
-HEARD_S = 4 * REPORT_INTERVAL_S  # until every gateway refuses, and verifiers have reported what came until then
+HEARD_S = 4 * REPORT_INTERVAL_S  # until every gateway refuses requests, and verifiers have reported the last ones
 CALL_TIMEOUT_S = 5.0
 
 
@@ -36,22 +36,22 @@ class Streams(Protocol):
         """Refuse new requests from now on."""
 
     def count(self) -> int:
-        """Return how many are left."""
+        """Return the number of streams left."""
 
 
 class RoutedStreams:
-    """The streams that the router of our application knows of."""
+    """The streams in the router's snapshot."""
 
     @functools.cached_property
     def _router(self) -> Any:
         return serve.get_deployment_handle("Router", APP_NAME)
 
     def stop_taking(self) -> None:
-        """Refuse new requests from now on; raises what Ray and Serve raise where there is no router."""
+        """Refuse new requests from now on; raises Ray's and Serve's errors if there is no router."""
         self._router.stop_taking.remote().result(timeout_s=CALL_TIMEOUT_S)
 
     def count(self) -> int:
-        """Return how many are left."""
+        """Return the number of streams left."""
         snapshot: FleetSnapshot = self._router.snapshot.remote().result(timeout_s=CALL_TIMEOUT_S)
         return snapshot.num_streams
 
@@ -64,7 +64,7 @@ def drain(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Let the streams run out, for `timeout_s` at most, and say how many are left. KeyboardInterrupt cuts them off."""
+    """Wait for the streams, `timeout_s` at most, and print how many are left. KeyboardInterrupt ends the wait."""
     try:
         streams.stop_taking()
         begin_s, told = clock(), -1
@@ -81,7 +81,7 @@ def drain(
                 told = num_left
     except KeyboardInterrupt:
         say("stopping: what is left is cut off")
-    except (RayError, RuntimeError, TimeoutError) as error:  # the service is gone already
+    except (RayError, RuntimeError, TimeoutError) as error:  # the service is already gone
         logger.warning("the service does not say what it still serves: %s", error)
 
 
@@ -91,7 +91,7 @@ def _streams(count: int) -> str:
 
 @contextlib.contextmanager
 def sigterm_blocked() -> Iterator[None]:
-    """Block SIGTERM here and in every process that is started meanwhile; it comes when the context is left."""
+    """Block SIGTERM here and in every process started within the context; a pending one is delivered on exit."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -100,16 +100,16 @@ def sigterm_blocked() -> Iterator[None]:
 
 
 def interrupt_at_signals() -> None:
-    """Raise KeyboardInterrupt at the next signal that ends a process, and ignore those after it.
+    """Raise KeyboardInterrupt at the next SIGINT or SIGTERM, and ignore later ones.
 
-    A handler that set an event would wait for the event's lock for ever where it interrupts the wait for that event.
+    (A handler that sets an event would deadlock on its lock if it interrupted the wait for that event.)
     """
     for number in SIGNALS:
         signal.signal(number, _interrupt_once)
 
 
 def ignore_signals() -> None:
-    """Let nothing cut the stopping short from here on."""
+    """Ignore further signals: the stop must complete."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""A verifier as a Serve replica: its engine, links to drafters, a gRPC port for gateways, reports to the router."""
+"""A verifier as a Serve replica: its engine, links to drafters, gRPC port for gateways, reports to the router."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FIRST_REPORT_TIMEOUT_S = 10.0
 
 
 def own_draft_length(load: EngineLoad, configured: int) -> int:
-    """Return the longest draft of the drafter in the engine's process: none once that is lost."""
+    """Return the longest draft of the drafter in the engine's process; 0 once that drafter has failed."""
     is_up = any(circuit.drafter_id == LOCAL_DRAFTER_ID for circuit in load.circuits)
     return configured if is_up else 0
 
@@ -56,11 +56,11 @@ class VerifierReplica:
         self._epoch = time.time_ns()
         self._load: EngineLoad | None = None
         self._load_changed = asyncio.Event()
-        self._default_plan: SpeculationPlan | None = None  # the router's last word on new requests
+        self._default_plan: SpeculationPlan | None = None  # the router's last one
         self._figures = VerifierFigures()
         is_colocated = config.drafter_spec is not None and not config.has_drafters
         self._own_draft_length = config.num_speculative_tokens if is_colocated else 0
-        self._num_ranks = config.tensor_parallel_size  # accelerators, whoever starts their processes
+        self._num_ranks = config.tensor_parallel_size  # accelerators, whichever process starts the ranks
         self._drain_timeout_s = config.drain_timeout_s
         self._is_known = self._is_draining = self._is_closed = False
         self._table = RequestTable(self._send)
@@ -72,16 +72,16 @@ class VerifierReplica:
             config.link_server_credentials,
         )
         self._host.tasks.start(self._report_forever(), "report to the router")
-        # Serve ends an older replica as soon as this one is up, so the router is to know it by then, if there is one
+        # Serve stops the old replica once this one is up: the router, if there is one, must know it by then
         await wait_until(lambda: self._is_known, FIRST_REPORT_TIMEOUT_S)
 
     async def _start_engine(self, config: ServiceConfig) -> Drafters:
-        """Load the engine; return the way to its drafters."""
+        """Load the engine; return its drafters."""
         main, placement = config.verifier_main, config.verifier_placement
         plugins, timeout_s = None, START_TIMEOUT_S
         if isinstance(main, VllmSpec):
             plugins, timeout_s = PluginsDrafters(), LONG_START_TIMEOUT_S
-            if main.drafts is not None:  # its plug-in looks for its directory while the engine loads
+            if main.drafts is not None:  # the plug-in connects to its directory while the engine loads
                 main = main.drafting_from(await self._serve_directory(config, plugins))
         ranks = RankActors(main, placement.num_ranks, num_gpus=placement.gpus_per_rank, timeout_s=timeout_s)
         self._ready: EngineReady = await self._host.start(ranks, FROM_ENGINE)
@@ -107,12 +107,12 @@ class VerifierReplica:
 
     def _send(self, message: Any) -> None:
         if self._is_closed and isinstance(message, GenerationRequest):
-            raise ConnectionError("the verifier is stopping")  # the gateway goes to another one
+            raise ConnectionError("the verifier is stopping")  # the gateway retries at another verifier
         self._host.send(message)
 
     def _on_update(self, update: EngineUpdate) -> None:
         self._table.deliver(update.outputs)
-        if update.relays:  # there are some once there are links
+        if update.relays:  # only once there are links
             self._drafters.send(update.relays)
         if update.load is not None:
             self._load = update.load
@@ -122,7 +122,7 @@ class VerifierReplica:
         self._table.fail(reason)
 
     async def _report_forever(self) -> None:
-        """Report for as long as there is an engine: a verifier that stays silent gets no new requests."""
+        """Report while the engine lives: a silent verifier gets no new requests."""
         with contextlib.suppress(ConnectionError):  # the engine may end while the router answers
             while self._host.failure is None:
                 await self._tell_router()
@@ -155,34 +155,34 @@ class VerifierReplica:
         return self._drafters.complete(report)
 
     async def load(self) -> EngineLoad | None:
-        """Return the engine's last report of itself."""
+        """Return the engine's last reported load."""
         return self._load
 
     async def drafters_up(self) -> tuple[str, ...]:
-        """Return the drafters that this verifier has a live link to."""
+        """Return the drafters with a live link."""
         return self._drafters.drafters_up
 
     async def pid(self) -> int:
-        """Return this replica's own process: the shell in front of the engine."""
+        """Return the pid of this replica's shell process."""
         return os.getpid()
 
     async def rank_pids(self) -> list[int]:
-        """Return the processes of this replica's ranks, rank 0 first."""
+        """Return the pids of this replica's ranks, rank 0 first."""
         return await self._host.rank_pids()
 
     async def check_health(self) -> None:
-        """Raise when this replica can no longer verify."""
+        """Raise if this replica can no longer verify."""
         self._host.check()
         self._drafters.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what the pool is scaled by."""
-        return {} if self._load is None else self._figures.of(self._load, self._default_plan)
+        """Return the autoscaler's figures, and start to count anew."""
+        return {} if self._load is None else self._figures.take(self._load, self._default_plan)
 
     async def _drain(self) -> None:
-        """Take no new requests and let the running ones finish; those left after the time-out go on elsewhere.
+        """Accept no new requests and wait for the running ones; after the time-out, the rest go on at other verifiers.
 
-        Raises `ConnectionError` when there is no engine: its requests have gone elsewhere already.
+        Raises `ConnectionError` without an engine: its requests have moved already.
         """
         self._is_draining = True
         await self._tell_router()
@@ -196,6 +196,6 @@ class VerifierReplica:
     async def __del__(self) -> None:
         with contextlib.suppress(ConnectionError):  # the engine may end before its requests do
             await self._drain()
-        await self._host.tasks.stop()  # or a last report would bring back what is removed
+        await self._host.tasks.stop()  # or a last report would register it again
         await ask_router(self._router.remove, self._verifier_id)
         await self._host.close()

@@ -1,4 +1,4 @@
-"""How a verifier comes by its drafters: over links that its replica holds, or through its engine's own plug-in."""
+"""A verifier's drafters: over links of its replica, or over those of a plug-in in another engine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from outrider.cluster.router.fleet import Directive, VerifierReport
 from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.messages.engine import EngineCounters, EngineLoad, Relay, SetPlans
 
-FRESH_S = 2.0  # a plug-in reports four times a second: what is older is of one that has died
-# what the plug-in alone counts; the rest is counted by the engine, of which a plug-in sees the drafted part
+FRESH_S = 2.0  # a plug-in reports four times a second: an older report is of a dead one
+# counted by the plug-in; the engine counts the rest, of which the plug-in sees the drafted part only
 _PLUGINS_COUNTERS = (
     *("num_asks", "num_asked_tokens", "num_bad_frames", "num_stale_drafts", "num_resyncs", "fallbacks"),
     *("num_state_bytes", "num_tensor_fallbacks", "idle_s", "num_extrapolated_steps", "round_trip_s", "lateness_s"),
@@ -20,26 +20,26 @@ _PLUGINS_COUNTERS = (
 
 
 class Drafters(Protocol):
-    """The drafters of one verifier, as its replica sees them."""
+    """The drafters of one verifier."""
 
     @property
     def drafters_up(self) -> tuple[str, ...]:
-        """Those that there is a live link to."""
+        """The drafters with a live link."""
 
     async def follow(self, directive: Directive) -> None:
-        """Do as the router says."""
+        """Follow the router's directive."""
 
     def complete(self, report: VerifierReport) -> VerifierReport:
-        """Add what is known of drafters to what the engine says of itself."""
+        """Return the engine's report with its drafters' figures."""
 
     def send(self, relays: Iterable[Relay]) -> None:
-        """Pass the engine's messages on."""
+        """Send the engine's messages to the drafters."""
 
     def check(self) -> None:
-        """Raise `RuntimeError` where no drafter could be reached ever again."""
+        """Raise `RuntimeError` if drafters have become unreachable for good."""
 
     async def close(self) -> None:
-        """Let go of them."""
+        """Close the links."""
 
 
 class LinkedDrafters:
@@ -65,19 +65,19 @@ class LinkedDrafters:
 
 
 class PluginsDrafters:
-    """Drafters behind links of a plug-in in the engine's process, whose directory this is.
+    """Drafters behind the links of a plug-in in the engine's process. This is the plug-in's directory.
 
-    The plug-in's reports become part of the verifier's, and the router's directives go to it with the next answer.
+    The plug-in's reports are merged into the verifier's; the router's directives are its next answers.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._directive: Directive | None = None  # with every plan since the plug-in's last report
+        self._directive: Directive | None = None  # the last, with all plans since the plug-in's last report
         self._seen: VerifierReport | None = None
         self._seen_s = 0.0
 
     async def answer(self, report: VerifierReport) -> Directive | None:
-        """Take in a report of the plug-in; None: the router has said nothing yet."""
+        """Store the plug-in's report and return a directive; None: the router has sent none yet."""
         self._seen, self._seen_s = report, self._clock()
         directive = self._directive
         if directive is not None:
@@ -85,7 +85,7 @@ class PluginsDrafters:
         return directive
 
     async def forget(self, verifier_id: str) -> None:
-        """Hear that the plug-in's stream has ended: what it said grows old by itself."""
+        """Do nothing: the report of a plug-in whose stream has ended expires."""
 
     @property
     def drafters_up(self) -> tuple[str, ...]:
@@ -115,10 +115,10 @@ class PluginsDrafters:
         )
 
     def send(self, relays: Iterable[Relay]) -> None:
-        """Do nothing: the plug-in sends by itself."""
+        """Do nothing: the plug-in sends its own messages."""
 
     def check(self) -> None:
-        """Never raise: a plug-in that fails costs drafts, and begins again by itself."""
+        """Never raise: a plug-in that fails costs drafts, and reconnects itself."""
 
     async def close(self) -> None:
         """Do nothing: the links end with the engine."""
@@ -129,7 +129,7 @@ def _counted_by_both(engine: EngineCounters, plugin: EngineCounters) -> EngineCo
 
 
 def _described_by_both(engine: EngineLoad, plugin: EngineLoad) -> EngineLoad:
-    """Return the engine's load with what its plug-in knows better: requests that draft, steps, prices, drafters."""
+    """Return the engine's load with the plug-in's figures of requests, steps, prices and drafters."""
     return dataclasses.replace(
         engine,
         mean_step_s=plugin.mean_step_s or engine.mean_step_s,

@@ -1,1 +1,1 @@
-"""What a chat model says, split into content, reasoning and tool calls; no HTTP, no tokens."""
+"""A chat model's answers, split into content, reasoning and tool calls; no HTTP, no tokens."""

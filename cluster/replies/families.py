@@ -1,8 +1,8 @@
-"""How families of models write tool calls and thoughts, under vLLM's names for their parsers.
+"""Tool calls and reasoning of model families, under vLLM's names for their parsers.
 
-What is read is told in the words of transformers' response templates
-(https://huggingface.co/docs/transformers/main/chat_response_parsing), which also parse it; what is written, for the
-grammar that makes a model call, in a form of ours. Both follow the families' public chat templates.
+For reading, a family has fields of transformers' response templates
+(https://huggingface.co/docs/transformers/main/chat_response_parsing), whose parser reads them. For writing, by a
+grammar that constrains a model's calls, it has `WrittenCalls`. Both follow the families' public chat templates.
 """
 
 from __future__ import annotations
@@ -14,54 +14,54 @@ _CALL = {"type": "function", "function": {"name": "{content.name}", "arguments":
 _PARAMETERS_CALL = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}}
 _EACH_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
 _NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-IGNORED = "ignored"  # a field whose text is neither said nor called
+IGNORED = "ignored"  # a field whose text is dropped
 # DeepSeek's special tokens have full-width bars
 _CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_SEP, _CALL_END = (
     f"<\uff5ctool\u2581{name}\uff5c>"
     for name in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "sep", "call\u2581end")
 )
 _BEGIN_OBJECT = '{"name": "NAME", "arguments": '
-NAME = "NAME"  # stands for the function's name in `begin`
+NAME = "NAME"  # placeholder of the function's name in `begin`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenCalls:
-    """How calls are written: trigger before (begin arguments end) (between begin arguments end)* after."""
+    """The form of calls: trigger before (begin arguments end) (between begin arguments end)* after."""
 
-    trigger: str  # what no other text begins with; "": calls are known by their form alone
+    trigger: str  # begins calls and no other text; "": calls are recognised by their form
     before: str = ""
     begin: str
     end: str
     between: str
     after: str = ""
-    has_keywords: bool = False  # arguments are written as name=value, not as one object
-    has_tags: bool = False  # arguments are written as tags of their own
+    has_keywords: bool = False  # arguments are name=value, not a JSON object
+    has_tags: bool = False  # arguments are tags, not a JSON object
 
     @property
     def is_json(self) -> bool:
-        """Return whether a call's arguments are one JSON object."""
+        """Whether a call's arguments are one JSON object."""
         return not (self.has_keywords or self.has_tags)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFamily:
-    """How a family calls tools."""
+    """Tool calls of a family."""
 
-    fields: dict[str, dict[str, Any]]  # of a response template; any name will do
+    fields: dict[str, dict[str, Any]]  # of a response template; names are free
     written: WrittenCalls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFamily:
-    """How a family marks what it thinks."""
+    """Reasoning of a family."""
 
     opening: str
     closing: str
-    is_begun: bool = False  # the answer begins within a thought, whether or not the template opened it
+    is_begun: bool = False  # the answer begins within reasoning, even if the chat template did not open it
 
 
 def _json_calls(transform: dict[str, Any], **anchors: str | list[str]) -> dict[str, Any]:
-    """Return a field that reads JSON between anchors; of `_EACH_CALL`, a list of calls."""
+    """Return a field of JSON between anchors; with `_EACH_CALL`, of a list of calls."""
     each = {"transform_each": True} if transform is _EACH_CALL else {}
     return {**anchors, "content": "json", "repeats": True, "transform": transform, **each}
 
@@ -84,7 +84,7 @@ _HERMES = ToolFamily(
         between="\n<tool_call>\n",
     ),
 )
-# what a model is made to write that has no form of its own
+# the form of forced calls, for a model without a family
 PLAIN = ToolFamily(
     fields={"tool_calls": _json_calls(_EACH_CALL, open_pattern=r"\A\s*(?=\[)")}, written=_written_list(trigger="")
 )
@@ -95,7 +95,7 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
         fields={
             "tool_calls": {
                 "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-                # a string may say how a call ends
+                # a string argument may contain the end mark
                 "close_pattern": r"(?<=(?:</parameter>|<function=[^>\n]+>)\s*)</function>\s*</tool_call>",
                 "content": "xml-inline",
                 "content_args": {

@@ -1,7 +1,7 @@
-"""The grammar that makes a model call its tools in its family's form, with arguments of their schemas.
+"""Grammars that constrain tool calls to their family's form and their schemas.
 
-Written for llguidance (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md): a JSON schema stands within
-a Lark grammar, and a token that the tokenizer marks as special by its id.
+For llguidance (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md): JSON schemas are embedded in a Lark
+grammar, and special tokens are given by id.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from outrider.verifier_service.messages.request import StructuredKind, Structure
 from outrider.verifier_service.messages.structured_output import LARK_MARK, check_structured, embedded_schema, invalid
 
 _TAG_END = json.dumps("\n</parameter>\n")
-MAX_CALLS = 16  # of one answer that must call: small models never stop calling
+MAX_CALLS = 16  # in one answer that must call: small models never stop
 
 
 def calls_structure(
     use: ToolUse, syntax: ReplySyntax, special_ids: Mapping[str, int], instead: StructuredOutput | None = None
 ) -> StructuredOutput | None:
-    """Return the form that an answer must have for its calls to be right; None: its calls are not held to one.
+    """Return the structured output that constrains an answer's calls; None: calls are not constrained.
 
-    `special_ids` are the tokenizer's special tokens; `instead` is the form of an answer that calls nothing. Raises
-    `ValueError` for parameters that are no schema, where they are not left to the whole form's own check.
+    `special_ids` are the tokenizer's special tokens; `instead` is the structure of an answer without calls. Raises
+    `ValueError` for invalid schemas, except those that only the check of the whole structure finds.
     """
     if use.need == "required":
         written = syntax.forced_family.written
@@ -45,7 +45,7 @@ def calls_structure(
         return None
     is_lazy = "" if family.written.trigger in special_ids else "[lazy]"
     opened = f"opened{is_lazy}: TEXT {writer.literal(family.written.trigger)}"
-    # text holds no special token, so the marks of a thought stand between texts where they are such
+    # TEXT has no special tokens: marks of reasoning that are special must be between texts
     marks = " | ".join(writer.literal(mark) for mark in syntax.thought_marks if mark in special_ids)
     thoughts = [f"thoughts: (TEXT ({marks}))*"] if marks else []
     begin = "thoughts " if marks else ""
@@ -54,7 +54,7 @@ def calls_structure(
 
 
 def left_out_of_calls(use: ToolUse) -> tuple[str, ...]:
-    """Return the constraints of the parameters that calls are not held to, for the grammar lacks them."""
+    """Return the constraints of the parameters that the grammar does not enforce."""
     return tuple(dict.fromkeys(name for tool in use.callable_tools for name in check_structured(_form_of(tool))))
 
 
@@ -68,7 +68,7 @@ def _grammar(rules: Sequence[str]) -> StructuredOutput:
 
 
 class _Writer:
-    """Writes the rules of one answer's calls."""
+    """Write the rules of one answer's calls."""
 
     def __init__(self, written: WrittenCalls, use: ToolUse, special_ids: Mapping[str, int]) -> None:
         self._written = written
@@ -78,7 +78,7 @@ class _Writer:
         self._special = re.compile("|".join(re.escape(name) for name in names)) if names else None
 
     def rules(self, name: str, *, begin: str) -> list[str]:
-        """Return the rule of all calls after `begin`, under a name, and those that it needs."""
+        """Return the rule `name` of all calls after `begin`, and the rules that it uses."""
         written = self._written
         more = f" ({self.literal(written.between)} call){{0,{MAX_CALLS - 1}}}" if self._use.is_parallel else ""
         whole = f"{name}: {self.literal(begin + written.before)} call{more} {self.literal(written.after)}"
@@ -88,7 +88,7 @@ class _Writer:
         return [whole, f"call: {alternatives}", *calls]
 
     def literal(self, text: str) -> str:
-        """Return a text that must come, its special tokens by their ids."""
+        """Return a literal text, with special tokens by id."""
         if self._special is None:
             return json.dumps(text, ensure_ascii=False) if text else ""
         parts = []
@@ -108,7 +108,7 @@ class _Writer:
 
 
 def _keywords(name: str, tool: Tool) -> list[str]:
-    """Return the rules of `key=value, ...`: what is required, in the schema's order, then what may be left out."""
+    """Return the rules of `key=value, ...`: required keys in the schema's order, then optional ones."""
     schemas = parameter_schemas(tool)
     required = [key for key in schemas if key in tool.parameters.get("required", ())]
     optional = [key for key in schemas if key not in required]
@@ -131,7 +131,7 @@ def _embedded(schema: Schema, tool: Tool) -> str:
 
 
 def _tags(name: str, tool: Tool) -> list[str]:
-    """Return the rules of `<parameter=key>` and its value, line by line, in the schema's order."""
+    """Return the rules of `<parameter=key>`, value and end tag on lines of their own, in the schema's order."""
     sequence = ['""']
     rules = []
     for index, (key, schema) in enumerate(parameter_schemas(tool).items()):
@@ -148,9 +148,10 @@ def _tags(name: str, tool: Tool) -> list[str]:
 
 
 def _tagged_text(schema: Schema) -> str:
-    """Return the terminal of a string as it stands, and its tag's end: one lexeme, which ends nowhere else.
+    """Return the terminal of an unquoted string and its end tag, as one lexeme.
 
-    To count characters besides looking for the end would take too many states: a string of bounded length has no `<`.
+    A string of bounded length may not contain `<`: counting characters while looking for the end tag takes too many
+    states.
     """
     alternatives = ['"null"'] if any(branch.get("type") == "null" for branch in branches(schema)) else []
     for branch in plain_strings(schema):
@@ -165,7 +166,7 @@ def _tagged_text(schema: Schema) -> str:
 
 
 def _split(special: re.Pattern[str], text: str) -> list[tuple[str, str]]:
-    """Cut a text at its special tokens: pairs of plain text and the special token behind it, either perhaps empty."""
+    """Split a text at special tokens: pairs of plain text and the special token after it; either may be empty."""
     pairs, start = [], 0
     for match in special.finditer(text):
         pairs.append((text[start : match.start()], match.group()))

@@ -1,7 +1,6 @@
 """A tool's parameters one by one, for families that do not write them as one JSON object.
 
-Where they are written as tags, a string stands there as it is, if its schema is plain enough to be followed so; every
-other value stands there as JSON.
+In a tag, a string is unquoted if its schema is plain enough for a grammar to enforce; any other value is JSON.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ _DEFINITIONS = ("$defs", "definitions")
 _ANNOTATIONS = {*_DEFINITIONS, "title", "description", "default", "examples"}
 _UNIONS = ("anyOf", "oneOf")
 _NOT_PLAIN = {"pattern", "format", "allOf", "not", "if", "$ref", *_UNIONS}
-MAX_REFERENCES = 8  # one behind another
+MAX_REFERENCES = 8  # in a chain
 
 
 def parameter_schemas(tool: Tool) -> dict[str, Schema]:
-    """Return what each parameter may be, with the definitions that it may refer to, in the schema's order."""
+    """Return each parameter's schema, with the definitions it may refer to, in the schema's order."""
     properties: Mapping[str, Any] = tool.parameters.get("properties") or {}
     others = {key: True for key in tool.parameters.get("required", ()) if key not in properties}
     shared = {key: tool.parameters[key] for key in _DEFINITIONS if key in tool.parameters}
@@ -33,12 +32,12 @@ def parameter_schemas(tool: Tool) -> dict[str, Schema]:
 
 
 def plain_strings(schema: Schema) -> list[Schema]:
-    """Return those of a schema's alternatives that a string follows as it stands; []: it has none."""
+    """Return a schema's alternatives that an unquoted string can follow."""
     return [branch for branch in branches(schema) if _is_plain(branch)]
 
 
 def branches(schema: Schema) -> list[Schema]:
-    """Return a schema's alternatives, as far as they are told by its types or by one union."""
+    """Return a schema's alternatives, by its list of types or by a single union."""
     whole = _resolved(schema, schema)
     for union in _UNIONS:
         if union in whole and whole.keys() <= {union, *_ANNOTATIONS}:
@@ -49,7 +48,7 @@ def branches(schema: Schema) -> list[Schema]:
 
 
 def tagged_value(text: str, schema: Schema) -> Any:
-    """Return what the text of a tag says."""
+    """Return the value of a tag's text."""
     if plain_strings(schema):
         return text
     try:
@@ -70,7 +69,7 @@ def _is_plain(schema: Schema) -> bool:
 
 
 def _resolved(schema: Any, root: Schema) -> Schema:
-    """Follow a reference within the definitions; what cannot be followed stays as it is."""
+    """Follow references within the definitions; one that leads nowhere stays unresolved."""
     found = schema
     for _ in range(MAX_REFERENCES):
         if not isinstance(found, Mapping) or "$ref" not in found:

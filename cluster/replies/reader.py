@@ -1,6 +1,6 @@
-"""Reads an answer as it comes: content, reasoning and tool calls. transformers' response parser does the splitting.
+"""Split an answer, as it streams, into content, reasoning and tool calls, with transformers' response parser.
 
-An answer that does not keep to its family's form loses nothing: from the call that cannot be read on, it is content.
+No text is lost: from the first call that is not in its family's form, the rest is content.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from outrider.cluster.replies.families import (
     ToolFamily,
     WrittenCalls,
 )
-from outrider.cluster.replies.held_calls import HeldCalls
 from outrider.cluster.replies.parameters import parameter_schemas, tagged_value
+from outrider.cluster.replies.streamed_calls import StreamedCalls
 from outrider.cluster.replies.tools import Tool, ToolCall, ToolUse, joined_calls, new_call
 
 logger = logging.getLogger(__name__)
 
 CONTENT = "content"
-HELD = "held_calls"  # a field of calls that are read as they come
-REASONING = ("reasoning_content", "reasoning", "thinking")  # what response templates call it
+STREAMED = "streamed_calls"  # the field of constrained calls
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the field in response templates
 _JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """What a part of an answer says."""
+class ReplyPart:
+    """A part of an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -48,11 +48,11 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplySyntax:
-    """How the served model writes calls and thoughts; None: it does neither, and all is content."""
+    """How the served model writes calls and reasoning; None: not at all."""
 
     tool_call_parser: str | None = None  # of TOOL_FAMILIES
     reasoning_parser: str | None = None  # of REASONING_FAMILIES
-    response_template: Mapping[str, Any] | None = None  # the tokenizer's own: goes before both
+    response_template: Mapping[str, Any] | None = None  # the tokenizer's; it overrides both
 
     def __post_init__(self) -> None:
         for name, families in (("tool_call_parser", TOOL_FAMILIES), ("reasoning_parser", REASONING_FAMILIES)):
@@ -62,30 +62,30 @@ class ReplySyntax:
 
     @property
     def tool_family(self) -> ToolFamily | None:
-        """Return how the model calls tools; None: in a way that only its response template knows, or not at all."""
+        """The model's family of tool calls; None: only its response template knows them, or it calls no tools."""
         return None if self.tool_call_parser is None else TOOL_FAMILIES[self.tool_call_parser]
 
     @property
     def forced_family(self) -> ToolFamily:
-        """Return the form of calls that the model is made to write."""
+        """The family of calls that a grammar forces."""
         family = self.tool_family
         return PLAIN if family is None else family
 
     @property
     def thought_marks(self) -> tuple[str, ...]:
-        """Return what stands before and behind a thought."""
+        """The marks before and after reasoning."""
         if self.reasoning_parser is None:
             return ()
         family = REASONING_FAMILIES[self.reasoning_parser]
         return (family.opening, family.closing)
 
-    def reader(self, prompt: str, use: ToolUse, *, is_held: bool) -> ReplyReader | None:
-        """Return what reads an answer to this prompt; None where all of it is content.
+    def reader(self, prompt: str, use: ToolUse, *, is_constrained: bool) -> ReplyReader | None:
+        """Return the reader of an answer to this prompt; None: all of it is content.
 
-        `is_held`: a grammar holds calls to their form, so that they can be read as they come.
+        `is_constrained`: a grammar guarantees the form of calls, so that they can be streamed.
         """
-        if use.need == "required":  # by a grammar that leaves no room for thoughts
-            return self._reader({}, "", self.forced_family, use, is_held=is_held)
+        if use.need == "required":  # the grammar allows no reasoning
+            return self._reader({}, "", self.forced_family, use, is_constrained=is_constrained)
         if self.response_template is not None:
             return ReplyReader(dict(self.response_template), prompt, use.callable_tools)
         fields: dict[str, Any] = {}
@@ -96,73 +96,77 @@ class ReplySyntax:
             fields[REASONING[0]] = {**marks, "content_args": {"strip": False}}
             if family.is_begun or prompt.rstrip().endswith(family.opening):
                 prefix = family.opening
-        return self._reader(fields, prefix, self.tool_family if use.callable_tools else None, use, is_held=is_held)
+        return self._reader(
+            fields, prefix, self.tool_family if use.callable_tools else None, use, is_constrained=is_constrained
+        )
 
     @staticmethod
     def _reader(
-        fields: Mapping[str, Any], prefix: str, family: ToolFamily | None, use: ToolUse, *, is_held: bool
+        fields: Mapping[str, Any], prefix: str, family: ToolFamily | None, use: ToolUse, *, is_constrained: bool
     ) -> ReplyReader | None:
         tools = use.callable_tools
-        if family is not None and is_held and family.written.is_json:
-            template = _template({**fields, HELD: _held_field(family.written)})
-            return ReplyReader(template, prefix, tools, HeldCalls(family.written, tools))
+        if family is not None and is_constrained and family.written.is_json:
+            template = _template({**fields, STREAMED: _streamed_field(family.written)})
+            return ReplyReader(template, prefix, tools, StreamedCalls(family.written, tools))
         if family is not None:
             fields = {**fields, **family.fields}
         has_tags = family is not None and family.written.has_tags
         return ReplyReader(_template(fields), prefix, tools, has_tags=has_tags) if fields else None
 
 
-def _held_field(written: WrittenCalls) -> dict[str, Any]:
-    """Return a field of all that follows the trigger of calls or, where they have none, that looks like their first."""
+def _streamed_field(written: WrittenCalls) -> dict[str, Any]:
+    """Return a field of all text after the calls' trigger; without one, of text that begins like a call."""
     if written.trigger:
         return {"open": written.trigger, "content": "text"}
     return {"open_pattern": rf"\A(?={re.escape((written.before + written.begin)[0])})", "content": "text"}
 
 
 def _template(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a response template of some fields and of content, to be read from the answer's beginning."""
+    """Return a response template of content and other fields, which starts at the answer's beginning."""
     return {"start_anchor_pattern": r"\A", "fields": {CONTENT: {"content_args": {"strip": False}}, **fields}}
 
 
 class ReplyReader:
-    """One answer under way. White space between its parts belongs to none of them."""
+    """One answer, as it streams. White space between its parts is dropped."""
 
     def __init__(
         self,
         template: dict[str, Any],
         prefix: str,
         tools: Sequence[Tool],
-        held: HeldCalls | None = None,
+        streamed: StreamedCalls | None = None,
         *,
         has_tags: bool = False,
     ) -> None:
-        """`prefix` is what the prompt has written of the answer already; `held` reads the field `HELD`.
+        """`prefix` is the beginning of the answer that the prompt contains; `streamed` reads the field `STREAMED`.
 
-        `has_tags`: arguments are texts of tags, which their schemas tell how to read.
+        `has_tags`: arguments are tags, whose text is read by their schemas.
         """
-        from transformers.utils.chat_parsing import ResponseParser  # takes seconds, and most answers need none
+        from transformers.utils.chat_parsing import (
+            ResponseParser,  # imported late: it takes seconds, and most answers need none
+        )
 
         self._parser = ResponseParser(template, prefix=prefix, tools=[tool.as_template_input() for tool in tools])
-        self._held = held
+        self._streamed = streamed
         self._schemas = {tool.name: parameter_schemas(tool) for tool in tools} if has_tags else {}
         self._region: str | None = None
         for event in self._parser.initial_events:
             self._region = event["field"] if event["type"] != "region_close" else None
         self._is_first = True  # the region is the answer's first
-        self._is_empty = True  # nothing but white space came in this region
-        self._blank = ""  # white space that is not given out until more of its region follows
-        self._ungiven = ""  # what came and was not given out: with a call open, from its opening on
+        self._is_empty = True  # the region has only white space so far
+        self._blank = ""  # trailing white space, held back until its region goes on
+        self._pending = ""  # text that is not part of a result yet: of an open call, all of it
         self._is_broken = False
         self.num_calls = 0
 
-    def read(self, texts: Iterable[str], *, is_last: bool) -> Said:
-        """Take in the texts of some tokens, the answer's last ones or not; return what they settle."""
-        said: list[Said] = []
+    def read(self, texts: Iterable[str], *, is_last: bool) -> ReplyPart:
+        """Read the texts of more tokens; `is_last`: the answer ends with them. Return the new part."""
+        said: list[ReplyPart] = []
         for text in texts:
             was_thinking = self._is_thinking
-            said.append(self._fed(text))
-            said.append(Said(num_reasoning_tokens=int(was_thinking or self._is_thinking)))
-        return joined([*said, self._finished()] if is_last else said)
+            said.append(self._feed(text))
+            said.append(ReplyPart(num_reasoning_tokens=int(was_thinking or self._is_thinking)))
+        return joined([*said, self._finish()] if is_last else said)
 
     @property
     def _is_thinking(self) -> bool:
@@ -170,70 +174,70 @@ class ReplyReader:
 
     @property
     def is_within_call(self) -> bool:
-        """Return whether a call was begun that has not ended, so that its arguments are no JSON yet."""
-        return self._held is not None and self._held.is_within
+        """Whether a call is open: its arguments are not valid JSON yet."""
+        return self._streamed is not None and self._streamed.is_within
 
-    def _fed(self, text: str) -> Said:
+    def _feed(self, text: str) -> ReplyPart:
         if self._is_broken:
-            return Said(content=text)
-        self._ungiven += text
+            return ReplyPart(content=text)
+        self._pending += text
         return self._read(lambda: self._parser.feed(text))
 
-    def _finished(self) -> Said:
+    def _finish(self) -> ReplyPart:
         if self._is_broken:
-            return Said()
+            return ReplyPart()
         said = self._read(lambda: self._parser.finalize()[1])
         has_blank = not (self._is_broken or self.num_calls or self._is_thinking)
-        return joined([said, Said(content=self._blank)]) if has_blank else said
+        return joined([said, ReplyPart(content=self._blank)]) if has_blank else said
 
-    def _read(self, parse: Callable[[], Sequence[Mapping[str, Any]]]) -> Said:
-        """Return what events of the parser say; where it cannot go on, all that is left as content, as what follows."""
-        said: list[Said] = []
+    def _read(self, parse: Callable[[], Sequence[Mapping[str, Any]]]) -> ReplyPart:
+        """Return the parser's events as a part; if it fails, the pending text and all later text are content."""
+        said: list[ReplyPart] = []
         try:
             for event in parse():
-                for part in self._settled(event):
+                for part in self._parts_of(event):
                     said.append(part)
-        except (ValueError, KeyError) as error:  # what the parser raises for what is not in its form
+        except (ValueError, KeyError) as error:  # the text is not in the template's form
             logger.info("an answer is read no further: %s", error)
             self._is_broken = True
             self._region = CONTENT
-            said.append(Said(content=self._blank + self._ungiven))
+            said.append(ReplyPart(content=self._blank + self._pending))
         return joined(said)
 
-    def _settled(self, event: Mapping[str, Any]) -> Iterator[Said]:
+    def _parts_of(self, event: Mapping[str, Any]) -> Iterator[ReplyPart]:
         region = event["field"]
         is_text = region == CONTENT or region in REASONING
         match event["type"]:
             case "region_open":
                 self._region = region
-                self._ungiven = self._blank + self._ungiven
+                self._pending = self._blank + self._pending
                 self._is_empty, self._blank = True, ""
             case "region_chunk" if is_text:
                 yield self._text(event["text"])
-            case "region_chunk" if region == HELD:
-                yield from self._held_calls(event["text"])
+            case "region_chunk" if region == STREAMED:
+                yield from self._streamed_calls(event["text"])
             case "region_close":
                 self._is_first = False
-                if region == HELD:
-                    yield self._held_end()
+                if region == STREAMED:
+                    yield self._streamed_end()
                 elif not is_text and region != IGNORED:
-                    yield Said(calls=self._calls(event["value"]))
+                    yield ReplyPart(calls=self._calls(event["value"]))
 
-    def _text(self, text: str) -> Said:
-        self._ungiven = self._ungiven.partition(text)[2]
+    def _text(self, text: str) -> ReplyPart:
+        self._pending = self._pending.partition(text)[2]
         text = self._blank + text
         if self._is_empty and (self._is_thinking or not self._is_first):
             text = text.lstrip()
         kept = text.rstrip()
         self._blank = text[len(kept) :]
         self._is_empty = self._is_empty and not kept
-        return Said(reasoning=kept) if self._is_thinking else Said(content=kept)
+        return ReplyPart(reasoning=kept) if self._is_thinking else ReplyPart(content=kept)
 
     def _calls(self, value: object) -> tuple[ToolCall, ...]:
         written = _pythonic_calls(value) if isinstance(value, str) else value
         calls = tuple(self._call(item) for item in (written if isinstance(written, list) else [written]))
         self.num_calls += len(calls)
-        self._ungiven = ""
+        self._pending = ""
         return calls
 
     def _call(self, item: object) -> ToolCall:
@@ -249,19 +253,19 @@ class ReplyReader:
             }
         return new_call(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
 
-    def _held_calls(self, text: str) -> Iterator[Said]:
-        assert self._held is not None
+    def _streamed_calls(self, text: str) -> Iterator[ReplyPart]:
+        assert self._streamed is not None
         try:
-            for call in self._held.feed(text):
+            for call in self._streamed.feed(text):
                 self.num_calls += bool(call.name)
-                yield Said(calls=(call,))
+                yield ReplyPart(calls=(call,))
         finally:
             if self.num_calls:
-                self._ungiven = self._held.pending
+                self._pending = self._streamed.pending
 
-    def _held_end(self) -> Said:
-        assert self._held is not None
-        return Said(content=self._held.leftover if self.num_calls else self._ungiven)
+    def _streamed_end(self) -> ReplyPart:
+        assert self._streamed is not None
+        return ReplyPart(content=self._streamed.leftover if self.num_calls else self._pending)
 
 
 def _pythonic_calls(text: str) -> list[dict[str, Any]]:
@@ -288,9 +292,9 @@ def _literal(node: ast.expr) -> Any:
     return ast.literal_eval(ast.unparse(node))
 
 
-def joined(parts: Sequence[Said]) -> Said:
-    """Return what parts of an answer say together."""
-    return Said(
+def joined(parts: Sequence[ReplyPart]) -> ReplyPart:
+    """Join parts of an answer."""
+    return ReplyPart(
         content="".join(part.content for part in parts),
         reasoning="".join(part.reasoning for part in parts),
         calls=joined_calls(call for part in parts for call in part.calls),

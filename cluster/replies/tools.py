@@ -1,4 +1,4 @@
-"""The tools of a chat: what a body may offer, and which of them the model may or must call."""
+"""The tools of a chat, and which of them the model may or must call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import did_you_mean
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # as OpenAI, and dots, which some clients put in
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # as OpenAI, and dots, which some clients use
 
 Need = Literal["none", "auto", "required"]
 
@@ -25,26 +25,26 @@ class Tool:
     name: str
     parameters: dict[str, Any]  # JSON schema of an object
     description: str | None = None
-    is_strict: bool = False  # what no grammar can hold a call to is refused, not left out
+    is_strict: bool = False  # constraints that the grammar cannot enforce are refused, not left out
 
     def as_template_input(self) -> dict[str, Any]:
-        """Return the tool as chat templates expect it."""
+        """Return the tool in the form of chat templates."""
         function = {"name": self.name, "description": self.description or "", "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """Which tools a chat has, and what is asked of the model."""
+    """The tools of a chat, and how the model may use them."""
 
     tools: tuple[Tool, ...] = ()
     need: Need = "none"
-    only: str | None = None  # the one function that must be called
-    is_parallel: bool = True  # several calls in one answer
+    only: str | None = None  # the function that must be called
+    is_parallel: bool = True  # allow several calls in one answer
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """Return the tools that the answer may call."""
+        """The tools that the answer may call."""
         if self.need == "none":
             return ()
         return tuple(tool for tool in self.tools if self.only in (None, tool.name))
@@ -52,20 +52,20 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call in an answer, or more of the arguments of the call before it; they are JSON where they are whole."""
+    """A call in an answer, or more arguments of the call before it; a call's joined arguments are JSON."""
 
-    name: str = ""  # "": this goes on with the call before
+    name: str = ""  # "": more arguments of the call before
     arguments: str
     id: str = field(compare=False, default="")
 
 
 def new_call(name: str, arguments: str) -> ToolCall:
-    """Return a call with an id of its own."""
+    """Return a call with a new id."""
     return ToolCall(name=name, arguments=arguments, id=f"call_{uuid.uuid4().hex[:24]}")
 
 
 def joined_calls(pieces: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
-    """Return the calls that pieces make up; the first one may go on with a call that is not among them."""
+    """Join pieces of calls; the first piece may be arguments of an earlier call."""
     groups: list[list[ToolCall]] = []
     for piece in pieces:
         if piece.name or not groups:
@@ -77,7 +77,7 @@ def joined_calls(pieces: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
 
 
 def read_tool_use(tools: Sequence[object], choice: object, is_parallel: bool | None) -> ToolUse:
-    """Read `tools`, `tool_choice` and `parallel_tool_calls`; raises `InvalidRequest` naming what is wrong."""
+    """Read `tools`, `tool_choice` and `parallel_tool_calls`; raises `InvalidRequest` naming the field."""
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools must be at most {MAX_TOOLS}", "tools")
     read = tuple(_tool(index, tool) for index, tool in enumerate(tools))

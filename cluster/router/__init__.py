@@ -1,1 +1,1 @@
-"""Who drafts, on which drafter, how much, and how large the pools should be."""
+"""Where requests go, which drafter drafts for them, and how large the pools should be."""

@@ -1,15 +1,15 @@
-"""How large the pools should be: pure functions of what their replicas say of themselves.
+"""How large the pools should be: pure functions of the replicas' reports.
 
-The pools are coupled by the price of a draft token (docs/architecture.md, "4. The price of a draft token"). A price
-near 1 everywhere says that the verifiers are compute-bound: more of them are wanted, and drafters do nothing for them.
-(Below the knee it says that drafts are slow or wrong, as those of a drafter that has just started: no verifier helps
-there.) A low price with drafts that come late says that drafters are short. A service without requests keeps the fewest
-of both, which may be no drafter.
+The price of a draft token couples the pools (docs/architecture.md, "4. The price of a draft token"):
+- A price near 1 everywhere, from the knee on: verifiers are compute-bound. More of them are wanted; drafters are of no
+  use. Below the knee the same price means slow or wrong drafts (a drafter has just started), and no verifier helps.
+- A low price and late drafts: too few drafters.
+- No requests: the fewest of both, which may be no drafter.
 
-Serve calls the policy several times a second and acts on its answer only when that has stayed the same for
-`upscale_delay_s` or `downscale_delay_s`; bounds are Serve's too. So nothing here remembers or waits: what keeps the
-pools from flapping is that a pool shrinks only as far as what stays would be filled to `DOWNSCALE_SHARE` of what makes
-it grow, whatever that does to the price, and that between two prices neither pool grows by the price.
+Serve calls the policy several times a second, and acts once the answer has stayed the same for `upscale_delay_s` or
+`downscale_delay_s`; Serve also applies the bounds. So nothing here remembers or waits. Two rules prevent flapping: a
+pool shrinks only until the rest would be filled to `DOWNSCALE_SHARE` of the load that makes it grow, and between the
+low and the high price no pool grows by the price.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FIRST_POOL = "default"  # of drafters: the one that `speculative_config` and `num_drafters` describe
-DOWNSCALE_SHARE = 0.8  # of the targets: fewer replicas must hold the load with this much to spare
-SPARE_FILL = 0.5  # of the knee: filled to less, verifiers may go whatever the price says
-# Settings by which loads are divided.
+FIRST_POOL = "default"  # the drafter pool of `speculative_config` and `num_drafters`
+DOWNSCALE_SHARE = 0.8  # of the targets: after a downscale, load per replica is at most this share of them
+SPARE_FILL = 0.5  # of the knee: verifiers filled to less may go, whatever the price
+# Settings that are divisors of loads.
 _POSITIVE = ("requests_per_verifier", "kv_usage", "sessions_per_drafter", "queue_per_drafter", "max_late_share")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ReplicaRange:
-    """The fewest and the most replicas of a pool; both 0 where there is no pool."""
+    """The fewest and the most replicas of a pool; both 0: there is no pool."""
 
     fewest: int
     most: int
@@ -56,16 +56,16 @@ class ReplicaRange:
 
 
 class ScalingReason(enum.StrEnum):
-    """Why a pool should be as large as is said; in logs."""
+    """Why a pool should have its size; in logs."""
 
-    STEADY = "steady"  # neither more are needed nor would fewer do
-    SILENT = "silent"  # no replica has said yet how it is
+    STEADY = "steady"  # no more are needed, and fewer would not do
+    SILENT = "silent"  # no replica has reported yet
     IDLE = "idle"  # there are no requests
     FITS = "fits"  # fewer hold the load
     REQUESTS = "requests"
     KV_CACHE = "kv_cache"
-    COMPUTE_BOUND = "compute_bound"  # the price is near 1 everywhere: of verifiers more, of drafters fewer
-    PRICE = "price"  # too high to shrink the verifiers, or for more drafters; for a first one the knee counts, too
+    COMPUTE_BOUND = "compute_bound"  # the price is near 1 everywhere: more verifiers, fewer drafters
+    PRICE = "price"  # too high for fewer verifiers or more drafters; for a first drafter, the knee counts too
     SESSIONS = "sessions"
     DRAFT_QUEUE = "draft_queue"
     LATE_DRAFTS = "late_drafts"
@@ -73,41 +73,41 @@ class ScalingReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiersLoad:
-    """The verifiers, all together; figures are sums over those that report, unless said otherwise."""
+    """The verifiers, all together; figures are sums over those that report, except where noted."""
 
-    num_replicas: int  # wanted until now: those that start are among them
+    num_replicas: int  # wanted until now, including those that are starting
     num_ready: int  # that report
-    num_with_knee: float  # that know from how many tokens on their steps are compute-bound
+    num_with_knee: float  # that know their knee: the number of tokens from which a step is compute-bound
     num_requests: float = 0.0  # running and waiting
-    kv_usage: float = 0.0  # 1: as much as one verifier holds
-    knee_fill: float = 0.0  # tokens of a step, drafts left out, ÷ those at the knee; of those that know them
-    price: float = 0.0  # mean, each at most 1; 0: of a verifier that has nothing to decode, or no step-time profile
-    num_undrafted: float = 0.0  # requests that lack nothing for speculation but a drafter; at least 1 of a pool of none
+    kv_usage: float = 0.0  # 1: one full verifier
+    knee_fill: float = 0.0  # tokens of a step without drafts ÷ the knee; of the verifiers that know it
+    price: float = 0.0  # mean of prices clamped to 1; without decoding requests or a step-time profile, 0
+    num_undrafted: float = 0.0  # requests that lack only a drafter; at least 1 for a pool without one
 
     @property
     def num_filled(self) -> float | None:
-        """How many verifiers the load would fill to the knee, if all are as those that know theirs; None: none does."""
+        """Verifiers that the load would fill to the knee, if all had the known ones' mean; None: no knee is known."""
         return self.knee_fill * self.num_ready / self.num_with_knee if self.num_with_knee > 0.0 else None
 
     @property
     def is_filled(self) -> bool | None:
-        """Whether the load fills the verifiers to the knee; None: nobody knows."""
+        """Whether the load fills the verifiers to the knee; None: no knee is known."""
         return None if self.num_filled is None else self.num_filled >= self.num_ready
 
     def is_compute_bound(self, high_price: float) -> bool:
-        """Return whether drafts do not pay for want of compute; where the knee is not known, by the price alone."""
+        """Return whether drafts do not pay since compute is short; without a known knee, by the price alone."""
         return self.price >= high_price and self.is_filled is not False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftersLoad:
-    """The drafters, all together; figures are sums over those that report, unless said otherwise."""
+    """The drafters, all together; figures are sums over those that report, except where noted."""
 
     num_replicas: int
     num_ready: int
     num_sessions: float = 0.0
     queue_depth: float = 0.0  # unanswered asks
-    late_share: float = 0.0  # of the drafts that came: after their deadline
+    late_share: float = 0.0  # of the drafts that arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class PoolsLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolsPolicy:
-    """What one replica should carry, and which prices move the pools. Raises `ValueError` naming the field."""
+    """Load targets per replica, and the prices that move the pools. Raises `ValueError` naming the field."""
 
     verifiers: ReplicaRange = field(default_factory=lambda: ReplicaRange(1, 1))
     drafters: ReplicaRange = field(default_factory=lambda: ReplicaRange(1, 1))
@@ -126,10 +126,10 @@ class PoolsPolicy:
     kv_usage: float = 0.8
     sessions_per_drafter: float = 32.0
     queue_per_drafter: float = 16.0
-    low_price: float = 0.5  # at most this: verifiers may shrink, drafters that are late or gone are worth having
-    high_price: float = 0.9  # at least this, from the knee on: verifiers grow, drafters go
+    low_price: float = 0.5  # at most this: verifiers may shrink, and missing or late drafters are worth adding
+    high_price: float = 0.9  # at least this, from the knee on: verifiers grow, drafters shrink
     max_late_share: float = 0.1
-    growth: float = 1.5  # most times the ready replicas where the load does not say how many are needed
+    growth: float = 1.5  # factor on the ready replicas where the load does not tell how many are needed
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -154,7 +154,7 @@ class PoolSizes:
 
 
 def desired_pools(load: PoolsLoad, policy: PoolsPolicy) -> PoolSizes:
-    """Return how large both pools should be and why, within the policy's ranges."""
+    """Return both pools' sizes and why, within the policy's ranges."""
     verifiers, verifiers_reason = _desired_verifiers(load.verifiers, policy)
     drafters, drafters_reason = _desired_drafters(load, policy)
     return PoolSizes(
@@ -164,10 +164,7 @@ def desired_pools(load: PoolsLoad, policy: PoolsPolicy) -> PoolSizes:
 
 
 def desired_replicas(totals: Mapping[str, float], targets: Mapping[str, float], num_replicas: int) -> int:
-    """Return how many replicas a pool on its own needs for its `totals`, at least one.
-
-    The figure that needs the most replicas decides.
-    """
+    """Return how many replicas a pool needs for its own `totals`: by the figure that needs the most, at least one."""
     need = max(total / targets[name] for name, total in totals.items())
     return max(1, math.ceil(need) if need > num_replicas else _fewer(need, num_replicas))
 
@@ -185,10 +182,10 @@ def _desired_verifiers(load: VerifiersLoad, policy: PoolsPolicy) -> tuple[int, S
     if need > wanted:
         return math.ceil(need), reason
     if load.is_compute_bound(policy.high_price):
-        # counted from those that are ready: while more start, the price stays as it is and asks for no more of them
+        # counted from the ready ones: until those that start are ready, the price stays the same
         return max(wanted, _grown(load.num_ready, load.num_filled or 0.0, policy)), ScalingReason.COMPUTE_BOUND
-    # Below the knee the price may be 0 and above it 1, so that what stays is to be below it as well; a request cannot
-    # be shared, so that where a single one is beyond the knee more verifiers than requests are of no use
+    # The price may jump from 0 to 1 at the knee: the remaining verifiers must stay below the knee too. A request runs
+    # on one verifier: more verifiers than requests are of no use, even if one request alone is beyond the knee.
     filled, stays = load.num_filled, ScalingReason.STEADY
     if load.price > policy.low_price:
         stays = ScalingReason.PRICE
@@ -205,9 +202,9 @@ def _desired_drafters(load: PoolsLoad, policy: PoolsPolicy) -> tuple[int, Scalin
     if verifiers.num_ready == 0:
         return wanted, ScalingReason.SILENT
     if verifiers.num_requests > 0 and verifiers.is_compute_bound(policy.high_price):
-        is_helped = verifiers.num_ready < verifiers.num_replicas  # those that start will bring the price down
-        return wanted if is_helped else policy.drafters.fewest, ScalingReason.COMPUTE_BOUND
-    if drafters.num_ready == 0 < wanted:  # stopped now, they would be started again for the next request
+        are_more_starting = verifiers.num_ready < verifiers.num_replicas  # they will lower the price
+        return wanted if are_more_starting else policy.drafters.fewest, ScalingReason.COMPUTE_BOUND
+    if drafters.num_ready == 0 < wanted:  # a starting drafter is not stopped: the next request would need it
         return wanted, ScalingReason.SILENT
     if verifiers.num_requests == 0:
         return policy.drafters.fewest, ScalingReason.IDLE
@@ -215,24 +212,24 @@ def _desired_drafters(load: PoolsLoad, policy: PoolsPolicy) -> tuple[int, Scalin
         ((drafters.num_sessions + verifiers.num_undrafted) / policy.sessions_per_drafter, ScalingReason.SESSIONS),
         (drafters.queue_depth / policy.queue_per_drafter, ScalingReason.DRAFT_QUEUE),
     )
-    # without drafts nobody learns what they would lose, so that the price may fall where the load is what it was
+    # without drafts the price may fall at an unchanged load: the cost of drafting is no longer observed
     if wanted == 0 and (verifiers.price > policy.low_price or verifiers.is_filled):
         return 0, ScalingReason.PRICE
     if need > wanted:
         if verifiers.price >= policy.high_price and drafters.queue_depth <= drafters.num_ready:
-            return wanted, ScalingReason.PRICE  # nobody waits for another's draft: more of what does not pay would not
+            return wanted, ScalingReason.PRICE  # no queue: one more drafter would not make drafts pay
         return math.ceil(need), reason
     if drafters.late_share > policy.max_late_share:
         return _for_late_drafts(load, policy), ScalingReason.LATE_DRAFTS
-    # never the last one while there are requests: without it nobody would say whether it is worth having
+    # the last one stays while there are requests: it is the only evidence of whether drafts pay
     fewer = max(min(wanted, 1), _fewer(need, wanted))
     return fewer, ScalingReason.FITS if fewer < wanted else ScalingReason.STEADY
 
 
 def _for_late_drafts(load: PoolsLoad, policy: PoolsPolicy) -> int:
-    """Return the drafters for drafts that come late: more only where asks wait for one another.
+    """Return the number of drafters where drafts are late: more only if asks queue.
 
-    Drafts that are late without a queue have a slow link or a slow drafter, and another one is as slow.
+    Without a queue the link or the drafter is slow, and one more would be as slow.
     """
     drafters = load.drafters
     if load.verifiers.price > policy.low_price or drafters.queue_depth <= drafters.num_ready:
@@ -241,10 +238,10 @@ def _for_late_drafts(load: PoolsLoad, policy: PoolsPolicy) -> int:
 
 
 def _grown(num_ready: int, need: float, policy: PoolsPolicy) -> int:
-    """Return a few more than are ready: as many as are needed, if that is known, but not all at once."""
+    """Return more than are ready: the known need, at most `growth` times the ready ones."""
     return min(max(num_ready + 1, math.ceil(need)), math.ceil(num_ready * policy.growth))
 
 
 def _fewer(need: float, num_replicas: int) -> int:
-    """Return as few of the replicas as the need fills to `DOWNSCALE_SHARE`."""
+    """Return the fewest replicas that the need fills to at most `DOWNSCALE_SHARE`."""
     return min(num_replicas, math.ceil(need / DOWNSCALE_SHARE))

@@ -1,7 +1,7 @@
 """What verifiers and drafters report to the router, what it answers, and the policy it decides by.
 
-All are frozen dataclasses: they travel through `wire.encode`/`decode` and through Ray unchanged. Every time in them is
-of the router's clock (its wrapper and the gateways pass wall-clock seconds).
+All are frozen dataclasses: they travel through `wire.encode`/`decode` and through Ray unchanged. Times are of the
+router's clock: its wrapper and the gateways pass wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -10,47 +10,36 @@ import dataclasses
 import enum
 import functools
 import itertools
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.cluster.common.hints import did_you_mean
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
-from outrider.verifier_service.messages.engine import (
-    EngineLoad,
-    RequestLoad,
-    StepTime,
-)
+from outrider.verifier_service.messages.engine import EngineLoad, StepTime
 from outrider.verifier_service.messages.link import DrafterEndpoint
 from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 
-UNKNOWN_POOL = ""  # of drafters that only a verifier's links tell of: the router has just started
+UNKNOWN_POOL = ""  # of drafters known by a verifier's links alone: the router has just started
 
 
 class PlacementReason(enum.StrEnum):
-    """Why a new request goes to the verifier that it goes to."""
+    """Why a new request goes to its verifier."""
 
-    ONLY = "only"  # no other takes it
-    PREFIX = "prefix"  # those with its prefix go there, and it is not much busier than others
-    SPILL = "spill"  # it is: this is the next one for its prefix
-    LEAST_LOAD = "least_load"  # the fewest requests, the emptiest KV pool, the lowest price, taken together
-    SPREAD = "spread"  # what is known of loads is too old, so that requests go anywhere alike
+    ONLY = "only"  # no other verifier takes it
+    PREFIX = "prefix"  # requests with its prefix go there
+    SPILL = "spill"  # the verifier of its prefix is much busier than others: this one is next by rank
+    LEAST_LOAD = "least_load"  # requests, KV usage and price, taken together
+    SPREAD = "spread"  # reported loads are too old: requests are spread by hash
 
 
-# Reasons that more drafters would end: they count for the autoscaler.
+# Reasons for no drafts that one more drafter would remove; the autoscaler counts them.
 LACKS_DRAFTER = frozenset({DisabledReason.DRAFTER_UNAVAILABLE, DisabledReason.DRAFTER_TIMEOUT})
-
-
-@functools.cache  # one is as good as another, and a busy router says it often
-def off(reason: DisabledReason) -> SpeculationPlan:
-    """Return the plan of a request that runs without drafts."""
-    return SpeculationPlan(disabled_reason=reason)
 
 
 class PolicyMode(enum.Enum):
     AUTO = "auto"
-    ALWAYS = "always"  # the operator pins every draft to the longest allowed length: no gain is computed
+    ALWAYS = "always"  # every draft has the longest allowed length, whatever the price
     OFF = "off"
 
 
@@ -61,33 +50,25 @@ class VerifierReport:
     verifier_id: str
     endpoint: str  # "host:port" of its gateway-facing gRPC
     epoch: int
-    load: EngineLoad  # what its engine says of itself
+    load: EngineLoad
     max_model_len: int | None = None  # longest sequence its KV pool holds; None: not known
     step_times: tuple[StepTime, ...] = ()
     own_draft_length: int = 0  # the longest draft of the drafter in its own process; 0: there is none
-    linked_drafters: tuple[str, ...] = ()  # those it has a live link to
-    draining: bool = False  # takes no new requests and ends when the running ones have
-    num_bad_link_frames: int = 0  # of drafters, which its links could not read
-    num_ranks: int = 1  # accelerators that it takes
+    linked_drafters: tuple[str, ...] = ()  # drafters that it has a live link to
+    draining: bool = False  # takes no new requests, and stops once the running ones have ended
+    num_bad_link_frames: int = 0  # drafters' frames that its links could not read
+    num_ranks: int = 1  # accelerators
 
     @property
     def num_bad_frames(self) -> int:
-        """How many frames of drafters no part of it could read."""
+        """Drafters' frames that its links or its engine could not read."""
         return self.num_bad_link_frames + self.load.counters.num_bad_frames
 
     @property
     def drafters_up(self) -> tuple[str, ...]:
-        """Drafters that it has a live link to and that have not failed it lately."""
+        """Drafters that it has a live link to, with the circuit breaker closed."""
         failing = {circuit.drafter_id for circuit in self.load.circuits if circuit.is_open}
         return tuple(drafter_id for drafter_id in self.linked_drafters if drafter_id not in failing)
-
-    @property
-    def running(self) -> tuple[RequestLoad, ...]:
-        return tuple(request for request in self.load.requests if request.is_running)
-
-    @property
-    def waiting(self) -> tuple[RequestLoad, ...]:
-        return tuple(request for request in self.load.requests if not request.is_running)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,18 +79,23 @@ class DrafterReport:
     endpoint: str
     epoch: int
     max_draft_length: int
-    load: DrafterLoad = field(default_factory=DrafterLoad)  # what its engine says of itself
-    pool: str = UNKNOWN_POOL  # drafters of one draft in the same way
+    load: DrafterLoad = field(default_factory=DrafterLoad)
+    pool: str = UNKNOWN_POOL  # all drafters of a pool draft in the same way
     draining: bool = False
-    num_bad_frames: int = 0  # that verifiers sent
-    num_ranks: int = 1  # accelerators that it takes
+    num_bad_frames: int = 0  # verifiers' frames that it could not read
+    num_ranks: int = 1  # accelerators
+
+    @property
+    def link(self) -> DrafterEndpoint:
+        """What a verifier needs to hold a link to it."""
+        return _endpoint(self.drafter_id, self.endpoint, self.epoch)
 
 
 class ReplicaState(enum.StrEnum):
-    """What a replica that reports is good for."""
+    """Whether a replica that reports takes new requests."""
 
     READY = "ready"
-    DRAINING = "draining"  # takes no new requests
+    DRAINING = "draining"
 
     @classmethod
     def of(cls, report: VerifierReport | DrafterReport) -> ReplicaState:
@@ -121,19 +107,19 @@ class Directive:
     """The router's answer to a verifier's report."""
 
     plans: dict[str, SpeculationPlan]  # running requests whose plan changed
-    default_plan: SpeculationPlan  # for requests that arrive before the router has seen them
+    default_plan: SpeculationPlan  # of requests that the router has not seen in a report yet
     drafters: tuple[DrafterEndpoint, ...]  # to hold links to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierState:
-    """A verifier in a snapshot; in those given to gateways the report comes without its requests and profile."""
+    """A verifier in a snapshot; its report has no requests and no step times."""
 
     report: VerifierReport
     reported_s: float
     default_plan: SpeculationPlan
     num_assigned: int = 0  # requests sent there since its last report
-    price: float | None = None  # by which was decided; None: nobody decodes, or none was reported
+    price: float | None = None  # that decided its plans; None: none was reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +131,7 @@ class DrafterState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionCount:
-    """How often the router decided so since its start."""
+    """How many times the router took a decision since its start."""
 
     decision: str  # on | off
     reason: str  # an `EnabledReason` or a `DisabledReason`
@@ -154,7 +140,7 @@ class DecisionCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementCount:
-    """How often the router placed a new request for such a reason since its start."""
+    """How many requests the router placed for a reason since its start."""
 
     reason: PlacementReason
     count: int
@@ -162,7 +148,7 @@ class PlacementCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSnapshot:
-    """Everything that `routing.route` looks at, and what the router has decided, for operators."""
+    """Everything that `routing.route` depends on, and counts of the router's decisions for operators."""
 
     verifiers: tuple[VerifierState, ...]
     drafters: tuple[DrafterState, ...]
@@ -171,9 +157,24 @@ class FleetSnapshot:
     placements: tuple[PlacementCount, ...] = ()
     is_stopping: bool = False  # the service takes no new requests
 
+    def with_counts(
+        self, decisions: Mapping[tuple[str, str], int], placements: Mapping[PlacementReason, int]
+    ) -> FleetSnapshot:
+        """Return the snapshot with what the router has decided; a decision is "on" or "off", and its reason."""
+        return dataclasses.replace(
+            self,
+            decisions=tuple(
+                DecisionCount(decision=decision, reason=reason, count=count)
+                for (decision, reason), count in sorted(decisions.items())
+            ),
+            placements=tuple(
+                PlacementCount(reason=reason, count=count) for reason, count in sorted(placements.items())
+            ),
+        )
+
     @property
     def num_streams(self) -> int:
-        """Return how many requests are being served, or wait."""
+        """How many requests run or wait."""
         loads = [state.report.load for state in self.verifiers]
         assigned = sum(state.num_assigned for state in self.verifiers)
         return assigned + sum(load.num_running + load.num_waiting for load in loads)
@@ -184,9 +185,9 @@ class RouteAsk:
     request_id: str
     num_prompt_tokens: int
     num_speculative_tokens: int | None = None  # a cap on the draft length; 0: the request opted out
-    excluded_verifier_ids: tuple[str, ...] = ()  # just failed for this request
-    affinity_key: str | None = None  # requests that share it share a prefix: their verifier is best the same
-    priority: int = 0  # below 0 it is served before those that wait
+    excluded_verifier_ids: tuple[str, ...] = ()  # they have just failed this request
+    affinity_key: str | None = None  # requests that share it share a prefix, and best a verifier
+    priority: int = 0  # below 0 it overtakes the queue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,18 +200,22 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class RouteAnswer:
-    """The router's word on a new request."""
+    """The router's answer to an ask."""
 
-    assignment: Assignment | None  # None: no verifier takes it now
+    assignment: Assignment | None  # None: no verifier takes the request now
 
 
 BatchSizeTable = tuple[tuple[int, int, int], ...]
 
 
-def table_length(table: BatchSizeTable, batch_size: int) -> int:
-    """Return a table's draft length for a batch; in a gap and beyond the end that of the range before, as vLLM."""
-    index = bisect_right(table, batch_size, key=lambda row: row[0])
-    return table[max(0, index - 1)][2]
+@functools.lru_cache(maxsize=1 << 12)  # the same few go to every verifier with every report
+def _endpoint(drafter_id: str, endpoint: str, epoch: int) -> DrafterEndpoint:
+    return DrafterEndpoint(drafter_id=drafter_id, endpoint=endpoint, epoch=epoch)
+
+
+def is_fresh(reported_s: float, now_s: float, policy: RouterPolicy) -> bool:
+    """Return whether a replica that reported then is live now."""
+    return now_s - reported_s <= policy.expire_after_s
 
 
 def _check_table(table: BatchSizeTable) -> None:
@@ -232,14 +237,14 @@ class RouterPolicy:
 
     mode: PolicyMode = PolicyMode.AUTO
     max_draft_length: int = 8  # a bound in mode auto, the length itself in mode always
-    # vLLM's num_speculative_tokens_per_batch_size, in mode auto: (first, last, length) by running requests; empty: none
+    # mode auto; vLLM's num_speculative_tokens_per_batch_size: (first, last, length) by running requests; empty: none
     draft_length_by_batch_size: BatchSizeTable = ()
-    on_dwell_s: float = 0.15  # how long drafts must have paid to be switched on: two reports …
-    off_dwell_s: float = 2.0  # … and not have paid to be switched off
-    kv_pressure_from: float = 0.9  # used share of the KV blocks from which drafts cost more: they bring preemptions
-    max_queue_depth: int = 64  # a drafter with more asks waiting gets no new requests and hands some over
-    expire_after_s: float = 3.0  # a replica that has not reported for so long is gone
-    stale_snapshot_s: float = 10.0  # an older snapshot says who is there, not who is busy
+    on_dwell_s: float = 0.15  # drafts are switched on once they have paid for so long: two reports
+    off_dwell_s: float = 2.0  # drafts are switched off once they have not paid for so long
+    kv_pressure_from: float = 0.9  # used share of KV blocks from which drafts cost more: they bring preemptions
+    max_queue_depth: int = 64  # a drafter with more waiting asks gets no new requests and hands some over
+    expire_after_s: float = 3.0  # a replica that has not reported for this long is gone
+    stale_snapshot_s: float = 10.0  # an older snapshot lists the replicas, but its loads are outdated
 
     def __post_init__(self) -> None:
         for name in ("max_draft_length", "max_queue_depth"):
@@ -257,10 +262,7 @@ class RouterPolicy:
 
 
 def with_changes(policy: RouterPolicy, changes: Mapping[str, Any]) -> RouterPolicy:
-    """Return a policy with some fields changed.
-
-    Raises `ValueError` naming the field; an unknown one is refused with the closest match.
-    """
+    """Return a policy with some fields changed; `ValueError` names a bad field, or an unknown one's closest match."""
     known = [known.name for known in dataclasses.fields(policy)]
     for name in changes:
         if name not in known:

@@ -1,49 +1,45 @@
-"""Days of a service as its autoscaling saw them: what it was told and what it wanted, one moment a line of JSON.
+"""Record the autoscaler's input and output: one call of the policy is one line of JSON.
 
-An operator records one with `policy_kwargs: {recorded_to: FILE}` and can ask afterwards what another policy would have
-wanted of the same figures, or why the pools were as large as they were. A busy day is some 50 MB, a tenth of that in
-gzip.
+An operator records a day with `policy_kwargs: {recorded_to: FILE}`, to see later why the pools had their sizes, or what
+another policy would have wanted of the same figures. A busy day is some 50 MB, a tenth of that in gzip.
 """
 
 from __future__ import annotations
 
-import gzip
 import logging
 import os
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, TypeAdapter, with_config
 
 from outrider.cluster.router.autoscaling import FIRST_POOL, PoolSizes, PoolsLoad, PoolsPolicy
 
-logger = logging.getLogger("ray.serve")  # the one that the controller, where policies run, writes to its log
+logger = logging.getLogger("ray.serve")  # policies run in Serve's controller: this logger writes to its log
 
 
-@with_config(ConfigDict(extra="forbid", ser_json_inf_nan="constants"))  # of the dataclasses in it, too
+@with_config(ConfigDict(ser_json_inf_nan="constants"))  # also of the dataclasses in it
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
     """One call of the policy."""
 
     at_s: float  # since the epoch
-    pool: str = FIRST_POOL  # whose drafters they are
+    pool: str = FIRST_POOL  # of drafters
     load: PoolsLoad
     policy: PoolsPolicy
     sizes: PoolSizes
 
 
-_MOMENT: TypeAdapter[Moment] = TypeAdapter(Moment)  # made once: making one takes longer than reading a line
-INTERVAL_S = 1.0  # between moments in which only figures changed: a day has then 86,400 lines at most
-_GZIP_MAGIC = b"\x1f\x8b"  # which a day that was packed since begins with (RFC 1952)
+_MOMENT: TypeAdapter[Moment] = TypeAdapter(Moment)  # made once: construction takes longer than writing a line
+INTERVAL_S = 1.0  # between moments whose figures alone differ: a day has at most 86,400 of them
+_GZIP_MAGIC = b"\x1f\x8b"  # first bytes of a packed file (RFC 1952)
 
 
 class DayRecorder:
-    """Append moments to a file: when the policy wants other sizes, and once a second where its figures change.
+    """Append moments to a file: whenever the policy wants other sizes, and once a second while its figures change.
 
-    A file that cannot be written ends the recording, with an error in the log, and nothing else: Serve's controller
-    calls this, and its pools matter more.
+    A file that cannot be written ends the recording with an error in the log. It raises nothing: the caller is Serve's
+    controller, whose pools matter more.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,7 +53,7 @@ class DayRecorder:
 
     def record(self, moment: Moment) -> None:
         last = self._last.get(moment.pool)
-        if self._is_broken or (last is not None and _says_nothing_new(moment, last)):
+        if self._is_broken or (last is not None and _is_repeated(moment, last)):
             return
         self._last[moment.pool] = moment
         try:
@@ -71,15 +67,15 @@ class DayRecorder:
         logger.error("recorded_to: nothing is recorded any more: %s", error)
 
 
-def _says_nothing_new(moment: Moment, last: Moment) -> bool:
+def _is_repeated(moment: Moment, last: Moment) -> bool:
     if (moment.sizes, moment.policy) != (last.sizes, last.policy):
         return False
-    # (a clock that was set back says nothing of how long ago the last one was)
+    # a difference below 0: the clock was set back, so that the time since the last moment is unknown
     return moment.load == last.load or 0.0 <= moment.at_s - last.at_s < INTERVAL_S
 
 
 def _end_line(path: Path) -> None:
-    """End a file's last line, or make the file: whoever wrote that line may have been killed over it."""
+    """Create the file, or end its last line: its writer may have been killed within that line."""
     with path.open("ab+") as file:
         if file.tell():
             file.seek(0)
@@ -88,30 +84,3 @@ def _end_line(path: Path) -> None:
             file.seek(-1, os.SEEK_END)
             if file.read() != b"\n":
                 file.write(b"\n")
-
-
-def _is_cut(error: ValidationError) -> bool:
-    """Return whether a line is the beginning of a moment."""
-    return any(part["type"] == "json_invalid" and "EOF" in part["msg"] for part in error.errors())
-
-
-def read_day(path: Path) -> Iterator[Moment]:
-    """Yield the moments of a recorded day, gzipped or not; `ValueError` names the line that is none.
-
-    Lines that were cut short, where a controller was killed over them, are left out.
-    """
-    with path.open("rb") as start:
-        is_gzip = start.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-    number = 0
-    with gzip.open(path) if is_gzip else path.open("rb") as file:
-        try:
-            for number, line in enumerate(file, start=1):
-                try:
-                    moment = _MOMENT.validate_json(line.rstrip(b"\n"))
-                except ValidationError as error:
-                    if not _is_cut(error):
-                        raise ValueError(f"{path}, line {number}: {error}") from error
-                else:
-                    yield moment
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path}, after line {number}: {error}") from error

@@ -1,7 +1,7 @@
-"""The figures by which the pools are sized: what each replica exports, and how they add up to a `PoolsLoad`.
+"""The autoscaler's figures: those that each replica exports, and their sums as a `PoolsLoad`.
 
-Serve carries plain numbers from replicas to the policy, averaged over its look-back period. So shares are exported as
-two counts, a mean as a sum over the replicas that report, and what is not known as 0, which moves no pool.
+Serve carries plain numbers from replicas to the policy, averaged over its look-back period. So a share is exported as
+two counts and a mean as a sum over reporting replicas. An unknown figure is exported as 0, which moves no pool.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import EngineCounters, EngineLoad
 from outrider.verifier_service.messages.request import SpeculationPlan
 
-Figures = Mapping[str, Mapping[Hashable, float]]  # {figure: {replica: value}}, as Serve's contexts have them
+Figures = Mapping[str, Mapping[Hashable, float]]  # {figure: {replica: value}}, as in Serve's contexts
 
 
 class VerifierFigures:
-    """What a verifier exports; counts are those since the call before."""
+    """The figures that a verifier exports; counts are since the previous call."""
 
     def __init__(self) -> None:
         self._before = EngineCounters()
 
-    def of(self, load: EngineLoad, default_plan: SpeculationPlan | None) -> dict[str, float]:
-        """Return the figures; `default_plan` is the router's last word on new requests, None before its first."""
+    def take(self, load: EngineLoad, default_plan: SpeculationPlan | None) -> dict[str, float]:
+        """Return the figures, and start to count anew; `default_plan` is the router's last, None before its first."""
         before, self._before = self._before, load.counters
         lacks_drafter = default_plan is not None and default_plan.disabled_reason in LACKS_DRAFTER
         num_willing = sum(request.is_running and request.num_speculative_tokens != 0 for request in load.requests)
@@ -42,17 +42,17 @@ class VerifierFigures:
 
 
 def drafter_figures(load: DrafterLoad) -> dict[str, float]:
-    """Return what a drafter exports."""
+    """Return the figures that a drafter exports."""
     return {"num_sessions": float(load.num_sessions), "queue_depth": float(load.queue_depth)}
 
 
 def pools_load(verifiers: Figures, drafters: Figures, *, num_verifiers: int, num_drafters: int) -> PoolsLoad:
-    """Add up what the replicas say; the numbers are those of replicas that are wanted, reporting or not."""
+    """Add up the replicas' figures; `num_verifiers` and `num_drafters` are the wanted ones, reporting or not."""
     num_ready = len(verifiers.get("num_requests", {}))
     num_in_time, num_late = _total(verifiers, "num_drafts_in_time"), _total(verifiers, "num_drafts_late")
     num_undrafted = _total(verifiers, "num_undrafted")
     if num_drafters == 0 and _total(verifiers, "num_willing") > 0.0:
-        num_undrafted = max(num_undrafted, 1.0)  # drafters of another pool may be there, but nobody can try these
+        num_undrafted = max(num_undrafted, 1.0)  # drafts of this pool are untried, even if another pool has drafters
     return PoolsLoad(
         verifiers=VerifiersLoad(
             num_replicas=num_verifiers,
@@ -75,9 +75,9 @@ def pools_load(verifiers: Figures, drafters: Figures, *, num_verifiers: int, num
 
 
 def knee_fill(before: EngineCounters, now: EngineCounters, knee: float | None) -> float:
-    """Return how far a mean step between two readings, drafts left out, fills the knee.
+    """Return the mean tokens of a step between two readings, without drafts, ÷ the knee.
 
-    0 where there was no step, or the knee is not known.
+    0 without a step in between, or without a known knee.
     """
     num_steps = now.num_steps - before.num_steps
     if not knee or num_steps <= 0:

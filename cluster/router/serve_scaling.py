@@ -1,12 +1,12 @@
-"""How Ray Serve applies the pools' policy: from its contexts to `desired_pools` and back.
+"""The pools' policy as Ray Serve calls it: from its contexts to `desired_pools` and back.
 
-Serve has policies of two kinds. `ServicePolicy` is one for the whole application (`autoscaling_policy` of the
-application in a deployed configuration): it sees every deployment, so it can couple the pools, and bring drafters back
-where there are none. Serve takes it from a configuration only; an application that is run without one falls back on
-`PoolPolicy`, which sizes each deployment by its own figures.
+Serve has two kinds of policies. `ServicePolicy` is one for the whole application (`autoscaling_policy` of the
+application in a deployed configuration): it sees every deployment, so it can couple the pools and restart drafters from
+zero. Serve reads it from a configuration only; an application that runs without one uses `PoolPolicy`, which sizes each
+deployment by its own figures.
 
-Requests come in on ports of our own, so Serve's own count of ongoing requests says nothing: every replica exports its
-load by `record_autoscaling_stats`, which Serve calls for deployments that have an `autoscaling_config`.
+Requests arrive on our own ports, so Serve's count of ongoing requests is meaningless. Instead every replica exports its
+load by `record_autoscaling_stats`, which Serve calls for deployments with an `autoscaling_config`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from outrider.cluster.router.autoscaling import (
 from outrider.cluster.router.scaling_days import DayRecorder, Moment
 from outrider.cluster.router.scaling_figures import Figures, pools_load
 
-logger = logging.getLogger("ray.serve")  # the one that the controller, where policies run, writes to its log
+logger = logging.getLogger("ray.serve")  # policies run in Serve's controller: this logger writes to its log
 GATEWAY_TARGETS = {"num_requests": 256.0}  # streams of one gateway: as many as a verifier runs at once
 
-
-_DRAFTERS = "Drafter"  # the deployment of the first pool, as users of one pool know it
-_JOINT = "-"  # between that and the name of a pool, but of the first
+_DRAFTERS = "Drafter"  # the first pool's deployment
+_JOINT = "-"  # between that and another pool's name
 
 
 def drafter_deployment(pool: str) -> str:
@@ -45,13 +44,13 @@ def drafter_deployment(pool: str) -> str:
 
 
 def _pool_of(deployment: str) -> str | None:
-    """Return the drafter pool that a deployment is; None: it is another one."""
+    """Return a deployment's drafter pool; None: it has no drafters."""
     kind, joint, pool = deployment.partition(_JOINT)
     return (pool if joint else FIRST_POOL) if kind == _DRAFTERS else None
 
 
 class ScalingContext(Protocol):
-    """The part of Serve's `AutoscalingContext` that counts here."""
+    """The part of Serve's `AutoscalingContext` that is used here."""
 
     target_num_replicas: int
     capacity_adjusted_min_replicas: int
@@ -77,7 +76,7 @@ class PoolPolicy:
     targets: Mapping[str, float]
 
     def __call__(self, context: ScalingContext) -> tuple[int, dict[str, Any]]:
-        """Return the wanted number of replicas, and no state of its own; a pool that says nothing is left alone."""
+        """Return the wanted number of replicas, and no state; without figures, the number stays."""
         metrics = context.aggregated_metrics or {}
         totals = {name: sum(metrics[name].values()) for name in self.targets if metrics.get(name)}
         if not totals:
@@ -88,8 +87,8 @@ class PoolPolicy:
 class ServicePolicy:
     """Scale verifiers and all pools of drafters together, gateways by their requests.
 
-    `settings` are fields of `PoolsPolicy` but its ranges, which are Serve's bounds of the deployments. What is decided,
-    and on what figures, is appended to the file `recorded_to` (`scaling_days.py`), on the head node's disk.
+    `settings` are fields of `PoolsPolicy`; its ranges are Serve's bounds of the deployments. Decisions and the figures
+    behind them are appended to the file `recorded_to` (`scaling_days.py`), on the head node's disk.
     """
 
     def __init__(self, recorded_to: str | None = None, **settings: float) -> None:
@@ -100,7 +99,7 @@ class ServicePolicy:
     def __call__(
         self, contexts: Mapping[Deployment, ScalingContext]
     ) -> tuple[dict[Deployment, int], dict[Deployment, dict[str, Any]]]:
-        """Return the wanted replicas and the state to keep, by deployment; one that is not scaled is in neither."""
+        """Return the wanted replicas and the state to keep, by deployment."""
         by_name = {deployment.name: context for deployment, context in contexts.items()}
         sizes = self._sizes(by_name)
         wanted: dict[Deployment, int] = {}
@@ -108,22 +107,22 @@ class ServicePolicy:
         for deployment, context in contexts.items():
             if (size := sizes.get(deployment.name)) is not None:
                 wanted[deployment] = size.num_replicas
-                states[deployment] = _logged(deployment.name, size, context)
+                states[deployment] = _log_wish(deployment.name, size, context)
             else:
                 wanted[deployment], states[deployment] = self._gateway(context)
         return wanted, states
 
     def _sizes(self, by_name: Mapping[str, ScalingContext]) -> dict[str, PoolSize]:
-        """Return how large each pool should be, by deployment; each of drafters wants as many verifiers."""
+        """Return each pool's size, by deployment."""
         verifier = by_name.get("Verifier")
         drafters = {name: pool for name in by_name if (pool := _pool_of(name)) is not None}
         found: dict[str, PoolSize] = {}
         for name, pool in drafters.items() or {drafter_deployment(FIRST_POOL): FIRST_POOL}.items():
-            sizes = self._decided(pool, verifier, by_name.get(name))
+            sizes = self._decide(pool, verifier, by_name.get(name))
             found["Verifier"], found[name] = sizes.verifiers, sizes.drafters
         return found
 
-    def _decided(self, pool: str, verifier: ScalingContext | None, drafter: ScalingContext | None) -> PoolSizes:
+    def _decide(self, pool: str, verifier: ScalingContext | None, drafter: ScalingContext | None) -> PoolSizes:
         load = pools_load(
             _figures(verifier),
             _figures(drafter),
@@ -147,8 +146,8 @@ def _range(context: ScalingContext | None) -> ReplicaRange:
     return ReplicaRange(context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas)
 
 
-def _logged(name: str, size: PoolSize, context: ScalingContext) -> dict[str, Any]:
-    """Log a wish to change the pool when it is a new one, and return it as state to compare the next with."""
+def _log_wish(name: str, size: PoolSize, context: ScalingContext) -> dict[str, Any]:
+    """Log a new wish to resize the pool; return it, as the state that the next one is compared with."""
     wish = {"wanted": size.num_replicas, "reason": size.reason.value}
     is_new = any(context.policy_state.get(key) != value for key, value in wish.items())
     if is_new and size.num_replicas != context.target_num_replicas:

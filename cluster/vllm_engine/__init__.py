@@ -1,1 +1,1 @@
-"""vLLM as the engine of a verifier: told and answering what our own engine is told and answers."""
+"""vLLM as the engine of a verifier, with our own engine's messages."""

@@ -1,4 +1,4 @@
-"""vLLM's outputs in the words of ours."""
+"""vLLM's outputs as our `RequestOutput`s."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fi
 
 
 def answer_of(request: GenerationRequest, output: Any, *, is_drafted: bool) -> RequestOutput:
-    """Return one of vLLM's `RequestOutput`s, with the tokens since the last.
+    """Convert one of vLLM's `RequestOutput`s, which has the tokens since the last.
 
-    vLLM does not say which tokens were drafted. How many were, of the whole request, comes with its last output.
+    vLLM does not report which tokens were drafted; the last output has the request's counts.
     """
     (choice,) = output.outputs
     reason, sampling = choice.finish_reason, request.sampling
@@ -46,7 +46,7 @@ def _logprobs_of(choice: Any, num_alternatives: int | None) -> tuple[TokenLogpro
 
 
 def _prompt_logprobs_of(output: Any, num_alternatives: int | None) -> tuple[TokenLogprobs | None, ...] | None:
-    if num_alternatives is None or not output.prompt_logprobs:  # those after the first output come without
+    if num_alternatives is None or not output.prompt_logprobs:  # only the first output has them
         return None
     return tuple(
         None if entries is None else _token_of(token_id, entries, num_alternatives)
@@ -55,7 +55,7 @@ def _prompt_logprobs_of(output: Any, num_alternatives: int | None) -> tuple[Toke
 
 
 def _token_of(token_id: int, entries: Mapping[int, Any], num_alternatives: int) -> TokenLogprobs:
-    """Return a token's entry; vLLM has the token beside the likeliest, among which it may be."""
+    """Return a token's entry; in vLLM's, the token may also be among the likeliest."""
     own = entries[token_id]
     likeliest = sorted(entries.items(), key=lambda item: item[1].rank)[:num_alternatives]
     return TokenLogprobs(
@@ -68,13 +68,13 @@ def _token_of(token_id: int, entries: Mapping[int, Any], num_alternatives: int) 
 
 
 def _speculation_of(request: GenerationRequest, choice: Any, *, is_drafted: bool) -> SpeculationMetrics | None:
-    """Return what vLLM has counted of one request, which is nothing where it was not drafted."""
+    """Return vLLM's counts of a request; None if it was not drafted."""
     if is_drafted and request.sampling.num_speculative_tokens == 0:
         return SpeculationMetrics(disabled_reason=DisabledReason.REQUEST_OPT_OUT)
     counted = choice.spec_decode_metrics
     if counted is None:
         return SpeculationMetrics() if is_drafted else None
-    by_accepted = counted.histogram  # verifications by how many draft tokens they accepted
+    by_accepted = counted.histogram  # number of verifications, by accepted draft tokens
     return SpeculationMetrics(
         enabled=True,
         num_drafts=sum(by_accepted),

@@ -1,4 +1,4 @@
-"""What vLLM says of its steps, as an engine's load."""
+"""vLLM's step statistics as an `EngineLoad`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from outrider.verifier_service.engine.step_stats import RecentRates, StepStats
 from outrider.verifier_service.messages.engine import EngineCounters, EngineLoad, RequestLoad
 
-MAX_STEP_S = 10.0  # a longer time between two steps is a pause in which none ran
+MAX_STEP_S = 10.0  # a longer time between two steps is a pause
 
 
 class VllmLoad:
-    """A stat logger of vLLM: it hears of every step, and describes the engine from that."""
+    """A stat logger of vLLM: it records every step, and describes the engine's load."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -23,15 +23,15 @@ class VllmLoad:
         self._counters = EngineCounters()
         self._num_running = self._num_waiting = 0
         self._kv_usage = 0.0
-        self.has_news = False  # since the last description
-        self._heard_s: float | None = None  # of the last step after which requests were left
+        self.has_news = False  # steps since the last `describe`
+        self._heard_s: float | None = None  # time of the last step that left requests
 
-    # --- what vLLM calls ---
+    # --- called by vLLM ---
 
     def record(
         self, scheduler_stats: Any | None, iteration_stats: Any | None, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """Hear of one step of the scheduler, of what came out of it, or of both."""
+        """Record a scheduler step, its outputs, or both."""
         self.has_news = True
         if scheduler_stats is not None:
             self._hear(scheduler_stats)
@@ -42,18 +42,18 @@ class VllmLoad:
             self._count(num_preemptions=iteration_stats.num_preempted_reqs)
 
     def log(self) -> None:
-        """Nothing is logged."""
+        """Do nothing."""
 
     def log_engine_initialized(self) -> None:
-        """Nothing is logged."""
+        """Do nothing."""
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """Nobody puts the engine to sleep."""
+        """Do nothing: the engine never sleeps."""
 
-    # --- what the verifier reads ---
+    # --- called by the verifier ---
 
     def describe(self, requests: Sequence[RequestLoad]) -> EngineLoad:
-        """Return the load of this moment; call it at even intervals."""
+        """Sample the rates and return the load; to be called at even intervals."""
         self.has_news = False
         self._rates.sample(self._stats, self._clock())
         stats = self._stats

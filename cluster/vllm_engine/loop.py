@@ -1,6 +1,6 @@
-"""Host vLLM behind the pipe that our own engine has: requests in, tokens out, a load a few times a second.
+"""Run vLLM behind our own engine's pipe: requests in, tokens out, a load a few times a second.
 
-vLLM's engine is asynchronous, so that this loop is: a task for each request, one for loads, frames as they come.
+The loop is asynchronous, as vLLM's engine: a task per request, and one for loads.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ LOAD_INTERVAL_S = 0.2
 
 
 class HostedEngine(Protocol):
-    """What the loop needs of vLLM."""
+    """The part of vLLM that the loop uses."""
 
     @property
     def is_dead(self) -> bool:
-        """Whether it can take no request any more."""
+        """Whether the engine has failed."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Any]:
-        """Yield vLLM's outputs, each with the tokens since the last; closing it early aborts the request.
+        """Yield vLLM's outputs, each with the tokens since the last; closing the generator aborts the request.
 
-        Raises `ValueError` for a request that it refuses.
+        Raises `ValueError` for a refused request.
         """
 
 
 class VllmLoop:
-    """Shovel messages between the pipe and vLLM, until either of them ends."""
+    """Pass messages between the pipe and vLLM, until either ends."""
 
     def __init__(self, engine: HostedEngine, load: VllmLoad, pipe: Connection, *, is_drafted: bool) -> None:
         self._engine = engine
@@ -47,12 +47,12 @@ class VllmLoop:
         self._pipe = pipe
         self._is_drafted = is_drafted
         self._loop = asyncio.get_running_loop()
-        self._ended = asyncio.Event()  # the shell, or vLLM
+        self._ended = asyncio.Event()  # set when the shell or vLLM has ended
         self._writer = PipeWriter(pipe, self._on_write_error)
         self._running: dict[str, tuple[GenerationRequest, asyncio.Task[None]]] = {}
 
     async def run(self) -> None:
-        """Serve until the shell closes the pipe or vLLM dies, which closing the pipe tells the shell."""
+        """Serve until the shell closes the pipe or vLLM fails; then close the pipe, so that the shell knows."""
         self._loop.add_reader(self._pipe.fileno(), self._read)
         loads = asyncio.create_task(self._tell_loads())
         try:
@@ -66,7 +66,7 @@ class VllmLoop:
             self._writer.close()
 
     def _on_write_error(self, error: OSError) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._ended.set)
 
     def _read(self) -> None:
@@ -75,7 +75,7 @@ class VllmLoop:
                 self._dispatch(decode(self._pipe.recv_bytes(), TO_ENGINE))
         except (EOFError, OSError):
             self._ended.set()
-        except Exception:  # a frame is lost: better no engine than a silent stream
+        except Exception:  # a frame is lost: a failed engine is better than a silent stream
             logger.exception("a frame of the shell could not be handled")
             self._ended.set()
 
@@ -87,11 +87,11 @@ class VllmLoop:
                 task.add_done_callback(lambda _: self._running.pop(request_id))
             case Cancel(request_id=request_id) if request_id in self._running:
                 self._running[request_id][1].cancel()
-            case _:  # plans and links are the plug-in's, which follows the router by itself
+            case _:  # plans and links: the plug-in follows the router itself
                 pass
 
     async def _serve(self, request: GenerationRequest) -> None:
-        """Pass one request's outputs on. A refusal is its last; an engine that dies takes the loop with it."""
+        """Publish one request's outputs; a refusal is the last one. If the engine fails, so does the loop."""
         try:
             async with contextlib.aclosing(self._engine.generate(request)) as outputs:
                 async for output in outputs:
@@ -107,7 +107,7 @@ class VllmLoop:
             self._publish(RequestOutput.failed(request.request_id, f"vLLM failed: {type(error).__name__}: {error}"))
 
     async def _tell_loads(self) -> None:
-        """Tell the load again and again, unless vLLM has requests and takes no step: then the shell gives it up."""
+        """Publish the load, except while vLLM has requests but takes no step: then the shell fails the engine."""
         while not self._engine.is_dead:
             if not self._running or self._load.has_news:
                 requests = [_load_of(request) for request, _ in self._running.values()]
@@ -123,7 +123,7 @@ class VllmLoop:
 
 
 def _load_of(request: GenerationRequest) -> RequestLoad:
-    """Describe a request of which nothing but that it is there is known."""
+    """Describe a request by what is known here: its id and options."""
     return RequestLoad(
         request_id=request.request_id,
         is_running=True,

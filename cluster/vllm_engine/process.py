@@ -1,4 +1,4 @@
-"""The process that hosts vLLM: its engine is made as the service is configured, and serves until the shell goes."""
+"""The process that hosts vLLM: it creates the configured engine, and serves until the shell is gone."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ PROPOSER = "outrider.cluster.vllm.Drafts"
 
 
 def run_vllm(spec: VllmSpec, rank: RankSpec) -> None:
-    """Load vLLM, say so to the shell, and serve until either ends."""
+    """Load vLLM, report to the shell, and serve until either ends."""
     set_environment(spec)
     asyncio.run(_serve(spec, rank.shell_address))
 
 
 def set_environment(spec: VllmSpec) -> None:
-    """Tell vLLM's CPU build, which reads the environment alone, how many threads it has."""
+    """Set the number of threads of vLLM's CPU build, which reads the environment only."""
     if spec.model.device == "cpu":
-        os.environ["OMP_NUM_THREADS"] = str(spec.model.num_threads or 1)  # Ray has set its own
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # replicas on one machine would bind to the same cores
+        os.environ["OMP_NUM_THREADS"] = str(spec.model.num_threads or 1)  # replaces Ray's
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or replicas on one machine would bind to the same cores
 
 
 def engine_arguments(spec: VllmSpec) -> dict[str, Any]:
-    """Return the arguments of `AsyncEngineArgs`; the operator's own win."""
+    """Return the arguments of `AsyncEngineArgs`; the operator's override ours."""
     model = spec.model
     arguments: dict[str, Any] = {
         "model": str(resolve_folder(model)),
@@ -55,7 +55,7 @@ def engine_arguments(spec: VllmSpec) -> dict[str, Any]:
         "dtype": model.dtype,
         "max_model_len": model.max_model_len,
         "tensor_parallel_size": model.tensor_parallel_size,
-        # within a Ray actor vLLM would otherwise place its ranks by Ray, in bundles that are not theirs
+        # in a Ray actor, vLLM would by default place ranks by Ray, in bundles of other replicas
         "distributed_executor_backend": "uni" if model.tensor_parallel_size == 1 else "mp",
         "enforce_eager": model.enforce_eager,
         "kv_cache_memory_bytes": model.kv_cache_memory_bytes,
@@ -63,7 +63,7 @@ def engine_arguments(spec: VllmSpec) -> dict[str, Any]:
         "max_num_seqs": spec.max_num_seqs,
         "enable_prefix_caching": spec.enable_prefix_caching,
         "scheduling_policy": "priority",
-        "seed": secrets.randbits(31) if spec.seed is None else spec.seed,  # vLLM's own default is the same for all
+        "seed": secrets.randbits(31) if spec.seed is None else spec.seed,  # vLLM's default is one seed for all replicas
     }
     if spec.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
@@ -81,7 +81,7 @@ def engine_arguments(spec: VllmSpec) -> dict[str, Any]:
 
 
 class VllmEngine:
-    """vLLM's `AsyncLLM`, asked in our words."""
+    """vLLM's `AsyncLLM`, with our requests."""
 
     def __init__(self, engine: AsyncLLM, spec: VllmSpec) -> None:
         self._engine = engine
@@ -96,7 +96,7 @@ class VllmEngine:
         return self._engine.errored
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Any]:
-        """Yield vLLM's outputs; raises `ValueError` for a request that it refuses."""
+        """Yield vLLM's outputs; raises `ValueError` for a refused request."""
         arguments = sampling_of(request, has_drafts=self._has_drafts)
         if request.sampling.structured is not None:
             arguments["structured_outputs"] = StructuredOutputsParams(**structured_of(request.sampling.structured))
@@ -127,7 +127,7 @@ async def _serve(spec: VllmSpec, shell_address: str) -> None:
         shell.send_bytes(encode(await _ready(spec, engine)))
         await VllmLoop(VllmEngine(engine, spec), load, shell, is_drafted=spec.drafts is not None).run()
     finally:
-        shell.close()  # first: nobody should wait for what follows
+        shell.close()  # first: the shell must not wait for the rest
         engine.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""What a request says, in the words of vLLM's `SamplingParams`; what those cannot say is refused by name."""
+"""A request as vLLM's `SamplingParams`; a field that they lack is refused by name."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from outrider.verifier_service.messages.structured_output import check_structure
 
 
 def sampling_of(request: GenerationRequest, *, has_drafts: bool) -> dict[str, Any]:
-    """Return the arguments of vLLM's `SamplingParams`; raises `ValueError` naming the field that it cannot serve.
+    """Return the arguments of vLLM's `SamplingParams`; raises `ValueError` naming an unsupported field.
 
-    A request that lost its verifier goes on from prompt and published tokens, which vLLM takes for one prompt.
+    After a failover, vLLM takes the prompt and the published tokens as its prompt.
     """
     sampling, num_published = request.sampling, len(request.output_token_ids)
     _check(sampling, num_published, has_drafts=has_drafts)
@@ -39,7 +39,7 @@ def sampling_of(request: GenerationRequest, *, has_drafts: bool) -> dict[str, An
         "repetition_penalty": sampling.repetition_penalty,
         "logprobs": sampling.logprobs,
         "prompt_logprobs": sampling.prompt_logprobs,
-        "detokenize": False,  # gateways do that
+        "detokenize": False,  # the gateway does
     }
     if sampling.logit_bias:
         arguments["logit_bias"] = {item.token_id: item.bias for item in sampling.logit_bias}
@@ -64,7 +64,7 @@ def structured_of(structured: StructuredOutput) -> dict[str, Any]:
 
 
 def _schema_of(structured: StructuredOutput) -> str:
-    """Return a schema that vLLM's own llguidance takes as we do: what it lacks is left out, unless that is refused."""
+    """Return a schema for vLLM's llguidance: as with ours, unsupported constraints are left out, unless strict."""
     if not check_structured(structured):
         return structured.text
     return json.dumps(with_guidance(json.loads(structured.text), defaults={}, is_lenient=True))
@@ -81,7 +81,7 @@ def _check(sampling: SamplingParams, num_published: int, *, has_drafts: bool) ->
     if num_published == 0:
         return
     if sampling.presence_penalty or sampling.frequency_penalty:
-        # vLLM would count published tokens as the prompt's, and so change the distribution of what follows
+        # vLLM would count published tokens as prompt tokens, and so change the distribution
         name = "presence_penalty" if sampling.presence_penalty else "frequency_penalty"
         raise ValueError(f"{name}: a request that has lost its verifier cannot go on in vLLM with one")
     if sampling.structured is not None:
@@ -89,11 +89,11 @@ def _check(sampling: SamplingParams, num_published: int, *, has_drafts: bool) ->
 
 
 def _seed(sampling: SamplingParams, published: tuple[int, ...]) -> int | None:
-    """Return vLLM's seed: that of its own n choices; another after a loss, whose tokens are drawn afresh."""
+    """Return vLLM's seed: one per choice, and another after a failover, whose tokens are sampled anew."""
     if sampling.seed is None:
         return None
     seed = sampling.seed + sampling.choice_index
     if published:
         digest = hashlib.blake2b(repr((seed, published)).encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, signed=True)
-    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # 64 bits, whatever was added
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # wraps to 64 bits

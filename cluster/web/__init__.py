@@ -1,1 +1,1 @@
-"""The web page: the fleet live, and a playground."""
+"""The web page: the live fleet and a playground."""

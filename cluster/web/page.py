@@ -1,6 +1,6 @@
-"""The gateway's web page: the fleet live, and a playground to chat, race and complete in.
+"""The gateway's web page: the live fleet, and a playground to chat, race and complete in.
 
-Its files are static; all data comes through the API.
+Its files are static; all data comes from the API.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCRIPTS = (
     *("playground.js", "options.js", "activity.js", "run.js", "chat.js", "markdown.js", "race.js", "complete.js"),
 )
 FILES = {"/": "index.html"} | {f"/web/{name}": name for name in ("style.css", "icon.svg", *SCRIPTS)}
-# A generated text that found its way into the markup would still run nothing and reach nobody.
+# Even if generated text got into the markup, it could run no script and load nothing.
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",

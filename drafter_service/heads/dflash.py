@@ -1,17 +1,17 @@
 """DFlash: a block-diffusion drafter whose layers attend to the target's hidden states, all positions in one pass.
 
-"DFlash: Block Diffusion for Flash Speculative Decoding" (arXiv 2602.06036). The target's tapped states of each token
-are joined and projected to one feature, from which every layer makes keys and values: these are the context, and all
-that the layers know of the text. The block (the last committed token, then masks) attends to the context and, both
-ways, to itself; a mask gives the law of the token in its own place. There is no attention among context tokens, so
-taking in more of them is a matrix product.
+"DFlash: Block Diffusion for Flash Speculative Decoding" (arXiv 2602.06036). Each token's tapped target states are
+concatenated and projected to one feature, from which every layer computes keys and values: these are the whole context.
+The block (the last committed token, then masks) attends to the context and bidirectionally to itself; a mask's output
+is the law of the token at its own position. Context tokens do not attend to each other, so new ones cost a matrix
+product.
 
 tokens   x0 ... x[n-2]          x[n-1]  mask  mask  mask
 keys     of the target's states of the block itself, seen by all of it
 gives    nothing                (x[n])  x[n]  x[n+1] ...      at x[n-1] only with `sample_from_anchor`
 
-Two public formats with the same tensors are read: the authors' (`dflash_config`, whose layer l stands for what layer l
-gives) and that of the `speculators` library (`aux_hidden_state_layer_ids`, where l stands for what layer l takes in).
+Two public formats with the same tensors are read: the authors' (`dflash_config`, where layer l means the output of
+layer l) and the `speculators` library's (`aux_hidden_state_layer_ids`, where l means the input of layer l).
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ SKIPPED = re.compile(r"^t2d$|^verifier_(norm|lm_head)\.|rotary_emb\.inv_freq$")
 _MASK_EMBEDDING = "mask_embedding.pt"
 _HEAD_FIELDS = frozenset({"dflash_config", "block_size", "num_target_layers", "target_hidden_size", "draft_vocab_size"})
 _SERVED = frozenset({"mask_token_id", "target_layer_ids", "block_size", "sample_from_anchor"})  # of dflash_config
-# what neither format usually has, and what it is where it changes nothing
+# fields that are rarely present, with their neutral values
 _PLAIN = {"logit_scale": 1.0, "is_causal": False, "is_neox_style": True, "add_swa_attention_sink_bias": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashConfig:
-    """The shape of a DFlash drafter; `layer` describes its decoder layers, its vocabulary being the target's."""
+    """The shape of a DFlash drafter; `layer` describes its decoder layers and the target's vocabulary."""
 
     layer: PreTrainedConfig
-    taps: tuple[int, ...]  # the target's layers whose input it reads
+    taps: tuple[int, ...]  # target layers whose input it reads
     draft_vocab_size: int
     target_hidden_size: int
     mask_token_id: int
-    block_size: int  # tokens of a block, the last committed one among them
-    sample_from_anchor: bool = False  # the last committed token's row is the first guess
+    block_size: int  # tokens of a block, including the last committed one
+    sample_from_anchor: bool = False  # the first guess is the last committed token's row
 
     def __post_init__(self) -> None:
         if not self.taps or min(self.taps) < 0 or len(set(self.taps)) != len(self.taps):
@@ -74,15 +74,15 @@ class DFlashConfig:
 
     @property
     def num_guesses(self) -> int:
-        """The most tokens that one block can guess."""
+        """The number of tokens that one block guesses."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
 
 class DFlashHead(DraftHead):
-    """A DFlash drafter; a new one has random weights, and embeddings that are to be set from the target's."""
+    """A DFlash drafter; a new one has random weights, and needs the target's embeddings."""
 
     def __init__(self, config: DFlashConfig, *, target_ids: torch.Tensor | None = None) -> None:
-        """Make a drafter of the tokens `target_ids` int64 [draft_vocab_size]; None: of all."""
+        """Create a drafter of the tokens `target_ids` int64 [draft_vocab_size]; None: of all tokens."""
         super().__init__(config.layer, taps=config.taps, state_size=config.target_hidden_size * len(config.taps))
         self.config = config
         size = config.layer.hidden_size
@@ -98,20 +98,20 @@ class DFlashHead(DraftHead):
         return self.hidden_norm(self.fc(states))
 
     def context_kv(self, features: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Make the keys and values of context tokens, layer by layer: [num_tokens, num_kv_heads, head_dim] each.
+        """Return the keys and values of context tokens per layer: [num_tokens, num_kv_heads, head_dim] each.
 
-        features [num_tokens, hidden_size] as `combine` makes them, positions int64 [num_tokens].
+        features [num_tokens, hidden_size] from `combine`, positions int64 [num_tokens].
         """
         cos, sin = (part[0, :, None] for part in self.rotary(features, positions[None]))  # [num_tokens, 1, head_dim]
         return [_keys_and_values(layer, features, cos, sin) for layer in self.layers]
 
-    def forward(  # type: ignore[override]  # a head's pairs have states, a block's tokens have none
+    def forward(  # type: ignore[override]  # a block's tokens have no states
         self,
         token_ids: torch.Tensor,  # int64 [num_blocks, block_size]
         positions: torch.Tensor,  # int64 [num_blocks, block_size]
-        attends: Sequence[Attend],  # of each layer: to the context and to the block itself
+        attends: Sequence[Attend],  # per layer: attention to the context and to the block
     ) -> torch.Tensor:
-        """Return what the output embedding reads: [num_blocks, block_size, hidden_size]."""
+        """Return the output embedding's input: [num_blocks, block_size, hidden_size]."""
         hidden = self.embed_tokens(token_ids)
         rotary = self.rotary(hidden, positions)
         for layer, attend in zip(self.layers, attends, strict=True):
@@ -128,9 +128,9 @@ class DFlashHead(DraftHead):
         device: torch.device = torch.device("cpu"),  # noqa: B008
         dtype: torch.dtype = torch.float32,
     ) -> DFlashHead:
-        """Load a checkpoint of either format, the embeddings from `target` where it has none of its own.
+        """Load a checkpoint of either format; missing embeddings are the `target`'s.
 
-        Raises `ValueError` naming the file, field or tensor, with both shapes where they differ.
+        Raises `ValueError` naming the file, field or tensor, with both shapes if they differ.
         """
         if (folder / _MASK_EMBEDDING).is_file():
             raise HeadError(f"{folder}: {_MASK_EMBEDDING}: a mask outside of the embedding is not served")
@@ -164,7 +164,7 @@ def _keys_and_values(
 
 
 def parse_config(config: Mapping[str, Any], num_target_layers: int | None = None) -> DFlashConfig:
-    """Read a config of either format; raises `HeadError` naming the field that is missing or not served."""
+    """Read a config of either format; raises `HeadError` naming a missing or unsupported field."""
     for name, plain in _PLAIN.items():
         if config.get(name) not in (None, plain):
             raise HeadError(f"{name}: {config[name]!r} is not served")
@@ -194,7 +194,7 @@ def _parse_speculators(config: Mapping[str, Any], num_target_layers: int | None)
 def _parse_original(config: Mapping[str, Any], num_target_layers: int | None) -> DFlashConfig:
     own = _require(config, "dflash_config")
     for name in sorted(own.keys() - _SERVED):
-        if own[name]:  # what is off changes nothing
+        if own[name]:  # a feature that is off changes nothing
             raise HeadError(f"dflash_config.{name}: {own[name]!r} is not served")
     layer = _describe({name: value for name, value in config.items() if name not in _HEAD_FIELDS})
     target_layers = _require(own, "target_layer_ids")
@@ -217,7 +217,7 @@ def _require(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _describe(plain: Mapping[str, Any]) -> PreTrainedConfig:
-    """Describe the layers, which are qwen3's (query and key norms) whichever of the family their config names."""
+    """Describe the layers: qwen3's (query and key norms), whichever model type of the family the config names."""
     family = plain.get("model_type", "qwen3")
     if family not in LAYER_FAMILIES:
         raise HeadError(f"model_type: a DFlash drafter with layers of {family!r} is not served")
@@ -240,7 +240,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _read_target_ids(files: HeadFiles, config: DFlashConfig) -> torch.Tensor | None:
-    """Turn offsets into the target's ids int64 [draft_vocab_size]; None where the vocabularies are the same."""
+    """Convert offsets to the target's ids int64 [draft_vocab_size]; None: the vocabularies are equal."""
     num_ids, vocab_size = config.draft_vocab_size, config.layer.vocab_size
     if "d2t" not in files and num_ids == vocab_size:
         return None

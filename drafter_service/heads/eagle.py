@@ -1,8 +1,8 @@
-"""EAGLE-1: one decoder layer over the target's final states and the embedding of the token that came after.
+"""EAGLE-1: one decoder layer over the target's final states and the embeddings of the next tokens.
 
-Li et al. 2024 (arXiv 2401.15077). State and embedding are joined and projected (`fc`); the layer has no norm before its
-attention, and its output takes the place of the target's state: under the target's own output embedding it predicts,
-and with the next token it goes on. The checkpoint has neither a final norm nor an output embedding.
+Li et al. 2024 (arXiv 2401.15077). State and embedding are concatenated and projected (`fc`); the layer has no norm
+before its attention. Its output stands in for the target's state: the target's output embedding gives the prediction,
+and with the next token's embedding it is the next input. A checkpoint has no final norm and no output embedding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.verifier_service.model.weights import TensorSource
 
 
 class EagleHead(DraftHead):
-    """An EAGLE-1 head; `has_fc_bias` as the checkpoint has it."""
+    """An EAGLE-1 head; `has_fc_bias`: whether the checkpoint's `fc` has a bias."""
 
     def __init__(self, layer: PreTrainedConfig, *, has_fc_bias: bool = False) -> None:
         super().__init__(layer, taps=(FINAL_TAP,), state_size=layer.hidden_size)
@@ -65,9 +65,9 @@ class EagleHead(DraftHead):
         device: torch.device = torch.device("cpu"),  # noqa: B008
         dtype: torch.dtype = torch.float32,
     ) -> EagleHead:
-        """Load a checkpoint; the output embedding, and the embedding where it has none, come from `target`.
+        """Load a checkpoint; the output embedding, and a missing embedding, are the `target`'s.
 
-        Raises `ValueError` naming the file, field or tensor, with both shapes where they differ.
+        Raises `ValueError` naming the file, field or tensor, with both shapes if they differ.
         """
         with opened(folder) as files:
             layer = describe_layer(files.config)
@@ -85,6 +85,6 @@ class EagleHead(DraftHead):
         return head.eval()
 
     def save(self, folder: Path) -> None:
-        """Write the checkpoint in the authors' format; what was borrowed from the target is left out."""
+        """Write the checkpoint in the authors' format, without the target's tensors."""
         config = {**self.description.to_diff_dict(), "architectures": ["LlamaForCausalLMEagle"]}
         write_head(folder, config, unborrowed(self))

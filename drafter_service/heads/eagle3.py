@@ -1,9 +1,9 @@
-"""EAGLE-3: one decoder layer over three of the target's layers and the embedding of the token that came after.
+"""EAGLE-3: one decoder layer over states of three target layers and the embeddings of the next tokens.
 
-Li et al. 2025 (arXiv 2503.01840). The tapped states are joined and projected (`fc`); attention reads them beside the
-embedding, each under a norm of its own; the residual stream is the states' alone. It drafts from a vocabulary of its
-own: draft token i is the target's i + d2t[i]. Two public formats, the authors' (`midlayer.*`) and that of the
-`speculators` library (`layers.0.*`, the layer's config nested), are read and written.
+Li et al. 2025 (arXiv 2503.01840). The tapped states are concatenated and projected (`fc`); attention reads them beside
+the embedding, each with its own norm; the residual stream has the states only. The draft vocabulary is reduced: draft
+token i is the target's i + d2t[i]. Two public formats are read and written: the authors' (`midlayer.*`) and the
+`speculators` library's (`layers.0.*`, with the layer's config nested).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ SKIPPED = re.compile(r"^t2d$|^verifier_(norm|lm_head)\.|rotary_emb\.inv_freq$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config:
-    """The shape of an EAGLE-3 head; `layer` describes its decoder layer, its vocabulary being the target's."""
+    """The shape of an EAGLE-3 head; `layer` describes its decoder layer and the target's vocabulary."""
 
     layer: PreTrainedConfig
-    taps: tuple[int, ...]  # the target's layers whose input it reads
+    taps: tuple[int, ...]  # target layers whose input it reads
     draft_vocab_size: int
     target_hidden_size: int
     norm_before_residual: bool = False  # the residual stream starts at the normed states
-    norm_before_fc: bool = False  # one norm over the joined states
+    norm_before_fc: bool = False  # one norm over the concatenated states
     fc_norm: bool = False  # a norm for each tapped state
-    norm_output: bool = False  # what is fed back has gone through the final norm
+    norm_output: bool = False  # the fed-back state is after the final norm
 
     def __post_init__(self) -> None:
         if self.layer.num_hidden_layers != 1:
@@ -63,7 +63,7 @@ class Eagle3Config:
 
 
 class Eagle3Layer(nn.Module):
-    """The decoder layer whose attention reads embedding and state side by side."""
+    """A decoder layer whose attention reads embedding and state, concatenated."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -89,10 +89,10 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(DraftHead):
-    """An EAGLE-3 head; a new one has random weights, and an embedding that is to be set from the target's."""
+    """An EAGLE-3 head; a new one has random weights, and needs the target's embedding."""
 
     def __init__(self, config: Eagle3Config, *, target_ids: torch.Tensor | None = None) -> None:
-        """Make a head that drafts `target_ids` int64 [draft_vocab_size]; None: the first ones of the vocabulary."""
+        """Create a head of the tokens `target_ids` int64 [draft_vocab_size]; None: the vocabulary's first ones."""
         state_size = config.target_hidden_size * len(config.taps)
         super().__init__(config.layer, taps=config.taps, state_size=state_size)
         self.config = config
@@ -140,10 +140,10 @@ class Eagle3Head(DraftHead):
         device: torch.device = torch.device("cpu"),  # noqa: B008
         dtype: torch.dtype = torch.float32,
     ) -> Eagle3Head:
-        """Load a checkpoint of either format, the embedding from `target` where it has none of its own.
+        """Load a checkpoint of either format; a missing embedding is the `target`'s.
 
-        `num_target_layers` chooses the taps where the config does not name them: 2, the middle one and the last but
-        two. Raises `ValueError` naming the file, field or tensor, with both shapes where they differ.
+        If the config names no taps, `num_target_layers` gives them: 2, the middle one and the third-last. Raises
+        `ValueError` naming the file, field or tensor, with both shapes if they differ.
         """
         with opened(folder) as files:
             config = parse_config(files.config, num_target_layers)
@@ -163,7 +163,7 @@ class Eagle3Head(DraftHead):
         return head.eval()
 
     def save(self, folder: Path, *, layout: Literal["original", "speculators"] = "original") -> None:
-        """Write the checkpoint in the authors' format, or in that of `speculators`; borrowed tensors are left out."""
+        """Write the checkpoint in the authors' or the `speculators` format, without the target's tensors."""
         tensors = unborrowed(self)
         if self.target_ids is not None:
             own_ids = torch.arange(self.config.draft_vocab_size, device=self.target_ids.device)
@@ -224,7 +224,7 @@ def _taps(named: Sequence[int] | None, num_target_layers: int | None) -> tuple[i
 
 
 def _read_target_ids(files: HeadFiles, config: Eagle3Config, device: torch.device) -> torch.Tensor | None:
-    """Turn offsets into ids; a head of the whole vocabulary may come without."""
+    """Convert offsets to ids; a head with the whole vocabulary may have none."""
     if "d2t" not in files and config.draft_vocab_size == config.layer.vocab_size:
         return None
     offsets = files.take("d2t", (config.draft_vocab_size,), torch.int64)
@@ -233,7 +233,7 @@ def _read_target_ids(files: HeadFiles, config: Eagle3Config, device: torch.devic
 
 
 def _checked_target_ids(ids: torch.Tensor | None, config: Eagle3Config) -> torch.Tensor | None:
-    """Return None for the identity; raises `HeadError` unless the ids are those of different tokens."""
+    """Return None for the identity; raises `HeadError` unless the ids are distinct tokens."""
     num_ids = config.draft_vocab_size
     if ids is None:
         return None if num_ids == config.layer.vocab_size else torch.arange(num_ids)

@@ -1,7 +1,7 @@
 """Read the checkpoints of drafting heads: one `config.json` and named tensors, each taken once and checked.
 
-Heads come in many layouts from many trainers. So nothing is skipped in silence: a tensor that is missing, of another
-shape or kind, or that nobody asked for is named in the error, and so is a value of the config that makes no sense.
+Trainers write heads in many layouts. So nothing is skipped silently: an error names a tensor that is missing, unused or
+of another shape or dtype, and a bad value of the config.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PICKLED = ("pytorch_model*.bin", "medusa_lm_head.pt")
 
 
 class HeadFiles:
-    """A head's checkpoint while it is read. Every error is a `WeightError` (a `ValueError`) that names the place."""
+    """A head's checkpoint while it is read. Every error is a `WeightError` (a `ValueError`) that names the folder."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], source: TensorSource) -> None:
         self.folder = folder
@@ -35,7 +35,7 @@ class HeadFiles:
 
     @property
     def names(self) -> Collection[str]:
-        """All tensors of the checkpoint, taken or not."""
+        """The names of all tensors, taken or not."""
         return list(self._source.names)
 
     def __contains__(self, name: str) -> bool:
@@ -47,7 +47,7 @@ class HeadFiles:
         return self._source.shape(name)
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Read a tensor as `dtype`; floats stay floats, integers integers."""
+        """Read a tensor as `dtype`; a float tensor is no integer one, nor the reverse."""
         self._require_tensor(name)
         found = self._source.shape(name)
         if found != tuple(shape):
@@ -59,17 +59,17 @@ class HeadFiles:
         return tensor.to(dtype)
 
     def skip(self, name: str) -> None:
-        """Leave a tensor out on purpose."""
+        """Mark a tensor as deliberately unused."""
         self._taken.add(name)
 
     def require_all_taken(self) -> None:
-        """Refuse a checkpoint that holds something nobody asked for: it is of another kind than it was read as."""
+        """Raise for tensors that were not taken: the checkpoint is of another kind."""
         unknown = sorted(set(self._source.names) - self._taken)
         if unknown:
             raise self.error(f"tensor {unknown[0]!r} has no place in the model ({len(unknown)} such tensors)")
 
     def integer(self, *keys: str, default: int | None = None, at_least: int = 1) -> int:
-        """Return the first of some config keys that is there."""
+        """Return the first present one of several config keys."""
         for key in keys:
             value = self.config.get(key)
             if value is None:
@@ -82,7 +82,7 @@ class HeadFiles:
         return default
 
     def boolean(self, key: str, default: bool) -> bool:
-        """Return a config key that is true or false."""
+        """Return a boolean of the config."""
         value = self.config.get(key)
         if value is None:
             return default
@@ -91,7 +91,7 @@ class HeadFiles:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """Return a config key that is a number."""
+        """Return a number of the config."""
         value = self.config.get(key)
         if value is None:
             return default
@@ -100,7 +100,7 @@ class HeadFiles:
         return float(value)
 
     def error(self, problem: str) -> WeightError:
-        """Return an error that says where the problem is."""
+        """Return an error that names the folder."""
         return WeightError(f"{self.folder}: {problem}")
 
     def _require_tensor(self, name: str) -> None:
@@ -110,7 +110,7 @@ class HeadFiles:
 
 @contextmanager
 def opened(folder: Path | str) -> Iterator[HeadFiles]:
-    """Open a head's checkpoint: safetensors, sharded or not, else PyTorch's own files, without running any code."""
+    """Open a head's checkpoint: safetensors, sharded or not, else PyTorch's files, without running their code."""
     folder = Path(folder)
     config = read_json(folder / CONFIG_NAME)
     if any(folder.glob("*.safetensors")):
@@ -125,7 +125,7 @@ def opened(folder: Path | str) -> Iterator[HeadFiles]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises `WeightError` where there is none."""
+    """Read a JSON object. Raises `WeightError` if the file has none."""
     try:
         value = json.loads(path.read_text())
     except OSError as error:
@@ -145,7 +145,7 @@ def write_head(
     dtype: torch.dtype | None = None,
     file_name: str = WEIGHTS_NAME,
 ) -> None:
-    """Write a head's checkpoint, floats as `dtype`; None: as they are."""
+    """Write a head's checkpoint, with floats as `dtype`; None: unchanged."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     stored = {}
@@ -180,7 +180,7 @@ def _pickled_files(folder: Path) -> list[Path]:
 def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # what a broken or malicious pickle raises has no common type
+    except Exception as error:  # a broken or malicious pickle may raise anything
         raise WeightError(f"{path}: not a file of plain tensors: {str(error).splitlines()[0]}") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise WeightError(f"{path}: must hold a dict of tensors by name")

@@ -1,15 +1,15 @@
-"""What heads over hidden states share: a decoder layer of the llama family, its rotary positions and its loader.
+"""Shared by heads over hidden states: a decoder layer of the llama family, rotary positions and the loader.
 
 A head continues the target's hidden states instead of reading the text again. Its input at position i is the pair
-(state of token i, embedding of token i+1), and its output there predicts token i+2; fed its own output as the next
-state, it goes on by itself (EAGLE: Li et al. 2024, arXiv 2401.15077).
+(state of token i, embedding of token i+1), its output there predicts token i+2. With its own output as the next state,
+it drafts further tokens (EAGLE: Li et al. 2024, arXiv 2401.15077).
 
 position      0             1             2
 state         h0            h1            h2            of the target, later the head's own
 token         x1            x2            x3
 predicts      x2            x3            x4
 
-How a layer attends is handed in: `attend_causally` over whole sequences (training), a paged KV pool (serving).
+Attention is a parameter: `attend_causally` over whole sequences (training), or a paged KV pool (serving).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from outrider.verifier_service.model.packed_linear import make_linear, pack_line
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import TensorSource, WeightError
 
-LAYER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # pre-norm, RMSNorm, gated SiLU: what `HeadLayer` computes
-# which of a target's tensors a head without its own reads; many a target's output embedding is its embedding
+LAYER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # `HeadLayer` computes pre-norm, RMSNorm, gated SiLU
+# the target's tensors that a head may borrow; if the target ties its embeddings, the second is the first
 SHARED = {
     "embed_tokens.weight": (r"(^|\.)embed_tokens\.weight$",),
     "lm_head.weight": (r"(^|\.)lm_head\.weight$", r"(^|\.)embed_tokens\.weight$"),
@@ -47,30 +47,30 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class HeadError(ValueError):
-    """A head that cannot be served; the text names the field of its config."""
+    """The head is not supported; the text names the field of its config."""
 
 
 class HeadOutput(NamedTuple):
-    """What a head computes for each pair."""
+    """A head's output for each pair."""
 
-    output: torch.Tensor  # [batch, length, hidden_size] what its output embedding reads
-    feedback: torch.Tensor  # [batch, length, hidden_size] the state of the next pair, where the target has none
+    output: torch.Tensor  # [batch, length, hidden_size] input of its output embedding
+    feedback: torch.Tensor  # [batch, length, hidden_size] state of the next pair, in place of the target's
 
 
 def attend_causally(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attend to all earlier pairs of whole sequences."""
+    """Causal attention over whole sequences."""
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
 class HeadAttention(nn.Module):
-    """Grouped-query attention with rotary positions; qwen's biases and query and key norms where described."""
+    """Grouped-query attention with rotary positions, and qwen's biases and query and key norms if described."""
 
     def __init__(self, description: PreTrainedConfig, input_size: int) -> None:
         super().__init__()
         self.head_dim = head_dim_of(description)
         num_heads, num_kv_heads = description.num_attention_heads, description.num_key_value_heads
-        is_qwen2 = description.model_type == "qwen2"  # always has these biases and never one of o_proj
+        is_qwen2 = description.model_type == "qwen2"  # always has q, k and v biases, and none of o_proj
         has_bias = bool(getattr(description, "attention_bias", False))
         self.q_proj = nn.Linear(input_size, num_heads * self.head_dim, bias=has_bias or is_qwen2)
         self.k_proj = nn.Linear(input_size, num_kv_heads * self.head_dim, bias=has_bias or is_qwen2)
@@ -92,7 +92,7 @@ class HeadAttention(nn.Module):
         return self.o_proj(attend(query, key, self._heads(value_rows, None)).flatten(2))
 
     def fuse(self) -> None:
-        """Make one linear of the three projections, which cannot be trained or saved any more."""
+        """Fuse the three projections; afterwards they cannot be trained or saved."""
         parts: list[Any] = [self.q_proj, self.k_proj, self.v_proj]
         self._sizes = [part.out_features for part in parts]
         self.qkv_proj = fused_linear(parts)
@@ -124,13 +124,13 @@ class HeadMLP(nn.Module):
 
 
 def fused_linear(parts: Sequence[nn.Linear]) -> nn.Module:
-    """Make one linear of several over one input: all with a bias, or none."""
+    """Fuse linears with the same input: all with a bias, or none."""
     biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
     return make_linear(torch.cat([*(part.weight for part in parts)]), torch.cat(biases) if biases else None)
 
 
 def make_lean(head: nn.Module, *, fuses_attention: bool = True) -> None:
-    """Fuse and pack a head's linears for serving; the results stay the same."""
+    """Fuse and pack a head's linears for serving; results stay the same."""
     for parent in list(head.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, HeadAttention) and fuses_attention:
@@ -143,7 +143,7 @@ def make_lean(head: nn.Module, *, fuses_attention: bool = True) -> None:
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer as the target's own; EAGLE-1's has no norm before its attention."""
+    """A decoder layer as the target's; EAGLE-1's has no norm before attention."""
 
     def __init__(self, description: PreTrainedConfig, *, has_input_norm: bool = True) -> None:
         super().__init__()
@@ -160,27 +160,27 @@ class HeadLayer(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """A one-layer drafter on the target's hidden states: EAGLE-1, EAGLE-3 and MTP differ in their inputs alone.
+    """A one-layer drafter on the target's hidden states; EAGLE-1, EAGLE-3 and MTP differ only in their inputs.
 
-    Submodules bear the names of the public checkpoint format, so `state_dict` is that format but for `borrowed`.
+    Submodules are named as in the public checkpoint format: `state_dict` without `borrowed` is that format.
     """
 
     embed_tokens: nn.Embedding
     lm_head: nn.Linear
-    target_ids: torch.Tensor | None  # [draft_vocab_size] the target's id of each token it drafts; None: the same
+    target_ids: torch.Tensor | None  # [draft_vocab_size] target id of each draft token; None: the same
 
     def __init__(self, description: PreTrainedConfig, *, taps: Sequence[int], state_size: int) -> None:
         super().__init__()
         require_family(description)
         self.description = description
         self.taps = tuple(taps)  # as in `DraftNeeds`
-        self.state_size = state_size  # values of one token's states, all taps together
+        self.state_size = state_size  # values of one token's states, over all taps
         self.vocab_size: int = description.vocab_size  # the target's
         self.max_positions: int = description.max_position_embeddings
-        self.borrowed: frozenset[str] = frozenset()  # tensors that are the target's own: not saved with the head
+        self.borrowed: frozenset[str] = frozenset()  # the target's tensors: not saved with the head
         self.register_buffer("target_ids", None, persistent=False)
-        with torch.device("cpu"):  # computed, never loaded: real even where the parameters are still without memory
-            self.rotary = LlamaRotaryEmbedding(cast(LlamaConfig, description))  # the family describes it alike
+        with torch.device("cpu"):  # computed, not loaded: never on the meta device
+            self.rotary = LlamaRotaryEmbedding(cast(LlamaConfig, description))  # as all families describe it
 
     @property
     def hidden_size(self) -> int:
@@ -188,25 +188,25 @@ class DraftHead(nn.Module):
 
     @property
     def layer_shape(self) -> LayerShape:
-        """Return what its one layer caches for each pair."""
+        """The shape of its layer's KV per pair."""
         head_dim = head_dim_of(self.description)
         return LayerShape(num_kv_heads=self.description.num_key_value_heads, head_dim=head_dim, value_dim=head_dim)
 
     @abstractmethod
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """Make the target's tapped states [..., state_size] the head's own: [..., hidden_size]."""
+        """Project the target's tapped states [..., state_size] to the head's: [..., hidden_size]."""
 
     @abstractmethod
     def forward(
         self,
         token_ids: torch.Tensor,  # int64 [batch, length]
-        hidden: torch.Tensor,  # [batch, length, hidden_size] states of the tokens before them
+        hidden: torch.Tensor,  # [batch, length, hidden_size] states of the previous tokens
         positions: torch.Tensor,  # int64 [batch, length] of those states
         attend: Attend = attend_causally,
     ) -> HeadOutput: ...
 
     def borrow_embedding(self, weight: torch.Tensor) -> None:
-        """Share the target's embedding [vocab_size, hidden_size]: frozen, and not saved with the head."""
+        """Use the target's embedding [vocab_size, hidden_size]: frozen, and not saved with the head."""
         if weight.shape != self.embed_tokens.weight.shape:
             expected = tuple(self.embed_tokens.weight.shape)
             raise HeadError(f"the target's embedding has shape {tuple(weight.shape)}, the head expects {expected}")
@@ -218,7 +218,7 @@ class DraftHead(nn.Module):
         return self.lm_head(output)
 
     def in_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
-        """Spread logits of the draft vocabulary over the target's: -inf for what is never drafted."""
+        """Scatter draft logits into the target's vocabulary; other tokens get -inf."""
         if self.target_ids is None:
             return logits
         spread = logits.new_full((*logits.shape[:-1], self.vocab_size), float("-inf"))
@@ -238,7 +238,7 @@ def head_dim_of(description: PreTrainedConfig) -> int:
 
 
 def describe_layer(config: Mapping[str, Any]) -> PreTrainedConfig:
-    """Build the library's description of a head's decoder layer from its config; raises `HeadError`."""
+    """Build the transformers config of a head's decoder layer; raises `HeadError`."""
     model_type = str(config.get("model_type", "llama"))
     if model_type not in LAYER_FAMILIES:
         raise HeadError(f"model_type: a head with a layer of {model_type!r} is not served")
@@ -252,7 +252,7 @@ def describe_layer(config: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def require_family(description: PreTrainedConfig) -> None:
-    """Refuse a layer that `HeadLayer` would compute wrongly; raises `HeadError` naming the field."""
+    """Raise `HeadError`, naming the field, for a layer that `HeadLayer` would compute wrongly."""
     if description.model_type not in LAYER_FAMILIES:
         raise HeadError(f"model_type: a head with a layer of {description.model_type!r} is not served")
     if getattr(description, "hidden_act", "silu") != "silu":
@@ -277,10 +277,10 @@ def fill(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Give a head built on the meta device its tensors, the embeddings from the target where it has none of its own.
+    """Load the tensors of a head on the meta device; missing embeddings are the target's.
 
-    `stored_name` turns a name of ours into the checkpoint's; `skipped` are tensors of the checkpoint to leave out.
-    Raises `ValueError` naming the tensor that is missing, unknown, or of another shape than the config says.
+    `stored_name` maps our names to the checkpoint's; `skipped` selects tensors of the checkpoint to leave out. Raises
+    `ValueError` naming a tensor that is missing, unknown, or not of the config's shape.
     """
     borrowed: set[str] = set()
     for name, empty in head.state_dict().items():

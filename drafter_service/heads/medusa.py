@@ -1,8 +1,8 @@
 """Medusa heads (Cai et al. 2024, arXiv 2401.10774): each guesses one later token from the target's last hidden state.
 
-Head k reads the state of token t (after the target's final norm) and guesses token t+2+k; token t+1 is the target's
-own. A head is `num_layers` residual blocks x + SiLU(Wx + b), then an output embedding. The heads do not see each
-other's guesses: given the state, their laws are independent.
+Head k reads the state of token t (after the target's final norm) and guesses token t+2+k; token t+1 is the target's.
+A head is `num_layers` residual blocks x + SiLU(Wx + b) and an output embedding. Heads do not see each other's guesses:
+given the state, their laws are independent.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """Heads side by side; parameters are named as in vLLM's layout (`blocks.*`, `lm_heads.*`)."""
+    """All heads; parameters are named as in vLLM's layout (`blocks.*`, `lm_heads.*`)."""
 
-    token_map: torch.Tensor | None  # int64 [head_vocab_size]: the target's id of each row of the output embeddings
+    token_map: torch.Tensor | None  # int64 [head_vocab_size]: target id of each row of the output embeddings
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class MedusaHeads(nn.Module):
         shares_lm_head: bool = False,
         logit_scale: float = 1.0,
     ) -> None:
-        """Propose ids below `vocab_size`, or those of `token_map` alone; with random weights.
+        """Create heads with random weights, for ids below `vocab_size`, or those of `token_map`.
 
-        `shares_lm_head`: one output embedding for all heads, the target's own.
+        `shares_lm_head`: all heads use the target's output embedding.
         """
         super().__init__()
         if min(hidden_size, vocab_size, num_heads) < 1 or num_layers < 0:
@@ -76,21 +76,21 @@ class MedusaHeads(nn.Module):
     ) -> MedusaHeads:
         """Read a checkpoint: FasterDecoding's original tensor names or vLLM's. Raises `ValueError` naming the tensor.
 
-        `target_lm_head` [vocab_size, hidden_size] is used where the checkpoint shares the target's output embedding
-        and does not hold it.
+        `target_lm_head` [vocab_size, hidden_size] is used if the checkpoint shares the target's output embedding and
+        does not contain it.
         """
         with opened(path) as files:
             return _read(files, dtype, target_lm_head).eval()
 
     def save(self, folder: Path | str, *, dtype: torch.dtype | None = None) -> None:
-        """Write `config.json` and the tensors under their original names, which vLLM and TGI read too."""
+        """Write `config.json` and the tensors under their original names, which vLLM and TGI also read."""
         tensors = {_original_name(name, self.num_layers): tensor for name, tensor in self.state_dict().items()}
         write_head(folder, self._config(), tensors, dtype=dtype, file_name=FILE_NAME)
 
     def forward(self, state: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
         """Return the first heads' logits: [..., hidden_size] -> [num_heads, ..., vocab_size].
 
-        Ids that `token_map` leaves out get -inf.
+        Ids outside `token_map` get -inf.
         """
         assert state.shape[-1] == self.hidden_size, (state.shape, self.hidden_size)
         blocks = list(self.blocks)[:num_heads]
@@ -124,7 +124,7 @@ class MedusaHeads(nn.Module):
 
 
 def _original_name(name: str, num_layers: int) -> str:
-    """Translate `blocks.{head}.layers.{layer}.*` and `lm_heads.{head}.weight`; other names stay."""
+    """Rename `blocks.{head}.layers.{layer}.*` and `lm_heads.{head}.weight` to original names; others stay."""
     parts = name.split(".")
     if parts[0] == "blocks":
         return f"{parts[1]}.{parts[3]}.linear.{parts[4]}"
@@ -136,15 +136,15 @@ def _original_name(name: str, num_layers: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """Where a checkpoint keeps what `MedusaHeads` names, and how many heads and layers there are."""
+    """A checkpoint's tensor names, numbers of heads and layers."""
 
-    sources: dict[str, str]  # by the module's name for it
+    sources: dict[str, str]  # by the name in `MedusaHeads`
     num_heads: int
     num_layers: int
     is_original: bool
 
     def source(self, name: str) -> str:
-        """Return the checkpoint's name of a tensor; of one that is not there, the name that it should have."""
+        """Return a tensor's name in the checkpoint; of a missing one, the expected name."""
         return self.sources.get(name, _original_name(name, self.num_layers) if self.is_original else name)
 
 
@@ -181,7 +181,7 @@ def _original_layout(files: HeadFiles, matches: dict[str, re.Match[str]], rename
             sources[f"blocks.{head}.layers.{layer}.{rest.removeprefix('linear.')}"] = name
         elif int(layer) == num_layers:
             sources[f"lm_heads.{head}.weight"] = name
-    # FasterDecoding's published configs say 2 heads where the file holds 5: what is there counts
+    # FasterDecoding's published configs say 2 heads, the files have 5: the file decides
     num_there = 1 + max(int(match["head"]) for match in matches.values())
     num_named = files.integer("medusa_num_heads", "num_heads", default=num_there)
     return _Layout(sources=sources, num_heads=max(num_there, num_named), num_layers=num_layers, is_original=True)
@@ -205,7 +205,7 @@ def _read(files: HeadFiles, dtype: torch.dtype, target_lm_head: torch.Tensor | N
 
 
 def _empty_heads(files: HeadFiles, layout: _Layout, target_lm_head: torch.Tensor | None) -> MedusaHeads:
-    """Build heads without memory; sizes that the config does not tell, as FasterDecoding's do not, from the tensors."""
+    """Build heads on the meta device; sizes missing in the config (FasterDecoding's) are the tensors'."""
     lm_head = next((name for key in ("lm_heads.0.weight", "lm_head.weight") if (name := layout.sources.get(key))), None)
     block = layout.sources.get("blocks.0.layers.0.weight")
     default_vocab_size = _dimension(files, lm_head, 0)
@@ -232,7 +232,7 @@ def _dimension(files: HeadFiles, name: str | None, dim: int) -> int | None:
 
 
 def _token_map(files: HeadFiles, layout: _Layout, vocab_size: int) -> torch.Tensor | None:
-    """Read the ids of a truncated vocabulary; a map that the config does not switch on is left alone, as in vLLM."""
+    """Read the ids of a truncated vocabulary; without the config's flag, a map is ignored, as in vLLM."""
     num_kept = files.integer("truncated_vocab_size", default=vocab_size)
     name = layout.source("token_map")
     if num_kept >= vocab_size:
@@ -247,7 +247,7 @@ def _token_map(files: HeadFiles, layout: _Layout, vocab_size: int) -> torch.Tens
 def _shared_lm_head(
     files: HeadFiles, layout: _Layout, heads: MedusaHeads, dtype: torch.dtype, target_lm_head: torch.Tensor | None
 ) -> torch.Tensor:
-    """Read the one output embedding, which may be stored once, with every head, or with the target alone."""
+    """Read the shared output embedding: stored once, per head, or only in the target."""
     names = ["lm_head.weight", *(f"lm_heads.{index}.weight" for index in range(heads.num_heads))]
     stored = [layout.sources[name] for name in names if name in layout.sources]
     if stored:
@@ -266,7 +266,7 @@ def _shared_lm_head(
 
 
 def _lm_head(files: HeadFiles, name: str, heads: MedusaHeads, dtype: torch.dtype) -> torch.Tensor:
-    """Read an output embedding [head_vocab_size, hidden_size]; a truncated one may be stored whole."""
+    """Read an output embedding [head_vocab_size, hidden_size]; a truncated one may be stored untruncated."""
     whole = (heads.vocab_size, heads.hidden_size)
     if heads.token_map is None:
         return files.take(name, whole, dtype)

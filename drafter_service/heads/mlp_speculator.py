@@ -1,11 +1,11 @@
 """The MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124): a short recurrence over state and token embedding.
 
-It starts from the target's last hidden state. Step i joins the projected state with the embedding of the token chosen
-before it, normalises, and predicts the next token; what it predicted from is the next step's state:
+It starts from the target's last hidden state. Step i adds the embedding of the previous token to the projected state,
+normalises, and predicts the next token; its state is the next step's input:
 
     state = gelu(ln_i(proj_i(state) + (emb_weight / state_weight) * emb_i(token)));  logits = head_i(state)
 
-Each step keeps `state_weight`^2 of the state's variance, so that half of the target's is left after all of them.
+Each step keeps `state_weight`^2 of the state's variance: after all steps, half of the target's is left.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NORM_EPSILON = 1e-6
 
 
 class ScaledNorm(nn.Module):
-    """Divide by the root mean square; scale and shift where the norm is learned."""
+    """Divide by the root mean square; a learned norm also scales and shifts."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
@@ -41,7 +41,7 @@ class ScaledNorm(nn.Module):
 
 
 class MlpSpeculator(nn.Module):
-    """`n_predict` steps; parameters are named as in the public checkpoints, less their `speculator.`."""
+    """`n_predict` steps; parameters are named as in the public checkpoints, without `speculator.`."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class MlpSpeculator(nn.Module):
         tie_weights: bool = False,
         scale_input: bool = False,
     ) -> None:
-        """Read states of width `emb_dim`; `inner_dim` 0: as wide as those. With random weights.
+        """Create a speculator with random weights over states of width `emb_dim`; `inner_dim` 0: the same width.
 
-        `tie_weights`: the steps share embedding, norm, output embedding and, but for the first, projection.
+        `tie_weights`: steps share embedding, norm, output embedding and, from the second on, projection.
         """
         super().__init__()
         if min(emb_dim, vocab_size, n_predict) < 1 or inner_dim < 0:
@@ -71,7 +71,7 @@ class MlpSpeculator(nn.Module):
         self.ln = nn.ModuleList(ScaledNorm(inner) for _ in range(n_predict))
         self.ln0 = ScaledNorm(emb_dim, is_learned=False)
         state_weight = 0.5 ** (0.5 / n_predict)
-        # an embedding starts with a variance of 2 / inner_dim
+        # embeddings are initialised with a variance of 2 / inner_dim
         emb_weight = math.sqrt((1.0 - state_weight**2) * (inner / 2))
         self.emb_to_state = emb_weight / state_weight
         if tie_weights:
@@ -79,25 +79,25 @@ class MlpSpeculator(nn.Module):
 
     @classmethod
     def from_folder(cls, path: Path | str, *, dtype: torch.dtype = torch.float32) -> MlpSpeculator:
-        """Read a checkpoint of IBM's accelerators. Raises `ValueError` naming the tensor or the config key."""
+        """Read a checkpoint of IBM's format. Raises `ValueError` naming the tensor or the config key."""
         with opened(path) as files:
             return _read(files, dtype).eval()
 
     def save(self, folder: Path | str, *, dtype: torch.dtype | None = None) -> None:
-        """Write `config.json` and `model.safetensors` in the public format, tied tensors once for each step."""
+        """Write `config.json` and `model.safetensors` in the public format, tied tensors once per step."""
         tensors = {PREFIX + name: tensor for name, tensor in self.state_dict().items()}
         write_head(folder, self._config(), tensors, dtype=dtype)
 
     def start(self, state: torch.Tensor) -> torch.Tensor:
-        """Turn the target's hidden state into the first step's: [..., emb_dim], the same shape."""
+        """Return the first step's state from the target's hidden state: both [..., emb_dim]."""
         assert state.shape[-1] == self.emb_dim, (state.shape, self.emb_dim)
         return self.ln0(state) / math.sqrt(2.0) if self.scale_input else state
 
     def step(self, index: int, state: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run step `index` after the tokens chosen so far.
+        """Run step `index`.
 
-        state [..., emb_dim] of `start`, later [..., inner_dim]; token_ids int64 [...], the last ones chosen ->
-        logits [..., vocab_size] and the next step's state [..., inner_dim].
+        state [..., emb_dim] from `start`, later [..., inner_dim]; token_ids int64 [...], the previous tokens -> logits
+        [..., vocab_size] and the next step's state [..., inner_dim].
         """
         joined = self.proj[index](state) + self.emb_to_state * self.emb[index](token_ids)
         state = nn.functional.gelu(self.ln[index](joined))
@@ -106,7 +106,7 @@ class MlpSpeculator(nn.Module):
     def _tie(self) -> None:
         for index in range(1, self.n_predict):
             self.emb[index], self.head[index], self.ln[index] = self.emb[0], self.head[0], self.ln[0]
-        for index in range(2, self.n_predict):  # the first reads the target's state, which may be wider
+        for index in range(2, self.n_predict):  # the first projection reads the target's state, which may be wider
             self.proj[index] = self.proj[1]
 
     def _config(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _read(files: HeadFiles, dtype: torch.dtype) -> MlpSpeculator:
             tie_weights=files.boolean("tie_weights", False),
             scale_input=files.boolean("scale_input", False),
         )
-    held = {id(weight): name for name, weight in speculator.named_parameters()}  # tied ones under their first name
+    held = {id(weight): name for name, weight in speculator.named_parameters()}  # tied ones: the first name
     tensors = {name: files.take(PREFIX + name, speculator.get_parameter(name).shape, dtype) for name in held.values()}
     for name, weight in speculator.state_dict(keep_vars=True).items():
         first = held[id(weight)]

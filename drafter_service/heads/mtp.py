@@ -1,10 +1,10 @@
-"""MTP: the prediction layer that a target was trained with, found in its own checkpoint.
+"""MTP: the prediction layer that was trained with the target, in the target's checkpoint.
 
 DeepSeek-V3 (arXiv 2412.19437, section 2.2): norms over embedding and final state, a projection of both (`eh_proj`), a
-block like the target's own, a norm before the shared output embedding. Drafting longer than one token, the layer
-continues from its own normed output. Read are three layouts of the same computation: DeepSeek's
-(`model.layers.{num_hidden_layers}.*`), Qwen3-Next's (`mtp.*`) and that of the `speculators` library (`mtp_layers.0.*`).
-Only blocks of the llama family are served: DeepSeek's latent attention and experts are refused by their model_type.
+block like the target's, a norm before the shared output embedding. For a second token and more, the layer continues
+from its own normed output. Three layouts of the same computation are read: DeepSeek's
+(`model.layers.{num_hidden_layers}.*`), Qwen3-Next's (`mtp.*`) and the `speculators` library's (`mtp_layers.0.*`). Only
+blocks of the llama family are supported: DeepSeek's latent attention and experts are refused by their model_type.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outrider.drafter_service.heads.head_layer import (
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.weights import Checkpoint, TensorSource
 
-# (pattern, replacement) of our names; what no pattern meets is the block's and follows the prefix as it is
+# (pattern, replacement) of our names; other names are the block's, and follow the prefix unchanged
 Layout = Sequence[tuple[str, str]]
 DEEPSEEK: Layout = (
     (r"^layer\.", ""),
@@ -56,7 +56,7 @@ SPECULATORS: Layout = (
 
 
 class MtpHead(DraftHead):
-    """One MTP layer; of several the first is used, since it is the one that continues the target's own states."""
+    """One MTP layer: the first, which continues the target's states."""
 
     def __init__(self, layer: PreTrainedConfig) -> None:
         super().__init__(layer, taps=(FINAL_TAP,), state_size=layer.hidden_size)
@@ -92,9 +92,9 @@ class MtpHead(DraftHead):
         device: torch.device = torch.device("cpu"),  # noqa: B008
         dtype: torch.dtype = torch.float32,
     ) -> MtpHead:
-        """Load from a target's own checkpoint, or a `speculators` one that takes both embeddings from `target`.
+        """Load from the target's checkpoint, or a `speculators` one that uses both embeddings of `target`.
 
-        Raises `ValueError` naming the file, field or tensor, with both shapes where they differ.
+        Raises `ValueError` naming the file, field or tensor, with both shapes if they differ.
         """
         with opened(folder) as files:
             layer = describe_layer(files.config.get("transformer_layer_config", files.config))
@@ -105,7 +105,7 @@ class MtpHead(DraftHead):
                 fill(
                     head,
                     files,
-                    target or stack.enter_context(Checkpoint(folder)),  # a target's own checkpoint lends itself
+                    target or stack.enter_context(Checkpoint(folder)),  # the target's checkpoint has its own embeddings
                     stored_name=lambda name: prefix + _renamed(name, layout),
                     skipped=lambda name: not _is_of_layer(name, prefix) or "rotary_emb" in name,
                     device=device,
@@ -115,7 +115,7 @@ class MtpHead(DraftHead):
 
 
 def find_layout(files: HeadFiles) -> tuple[str, Layout]:
-    """Return where a checkpoint keeps its first MTP layer and how it names the parts; raises `HeadError`."""
+    """Return the prefix and the names of a checkpoint's first MTP layer; raises `HeadError`."""
     candidates: list[tuple[str, str, Layout]] = [
         (f"model.layers.{files.config.get('num_hidden_layers', 0)}.", "eh_proj.weight", DEEPSEEK),
         ("mtp.", "fc.weight", QWEN),
@@ -137,5 +137,5 @@ def _renamed(name: str, layout: Layout) -> str:
 
 
 def _is_of_layer(name: str, prefix: str) -> bool:
-    """Tell whether a tensor belongs to the first MTP layer (Qwen's later ones are `mtp.layers.1.*` and so on)."""
+    """Return whether a tensor is of the first MTP layer (Qwen's later ones are `mtp.layers.1.*` and so on)."""
     return name.startswith(prefix) and not re.match(re.escape(prefix) + r"layers\.[1-9]", name)

@@ -1,9 +1,9 @@
-"""Parameter switching: another set of parameters for each position of a draft.
+"""Parameter switching: a set of parameters per draft position.
 
-PRISM ("Parametrically Refactoring Inference for Speculative Sampling Draft Models", arXiv 2602.01762) gives each step
-of a draft parameters of its own: a draft then costs what one set costs, while all sets together hold more. Here the
-sets are heads of one shape: position j of a draft is computed with set j, what is longer with the last one. They share
-the cached keys and values; those of the committed tokens are set 0's, as is the first position of every draft.
+PRISM ("Parametrically Refactoring Inference for Speculative Sampling Draft Models", arXiv 2602.01762) gives each draft
+step its own parameters: more capacity at the cost of one set. Here the sets are heads of one shape: draft position j
+uses set j, or the last set if there is none. The sets share the KV cache; KV of committed tokens is computed by set 0,
+which also drafts the first position.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from outrider.drafter_service.heads.head_layer import DraftHead, HeadError
 
 
 class SwitchedHeads:
-    """Heads by draft position; a plain head is the only one of its kind."""
+    """Heads by draft position; a plain head is a single set."""
 
     def __init__(self, heads: Sequence[DraftHead]) -> None:
-        """Raises `HeadError` naming what differs between sets that have to share it."""
+        """Raises `HeadError` naming a field that differs between sets but must be shared."""
         if not heads:
             raise HeadError("parameter sets: there must be one at least")
         self._heads = tuple(heads)
@@ -32,11 +32,11 @@ class SwitchedHeads:
 
     @property
     def first(self) -> DraftHead:
-        """The set of the committed tokens, and so of the first token of each draft."""
+        """The set for committed tokens, and so for the first token of each draft."""
         return self._heads[0]
 
     def set_index(self, draft_position: int) -> int:
-        """Return which set computes the pair that predicts the draft's token at a position."""
+        """Return the index of the set that predicts a draft position."""
         return min(draft_position, len(self._heads) - 1)
 
     def __getitem__(self, index: int) -> DraftHead:

@@ -1,15 +1,15 @@
 """Lookahead decoding: the target itself finds n-grams by Jacobi iteration beside its verification (Fu et al. 2024).
 
-Everything is one tree of point masses. A window of W columns and N - 1 rows holds guesses. Row 0 is the last committed
-token and a chain after it; below its column c hang the rows 1 to N - 2, each guessed by the target after the one above:
+A draft is one tree of point masses. A window of W columns and N - 1 rows holds guesses. Row 0 is the last committed
+token and a chain after it; below column c of row 0 are rows 1 to N - 2, each the target's guess after the row above:
 
-    (0,0) = root ── (0,1) ── (0,2)        (r, c) stands r + c tokens after the root
+    (0,0) = root ── (0,1) ── (0,2)        (r, c) is r + c tokens after the root
       │               │        │
     (1,0)           (1,1)    (1,2)        a column and the target's token after it are a new n-gram of the pool
 
-The branches before the window are n-grams of the pool that begin with the last committed token: these are what gets
-accepted. The next window has a row less at the top and the target's new tokens at the bottom, moved on by what was
-committed. The pool also takes the n-grams of the committed text, and is all that a chain is drafted from.
+The branches before the window are n-grams of the pool that begin with the last committed token: they get accepted. The
+next window drops the top row, adds the target's new tokens at the bottom, and moves on by the committed tokens. The
+pool also has the n-grams of the committed text; a chain is drafted from the pool alone.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from outrider.drafter_service.lookup.token_history import (
 )
 from outrider.verifier_service.messages.draft import ROOT, DraftNeeds, require
 
-POOL_PRIOR = 0.3  # acceptance of what was never judged
+POOL_PRIOR = 0.3  # prior acceptance
 WINDOW_PRIOR = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookaheadConfig:
-    """The paper's W, N and G; a window that does not fit into half of an ask's nodes loses columns."""
+    """The paper's W, N and G; a window larger than half of an ask's nodes loses columns."""
 
     window: int = 5  # W: columns
     ngram: int = 4  # N: tokens of an n-gram
-    num_guesses: int = 5  # G: n-grams of the pool that are verified at a time, and kept for each first token
+    num_guesses: int = 5  # G: n-grams of the pool in a draft, and in the pool per first token
 
     def __post_init__(self) -> None:
         require(self.window >= 1, "window", "at least 1")
@@ -48,11 +48,11 @@ class LookaheadConfig:
 
 
 class NgramPool:
-    """For each first token the n-grams seen last, at most so many."""
+    """The latest n-grams of each first token, up to a limit."""
 
     def __init__(self, max_per_token: int) -> None:
         self._max_per_token = max_per_token
-        self._tails: dict[int, dict[tuple[int, ...], None]] = {}  # a dict keeps its order: oldest first
+        self._tails: dict[int, dict[tuple[int, ...], None]] = {}  # a dict is ordered: oldest first
 
     def add(self, ngram: Sequence[int]) -> None:
         tails = self._tails.setdefault(ngram[0], {})
@@ -63,11 +63,11 @@ class NgramPool:
             del tails[next(iter(tails))]
 
     def tails(self, token_id: int) -> list[tuple[int, ...]]:
-        """Return what followed a token, newest first."""
+        """Return the tokens that followed a token, newest n-gram first."""
         return list(reversed(self._tails.get(token_id, {})))
 
     def check_integrity(self, ngram: int) -> None:
-        """Raise `AssertionError` if it holds too much, or n-grams of another length."""
+        """Raise `AssertionError` if it is too large, or an n-gram has another length."""
         for tails in self._tails.values():
             assert 0 < len(tails) <= self._max_per_token, "more n-grams of one token than allowed"
             assert all(len(tail) == ngram - 1 for tail in tails), "an n-gram of another length"
@@ -75,17 +75,17 @@ class NgramPool:
 
 @dataclass(slots=True)
 class _Session:
-    """One request's pool and window, and where the window's cells stand in the draft that was sent last."""
+    """One request's pool and window, and the window's nodes in the last draft."""
 
     pool: NgramPool
-    window: list[list[int]]  # [num_rows][num_columns] token ids; window[0][0] stands for the root
+    window: list[list[int]]  # [num_rows][num_columns] token ids; window[0][0] is the root
     history: TokenHistory = field(default_factory=TokenHistory)
-    bottoms: list[int] = field(default_factory=list)  # for each column that was sent: node of its last cell
+    bottoms: list[int] = field(default_factory=list)  # per sent column: node of its last cell
     guesses: Guesses = field(default_factory=Guesses)
 
 
 class LookaheadDrafter:
-    """A `Drafter` that lets the target guess: it needs the target's predictions after every node of its drafts."""
+    """A `Drafter` whose guesses are the target's: it needs the target's prediction after every node of its drafts."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class LookaheadDrafter:
         config: LookaheadConfig | None = None,
         max_model_len: int = UNBOUNDED_MODEL_LEN,
     ) -> None:
-        """Fill windows with tokens of the text that `rng` picks: any guess is exact."""
+        """`rng` picks tokens of the text that fill a new window: any guess is exact."""
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.needs = DraftNeeds(predictions=True)
@@ -106,7 +106,7 @@ class LookaheadDrafter:
         self._sessions: dict[SessionKey, _Session] = {}
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
-        """Answer every ask at once; nothing is computed that `max_num_tokens` would bound."""
+        """Answer every ask at once; `max_num_tokens` is ignored, since no model runs."""
         return [self._answer(ask) for ask in asks]
 
     def release(self, key: SessionKey) -> None:
@@ -119,10 +119,10 @@ class LookaheadDrafter:
             assert len(session.window) == self._num_rows, "a window of another height"
             assert all(len(row) == self._config.window for row in session.window), "a window of another width"
 
-    # --- what the last verification taught ---
+    # --- learning from the last verification ---
 
     def _follow(self, ask: Ask) -> _Session:
-        """Bring a session up to its ask's tokens; one whose earlier tokens changed begins anew."""
+        """Extend a session to its ask's tokens; if earlier tokens differ, start a new one."""
         session = self._sessions.get(ask.key)
         if session is None or not session.history.is_continued_by(ask.token_ids):
             session = self._sessions[ask.key] = _Session(NgramPool(self._config.num_guesses), [])
@@ -142,9 +142,9 @@ class LookaheadDrafter:
         return session
 
     def _harvest(self, session: _Session, predicted_ids: Sequence[int]) -> list[int]:
-        """Put the columns with the target's next tokens into the pool; return these tokens, the new last row.
+        """Add each column with the target's next token to the pool; return these tokens, the new last row.
 
-        A draft may have been cut before its verification, so there may be none for the last columns, or for all.
+        The draft may have been cut before verification: the last columns, or all, may have no next token.
         """
         predicted: list[int] = []
         for column, node in enumerate(session.bottoms):
@@ -155,9 +155,9 @@ class LookaheadDrafter:
         return predicted
 
     def _move(self, session: _Session, predicted: list[int], num_committed: int) -> None:
-        """Let the window stand at the new root: its cells keep their positions in the text.
+        """Move the window to the new root; its cells keep their positions in the text.
 
-        A cell of the row below stands one further on, so with a new last row one column less goes out on the left.
+        A cell of the next row is one token further on. So with a new last row, one column less is dropped on the left.
         """
         rows = [*session.window[1:], predicted] if predicted else session.window
         num_gone = num_committed - 1 if predicted else num_committed
@@ -195,7 +195,7 @@ class LookaheadDrafter:
         )
 
     def _num_columns(self, ask: Ask) -> int:
-        """Return how many columns fit into half of the nodes and into the draft's depth."""
+        """Return the number of columns that fit into half of the nodes and into the draft's depth."""
         by_nodes = (ask.max_nodes // 2 + 1) // self._num_rows  # the root is a cell, but no node
         by_depth = ask.length - self._num_rows + 2  # the last cell's depth: num_rows - 1 + num_columns - 1, from 1 on
         return max(0, min(self._config.window, by_nodes, by_depth))
@@ -204,7 +204,7 @@ class LookaheadDrafter:
         return max(0, num_columns * self._num_rows - 1)
 
     def _add_tail(self, tree: GuessTree, root: int, tail: Sequence[int], room: int) -> None:
-        """Add an n-gram of the pool as far as the tree has room."""
+        """Add an n-gram of the pool, cut to the tree's room."""
         node = root
         for depth, token_id in enumerate(tail):
             if len(tree) >= room:
@@ -213,7 +213,7 @@ class LookaheadDrafter:
             node = tree.add(node, token_id, self._estimate.rate(kind, POOL_PRIOR) * tree.free(node), kind)
 
     def _add_window(self, tree: GuessTree, window: list[list[int]], num_columns: int) -> list[int]:
-        """Add the window's first columns; return the node of each one's last cell."""
+        """Add the window's first columns; return the node of each column's last cell."""
         bottoms: list[int] = []
         top = ROOT
         for column in range(num_columns):

@@ -1,8 +1,8 @@
-"""Prompt lookup: what followed the last few tokens when they stood here before (Saxena 2023; vLLM's `ngram`).
+"""Prompt lookup: copy what followed an earlier occurrence of the last few tokens (Saxena 2023; vLLM's `ngram`).
 
-The longest n-gram that occurred before wins, its most recent occurrence is copied. Where the copy reaches the end of
-the text it goes on with itself, as LZ77 does, so that a loop is drafted to any length. A token is trusted by the length
-of its match and by how the tokens before it went on elsewhere in the text.
+The most recent occurrence of the longest repeated n-gram is copied. At the end of the text the copy continues with
+itself, as in LZ77, so that a loop is drafted to any length. A token's confidence depends on the length of the match,
+and on how its context continued elsewhere in the text.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from outrider.drafter_service.lookup.token_history import (
 )
 from outrider.verifier_service.messages.draft import NO_NEEDS, ROOT, DraftNeeds
 
-PRIOR = 0.5  # acceptance of a kind that was never judged
+PRIOR = 0.5  # prior acceptance of a kind
 
 
 @dataclass(slots=True)
 class _Session:
-    """One request's text, its n-grams, and what was guessed last."""
+    """One request's text, its n-grams, and the last guesses."""
 
     history: TokenHistory
     index: NgramIndex
@@ -40,10 +40,10 @@ class _Session:
 
 
 class NgramDrafter:
-    """A `Drafter` that looks the last tokens up in the request's own text, for chains and trees.
+    """A `Drafter` that looks up the last tokens in the request's own text, for chains and trees.
 
-    A session costs one dict entry per token and size of n-gram, those that vote included; a draft costs one look-up per
-    size, and one per vote on each token.
+    A session costs a dict entry per token and n-gram size (voting sizes included). A draft costs a look-up per size,
+    and one per token and vote.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class NgramDrafter:
         max_model_len: int = UNBOUNDED_MODEL_LEN,
         needs: DraftNeeds = NO_NEEDS,
     ) -> None:
-        """Match the last `prompt_lookup_max` tokens, or fewer down to `prompt_lookup_min`."""
+        """Match the last `prompt_lookup_max` tokens, or fewer, down to `prompt_lookup_min`."""
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:
             raise ValueError("prompt_lookup_min must be at least 1 and at most prompt_lookup_max")
         self.vocab_size = vocab_size
@@ -66,7 +66,7 @@ class NgramDrafter:
         self._sessions: dict[SessionKey, _Session] = {}
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
-        """Answer every ask at once; nothing is computed that `max_num_tokens` would bound."""
+        """Answer every ask at once; `max_num_tokens` is ignored, since no model runs."""
         return [self._answer(ask) for ask in asks]
 
     def release(self, key: SessionKey) -> None:
@@ -88,7 +88,7 @@ class NgramDrafter:
         return self._chain(ask, session, forced, next(places, None))
 
     def _follow(self, ask: Ask) -> _Session:
-        """Bring a session up to its ask's tokens; one whose earlier tokens changed begins anew."""
+        """Extend a session to its ask's tokens; if earlier tokens differ, start a new one."""
         session = self._sessions.get(ask.key)
         if session is None or not session.history.is_continued_by(ask.token_ids):
             session = self._sessions[ask.key] = _Session.empty(self._sizes)
@@ -99,7 +99,7 @@ class NgramDrafter:
         return session
 
     def _places(self, session: _Session, forced: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield (length of the match, position of what followed), longest match first."""
+        """Yield (match length, position of the next token), longest match first."""
         text = self._context(session, forced)
         for size in reversed(self._sizes):
             end = session.index.last_end(text, size)
@@ -107,7 +107,7 @@ class NgramDrafter:
                 yield size, end
 
     def _context(self, session: _Session, forced: Sequence[int]) -> list[int]:
-        """Return the last tokens that a draft would follow, as many as any n-gram has."""
+        """Return the last tokens before a draft, as many as the longest n-gram has."""
         return [*session.history.token_ids[-max(self._sizes[-1], VOTE_SIZES[-1]) :], *forced]
 
     def _chain(self, ask: Ask, session: _Session, forced: Sequence[int], place: tuple[int, int] | None) -> DraftResult:
@@ -132,7 +132,7 @@ class NgramDrafter:
     def _tree(
         self, ask: Ask, session: _Session, forced: Sequence[int], places: Iterator[tuple[int, int]]
     ) -> DraftResult:
-        """Branch where the last continuations of longer and shorter n-grams differ."""
+        """Branch if longer and shorter n-grams continue differently."""
         tokens = session.history.token_ids
         guesses = GuessTree()
         root = ROOT
@@ -158,7 +158,7 @@ class NgramDrafter:
 
 
 def copy_on(tokens: list[int], forced: Sequence[int], begin: int, length: int) -> list[int]:
-    """Copy `length` tokens from `begin` on; after the last one (and the forced ones) comes the copy itself."""
+    """Copy `length` tokens from `begin` on; after the text's end (and the forced tokens), copy the copy."""
     copied = tokens[begin : begin + length]
     if len(copied) < length:
         copied = tokens[begin:] + list(forced)

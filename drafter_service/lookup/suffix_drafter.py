@@ -1,9 +1,9 @@
-"""SuffixDecoding: what followed the longest known suffix, here or in past responses (Oliaro et al. 2024; DAS, 2025).
+"""SuffixDecoding: continue the longest known suffix, as here or in past responses (Oliaro et al. 2024; DAS, 2025).
 
-One suffix tree per request holds its prompt and output, one per `cache_salt` the responses of the requests that ended.
-The longer the match, the longer the draft may be (`max_spec_factor`); a token is drafted while the estimated chance
-that all up to it are right is at least `min_token_prob`. A token's estimate starts from its share of the occurrences
-and learns how often tokens of such a match length, count and share were right. Salts share nothing but these rates.
+Each request has a suffix tree of its prompt and output; each `cache_salt` has one of its finished requests' responses.
+A draft's length is bounded by the match (`max_spec_factor`). A token is drafted while the estimated probability that it
+and all before it are right is at least `min_token_prob`. The prior of a token is its share of the occurrences; the
+estimate learns the acceptance by match length, count and share. Salts share only these rates.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ MAX_BRANCHES = 8  # children of one node of a draft tree
 class SuffixConfig:
     """Limits of the trees and of a draft; the first four are vLLM's `suffix_decoding_*`."""
 
-    max_tree_depth: int = 24  # tokens of a match and of what is counted below it
-    max_cached_requests: int = 10_000  # past responses of all salts; 0: none
-    max_spec_factor: float = 4.0  # longest draft per matched token; vLLM's 1 cuts drafts that the estimate would keep
-    min_token_prob: float = 0.1  # of a chain's token and all before it
-    min_tree_prob: float = 0.02  # the same in a tree, which an ask's nodes bound as well
-    max_cached_tokens: int = 500_000  # of past responses; one costs about 0.3 KB
+    max_tree_depth: int = 24  # tokens of a match plus its continuation
+    max_cached_requests: int = 10_000  # past responses, all salts together; 0: none
+    max_spec_factor: float = 4.0  # longest draft per matched token; vLLM's 1 cuts drafts that pay
+    min_token_prob: float = 0.1  # that a chain's token and all before it are right
+    min_tree_prob: float = 0.02  # the same in a tree, which is also bounded by its nodes
+    max_cached_tokens: int = 500_000  # of past responses; a token costs about 0.3 KB
 
     def __post_init__(self) -> None:
         require(self.max_tree_depth >= 2, "max_tree_depth", "at least 2")
@@ -50,7 +50,7 @@ class SuffixConfig:
 
 @dataclass(slots=True)
 class _Session:
-    """One request: its own tree, and what was guessed last."""
+    """One request's tree and last guesses."""
 
     tree: SuffixTree
     cache_salt: str
@@ -64,7 +64,7 @@ class _Chain:
     token_ids: list[int] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     kinds: list[Hashable] = field(default_factory=list)
-    expected: float = 0.0  # accepted tokens beyond the forced ones
+    expected: float = 0.0  # expected accepted tokens beyond the forced ones
 
     @classmethod
     def of_forced(cls, forced: Sequence[int]) -> _Chain:
@@ -72,7 +72,7 @@ class _Chain:
 
 
 class PastResponses:
-    """One suffix tree per salt, within bounds on all of them; the oldest response goes first."""
+    """One suffix tree per salt, within common bounds; the oldest response is evicted first."""
 
     def __init__(self, config: SuffixConfig) -> None:
         self._config = config
@@ -84,11 +84,11 @@ class PastResponses:
         return self._trees.get(cache_salt)
 
     def add(self, cache_salt: str, token_ids: Sequence[int]) -> None:
-        """Remember a response, or as much of its end as the bounds allow."""
+        """Add a response, cut at the front to the bounds."""
         if not self._config.max_cached_requests:
             return
         token_ids = token_ids[max(0, len(token_ids) - self._config.max_cached_tokens) :]
-        if len(token_ids) < 2:  # nothing follows anything
+        if len(token_ids) < 2:  # no token has a next one
             return
         tree = self._trees.setdefault(cache_salt, SuffixTree(self._config.max_tree_depth))
         for token_id in token_ids:
@@ -107,7 +107,7 @@ class PastResponses:
             del self._trees[cache_salt]
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if the bounds are passed or the trees hold other texts than these."""
+        """Raise `AssertionError` if bounds are exceeded, or the trees have other texts."""
         assert len(self._texts) <= self._config.max_cached_requests, "more past responses than allowed"
         assert self._num_tokens == sum(len(text) for _, text in self._texts), "tokens that are in no response"
         assert self._num_tokens <= self._config.max_cached_tokens, "more tokens of past responses than allowed"
@@ -138,11 +138,11 @@ class SuffixDrafter:
         self._sessions: dict[SessionKey, _Session] = {}
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
-        """Answer every ask at once; nothing is computed that `max_num_tokens` would bound."""
+        """Answer every ask at once; `max_num_tokens` is ignored, since no model runs."""
         return [self._answer(ask) for ask in asks]
 
     def release(self, key: SessionKey) -> None:
-        """Forget a session; its response is remembered among the past ones of its salt."""
+        """Close a session; its response joins the past responses of its salt."""
         session = self._sessions.pop(key, None)
         if session is not None:
             self._past.add(session.cache_salt, session.history.token_ids[session.num_prompt_tokens :])
@@ -165,7 +165,7 @@ class SuffixDrafter:
         return self._chain(ask, session, forced, places)
 
     def _follow(self, ask: Ask) -> _Session:
-        """Bring a session up to its ask's tokens; one whose salt or earlier tokens changed begins anew."""
+        """Extend a session to its ask's tokens; if the salt or earlier tokens differ, start a new one."""
         session = self._sessions.get(ask.key)
         is_same = session is not None and session.cache_salt == ask.cache_salt
         if session is None or not is_same or not session.history.is_continued_by(ask.token_ids):
@@ -180,7 +180,7 @@ class SuffixDrafter:
         return session
 
     def _places(self, session: _Session, forced: list[int]) -> list[Place]:
-        """Return where the last tokens stand in the request's own tree and in that of past responses."""
+        """Return the places of the last tokens in the request's own tree and in that of past responses."""
         tail = session.history.token_ids[1 - self._config.max_tree_depth :] + forced
         own = session.tree.longest_match(tail) if forced else session.tree.longest_repeat()
         past = self._past.tree(session.cache_salt)
@@ -196,12 +196,12 @@ class SuffixDrafter:
         )
 
     def _best_chain(self, session: _Session, forced: list[int], places: Sequence[Place], length: int) -> _Chain:
-        """Return the chain of the most expected tokens; each begins with the forced ones."""
+        """Return the chain with the most expected tokens; every chain begins with the forced ones."""
         chains = [self._chain_from(place, session, forced, length) for place in places]
         return max(chains, key=lambda chain: chain.expected, default=_Chain.of_forced(forced))
 
     def _chain_from(self, place: Place, session: _Session, forced: list[int], length: int) -> _Chain:
-        """Follow the most frequent token; where the request's own text ends it goes on with the draft itself."""
+        """Follow the most frequent tokens; at the end of the request's own text, continue with the draft itself."""
         chain = _Chain.of_forced(forced)
         survival = 1.0
         num_copied = 0
@@ -225,7 +225,7 @@ class SuffixDrafter:
         return chain
 
     def _tree(self, ask: Ask, session: _Session, forced: list[int], places: Sequence[Place]) -> DraftResult:
-        """Draft the best chain and what else is likely, from both trees."""
+        """Draft the best chain and other likely tokens, from both trees."""
         guesses = GuessTree()
         chain = self._best_chain(session, forced, places, ask.length)
         node = root = ROOT
@@ -266,7 +266,7 @@ class SuffixDrafter:
         return max(1, int(self._config.max_spec_factor * place.depth))
 
     def _judge(self, follower: Follower) -> tuple[Hashable, float]:
-        """Return the kind of a guess and the estimated probability that it is right."""
+        """Return a guess's kind and estimated acceptance."""
         place = follower.place
         kind = (min(place.depth, 32).bit_length(), min(place.node.count, 64).bit_length(), int(4 * follower.share))
         return kind, self._estimate.rate(kind, follower.share * place.depth / (place.depth + 1))

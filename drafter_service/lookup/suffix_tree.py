@@ -1,15 +1,15 @@
-"""A counted suffix tree over many texts, built online, bounded in depth, from which the oldest text can be taken out.
+"""A counted suffix tree over many texts: built online, bounded in depth; the oldest text can be removed.
 
-Ukkonen's algorithm (1995) over truncated suffixes: every suffix of a text is in the tree with its first `max_depth`
-tokens, and each node counts the suffixes that run through it. An edge's label is a span of a text:
+Ukkonen's algorithm (1995) over truncated suffixes: the tree has the first `max_depth` tokens of every suffix, and each
+node counts the suffixes through it. An edge's label is a span of a text:
 
             label = source[begin : begin + length]           "the cat" occurred twice, so its node counts 2
-    root ──┬── "the cat" ──┬── " sat on…"                    a leaf's label goes on to the end of its text
+    root ──┬── "the cat" ──┬── " sat on…"                    a leaf's label extends to the end of its text
            └── "dog…"      └── " ran…"
 
-Instead of following suffix links, which nodes that disappear would break, the next suffix is found from the root by
-the labels' lengths alone, in at most `max_depth` hops: an append costs amortised O(max_depth), a draft O(match).
-Labels point into the newest text that runs through them, so taking out the oldest text leaves none that points to it.
+There are no suffix links, which removed nodes would break. The next suffix is found from the root by the labels'
+lengths alone, in at most `max_depth` hops: an append costs amortised O(max_depth), a draft O(match). Labels refer to
+the newest text with these tokens, so no label refers to the oldest text once that is removed.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from typing import NamedTuple
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """An edge and its end; a leaf's label may be cut short by the end of its text, which may still grow."""
+    """An edge and its lower end; a leaf's label may end with its text, which may still grow."""
 
     source: list[int]
     begin: int
     length: int
-    count: int = 0  # suffixes that run through this node, or end at it
+    count: int = 0  # suffixes that pass through this node or end at it
     children: dict[int, Node] | None = None  # by the first token of their labels; None: a leaf
 
 
 class Place(NamedTuple):
-    """A point of the tree: `offset` tokens down the edge of a node, reached by matching `depth` tokens."""
+    """A point in the tree: `offset` tokens down a node's edge, after a match of `depth` tokens."""
 
     node: Node
     offset: int
     depth: int
 
     def likeliest(self) -> Follower | None:
-        """Return the most frequent next token; among equals the one further on in its text.
+        """Return the most frequent next token; among equals, the later one in its text.
 
-        Below a leaf the only occurrence goes on in its text, beyond the tree's depth as well.
+        On a leaf's edge there is one occurrence: its text gives the next token, also beyond the tree's depth.
         """
         node = self.node
         if node.children is None or self.offset < node.length:
@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
 
 class Follower(NamedTuple):
-    """A token that followed what was matched, in which share of the occurrences, and the place after it."""
+    """A token after the match: its share of the occurrences, and the place after it."""
 
     token_id: int
     share: float
@@ -73,7 +73,7 @@ class Follower(NamedTuple):
 
 
 class SuffixTree:
-    """One text grows at its end (`append`); `close` ends it and begins the next."""
+    """The newest text grows (`append`); `close` ends it and begins the next."""
 
     def __init__(self, max_depth: int) -> None:
         if max_depth < 2:
@@ -81,11 +81,11 @@ class SuffixTree:
         self._max_depth = max_depth
         self._root = Node([], 0, 0, children={})
         self._text: list[int] = []
-        # the longest suffix of the text that occurred before, text[head:]: longer ones are in the tree and counted,
-        # this and shorter ones are not counted yet
+        # text[head:] is the longest suffix that occurred before: longer suffixes are in the tree and counted, this and
+        # shorter ones are not counted yet
         self._head = 0
-        self._path = [self._root]  # the nodes that lead to it
-        self._offset = 0  # tokens of the last one's label that it takes
+        self._path = [self._root]  # the nodes from the root to that suffix
+        self._offset = 0  # tokens down the last node's edge
 
     @property
     def max_depth(self) -> int:
@@ -93,17 +93,17 @@ class SuffixTree:
 
     @property
     def token_ids(self) -> list[int]:
-        """Return the growing text; to be read only."""
+        """The growing text; read-only."""
         return self._text
 
     def append(self, token_id: int) -> None:
-        """Let the text grow by a token."""
+        """Append a token to the growing text."""
         tokens = self._text
         tokens.append(token_id)
         end = len(tokens)
         while self._head < end:
             if self._step(token_id):
-                if end - self._head == self._max_depth:  # a whole truncated suffix that was there before
+                if end - self._head == self._max_depth:  # a whole truncated suffix occurred before
                     self._count_head()
                     self._seek(end)
                 return
@@ -112,7 +112,7 @@ class SuffixTree:
             self._seek(end - 1)
 
     def close(self) -> list[int]:
-        """End the text, count what is left of its suffixes, and return it."""
+        """End the text, count its remaining suffixes, and return it."""
         text = self._text
         while self._head < len(text):
             if self._is_within_edge():
@@ -123,7 +123,7 @@ class SuffixTree:
         return text
 
     def remove(self, text: list[int]) -> None:
-        """Take out the oldest text, as `close` returned it: O(tokens · max_depth)."""
+        """Remove the oldest text, as returned by `close`: O(tokens · max_depth)."""
         for begin in range(len(text)):
             end = min(begin + self._max_depth, len(text))
             node, at = self._root, begin
@@ -132,7 +132,7 @@ class SuffixTree:
                 assert children is not None
                 child = children[text[at]]
                 child.count -= 1
-                if child.count == 0:  # and so is all below it
+                if child.count == 0:  # so are all nodes below it
                     del children[text[at]]
                     break
                 at += child.length
@@ -142,17 +142,17 @@ class SuffixTree:
         return not self._root.children and not self._text
 
     def longest_repeat(self) -> Place | None:
-        """Return the place of the longest suffix of the growing text that occurred before."""
+        """Return the place of the growing text's longest suffix that occurred before."""
         depth = len(self._text) - self._head
         return Place(self._path[-1], self._offset, depth) if depth else None
 
     def longest_match(self, tokens: list[int]) -> Place | None:
-        """Return the place of the longest suffix of `tokens` that occurs, shorter than the tree is deep.
+        """Return the place of the longest suffix of `tokens` in the tree, shorter than the tree's depth.
 
-        Every suffix of what occurs occurs too, so the length is found by bisection.
+        If a suffix occurs, so do all shorter ones: the length is found by bisection.
         """
         best: Place | None = None
-        low, high = 0, min(len(tokens), self._max_depth - 1)  # `low` tokens match, more than `high` do not
+        low, high = 0, min(len(tokens), self._max_depth - 1)  # `low` tokens match; more than `high` do not
         while low < high:
             middle = (low + high + 1) // 2
             place = self._find(tokens[len(tokens) - middle :])
@@ -165,7 +165,7 @@ class SuffixTree:
     # --- growth ---
 
     def _step(self, token_id: int) -> bool:
-        """Go down by one token, if the tree does."""
+        """Move down by one token; return whether the tree has it."""
         node = self._path[-1]
         if self._offset < node.length:
             at = node.begin + self._offset
@@ -189,7 +189,7 @@ class SuffixTree:
         if self._is_within_edge():
             self._split()
         node = self._path[-1]
-        if node.children is None:  # a leaf cut short by the end of its text
+        if node.children is None:  # a leaf that ended with its text
             node.length = self._offset
             node.children = {}
         leaf = Node(self._text, end, self._max_depth - (end - self._head))
@@ -197,7 +197,7 @@ class SuffixTree:
         self._path.append(leaf)
 
     def _split(self) -> None:
-        """Put a node where the path ends, within an edge."""
+        """Insert a node within an edge, at the end of the path."""
         parent, node = self._path[-2:]
         upper = Node(node.source, node.begin, self._offset, node.count)
         node.begin += self._offset
@@ -208,7 +208,7 @@ class SuffixTree:
         self._path[-1] = upper
 
     def _count_head(self) -> None:
-        """Count text[head:], which ends at a node, and go on to the next suffix; labels come to lie in this text."""
+        """Count text[head:], which ends at a node, and move on to the next suffix; labels now refer to this text."""
         at = self._head
         for node in self._path[1:]:
             node.count += 1
@@ -217,7 +217,7 @@ class SuffixTree:
         self._head += 1
 
     def _seek(self, end: int) -> None:
-        """Find text[head:end], which is in the tree: only the labels' lengths are looked at."""
+        """Find text[head:end], which is in the tree, by the labels' lengths alone."""
         tokens = self._text
         node, at, offset = self._root, self._head, 0
         self._path = [node]
@@ -244,7 +244,7 @@ class SuffixTree:
         return Place(node, length, end) if end else None
 
     def nodes(self) -> Iterator[tuple[Node, int]]:
-        """Yield every node but the root, with the number of tokens before its label."""
+        """Yield every node except the root, with the number of tokens above its edge."""
         stack = [(child, 0) for child in (self._root.children or {}).values()]
         while stack:
             node, depth = stack.pop()

@@ -1,6 +1,6 @@
-"""What drafters without a model share: a session's tokens, and how often guesses of a kind turn out right.
+"""Shared by drafters without a model: a session's tokens, and acceptance estimates by kind of guess.
 
-Their drafts are point masses, which are exact however they were chosen, so that the estimates may learn from outcomes.
+Their drafts are point masses, which are exact however they are chosen: the estimates may learn from outcomes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
 from outrider.verifier_service.messages.draft import ROOT
 
-UNBOUNDED_MODEL_LEN = 1 << 31  # the context of a drafter that computes nothing
+UNBOUNDED_MODEL_LEN = 1 << 31  # the context of a drafter without a model
 
 
 @dataclass(slots=True)
@@ -22,9 +22,9 @@ class TokenHistory:
     _source: Sequence[int] | None = None
 
     def is_continued_by(self, token_ids: Sequence[int]) -> bool:
-        """Tell whether an ask's tokens begin with this history: O(1) for a session's own list, which only grows.
+        """Return whether an ask's tokens begin with this history: O(1) for the session's own list, which only grows.
 
-        Another object, as a resync brings one, is compared token by token.
+        Another list, as after a resync, is compared token by token.
         """
         num_known = len(self.token_ids)
         if len(token_ids) < num_known:
@@ -34,7 +34,7 @@ class TokenHistory:
         return list(token_ids[:num_known]) == self.token_ids
 
     def extend_to(self, token_ids: Sequence[int]) -> list[int]:
-        """Take in the ask's tokens, which continue this history; return those that are new."""
+        """Extend the history to an ask's tokens; return the new ones."""
         new_ids = list(token_ids[len(self.token_ids) :])
         self.token_ids += new_ids
         self._source = token_ids
@@ -42,10 +42,10 @@ class TokenHistory:
 
 
 class AcceptanceEstimate:
-    """Running acceptance rates of kinds of guesses, drawn towards a prior where little was seen.
+    """Running acceptance rates by kind of guess, shrunk towards a prior.
 
-    rate = (accepted + prior_weight · prior) / (seen + prior_weight); what was seen counts half once there are
-    `memory` outcomes, so that the rate follows a changing load.
+    rate = (accepted + prior_weight · prior) / (seen + prior_weight). After `memory` outcomes the counts are halved, so
+    that the rate follows a changing load.
     """
 
     def __init__(self, *, prior_weight: float = 8.0, memory: int = 1024) -> None:
@@ -66,18 +66,18 @@ class AcceptanceEstimate:
 
 @dataclass(slots=True)
 class Guesses:
-    """What was guessed after some position: each token's kind and its parent (None: a chain)."""
+    """The guesses of a draft: each token's kind and parent (parents None: a chain)."""
 
     token_ids: Sequence[int] = ()
     parents: Sequence[int] | None = None
     kinds: Sequence[Hashable] = ()
 
     def teach(self, estimate: AcceptanceEstimate, new_ids: Sequence[int]) -> None:
-        """Let an estimate learn which guesses were right by the tokens committed since, as far as those go.
+        """Update an estimate from the tokens committed since.
 
-        Only guesses whose parents were right are judged: a draft that was cut before its verification does no harm.
+        Only guesses with a right parent and a committed token count, so that a cut draft teaches nothing wrong.
         """
-        right_depths = {ROOT: -1}  # of the right guesses
+        right_depths = {ROOT: -1}  # depth of each right guess
         num_new = len(new_ids)
         for index, token_id in enumerate(self.token_ids):
             depth = right_depths.get(index - 1 if self.parents is None else self.parents[index], num_new) + 1
@@ -93,12 +93,12 @@ class Guesses:
 
 @dataclass(slots=True)
 class GuessTree:
-    """A draft tree in the making out of several sources: guesses of the same path are one node."""
+    """A draft tree under construction from several sources: equal paths are one node."""
 
     tree: DraftTree = field(default_factory=DraftTree)
     kinds: list[Hashable] = field(default_factory=list)
     _children: dict[tuple[int, int], int] = field(default_factory=dict)
-    _taken: dict[int, float] = field(default_factory=dict)  # the probability of a node's children together
+    _taken: dict[int, float] = field(default_factory=dict)  # total probability of a node's children
 
     def __len__(self) -> int:
         return len(self.kinds)
@@ -108,7 +108,7 @@ class GuessTree:
         return max(0.0, 1.0 - self._taken.get(parent, 0.0))
 
     def add(self, parent: int, token_id: int, prob: float, kind: Hashable) -> int:
-        """Return the child of a node for a token: the one that is there, or a new one."""
+        """Return a node's child for a token, an existing or a new one."""
         index = self._children.get((parent, token_id))
         if index is None:
             prob = min(prob, self.free(parent))
@@ -121,7 +121,7 @@ class GuessTree:
         return self.tree.best(max_nodes)
 
     def first(self, max_nodes: int) -> ChosenNodes:
-        """Keep the nodes that were added first, in this order."""
+        """Keep the first added nodes, in this order."""
         return self.tree.chosen(range(min(len(self), max_nodes)))
 
     def guesses(self) -> Guesses:

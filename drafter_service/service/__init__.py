@@ -1,1 +1,1 @@
-"""From a speculative configuration to a drafter that serves: in a pool, or in the verifier's process."""
+"""From a speculative configuration to a running drafter, in a pool or in the verifier's process."""

@@ -1,4 +1,4 @@
-"""A verifier whose drafter runs in its own engine process, beside the target."""
+"""A verifier with a drafter in its engine process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 
 
 class JoinedDraftClient:
-    """A `DraftClient` of the drafter in this process and of those behind links."""
+    """A `DraftClient` of the drafter in this process and of drafters behind links."""
 
     def __init__(self, local: LocalDraftClient, links: DraftClient) -> None:
         self._local, self._links = local, links
@@ -32,7 +32,7 @@ class JoinedDraftClient:
 def open_local_drafter(
     spec: DrafterSpec, target: ParallelRunner, draft_model: ParallelRunner | None
 ) -> tuple[LocalDraftClient, Callable[[VerifierEngine], None]]:
-    """Build the drafter beside a loaded target; the function shows it the engine once that is built."""
+    """Build the drafter beside a loaded target; also return a function that gives it the engine, once built."""
     view = TargetView(target)
     return LocalDraftClient(build_draft_engine(spec, runner=draft_model, view=view)), view.attach
 
@@ -45,7 +45,7 @@ def _load_draft_model(spec: DrafterSpec) -> ParallelRunner | None:
 
 
 def run_colocated_rank(spec: ColocatedSpec, rank: RankSpec) -> None:
-    """Be one rank of a verifier, rank 0 with the drafter beside it, until its shell, or rank 0, goes away."""
+    """Run one rank of a verifier, on rank 0 with the drafter, until its shell, or rank 0, is gone."""
 
     def make_drafts(runner: ParallelRunner, links: DraftClient) -> tuple[DraftClient, Callable[[VerifierEngine], None]]:
         local, attach = open_local_drafter(spec.drafter, runner, _load_draft_model(spec.drafter))

@@ -1,4 +1,4 @@
-"""What a drafter is told, and what follows from it; apart from what runs it, so that knowing it needs no model code."""
+"""A drafter's spec and what follows from it; in a module of its own, which needs no model code."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from outrider.verifier_service.start_phases import begin_phases
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSpec:
-    """Everything a drafter's ranks must know."""
+    """The spec of a drafter's ranks."""
 
-    model: ModelConfig | None  # the draft model or head; None: the method has none
-    target: ModelConfig  # whose vocabulary drafts are made of
+    model: ModelConfig | None  # the draft model or head, if the method has one
+    target: ModelConfig  # drafts are in its vocabulary
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     max_num_batched_tokens: int = 2048
     max_sessions: int = 256
-    sampling_seed: int | None = None  # of unseeded drafts; None: from the operating system
-    tensor_host: str = ""  # where it listens for channels that bring hidden states; "": they come as bytes
+    sampling_seed: int | None = None  # for unseeded drafts; None: from the operating system
+    tensor_host: str = ""  # address for channels of hidden states; "": they arrive in frames
     check_integrity: bool = False  # after every step: for tests
 
     @property
@@ -48,24 +48,24 @@ class DrafterSpec:
 
     @property
     def reads_target(self) -> bool:
-        """Whether it takes tensors of the target's, an embedding or layers, and not its vocabulary alone."""
+        """Whether it loads tensors of the target: an embedding or layers."""
         return not {*self.speculative.all_methods} <= {*MODEL_FREE, *WHOLE_MODELS}
 
     @property
     def vocabulary(self) -> ModelConfig:
-        """The model in whose vocabulary drafts are made.
+        """The model whose vocabulary drafts have.
 
-        Whatever is no model of its own, or speaks another vocabulary and translates, drafts in the target's.
+        It is the target's, unless the drafter is a whole model of the same vocabulary.
         """
         is_own = self.speculative.method in WHOLE_MODELS and self.speculative.vocabulary == "same"
         return self.model if is_own and self.model is not None else self.target
 
     def num_target_layers(self) -> int:
-        """Read how many layers the target has from its files."""
+        """The number of the target's layers, read from its files."""
         return int(read_description(resolve_description(self.target), self.target).num_hidden_layers)
 
     def run_rank(self, rank: RankSpec) -> None:
-        """Be one rank of this drafter until its shell, or rank 0, goes away."""
+        """Run one rank of this drafter until its shell, or rank 0, is gone."""
         begin_phases("drafter", "importing the engine")
         from outrider.drafter_service.service.rank_main import run_drafter_rank
 
@@ -80,7 +80,7 @@ class ColocatedSpec:
     drafter: DrafterSpec
 
     def run_rank(self, rank: RankSpec) -> None:
-        """Be one rank of the verifier, rank 0 with the drafter beside it."""
+        """Run one rank of the verifier, on rank 0 with the drafter."""
         begin_phases("verifier", "importing the engine")
         from outrider.drafter_service.service.colocated import run_colocated_rank
 
@@ -88,7 +88,7 @@ class ColocatedSpec:
 
 
 def state_taps(spec: DrafterSpec) -> tuple[int, ...]:
-    """Return the hidden states that a verifier must keep for a drafter: read from the drafter's files."""
+    """Return the hidden states that a verifier keeps for a drafter, from the drafter's files."""
     methods = [method for method in spec.speculative.all_methods if method in STATE_READING]
     if not methods:
         return ()
@@ -104,7 +104,7 @@ def state_taps(spec: DrafterSpec) -> tuple[int, ...]:
 
 
 def common_state_taps(specs: Iterable[DrafterSpec]) -> tuple[int, ...]:
-    """Return the hidden states that a verifier keeps for several drafters; raises `ValueError` where they differ."""
+    """Return the hidden states that a verifier keeps for several drafters; raises `ValueError` if they differ."""
     found = {taps for spec in specs if (taps := state_taps(spec))}
     if len(found) > 1:
         raise ValueError(f"drafter_pools: those that read hidden states must read the same, not {sorted(found)}")
@@ -112,7 +112,7 @@ def common_state_taps(specs: Iterable[DrafterSpec]) -> tuple[int, ...]:
 
 
 def num_scratch_blocks(spec: DrafterSpec, block_size: int, max_num_seqs: int) -> int:
-    """Return how many KV blocks of the target a drafter writes its own guesses into."""
+    """Return the number of the target's KV blocks that a drafter uses for its guesses."""
     speculative = spec.speculative
     if not any(method in TARGET_DERIVED for method in speculative.all_methods):
         return 0

@@ -1,6 +1,6 @@
-"""Build the drafter that a configuration asks for, where it runs.
+"""Build the configured drafter, in the process where it runs.
 
-Heads bring the library's model code, which takes seconds to load: whoever has none does without.
+Heads import transformers' model code, which takes seconds: it is imported only for heads.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def build_drafter(
     plugins: Iterable[EntryPoint] | None = None,
     rng: torch.Generator | None = None,
 ) -> Drafter:
-    """Build what `spec` asks for; raises `ValueError` naming what is wrong with it or its files.
+    """Build the drafter of `spec`; raises `ValueError` naming a bad option or file.
 
-    `rng` draws unseeded drafts; None: one by the spec's seed. `runner` is the loaded draft model of methods that have a
-    whole one, `view` the target's engine where the drafter runs beside it, `plugins` where to look for a drafter of
-    another package; None: among all that are installed.
+    `rng` draws unseeded drafts; None: a generator with the spec's seed. `runner`: the loaded draft model, for methods
+    with a whole model. `view`: the target's engine, if the drafter runs in the verifier. `plugins`: entry points to
+    search; None: all installed ones.
     """
     maker = _Maker(spec, runner, view, plugins, drafter_rng(spec) if rng is None else rng)
     methods = spec.speculative.all_methods
@@ -69,12 +69,12 @@ def build_drafter(
 
 
 def drafter_rng(spec: DrafterSpec) -> torch.Generator:
-    """Return what draws unseeded drafts."""
+    """Return the generator of unseeded drafts."""
     return torch.Generator().manual_seed(derive_seed(spec.sampling_seed, "drafter"))
 
 
 class _Maker:
-    """One drafter of each kind."""
+    """Factories of drafters, by method."""
 
     def __init__(
         self,
@@ -87,16 +87,16 @@ class _Maker:
         self._spec, self._runner, self._view, self._plugins = spec, runner, view, plugins
         self._config = spec.speculative
         self._rng = rng
-        description = read_description(resolve_description(spec.target), spec.target)  # another engine may serve it
+        description = read_description(resolve_description(spec.target), spec.target)  # of any engine
         self._vocab_size: int = description.vocab_size
         self._state_width: int = description.hidden_size
         self._device = resolve_device(spec.target.device)
         self._max_model_len: int = spec.target.max_model_len or description.max_position_embeddings
         self._limits = {"vocab_size": self._vocab_size, "max_model_len": self._max_model_len}
         self._trees = TreeConfig(method=self._config.tree_method)
-        self._num_ahead_branches = 0 if view is not None else self._config.num_ahead_branches  # no time of its own
+        self._num_ahead_branches = 0 if view is not None else self._config.num_ahead_branches  # it has no spare time
 
-        # behind a link a draft takes time; and trees are priced as others' are
+        # a draft over a link takes time, and trees are priced as other drafts
         self._lookup_needs = DraftNeeds(is_found=view is not None and not self._config.num_tree_nodes)
 
     def make(self, method: Method) -> Drafter:
@@ -226,7 +226,7 @@ class _Maker:
             raise ValueError(f"{folder}: it reads states of width {width}, the target's have {self._state_width}")
 
     def _target_lm_head(self) -> torch.Tensor | None:
-        """Read the target's output embedding, for heads that share it."""
+        """Read the target's output embedding, for heads that use it."""
         with Checkpoint(resolve_folder(self._spec.target)) as target:
             found = (name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in target)
             name = next(found, None)

@@ -1,12 +1,12 @@
 """Choose the most promising drafter for every request and step.
 
-Drafters of different kinds fail at different places: a suffix match guesses ten tokens of a repeated passage, where a
-head guesses two or three; elsewhere it has nothing. Taking the better one at each step is where the upper bound of 4.9
-times in "Performance or Illusion?" comes from.
+Kinds of drafters fail at different places: in a repeated passage a suffix match guesses ten tokens right and a head two
+or three; elsewhere the suffix match has none. To choose the better one at each step is the source of the 4.9 times
+upper bound in "Performance or Illusion?".
 
-The choice looks at the prefix alone. *Lookups* (n-gram, suffix) are cheap and answer with point masses, which the
-prefix determines; their confidences, calibrated by themselves, say how many tokens to expect. What a *model* will
-achieve is estimated before it draws anything from its earlier drafts: this request's, starting from what all saw.
+The choice depends on the prefix only. *Lookups* (n-gram, suffix) are cheap, and their point masses follow from the
+prefix; their calibrated confidences give the expected tokens. A *model*'s expected tokens are estimated, before it
+draws anything, from its earlier drafts: this request's, with the mean over all requests as prior.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from outrider.drafter_service.engine.engine import Ask, Drafter, DraftResult
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.verifier_service.messages.draft import ROOT, DraftNeeds
 
-GAIN = 1 / 8  # of the running means
-PRIOR_TOKENS = 1.0  # that a model's drafts are thought to win before any was seen
-EXPLORE_EVERY = 16  # a session's drafts: so often the model that was not used for longest is
+GAIN = 1 / 8  # step size of the running means
+PRIOR_TOKENS = 1.0  # prior of accepted tokens per draft of a model
+EXPLORE_EVERY = 16  # one in 16 drafts of a session is by the least recently used model
 
 
 @dataclass(slots=True)
 class _Mean:
-    """A running mean that starts from a given value."""
+    """A running mean with an initial value."""
 
     value: float
 
@@ -36,14 +36,14 @@ class _Mean:
 
 @dataclass(slots=True)
 class _Used:
-    """The draft that answered a session's last ask."""
+    """The answer to a session's last ask."""
 
     name: str
     num_committed: int
     result: DraftResult
 
     def num_accepted(self, token_ids: Sequence[int]) -> int:
-        """Count its tokens that the committed ones have followed since."""
+        """Return how many of its tokens were committed since."""
         node = ROOT
         parents = self.result.parents or range(ROOT, len(self.result.token_ids) - 1)
         position = self.num_committed
@@ -58,14 +58,14 @@ class _Session:
     wins: dict[str, _Mean]  # accepted tokens per draft, by model
     used: _Used | None = None
     num_drafts: int = 0
-    last_used: dict[str, int] = field(default_factory=dict)  # the number of each one's last draft
-    num_committed: int = 0  # of the ask that is answered next
-    pending: tuple[int, str] | None = None  # (ask id, model) that is drafting now
+    last_used: dict[str, int] = field(default_factory=dict)  # by model: the number of its last draft
+    num_committed: int = 0  # in the last ask
+    pending: tuple[int, str] | None = None  # (ask id, model) of the running draft
 
 
 @dataclass(slots=True)
 class _Counts:
-    """How often each drafter was chosen, and what its drafts won."""
+    """How often each drafter was chosen, and its accepted tokens."""
 
     num_drafts: collections.Counter[str] = field(default_factory=collections.Counter)
     num_accepted: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -75,7 +75,7 @@ class HybridDrafter:
     """A `Drafter` over several others, of one vocabulary."""
 
     def __init__(self, lookups: Mapping[str, Drafter], models: Mapping[str, Drafter]) -> None:
-        """Name the drafters; at most one of them may read states, for a verifier taps one set of them."""
+        """Create from named drafters; at most one may read states, since a verifier taps one set of them."""
         self._lookups, self._models = dict(lookups), dict(models)
         drafters = [*self._lookups.values(), *self._models.values()]
         if len(drafters) < 2:
@@ -96,11 +96,11 @@ class HybridDrafter:
 
     @property
     def models(self) -> tuple[Drafter, ...]:
-        """Those that compute what they draft."""
+        """The drafters with a model."""
         return tuple(self._models.values())
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
-        """Answer what the lookups answer best at once; give the others' models one step."""
+        """Answer asks at once for which a lookup is best; run one step of the others' models."""
         for ask in asks:
             self._learn(ask)
         fresh = [ask for ask in asks if self._is_fresh(ask)]
@@ -138,7 +138,7 @@ class HybridDrafter:
         return pending is None or pending[0] != ask.ask_id
 
     def _learn(self, ask: Ask) -> None:
-        """Take in how the session's last draft fared."""
+        """Learn from the session's last draft."""
         session = self._sessions.get(ask.key)
         if session is None:
             wins = {name: _Mean(prior.value) for name, prior in self._prior.items()}
@@ -154,7 +154,7 @@ class HybridDrafter:
             self._prior[used.name].observe(num_accepted)
 
     def _look_up(self, asks: Sequence[Ask], max_num_tokens: int) -> dict[SessionKey, dict[str, DraftResult]]:
-        """Ask every lookup: its answers by session."""
+        """Return every lookup's answers, by session."""
         found: dict[SessionKey, dict[str, DraftResult]] = {ask.key: {} for ask in asks}
         for name, drafter in self._lookups.items():
             left = list(asks)
@@ -170,9 +170,9 @@ class HybridDrafter:
     def _choose(
         self, ask: Ask, session: _Session, looked_up: Mapping[SessionKey, Mapping[str, DraftResult]]
     ) -> tuple[str, Drafter | None]:
-        """Return the drafter with the most accepted tokens to expect; its model, or None for a lookup."""
+        """Return the name of the drafter with the most expected tokens, and its model; None: a lookup."""
         session.num_drafts += 1
-        if self._models and session.num_drafts % EXPLORE_EVERY == 0:  # or its mean would never move again
+        if self._models and session.num_drafts % EXPLORE_EVERY == 0:  # or an unused model's mean would never change
             name = min(self._models, key=lambda each: session.last_used.get(each, 0))
         else:
             expected = {name: expected_tokens(result) for name, result in looked_up[ask.key].items()}
@@ -190,7 +190,7 @@ class HybridDrafter:
 
 
 def expected_tokens(result: DraftResult) -> float:
-    """Return how many tokens a draft wins on average if its confidences are right: the sum over its nodes' paths."""
+    """Return a draft's expected accepted tokens: the sum over nodes of the product of confidences on the path."""
     survivals: list[float] = []
     parents = result.parents or range(ROOT, len(result.token_ids) - 1)
     for parent, confidence in zip(parents, result.confidences or (), strict=False):

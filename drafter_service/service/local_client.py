@@ -1,4 +1,4 @@
-"""A `DraftClient` whose only drafter runs in the caller's own process and thread."""
+"""A `DraftClient` whose only drafter runs in the caller's thread."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _PEER = "local"
 
 
 class LocalDraftClient:
-    """Drafts are made inside `poll`, all that were asked for, so a step never finds one missing.
+    """`poll` makes all asked drafts, so that no step misses one.
 
-    A drafter of ours that raises ends the process. One of another package is then down for good, and decoding goes on.
+    If a drafter of ours raises, the process ends. If a plug-in raises, it stays down, and decoding goes on.
     """
 
     def __init__(self, engine: DraftEngine) -> None:

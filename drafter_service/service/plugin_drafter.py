@@ -1,7 +1,7 @@
-"""Drafters of other packages, held to the protocol: what breaks it is a failure that names the plug-in.
+"""Drafters of other packages, with the protocol enforced: an error names the plug-in.
 
-In a pool the failure ends the drafter's process, as any drafter's does, and another takes its place. In a verifier it
-ends drafting alone (`LocalDraftClient`). What a draft *says* is checked where all drafts are, by the verifier.
+In a pool, the error ends the drafter's process, as with any drafter, and another one replaces it. In a verifier, it
+only ends drafting (`LocalDraftClient`). A draft's contents are checked by the verifier, as all drafts are.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from outrider.drafter_service.service.plugins import PluginContext, described, l
 from outrider.verifier_service.messages.draft import Draft, DraftNeeds
 from outrider.verifier_service.messages.wire import decode, encode
 
-MAX_SILENT_CALLS = 1_000  # of one drafter, one after another; taking in a long prompt needs some hundred
+MAX_SILENT_CALLS = 1_000  # in a row, of one drafter; a long prompt takes some hundred
 _METHODS = ("draft", "release", "check_integrity")
 
 
 class PluginFailedError(RuntimeError):
-    """A plug-in has raised, or answered what it was not asked: nothing more can be expected of it."""
+    """A plug-in has raised, or broken the protocol; it is not called again."""
 
 
 def build_plugin(context: PluginContext, plugins: Iterable[EntryPoint]) -> Drafter:
-    """Build a plug-in's drafter; raises `ValueError` naming the plug-in and what is wrong with it."""
+    """Build a plug-in's drafter; raises `ValueError` naming the plug-in and the problem."""
     factory = load_factory(context.name, plugins)
     try:
         drafter = factory(context)
         problem = _problem(drafter)
-    except Exception as error:  # whatever its code raises
+    except Exception as error:  # its code may raise anything
         raise ValueError(f"plugin {context.name!r}: it could not be built: {described(error)}") from error
     if problem is not None:
         raise ValueError(f"plugin {context.name!r}: {problem}")
@@ -40,7 +40,7 @@ def build_plugin(context: PluginContext, plugins: Iterable[EntryPoint]) -> Draft
 
 
 def _problem(drafter: Any) -> str | None:
-    """Return why something cannot serve as a drafter, or None."""
+    """Return why an object is no drafter; None: it is one."""
     lacking = [name for name in _METHODS if not callable(getattr(drafter, name, None))]
     if lacking:
         return f"its factory made a {type(drafter).__name__}, which has no {', '.join(lacking)}"
@@ -55,7 +55,7 @@ def _problem(drafter: Any) -> str | None:
 
 
 class PluginDrafter:
-    """A `Drafter` around a plug-in's: its errors and wrong answers are raised as `PluginFailedError`."""
+    """A `Drafter` around a plug-in's; its errors and invalid answers are raised as `PluginFailedError`."""
 
     def __init__(self, name: str, drafter: Drafter) -> None:
         self.vocab_size, self.max_model_len, self.needs = drafter.vocab_size, drafter.max_model_len, drafter.needs
@@ -67,7 +67,7 @@ class PluginDrafter:
         with self._blamed():
             results = _checked(asks, self._drafter.draft(asks, max_num_tokens=max_num_tokens))
             self._num_silent_calls = 0 if results else self._num_silent_calls + 1
-            if self._num_silent_calls >= MAX_SILENT_CALLS:  # who drafts in a verifier would hold it up for ever
+            if self._num_silent_calls >= MAX_SILENT_CALLS:  # in a verifier it would block steps forever
                 raise RuntimeError(f"{MAX_SILENT_CALLS} calls of draft() without an answer")
         return results
 
@@ -82,12 +82,12 @@ class PluginDrafter:
     def _blamed(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever its code raises
+        except Exception as error:  # its code may raise anything
             raise PluginFailedError(f"plugin {self._name!r}: {described(error)}") from error
 
 
 def _checked(asks: Sequence[Ask], results: Iterable[DraftResult]) -> list[DraftResult]:
-    """Return answers to these asks, one each at most, of the declared types as if they had come over a link."""
+    """Return the answers, checked: at most one per ask, of the declared types, as if decoded from a link."""
     unanswered = {(ask.key, ask.ask_id) for ask in asks}
     checked: list[DraftResult] = []
     for result in results:

@@ -1,4 +1,4 @@
-"""Run a draft engine in a process of its own: relayed frames of many verifiers in, drafts out, over one pipe."""
+"""Run a draft engine in its own process: verifiers' frames in, drafts out, over one pipe."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def build_draft_engine(
     view: TargetView | None = None,
     cost: ForwardCost | None = None,
 ) -> DraftEngine:
-    """Put sessions and batching around a drafter; the arguments are those of `build_drafter` and `DraftEngine`."""
+    """Build a drafter and its engine; the arguments are those of `build_drafter` and `DraftEngine`."""
     speculative = spec.speculative
     config = DraftEngineConfig(
         max_num_batched_tokens=spec.max_num_batched_tokens,
@@ -60,19 +60,19 @@ def build_draft_engine(
     before = rng.get_state()
     for cold in _cold(spec, drafter):
         _warm_up(spec, cold, config)
-    rng.set_state(before)  # what is drawn follows from the seed, however much was warmed up
+    rng.set_state(before)  # draws depend on the seed, not on the warm-up
     ahead = drafter if isinstance(drafter, AheadDrafter) and drafter.runs_ahead else None
     engine = DraftEngine(drafter, clock=time.monotonic, config=config, ahead=ahead, cost=cost)
-    graphs = getattr(drafter, "graph_counts", None)  # of a head, whose runner captures its steps
+    graphs = getattr(drafter, "graph_counts", None)  # of a head whose runner captures steps
     if graphs is not None:
         engine.counters.graphs = graphs
     return engine
 
 
 def _cold(spec: DrafterSpec, drafter: Drafter) -> Sequence[Drafter]:
-    """Return what of a drafter is to be warmed up: its model or head.
+    """Return the parts of a drafter to warm up: its models or heads.
 
-    Lookups would remember it, a part of the target has no target yet, and what a plug-in makes of it is not known.
+    Lookups would remember the warm-up, drafters on the target's layers have no target yet, and plug-ins are unknown.
     """
     if isinstance(drafter, HybridDrafter):
         models: Sequence[Drafter] = drafter.models
@@ -82,7 +82,7 @@ def _cold(spec: DrafterSpec, drafter: Drafter) -> Sequence[Drafter]:
 
 
 def _warm_up(spec: DrafterSpec, drafter: Drafter, config: DraftEngineConfig) -> None:
-    """Let a drafter draft before it is asked."""
+    """Draft once, without a session of a verifier."""
     state_width = 0
     if taps := drafter.needs.taps:
         state_width = len(taps) * read_description(resolve_description(spec.target), spec.target).hidden_size
@@ -92,7 +92,7 @@ def _warm_up(spec: DrafterSpec, drafter: Drafter, config: DraftEngineConfig) -> 
 
 
 def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
-    """Be one rank of a drafter until its shell, or rank 0, goes away."""
+    """Run one rank of a drafter until its shell, or rank 0, is gone."""
     runner: MeteredRunner | None = None
     cost: ForwardCost | None = None
     graphs: GraphCounts | None = None
@@ -105,7 +105,7 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
             return
         parallel = ParallelRunner(share, pipes)
         runner, graphs = MeteredRunner(parallel), parallel.graph_counts
-        if spec.speculative.num_ahead_branches:  # nobody else asks what a forward costs
+        if spec.speculative.num_ahead_branches:  # only running ahead needs the cost of a forward
             cost = ForwardCost(time.monotonic, runner)
     shell = connect(rank.shell_address)
     engine = build_draft_engine(spec, runner=runner, cost=cost)
@@ -127,7 +127,7 @@ def run_drafter_rank(spec: DrafterSpec, rank: RankSpec) -> None:
 
 
 class DraftLoop:
-    """Shovel messages between the pipe and the draft engine, step after step."""
+    """Pass messages between the pipe and the draft engine, step by step."""
 
     def __init__(
         self,
@@ -138,9 +138,9 @@ class DraftLoop:
         check_integrity: bool = False,
         store: TensorStore | None = None,
     ) -> None:
-        """`check_integrity` is called after every step where asked for; its error ends the loop.
+        """`check_integrity`: check after every step; an error ends the loop.
 
-        `store` is where channels for hidden states meet, for a drafter that has them.
+        `store`: rendezvous of the channels for hidden states, if the drafter has them.
         """
         self._engine = engine
         self._states = StateTransport(engine, store)
@@ -156,7 +156,7 @@ class DraftLoop:
             while True:
                 is_idle = not (self._engine.has_work() or self._engine.has_spare_work())
                 self._receive(patience_s=LOAD_INTERVAL_S if is_idle else 0.0)
-                if ready := self._engine.flush():  # what waits for no forward does not wait for one
+                if ready := self._engine.flush():  # answers without a forward are sent before it
                     self._publish(ready)
                 self._publish(self._engine.step())
                 self._engine.run_ahead()
@@ -164,7 +164,7 @@ class DraftLoop:
                     self._engine.check_integrity()
 
     def _receive(self, patience_s: float) -> None:
-        """Take in all that has arrived, waiting `patience_s` for the first of it."""
+        """Process all arrived messages; wait up to `patience_s` for the first."""
         wait([self._pipe, self._states.fileno()], patience_s)
         for frame in arrived(self._pipe):
             self._dispatch(decode(frame, TO_DRAFT_ENGINE))

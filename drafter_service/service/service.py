@@ -1,7 +1,7 @@
 """The drafter's end of the verifier-drafter link: a gRPC servicer in front of a drafting engine.
 
-The servicer only translates: handshake, heartbeat, fencing. Messages for the engine pass through it unopened, so that
-the engine may live in another process and no decoding holds the event loop up.
+The servicer handles handshake, heartbeat and fencing. Messages for the engine pass through undecoded: the engine may be
+in another process, and decoding does not block the event loop.
 """
 
 from __future__ import annotations
@@ -39,40 +39,40 @@ _ENGINE_TYPES = frozenset(message_type.__name__ for message_type in VERIFIER_MES
 
 
 class EngineDeadError(RuntimeError):
-    """The drafting engine behind a port has ended; nothing will be drafted any more."""
+    """The drafting engine has ended."""
 
 
 class EnginePort(Protocol):
-    """The way to a drafting engine on another thread or in another process.
+    """The connection to a drafting engine on another thread or in another process.
 
-    No call blocks; the first two may raise `EngineDeadError`, as `load` must, once the engine has ended.
+    No call blocks. Once the engine has ended, `load` raises `EngineDeadError`, and the first two may.
     """
 
     def submit(self, peer: str, payload: bytes) -> None:
-        """Hand over one encoded Open, Commit or Close."""
+        """Send one encoded Open, Commit or Close."""
 
     def peer_gone(self, peer: str) -> None:
-        """Let the engine forget a peer."""
+        """Close a peer's sessions."""
 
     def subscribe(self, peer: str, deliver: Callable[[bytes], None]) -> None:
-        """Have encoded answers for a peer delivered, on any thread."""
+        """Register a function that gets a peer's encoded answers, on any thread."""
 
     def unsubscribe(self, peer: str) -> None: ...
 
     def open_tensors(self, peer: str, route: TensorRoute) -> None:
-        """Let the engine wait for a peer at a channel for hidden states; only where the identity offers one."""
+        """Open a channel for a peer's hidden states; only if the drafter's identity offers one."""
 
     def load(self) -> DrafterLoad:
-        """Return the engine's last known load; raises `EngineDeadError` when it has ended."""
+        """Return the engine's last reported load; raises `EngineDeadError` if it has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkServiceConfig:
-    """How much patience the drafter has with a stream."""
+    """Limits of a stream."""
 
     hello_timeout_s: float = 5.0
-    max_bad_frames: int = 100  # a stream with more of them is not worth keeping
-    max_queued_frames: int = 4096  # answers that a verifier does not read
+    max_bad_frames: int = 100  # a stream with more is ended
+    max_queued_frames: int = 4096  # answers not read by the verifier
 
 
 @dataclass(slots=True)
@@ -84,18 +84,18 @@ class ServiceCounters:
 
 
 class _Stream:
-    """One accepted stream: what goes out on it, and who is at its other end."""
+    """One accepted stream: its peer and its outgoing queue."""
 
     def __init__(self, hello: Hello, peer: str, max_queued_frames: int) -> None:
         self.verifier_id, self.epoch, self.peer = hello.verifier_id, hello.epoch, peer
         self._loop = asyncio.get_running_loop()
-        self.end = self._loop.create_future()  # resolved with (code, details) to end the stream
+        self.end = self._loop.create_future()  # its result (code, details) ends the stream
         self._outbox: collections.deque[bytes] = collections.deque()
         self._max_queued = max_queued_frames
         self._wake = asyncio.Event()
 
     def deliver(self, payload: bytes) -> None:
-        """Send from any thread; nothing is left to send to once the event loop has closed."""
+        """Send, from any thread; once the event loop has closed, do nothing."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.send, payload)
 
@@ -127,11 +127,11 @@ class DrafterLinkServicer:
         self._port = port
         self._identity = identity
         self._config = config or LinkServiceConfig()
-        self._streams: dict[str, _Stream] = {}  # the live one of each verifier
+        self._streams: dict[str, _Stream] = {}  # the live stream of each verifier
         self._num_streams = 0
 
     async def Stream(self, request_iterator: Any, context: Any) -> None:
-        """Serve one verifier until it goes away, is superseded by its next incarnation, or misbehaves."""
+        """Serve one verifier until it disconnects, restarts with a newer epoch, or breaks the protocol."""
         hello = await self._handshake(context)
         stream = self._register(hello)
         try:
@@ -144,11 +144,11 @@ class DrafterLinkServicer:
             if self._streams.get(stream.verifier_id) is stream:
                 del self._streams[stream.verifier_id]
             self._port.unsubscribe(stream.peer)
-            with contextlib.suppress(EngineDeadError):  # its sessions ended with it
+            with contextlib.suppress(EngineDeadError):  # sessions ended with the engine
                 self._port.peer_gone(stream.peer)
 
     async def _handshake(self, context: Any) -> Hello:
-        """Read and judge the first frame; a stream that does not begin with a fitting `Hello` ends here."""
+        """Read and check the first frame; a stream without a matching `Hello` ends here."""
         try:
             async with asyncio.timeout(self._config.hello_timeout_s):
                 frame = await context.read()
@@ -181,12 +181,12 @@ class DrafterLinkServicer:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
 
     def _register(self, hello: Hello) -> _Stream:
-        """Make a stream the live one of its verifier and end its predecessor.
+        """Register a verifier's live stream and end its predecessor.
 
-        Nothing is awaited between the judgement of `Hello` and this, or an older epoch could slip in between.
+        There must be no await between the check of `Hello` and this, or an older epoch could register in between.
         """
         self._num_streams += 1
-        # every connection is a peer of its own: the end of one can never touch the sessions of the next
+        # every connection is a separate peer: its end cannot close the next one's sessions
         peer = f"{hello.verifier_id}/{hello.epoch}/{self._num_streams}"
         older = self._streams.get(hello.verifier_id)
         if older is not None:
@@ -196,7 +196,7 @@ class DrafterLinkServicer:
         return stream
 
     async def _serve(self, stream: _Stream, context: Any) -> None:
-        # grpc sends it with the first write: were that one cancelled below, the stream's end would never be sent
+        # by default grpc sends it with the first write: if that were cancelled, the stream's end would never be sent
         await context.send_initial_metadata(())
         parts = (self._read_all(stream, context), stream.write_all(context))
         tasks = [asyncio.ensure_future(part) for part in parts]
@@ -225,7 +225,7 @@ class DrafterLinkServicer:
                 stream.finish(grpc.StatusCode.INVALID_ARGUMENT, "too many malformed frames")
 
     def _take(self, stream: _Stream, payload: bytes) -> bool:
-        """Act on one payload; False when it is malformed. The engine judges what is inside its own messages."""
+        """Handle one payload; return False if it is malformed. The engine checks its messages' contents."""
         name = peek_type(payload)
         try:
             if name in _ENGINE_TYPES:

@@ -1,4 +1,4 @@
-"""How drafts are made: vLLM's keys of `--speculative-config`, and ours for what vLLM does not have."""
+"""The keys of `--speculative-config`: vLLM's, and our own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ USUAL_AHEAD_BRANCHES = 8
 
 
 class Method(enum.StrEnum):
-    """Every known way of guessing tokens, one drafter each."""
+    """The drafting methods."""
 
     DRAFT_MODEL = "draft_model"
     NGRAM = "ngram"
@@ -33,7 +33,7 @@ class Method(enum.StrEnum):
     PARALLEL_DRAFT = "parallel_draft"
     DFLASH = "dflash"
     HYBRID = "hybrid"
-    PLUGIN = "plugin"  # of another package: `plugins`
+    PLUGIN = "plugin"  # a drafter of another package: `plugins`
 
 
 class Location(enum.StrEnum):
@@ -43,15 +43,15 @@ class Location(enum.StrEnum):
     VERIFIER = "verifier"  # in every verifier's engine process
 
 
-# they are models of their own
+# whole models
 WHOLE_MODELS = (Method.DRAFT_MODEL, Method.PARALLEL_DRAFT)
-# they read the target's own KV, so they cannot be anywhere else
+# they read the target's KV, and so must run in the verifier
 TARGET_DERIVED = (Method.EARLY_EXIT, Method.SPARSE)
-# they know tokens alone: no checkpoint, and nothing to load
+# they read tokens only: no checkpoint, nothing to load
 MODEL_FREE = (Method.NGRAM, Method.SUFFIX, Method.LOOKAHEAD)
-# heads that go on from their own states where the target's are not there yet
+# heads that continue from their own states
 EAGLE_LIKE = (Method.EAGLE, Method.EAGLE3, Method.MTP)
-# they read hidden states of the target
+# they read the target's hidden states
 STATE_READING = (Method.MEDUSA, Method.MLP_SPECULATOR, *EAGLE_LIKE, Method.DFLASH)
 
 
@@ -60,13 +60,13 @@ class SpeculativeConfig:
     """One drafter's kind and shape. Raises `ValueError` naming the field that is out of range."""
 
     method: Method = Method.DRAFT_MODEL
-    model: str | None = None  # the draft model's or head's checkpoint; several, by draft position: `models`
-    models: tuple[str, ...] = ()  # parameter sets by draft position (PRISM); the last one serves the rest
+    model: str | None = None  # checkpoint of the draft model or head; several: `models`
+    models: tuple[str, ...] = ()  # checkpoints by draft position (PRISM); the last one serves the rest
     num_speculative_tokens: int = 4
     location: Location = Location.POOL
     num_tree_nodes: int = 0  # draft trees of so many tokens; 0: chains
-    tree_method: str = "sampled"  # of unseeded sampling: drawn, without replacement | top_k: the likeliest
-    draft_sample_method: str = "probabilistic"  # greedy: every draft the drafter's likeliest, as a point mass
+    tree_method: str = "sampled"  # unseeded: sampled without replacement | top_k: the likeliest
+    draft_sample_method: str = "probabilistic"  # greedy: the likeliest tokens, as point masses
     rejection_sample_method: AcceptanceRule = AcceptanceRule.STANDARD
     draft_tensor_parallel_size: int = 1
     prompt_lookup_min: int = 2
@@ -79,15 +79,15 @@ class SpeculativeConfig:
     lookahead_ngram_size: int = 4
     exit_layer: int | None = None  # early exit after so many layers; None: a third of them
     sparse_num_blocks: int = 8  # KV blocks that sparse self-speculation attends to
-    vocabulary: str = "same"  # as the target's | text: another, by way of text | intersect: another, where both agree
-    state_dtype: str = "auto"  # of hidden states that are told to drafters; auto: the target's own
-    tensor_transport: str = "auto"  # of hidden states to a pool beside the link: auto, grpc (none), gloo or nccl
-    # outcomes of a verification that a pool's draft model or EAGLE head drafts for while it runs; 0: none
-    # None: as many as usual, which for a head is none
+    vocabulary: str = "same"  # same | text: another, translated as text | intersect: another, common tokens only
+    state_dtype: str = "auto"  # of hidden states on the link; auto: the target's
+    tensor_transport: str = "auto"  # channel of hidden states to a pool: auto, grpc (none: in frames), gloo or nccl
+    # running ahead of a pool's draft model or EAGLE head: outcomes of a verification to draft for meanwhile; 0: none;
+    # None: the default, which for a head is 0
     ahead_branches: int | None = None
-    methods: tuple[Method, ...] = ()  # of a hybrid, the most promising first where nothing is known
+    methods: tuple[Method, ...] = ()  # of a hybrid, in prior order
     plugin: str = ""  # the entry point's name
-    plugin_config: str = ""  # the plug-in's own options: a JSON object as text, which can be hashed; "": none
+    plugin_config: str = ""  # the plug-in's options: a JSON object as text, which is hashable; "": none
 
     def __post_init__(self) -> None:
         require(1 <= self.num_speculative_tokens <= MAX_DRAFT_LENGTH, "num_speculative_tokens", "in [1, 64]")
@@ -117,7 +117,7 @@ class SpeculativeConfig:
         self._check_combination()
 
     def _check_combination(self) -> None:
-        """Refuse what cannot be: each refusal says why."""
+        """Raise `ValueError` for an impossible combination; the text says why."""
         for method in self.all_methods:
             if method in TARGET_DERIVED and self.location is Location.POOL:
                 raise ValueError(f"location: {method} reads the target's own KV, so it runs in the verifier alone")
@@ -159,15 +159,15 @@ class SpeculativeConfig:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether the drafter has time of its own, and drafts that go on from more than one outcome."""
+        """Whether the drafter has spare time, and can draft for several outcomes."""
         is_able = self.method in (Method.DRAFT_MODEL, *EAGLE_LIKE) and self.vocabulary == "same"
         return is_able and self.location is Location.POOL
 
     @property
     def num_ahead_branches(self) -> int:
-        """Return how many outcomes of a verification to draft for in spare time."""
-        # a head costs little beside a verification, and what follows from its own states is accepted less: the
-        # embedded EAGLE-3 head answers half of the rounds at once, at 6% fewer tokens per round (greedy, 8 outcomes)
+        """The number of outcomes of a verification to draft for in spare time."""
+        # a head is fast beside a verification, and drafts from its own states are accepted less: the embedded EAGLE-3
+        # head answers half of the rounds at once, with 6% fewer tokens per round (greedy, 8 outcomes)
         usual = USUAL_AHEAD_BRANCHES if self.can_run_ahead and self.method is Method.DRAFT_MODEL else 0
         return usual if self.ahead_branches is None else self.ahead_branches
 
@@ -182,5 +182,5 @@ class SpeculativeConfig:
 
 
 def _needs_checkpoint(method: Method) -> bool:
-    # MTP layers come with the target; what a plug-in loads is its own affair
+    # MTP layers are in the target's checkpoint; a plug-in loads its own files
     return method not in (*MODEL_FREE, *TARGET_DERIVED, Method.MTP, Method.PLUGIN)

@@ -1,14 +1,14 @@
-"""How much of a pupil's drafts its target would accept, by draft position, on text that it has not learnt from.
+"""A pupil's acceptance by draft position, on held-out text.
 
-A root counts where all of its positions are tokens that count. It is a draft whose earlier tokens are the text's
-(teacher forcing), so one forward gives all positions' rows beside the target's.
+A root counts if all of its positions count. Its earlier draft tokens are the text's (teacher forcing), so that one
+forward gives the rows of all positions.
 
 - `greedy`: the drafter's likeliest token is the target's.
-- `chain`: so it is at every earlier position of the same root too.
-- `rejection`: the chance that rejection sampling accepts, the mass that both rows share, sum(min(target_probs,
-  draft_probs)) = 1 - total variation distance (Leviathan et al., 2023).
+- `chain`: the same, at this and every earlier position of the root.
+- `rejection`: the acceptance probability of rejection sampling, sum(min(target_probs, draft_probs)) = 1 - total
+  variation distance (Leviathan et al., 2023).
 
-What a client meets is another figure: `served.py` plays that.
+The figure of a served drafter differs: `served.py` measures it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PositionFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceFigures:
-    """What drafts from held-out text would bring."""
+    """Acceptance on held-out text."""
 
     num_roots: int
     positions: tuple[PositionFigures, ...]
@@ -49,7 +49,7 @@ class AcceptanceFigures:
 
 @torch.no_grad()
 def measure_acceptance(pupil: Pupil, batches: Iterable[Windows]) -> AcceptanceFigures:
-    """Judge a pupil in full precision on held-out windows. Raises `ValueError` where none of their roots counts."""
+    """Measure a pupil in full precision on held-out windows. Raises `ValueError` if no root counts."""
     agreements: list[Tensor] = []
     shares: list[Tensor] = []
     for windows in batches:
@@ -79,7 +79,7 @@ def _means(figures: Tensor) -> Sequence[float]:
 
 
 def _compare(pupil: Pupil, windows: Windows) -> tuple[Tensor, Tensor]:
-    """Return agreement and shared mass, float32 [num_positions, num_roots] each, the roots of all rows in one line."""
+    """Return agreement and shared mass, float32 [num_positions, num_roots] each; roots of all rows are flattened."""
     lesson = pupil.teacher.lesson(windows.token_ids, windows.counted)
     agreements: list[Tensor] = []
     shares: list[Tensor] = []

@@ -1,11 +1,10 @@
-"""Text to learn from: documents out of files and folders, one stream of tokens, windows drawn from it.
+"""Training text: documents from files and folders, one stream of tokens, windows drawn from it.
 
     files, folders ─> documents, shuffled ─┬─ training stream ──> windows, a function of seed and step alone
                                            └─ held-out stream ──> windows side by side, and prompts, for the figures
 
-An end-of-text token stands before every document of plain text. Of a conversation only the assistant's tokens count:
-nobody drafts what a user says. Since a step's windows depend on nothing but seed and step, a run that was stopped goes
-on with the very data it would have seen.
+Every plain text begins with an end-of-text token. In a conversation only the assistant's tokens count: users' tokens
+are never drafted. A step's windows depend on seed and step only, so that a resumed run sees the same data.
 """
 
 from __future__ import annotations
@@ -27,36 +26,36 @@ from outrider.drafter_service.training.shards import SUFFIX, Conversation, read_
 from outrider.verifier_service.chat_template import ArgumentsError, ChatWriter
 
 HELD_OUT_SHARE = 0.02
-TEXT_PROMPT_TOKENS = 32  # of plain text that is to be continued
+TEXT_PROMPT_TOKENS = 32  # prompt length of plain text
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Stretches of a stream, as many tokens each."""
+    """Parts of a stream, of equal length."""
 
     token_ids: Tensor  # int64 [rows, window]
-    counted: Tensor  # bool [rows, window]; False: a token that no drafter would be asked for
-    starts: Tensor | None = None  # int64 [rows]; where they begin, of streams whose windows come again
+    counted: Tensor  # bool [rows, window]; False: a token that is never drafted
+    starts: Tensor | None = None  # int64 [rows]; begin of each, if windows are repeated
 
     def split(self, rows: int) -> Iterator[Windows]:
-        """Yield them in batches of so many rows."""
+        """Yield batches of `rows` windows."""
         for token_ids, counted in zip(self.token_ids.split(rows), self.counted.split(rows), strict=True):
             yield Windows(token_ids, counted)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStream:
-    """Documents one after another."""
+    """Concatenated documents."""
 
     token_ids: Tensor  # int32 [num_tokens]
     counted: Tensor | None = None  # bool [num_tokens]; None: all tokens count
-    starts: Tensor | None = None  # int64, ascending: where conversations begin, the first at 0; None: there are none
+    starts: Tensor | None = None  # int64, ascending: begins of conversations, the first is 0; None: there are none
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def __getitem__(self, part: slice) -> TokenStream:
-        """Return a part of it, which of conversations begins with one."""
+        """Return a part; of conversations, it begins with one."""
         begin, end, _ = part.indices(len(self))
         starts = self.starts
         return TokenStream(
@@ -66,10 +65,10 @@ class TokenStream:
         )
 
     def batch(self, step: int, *, rows: int, window: int, seed: int) -> Windows:
-        """Draw the windows of one step, a function of seed and step alone.
+        """Draw the windows of one step, as a function of seed and step.
 
-        Those of conversations begin with one, as a served prompt does, or whole windows behind its start, so that
-        there are not many of them and they come again.
+        A conversation's windows begin a multiple of the window length after its start, as served prompts begin at it.
+        So there are few distinct windows, and they are repeated.
         """
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         drawn = torch.randint(len(self) - window + 1, (rows,), generator=generator)
@@ -79,7 +78,7 @@ class TokenStream:
         return self._cut(drawn, window)
 
     def windows(self, window: int, *, limit: int) -> Windows:
-        """Return at most `limit` windows spread evenly over the stream, none overlapping."""
+        """Return at most `limit` windows without overlap, spread evenly over the stream."""
         starts = torch.arange(0, len(self) - window + 1, window)
         if self.starts is not None:
             starts = _spaced(self.starts, window, len(self))
@@ -95,12 +94,12 @@ class TokenStream:
         return torch.bincount(self.token_ids.long(), minlength=vocab_size)
 
     def digest(self) -> str:
-        """Return a fingerprint, so that a resumed run can tell that it learns from the same text."""
+        """Return a fingerprint, by which a resumed run checks its text."""
         return hashlib.sha256(self.token_ids.numpy().tobytes()).hexdigest()[:16]
 
 
 def _spaced(starts: Tensor, window: int, num_tokens: int) -> Tensor:
-    """Return those of ascending starts whose windows lie within the stream and do not overlap."""
+    """Return the starts, of ascending ones, whose windows are within the stream and do not overlap."""
     chosen: list[int] = []
     for start in starts.tolist():
         if start + window <= num_tokens and (not chosen or start - chosen[-1] >= window):
@@ -113,28 +112,28 @@ class Document:
     """A text or a conversation, as token ids."""
 
     token_ids: Sequence[int]
-    counted: Sequence[bool] | None = None  # whether a token is the assistant's; None: plain text, of which all count
+    counted: Sequence[bool] | None = None  # whether a token is the assistant's; None: plain text, all count
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """What of a conversation stands before its first answer."""
+        """The tokens of a conversation before its first answer."""
         assert self.counted is not None
         return tuple(self.token_ids[: self.counted.index(True)])
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """What is learnt from, and what the figures are taken from."""
+    """Training text and held-out text."""
 
     training: TokenStream
     held_out: TokenStream
-    prompts: tuple[tuple[int, ...], ...] = ()  # of what is held out, as a client would send them
+    prompts: tuple[tuple[int, ...], ...] = ()  # held-out prompts, as a client sends them
 
 
 def load_corpus(
     tokenizer: PreTrainedTokenizerBase, text: Sequence[Path], held_out: Sequence[Path], *, window: int, seed: int = 0
 ) -> Corpus:
-    """Read and tokenise the text; without `held_out`, its last documents in shuffled order are kept back.
+    """Read and tokenise the text; without `held_out`, the last documents in shuffled order are held out.
 
     Raises:
         ValueError: there is too little text for a single window, or a file cannot be read.
@@ -161,9 +160,9 @@ def _shuffled(documents: Iterable[Document], seed: int) -> list[Document]:
 def _split(
     stream: TokenStream, documents: Sequence[Document], window: int
 ) -> tuple[TokenStream, TokenStream, Sequence[Document]]:
-    """Keep the stream's end back; return both parts, and the documents that lie in the second as a whole."""
+    """Hold out the stream's end; return both parts, and the documents that are entirely in the second."""
     cut = len(stream) - max(window, int(len(stream) * HELD_OUT_SHARE))
-    if stream.starts is not None:  # a conversation is kept back from its first token on
+    if stream.starts is not None:  # the held-out part begins with a conversation
         cut = int(stream.starts[max(0, int(torch.searchsorted(stream.starts, cut, right=True)) - 1)])
     ends = itertools.accumulate(len(document.token_ids) for document in documents)
     kept_back = [each for each, end in zip(documents, ends, strict=True) if end - len(each.token_ids) >= cut]
@@ -171,7 +170,7 @@ def _split(
 
 
 def _prompts(stream: TokenStream, documents: Sequence[Document], window: int) -> tuple[tuple[int, ...], ...]:
-    """Return the prompts of conversations; where there are none, how the text's windows begin."""
+    """Return the prompts of conversations; without conversations, the beginnings of windows."""
     conversations = [document for document in documents if document.counted is not None and any(document.counted)]
     if conversations:
         return tuple(document.prompt_ids for document in conversations)
@@ -182,11 +181,11 @@ def _prompts(stream: TokenStream, documents: Sequence[Document], window: int) ->
 
 
 def read_documents(paths: Iterable[Path], tokenizer: PreTrainedTokenizerBase) -> Iterator[Document]:
-    """Yield every document below some files and folders, in path order.
+    """Yield every document in files and folders, in path order.
 
-    A file of UTF-8 text is one document. A line of a .jsonl file is one: an object with `text`, or with `messages`,
-    to which the tokenizer's chat template is applied. A shard of `outrider generate-corpus` holds many. Of folders,
-    files that are not text are passed over.
+    A file of UTF-8 text is one document. Each line of a .jsonl file is one: an object with `text`, or with `messages`
+    for the tokenizer's chat template. A shard of `outrider generate-corpus` has many. In folders, files that are not
+    text are skipped.
     """
     chats = ChatWriter(tokenizer)
     for path in paths:
@@ -246,9 +245,10 @@ def _document_of_line(line: str, tokenizer: PreTrainedTokenizerBase, chats: Chat
 
 
 def _conversation(messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chats: ChatWriter) -> Document:
-    """Write messages through the chat template and mark what the assistant says.
+    """Render messages by the chat template and mark the assistant's tokens.
 
-    What a message adds is what the template writes with it and not without it, with an answer's opening before it.
+    A message's tokens are the difference of two renderings, with and without it; the answer's opening is not among
+    them.
     """
 
     def written(count: int, *, opens_answer: bool = False) -> str:
@@ -267,7 +267,7 @@ def _conversation(messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, c
 
 
 def encode(documents: Sequence[Document]) -> TokenStream:
-    """Return one stream of the documents, one after another."""
+    """Concatenate documents to a stream."""
     token_ids: list[int] = []
     counted: list[bool] = []
     starts: list[int] = []

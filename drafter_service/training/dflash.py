@@ -1,7 +1,7 @@
-"""Distil a DFlash block drafter (arXiv 2602.06036) under the target's own embeddings.
+"""Distil a DFlash block drafter (arXiv 2602.06036) with the target's embeddings.
 
-Every root of a window has a block: the last committed token, then a mask for each guess. Its keys are the target's
-states up to the root, made into keys once for all roots, and the block itself, seen both ways.
+Every root of a window has a block: the last committed token, then a mask per guess. It attends to the keys of the
+target's states up to the root, which are computed once for all roots, and bidirectionally to itself.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from outrider.drafter_service.training.teacher import Lesson, Teacher, default_t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashShape:
-    """What can be chosen of a new drafter; its layers have the target's dimensions."""
+    """The options of a new drafter's shape; its layers have the target's dimensions."""
 
     num_layers: int = 2
-    taps: tuple[int, ...] = ()  # layers of the target whose input is read; (): default_taps
+    taps: tuple[int, ...] = ()  # target layers whose input is read; (): default_taps
 
     def config_for(self, teacher: Teacher, *, mask_token_id: int, num_guesses: int) -> DFlashConfig:
         """Return the configuration of a drafter for a target."""
@@ -66,7 +66,7 @@ class DFlashPupil:
     def create(
         cls, teacher: Teacher, stream: TokenStream, *, shape: DFlashShape, num_guesses: int, seed: int
     ) -> DFlashPupil:
-        """Begin a new drafter; its mask is the token that the stream has least often."""
+        """Create a new drafter; its mask is the stream's rarest token."""
         mask_token_id = int(stream.counts(teacher.vocab_size).argmin())
         torch.manual_seed(seed)
         head = DFlashHead(shape.config_for(teacher, mask_token_id=mask_token_id, num_guesses=num_guesses))
@@ -85,7 +85,7 @@ class DFlashPupil:
         return self._guess(lesson, range(num_roots(lesson, self.num_positions)))
 
     def _guess(self, lesson: Lesson, span: range) -> list[Tensor]:
-        """Fill the masks of the blocks of a run of roots: [rows, num_roots, vocab_size] per position."""
+        """Predict the masks of consecutive roots' blocks: [rows, num_roots, vocab_size] per position."""
         config, num_rows, device = self.module.config, len(lesson.token_ids), lesson.token_ids.device
         blocks = lesson.token_ids.new_full((num_rows, len(span), config.block_size), config.mask_token_id)
         blocks[..., 0] = lesson.token_ids[:, 1 + span.start : 1 + span.stop]
@@ -107,7 +107,7 @@ class DFlashPupil:
 
 @dataclass(frozen=True, slots=True)
 class BlockAttention:
-    """Attention of the last roots' blocks: each to the context up to its root, and both ways to itself."""
+    """Attention of the last roots' blocks: to the context up to the root, and bidirectionally to the block."""
 
     key: Tensor  # [rows, num_tokens, num_kv_heads, head_dim] of the context, up to the last root
     value: Tensor
@@ -130,7 +130,7 @@ class BlockAttention:
 
 
 def write_dflash(head: DFlashHead, folder: Path) -> None:
-    """Write a checkpoint in the layout of the `speculators` library; what was borrowed is left out."""
+    """Write a checkpoint in the layout of the `speculators` library, without the target's tensors."""
     config = head.config
     described = {
         "architectures": ["DFlashDraftModel"],

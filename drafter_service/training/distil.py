@@ -1,7 +1,6 @@
-"""One training run from options to a drafter's folder: load the target and the text, train, save, judge.
+"""One training run: load the target and the text, train, save and evaluate the drafter.
 
-The output folder holds the drafter in its public format and the figures; the checkpoint to resume from lies beside
-it, in `<output>.training/`.
+The output folder has the drafter in its public format and the figures; the checkpoint is in `<output>.training/`.
 """
 
 from __future__ import annotations
@@ -42,37 +41,37 @@ Method = Literal["draft-model", "medusa", "mlp-speculator", "eagle", "eagle3", "
 METHODS: tuple[Method, ...] = get_args(Method)
 FIGURES_NAME = "acceptance.json"
 CHECKPOINT_NAME = "checkpoint.pt"
-TRIAL_NAME = "trial"  # what was judged last, beside the checkpoint
-EVAL_NEW_TOKENS = 64  # of each held-out prompt
-PATIENCE = 2  # times in a row that the served figure may fall before training ends
-FINE_TUNING = 0.1  # rates for a model that there is already, beside those of a new one
-VECTOR_LR_WIDTH = 256  # the hidden size that the embedded pair's rate for embeddings was found at
+TRIAL_NAME = "trial"  # the last evaluated drafter, beside the checkpoint
+EVAL_NEW_TOKENS = 64  # per held-out prompt
+PATIENCE = 2  # training ends after so many falls of the served figure in a row
+FINE_TUNING = 0.1  # factor on the learning rates of an existing model
+VECTOR_LR_WIDTH = 256  # hidden size at which the embedded pair's rate for embeddings was tuned
 
 OnStep = Callable[[StepReport], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistilOptions:
-    """What to train, from what, for how long, and where it goes."""
+    """The options of a training run."""
 
     method: Method
     target: Path
     text: tuple[Path, ...]
     output: Path
     budget: Budget
-    held_out: tuple[Path, ...] = ()  # (): the last of the text
+    held_out: tuple[Path, ...] = ()  # (): the last part of the text
     device: str = "auto"
     resume: bool = False
-    rows: int = 16  # windows of one step
+    rows: int = 16  # windows per step
     window: int = 256
     seed: int = 0
-    num_positions: int = 4  # heads of Medusa's, steps of other heads; of all: draft positions in the figures
+    num_positions: int = 4  # Medusa heads, or steps of other heads; draft positions in the figures
     eval_windows: int = 64
-    eval_prompts: int = 16  # of what is held out, played as served; 0: none, what training ends with is kept
+    eval_prompts: int = 16  # held-out prompts to evaluate as served; 0: none, and the last drafter is kept
     judge_every_s: float = 600.0
-    matrix_lr: float = 0.04  # of Muon; heads that begin near the target bear twice what a new model does
+    matrix_lr: float = 0.04  # of Muon; twice a new model's, since heads start near the target
     checkpoint_every_s: float = 60.0
-    init_from: Path | None = None  # a draft model or an EAGLE-3 head to go on with
+    init_from: Path | None = None  # a draft model or EAGLE-3 head to fine-tune
     rate_scale: float | None = None  # of all learning rates; None: 1 for a new drafter, FINE_TUNING with init_from
     draft: DraftShape = field(default_factory=DraftShape)
     medusa: MedusaShape = field(default_factory=MedusaShape)
@@ -100,21 +99,21 @@ class DistilOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distilled:
-    """What a run ended with."""
+    """The result of a run."""
 
     num_steps: int
     num_tokens: int
     elapsed_s: float
-    served: Rounds | None  # of the held-out prompts, greedy; None: there are none
+    served: Rounds | None  # on held-out prompts, greedy; None: there are none
     acceptance: AcceptanceFigures
 
 
 def distil(options: DistilOptions, on_step: OnStep) -> Distilled:
-    """Train as the options say, or go on with what was begun, and write the drafter and its figures.
+    """Train, or resume training, and write the drafter and its figures.
 
     Raises:
         ValueError: an option, the text or the target does not fit; the text names which.
-        OSError: there is no such target.
+        OSError: the target is not found.
     """
     if not (options.target / "config.json").exists():
         raise ValueError(f"target: {options.target} holds no model")
@@ -127,7 +126,7 @@ def distil(options: DistilOptions, on_step: OnStep) -> Distilled:
 def distil_from(
     options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, on_step: OnStep
 ) -> Distilled:
-    """Do the same with a target and text that are loaded already."""
+    """Do the same with a loaded target and text."""
     pupil = make_pupil(options, teacher, tokenizer, corpus)
     trainer = Trainer(
         pupil=pupil,
@@ -140,7 +139,7 @@ def distil_from(
     judge = ServedJudge(options, pupil, teacher, corpus)
     for report in trainer.train(resume=options.resume):
         on_step(replace(report, served=judge.last))
-        if judge.is_worse(report):
+        if judge.judge_if_due(report):
             break
     windows = corpus.held_out.windows(options.window, limit=options.eval_windows)
     distilled = Distilled(
@@ -152,14 +151,14 @@ def distil_from(
     )
     (options.output / FIGURES_NAME).write_text(json.dumps(to_json(options, distilled), indent=2) + "\n")
     for file in options.output.iterdir():
-        file.chmod(0o644)  # safetensors keeps its files from others
+        file.chmod(0o644)  # safetensors makes its files private
     return distilled
 
 
 class ServedJudge:
-    """Plays what was trained so far over the held-out prompts, now and then, and keeps the best in the output folder.
+    """Evaluate the drafter on held-out prompts from time to time, and keep the best in the output folder.
 
-    Windows of text flatter a drafter: the target's own text, from a prompt on, is what it will meet.
+    Windows of text overestimate a drafter: served, it drafts the target's own text.
     """
 
     def __init__(self, options: DistilOptions, pupil: Pupil, teacher: Teacher, corpus: Corpus) -> None:
@@ -168,15 +167,15 @@ class ServedJudge:
         self._continuations: tuple[Continuation, ...] = ()
         self._best: Rounds | None = None
         self._num_worse = 0
-        self._judged_at_s: float | None = None  # None: no step was seen yet
-        self._is_judged = False  # whether what the pupil has learnt is in the figures
+        self._judged_at_s: float | None = None  # None: before the first step
+        self._is_judged = False  # the figures are of the present weights
         self.last: float | None = None
 
-    def is_worse(self, report: StepReport) -> bool:
-        """Judge when it is time to; tell whether the figure has fallen for `PATIENCE` times, so that training ends."""
+    def judge_if_due(self, report: StepReport) -> bool:
+        """Evaluate if it is time; return whether the figure has fallen `PATIENCE` times in a row."""
         self._is_judged = False
         if self._judged_at_s is None:
-            self._judged_at_s = report.elapsed_s  # of a run that goes on: from here
+            self._judged_at_s = report.elapsed_s  # of a resumed run: from here
         if report.elapsed_s - self._judged_at_s < self._options.judge_every_s:
             return False
         self._judged_at_s = report.elapsed_s
@@ -184,7 +183,7 @@ class ServedJudge:
         return self._num_worse >= PATIENCE
 
     def finish(self) -> Rounds | None:
-        """Judge what training ended with; return the best figure, of what lies in the output folder now."""
+        """Evaluate the last weights; return the best figure, which is the output folder's."""
         if not self._is_judged:
             self._judge()
         return self._best
@@ -211,7 +210,7 @@ class ServedJudge:
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device that is named; auto: CUDA where there is a GPU. Raises `ValueError` for a missing one."""
+    """Return a device by name; auto: CUDA if there is a GPU. Raises `ValueError` for a missing one."""
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise ValueError("device: cuda was asked for, and there is no CUDA device")
@@ -219,7 +218,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def make_pupil(options: DistilOptions, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> Pupil:
-    """Begin the drafter that the options name."""
+    """Create the drafter of the options."""
     num_positions, seed = options.num_positions, options.seed
     match options.method:
         case "draft-model":
@@ -258,8 +257,8 @@ def _draft_model(options: DistilOptions, teacher: Teacher, tokenizer: PreTrained
 def recipe_for(options: DistilOptions, teacher: Teacher) -> Recipe:
     """Return the embedded pair's recipe with these windows.
 
-    Wide models get a smaller rate for their embeddings, and models that are gone on with smaller rates altogether. The
-    rates fall from the first step on: at full rates an EAGLE-3 head stood still for hundreds of steps.
+    Wide models have a smaller rate for embeddings, and fine-tuned models smaller rates for all. Rates fall from the
+    first step on: at full rates an EAGLE-3 head did not improve for hundreds of steps.
     """
     scale = options.rate_scale or (1.0 if options.init_from is None else FINE_TUNING)
     recipe = Recipe(
@@ -274,7 +273,7 @@ def recipe_for(options: DistilOptions, teacher: Teacher) -> Recipe:
 
 
 def to_json(options: DistilOptions, distilled: Distilled) -> dict[str, object]:
-    """Return the figures with what they were measured on."""
+    """Return the figures and the options behind them."""
     return {
         "method": options.method,
         "num_steps": distilled.num_steps,
@@ -287,7 +286,7 @@ def to_json(options: DistilOptions, distilled: Distilled) -> dict[str, object]:
 
 
 def _settings(options: DistilOptions, corpus: Corpus) -> dict[str, str]:
-    """Return what a resumed run must have in common with the one it goes on with; its budget may grow."""
+    """Return the settings that a resumed run must not change; the budget may grow."""
     shapes = {
         "draft-model": options.draft,
         "parallel-draft": options.draft,

@@ -51,7 +51,7 @@ class DraftShape:
 
 
 class DraftModelPupil:
-    """A whole model as drafter: it needs nothing of the target but tokens."""
+    """A whole model as drafter: it reads only the target's tokens."""
 
     vocab_ids: Tensor | None = None
 
@@ -69,7 +69,7 @@ class DraftModelPupil:
     def create(
         cls, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, *, shape: DraftShape, num_positions: int, seed: int
     ) -> DraftModelPupil:
-        """Begin a new model with random weights."""
+        """Create a model with random weights."""
         torch.manual_seed(seed)
         model: Any = LlamaForCausalLM(shape.config_for(teacher))
         return cls(model.to(teacher.device), teacher, tokenizer, num_positions=num_positions)
@@ -78,7 +78,7 @@ class DraftModelPupil:
     def load(
         cls, folder: Path, teacher: Teacher, tokenizer: PreTrainedTokenizerBase, *, num_positions: int
     ) -> DraftModelPupil:
-        """Begin with a model that there is already."""
+        """Load an existing model."""
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return cls(model.to(teacher.device), teacher, tokenizer, num_positions=num_positions)
 
@@ -86,7 +86,7 @@ class DraftModelPupil:
         return TargetLaw.of(lesson, None).divergence(self._logits(lesson), 0)
 
     def position_logits(self, lesson: Lesson) -> list[Tensor]:
-        """Return the same rows at each position, one token further: given the text, a model knows no positions."""
+        """Return the model's rows, shifted by a token per position: given the text, positions do not differ."""
         logits = self._logits(lesson)  # [rows, window, vocab_size]
         count = num_roots(lesson, self.num_positions)
         return [logits[:, 1 + position : 1 + position + count] for position in range(self.num_positions)]

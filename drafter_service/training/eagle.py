@@ -1,7 +1,7 @@
-"""Distil an EAGLE-1 head (Li et al. 2024, arXiv 2401.15077) under the target's own embeddings.
+"""Distil an EAGLE-1 head (Li et al. 2024, arXiv 2401.15077) with the target's embeddings.
 
-The authors regress the target's next state; here the head is unrolled on its own states and learns the target's laws
-alone, which EAGLE-3's authors found to be what longer drafts need.
+The authors regress the target's next state. Here the head is unrolled on its own states and learns only the target's
+law, which longer drafts need (EAGLE-3).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.drafter_service.training.unrolled import UnrolledPupil
 
 
 def eagle_pupil(teacher: Teacher, *, num_positions: int, seed: int) -> UnrolledPupil:
-    """Begin a new head that repeats the target: its state passes through `fc` and a layer that adds nothing yet."""
+    """Create a head that first repeats the target: `fc` passes the state through, and the layer adds nothing."""
     torch.manual_seed(seed)
     head = EagleHead(layer_like(teacher)).to(teacher.device)
     share_tables(head, teacher)

@@ -24,10 +24,10 @@ from outrider.verifier_service.model.weights import StateDictSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Shape:
-    """What can be chosen of a new head; its layer has the target's dimensions."""
+    """The options of a new head's shape; its layer has the target's dimensions."""
 
     draft_vocab_size: int = 32_000  # the most frequent tokens; at most the target's vocabulary
-    taps: tuple[int, ...] = ()  # layers of the target whose input is read; (): default_taps
+    taps: tuple[int, ...] = ()  # target layers whose input is read; (): default_taps
 
     def config_for(self, teacher: Teacher) -> Eagle3Config:
         """Return the configuration of a head for a target."""
@@ -42,7 +42,7 @@ class Eagle3Shape:
 def eagle3_pupil(
     teacher: Teacher, stream: TokenStream, *, shape: Eagle3Shape, num_positions: int, seed: int
 ) -> UnrolledPupil:
-    """Begin a new head over the stream's most frequent tokens, as near to the target as its weights can be."""
+    """Create a head over the stream's most frequent tokens, with the target's weights where they fit."""
     config = shape.config_for(teacher)
     torch.manual_seed(seed)
     ids = frequent_ids(stream, teacher.vocab_size, config.draft_vocab_size)
@@ -53,19 +53,19 @@ def eagle3_pupil(
 
 
 def eagle3_pupil_from(folder: Path, teacher: Teacher, *, num_positions: int) -> UnrolledPupil:
-    """Go on with a head that there is already. Raises `ValueError` naming what does not fit the target."""
+    """Load an existing head. Raises `ValueError` naming a field that does not fit the target."""
     lender = StateDictSource(dict(teacher.model.state_dict()))
     head = Eagle3Head.from_folder(folder, target=lender, num_target_layers=teacher.num_layers, device=teacher.device)
-    share_embedding(head.train().requires_grad_(True), teacher)  # one that is served learns nothing
+    share_embedding(head.train().requires_grad_(True), teacher)  # a loaded head has no gradients
     return UnrolledPupil(head, teacher, num_positions=num_positions, write=Eagle3Head.save)
 
 
 @torch.no_grad()
 def start_from_target(head: Eagle3Head, teacher: Teacher) -> None:
-    """Give a new head the target's weights where they fit.
+    """Copy the target's weights to a new head where they fit.
 
-    The last tapped state passes through `fc` and then, as in the target, through its last layer, final norm and output
-    embedding. Attention reads the state as the last layer does and the embedding as the first one does.
+    `fc` passes the last tapped state through; layer, final norm and output embedding are the target's last. Attention
+    reads the state with the last layer's weights, and the embedding with the first layer's.
     """
     pass_last_part_through(head.fc)
     head.lm_head.weight.copy_(teacher.head if head.target_ids is None else teacher.head[head.target_ids])

@@ -1,7 +1,6 @@
-"""How a new head begins: in the target's dimensions, with its tables, and with its weights where they fit.
+"""Initialise a new head from the target: dimensions, embeddings, and weights where they fit.
 
-A head that starts near the target saves most of the first steps. Targets whose layers have other names or shapes lend
-what they have.
+A head that starts near the target saves most of the first steps. Weights with other names or shapes are left random.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from outrider.drafter_service.training.teacher import Teacher
 
 
 def layer_like(teacher: Teacher) -> LlamaConfig:
-    """Describe a single decoder layer of a target's dimensions; raises `ValueError` for a target that has no such."""
+    """Describe a decoder layer with the target's dimensions; raises `ValueError` if they are not one's."""
     target = teacher.model.config.get_text_config()
     if teacher.embedding.shape[1] != teacher.hidden_size:
         raise ValueError(f"target: its embedding is {teacher.embedding.shape[1]} wide, not {teacher.hidden_size}")
@@ -38,7 +37,7 @@ def layer_like(teacher: Teacher) -> LlamaConfig:
 
 
 def _rope_of(target: object) -> dict[str, object]:
-    """Return the target's rotary positions where they are one set for all layers, else the plain ones."""
+    """Return the target's rotary parameters if all layers share them, else the default ones."""
     rope = getattr(target, "rope_parameters", None)
     if isinstance(rope, dict) and "rope_type" in rope and rope.get("partial_rotary_factor", 1.0) == 1.0:
         return dict(rope)
@@ -46,14 +45,14 @@ def _rope_of(target: object) -> dict[str, object]:
 
 
 def share_embedding(head: DraftHead, teacher: Teacher) -> None:
-    """Give a head the target's embedding, frozen; it is saved with the head where a loader would not find it."""
+    """Set the target's embedding, frozen; it is saved with the head only if a loader would not find it."""
     head.borrow_embedding(teacher.embedding.float())
     if not teacher.has_parameter(SHARED["embed_tokens.weight"]):
         head.borrowed = frozenset()
 
 
 def share_tables(head: DraftHead, teacher: Teacher) -> None:
-    """Do the same with the output embedding, too."""
+    """Set both of the target's embeddings, frozen."""
     share_embedding(head, teacher)
     head.lm_head.weight = nn.Parameter(teacher.head.float().detach(), requires_grad=False)
     if teacher.has_parameter(SHARED["lm_head.weight"]):
@@ -61,34 +60,34 @@ def share_tables(head: DraftHead, teacher: Teacher) -> None:
 
 
 def lent_tensor(teacher: Teacher, name: str) -> Tensor | None:
-    """Return a tensor of the target by its name below `model.`, where it has one of this name."""
+    """Return a target's tensor by its name below `model.`, if it exists."""
     found = (tensor for full, tensor in teacher.model.named_parameters() if full.removeprefix("model.") == name)
     return next(found, None)
 
 
 @torch.no_grad()
 def lend_layer(layer: nn.Module, teacher: Teacher, index: int) -> None:
-    """Copy whatever fits of one of the target's decoder layers."""
+    """Copy the fitting weights of one of the target's decoder layers."""
     for name, parameter in layer.named_parameters():
         copy_if_it_fits(parameter, lent_tensor(teacher, f"layers.{index}.{name}"))
 
 
 @torch.no_grad()
 def copy_if_it_fits(into: Tensor, tensor: Tensor | None) -> None:
-    """Overwrite a tensor by one of the same shape."""
+    """Copy a tensor if it has the same shape."""
     if tensor is not None and tensor.shape == into.shape:
         into.copy_(tensor)
 
 
 @torch.no_grad()
 def pass_last_part_through(projection: nn.Linear) -> None:
-    """Let a projection of several parts side by side begin as the last of them."""
+    """Initialise a projection of concatenated parts to return the last part."""
     projection.weight.zero_()
     projection.weight[:, -projection.out_features :].fill_diagonal_(1.0)
 
 
 @torch.no_grad()
 def add_nothing(layer: nn.Module) -> None:
-    """Let a decoder layer begin as one that passes its input through."""
+    """Initialise a decoder layer to return its input."""
     for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
         layer.get_parameter(name).zero_()

@@ -1,7 +1,7 @@
-"""Distil Medusa heads (Cai et al. 2024, arXiv 2401.10774): head k learns the target's law two tokens on, and k more.
+"""Distil Medusa heads (Cai et al. 2024, arXiv 2401.10774): head k learns the target's law k + 2 tokens ahead.
 
-The published recipe with frozen target (Medusa-1), its cross-entropy to the text's next tokens replaced by that to the
-target's law there: each row then teaches the whole distribution that rejection sampling compares.
+The published recipe with a frozen target (Medusa-1), but with cross-entropy to the target's law instead of the text's
+tokens: each row teaches the whole distribution that rejection sampling compares.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from outrider.verifier_service.messages.draft import FINAL_TAP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaShape:
-    """What can be chosen of new heads."""
+    """The options of new heads."""
 
     num_layers: int = 1
     draft_vocab_size: int = 0  # the most frequent tokens; 0: the target's whole vocabulary
 
 
 class MedusaPupil:
-    """Heads that all read the target's last state; each has an output embedding of its own."""
+    """Heads over the target's last state, each with its own output embedding."""
 
     def __init__(self, heads: MedusaHeads, teacher: Teacher) -> None:
         self.module = heads
@@ -40,7 +40,7 @@ class MedusaPupil:
     def create(
         cls, teacher: Teacher, stream: TokenStream, *, shape: MedusaShape, num_heads: int, seed: int
     ) -> MedusaPupil:
-        """Begin new heads: output embeddings are the target's, blocks pass the state through."""
+        """Create heads: output embeddings start as the target's, blocks pass the state through."""
         torch.manual_seed(seed)
         is_reduced = 0 < shape.draft_vocab_size < teacher.vocab_size
         token_map = frequent_ids(stream, teacher.vocab_size, shape.draft_vocab_size) if is_reduced else None

@@ -1,7 +1,7 @@
 """Distil an MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124), all of its steps together.
 
-Each step reads the text's token before its own, as a served one reads the token just drafted. The published recipe
-learns from the text first and from the target's own text then; here every step learns the target's law.
+Each step reads the text's previous token; served, it reads the drafted one. The published recipe learns from text, then
+from the target's own text; here every step learns the target's law.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from outrider.verifier_service.messages.draft import FINAL_TAP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpShape:
-    """What can be chosen of a new speculator."""
+    """The options of a new speculator."""
 
-    inner_dim: int = 0  # width of its recurrence; 0: the target's
+    inner_dim: int = 0  # width of the recurrence; 0: the target's
 
 
 class MlpPupil:
-    """A speculator with one step for each draft position, its embeddings shared by all of them."""
+    """A speculator with a step per draft position; all steps share the embeddings."""
 
     vocab_ids: Tensor | None = None
 
@@ -38,7 +38,7 @@ class MlpPupil:
 
     @classmethod
     def create(cls, teacher: Teacher, *, shape: MlpShape, num_steps: int, seed: int) -> MlpPupil:
-        """Begin a new one of random weights; its steps share their tables, which are its largest part."""
+        """Create a speculator with random weights; steps share the embeddings, its largest part."""
         torch.manual_seed(seed)
         speculator = MlpSpeculator(
             emb_dim=teacher.hidden_size,

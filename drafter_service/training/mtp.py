@@ -1,6 +1,6 @@
 """Distil an MTP layer (DeepSeek-V3, arXiv 2412.19437) for a target that was trained without one.
 
-It is written apart from the target's checkpoint, in the layout of the `speculators` library.
+It is written to a separate checkpoint, in the layout of the `speculators` library.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PREFIX = "mtp_layers.0."
 
 
 def mtp_pupil(teacher: Teacher, *, num_positions: int, seed: int) -> UnrolledPupil:
-    """Begin a new layer: the target's normed state passes into copies of its last layer and its final norm."""
+    """Create a layer: copies of the target's last layer and final norm read the target's normed state."""
     torch.manual_seed(seed)
     head = MtpHead(layer_like(teacher)).to(teacher.device)
     share_tables(head, teacher)
@@ -39,7 +39,7 @@ def mtp_pupil(teacher: Teacher, *, num_positions: int, seed: int) -> UnrolledPup
 
 
 def write_mtp(head: MtpHead, folder: Path) -> None:
-    """Write a checkpoint; what was borrowed from the target is left out."""
+    """Write a checkpoint, without the target's tensors."""
     layer = {**head.description.to_diff_dict(), "model_type": head.description.model_type}
     config = {"speculators_model_type": "mtp", "transformer_layer_config": layer}
     write_head(folder, config, {PREFIX + _stored_name(name): tensor for name, tensor in unborrowed(head).items()})

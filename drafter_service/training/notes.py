@@ -1,7 +1,6 @@
-"""What the target made of windows that come again, so that it reads each of them once.
+"""A cache of the target's states for repeated windows: the target runs over each window once.
 
-A conversation's windows are few, and training sees them several times; half of a step's time is the target's. Its
-notes are the states that a lesson is made of.
+Conversations have few windows, which training sees several times; half of a step's time is the target's.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from outrider.drafter_service.training.corpus_windows import Windows
 from outrider.drafter_service.training.teacher import Lesson, Teacher, asked_for
 from outrider.verifier_service.messages.draft import FINAL_TAP
 
-LIMIT_BYTES = 4 << 30  # some 3,500 windows of 256 tokens, with three taps of a target that is 576 wide
-CUDA_SHARE = 0.5  # of what a GPU has free when training begins: steps need the rest
-NOTED_DTYPE = torch.bfloat16  # reaches as far as float32: single values of a state are in the ten thousands
-TOLERANCE = 0.02  # of the largest logit: more than rounding, less than a cap or a scale
+LIMIT_BYTES = 4 << 30  # some 3,500 windows of 256 tokens, with three taps of a target of width 576
+CUDA_SHARE = 0.5  # of a GPU's free memory when training begins: steps need the rest
+NOTED_DTYPE = torch.bfloat16  # has float32's range: some values of a state are in the ten thousands
+TOLERANCE = 0.02  # of the largest logit: above rounding, below the effect of a logit cap or scale
 
 
 class Notes:
-    """The lessons of a teacher, out of notes where there are any."""
+    """A teacher's lessons, from the cache if possible."""
 
     def __init__(self, teacher: Teacher, *, limit_bytes: int | None = None) -> None:
-        """Note so many bytes on the teacher's device; None: as many as that has to spare."""
+        """Cache up to `limit_bytes` on the teacher's device; None: what it can spare."""
         self._teacher = teacher
         self._writer = teacher.tapping((*teacher.taps, FINAL_TAP))
-        self._is_plain: bool | None = None  # whether the states are enough; None: not known yet
+        self._is_plain: bool | None = None  # whether logits follow from the last states; None: unknown
         self._noted: dict[int, tuple[Tensor, Tensor]] = {}  # by start: [window, width], [window]
         self._num_left = _spare_bytes(teacher.device) if limit_bytes is None else limit_bytes
 
     def lesson(self, windows: Windows) -> Lesson:
-        """Return the teacher's lesson over some windows."""
+        """Return the teacher's lesson of some windows."""
         if windows.starts is None or not self._is_of_use(windows):
             return self._teacher.lesson(windows.token_ids, windows.counted)
         noted = self._rows(windows.starts.tolist(), windows.token_ids)
@@ -50,16 +49,16 @@ class Notes:
         )
 
     def _rows(self, starts: Sequence[int], token_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return of each window its states, the last ones at the end, and the likeliest tokens.
+        """Return each window's states, the last layer's at the end, and its likeliest tokens.
 
-        All that are not noted are read in one forward: one by one they would leave a GPU idle.
+        All windows that are not cached run in one forward, which keeps a GPU busy.
         """
         missing = [row for row, start in enumerate(starts) if start not in self._noted]
         rows = {row: self._noted[start] for row, start in enumerate(starts) if start in self._noted}
         if missing:
             lesson = self._writer.lesson(token_ids[missing])
-            states = lesson.states.to(NOTED_DTYPE)  # rounded the first time, too
-            # copies: a part would keep all of the forward's memory
+            states = lesson.states.to(NOTED_DTYPE)  # rounded also at the first use
+            # copies: a view would keep the whole forward's memory
             read = [(states[place].clone(), lesson.likeliest[place].clone()) for place in range(len(missing))]
             rows |= dict(zip(missing, read, strict=True))
         for row in missing:
@@ -72,7 +71,7 @@ class Notes:
             self._num_left -= row[0].nbytes
 
     def _is_of_use(self, windows: Windows) -> bool:
-        """Tell whether the target's logits are its last states through its output embedding and nothing more."""
+        """Return whether the target's logits are exactly its output embedding of the last states."""
         if self._is_plain is None:
             with torch.autocast(self._teacher.device.type, enabled=False):
                 lesson = self._writer.lesson(windows.token_ids[:1])

@@ -1,4 +1,4 @@
-"""In which precision training multiplies: bfloat16 where a device has instructions for it."""
+"""The precision of training: bfloat16 products if the device has instructions for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.verifier_service.model.settled import multiplies_bfloat16
 
 
 def is_fast_in_half_precision(device: torch.device) -> bool:
-    """Tell whether a device has instructions for products in bfloat16; without, a CPU is a hundred times slower."""
+    """Return whether a device has bfloat16 instructions; without them, a CPU is a hundred times slower."""
     return device.type != "cpu" or multiplies_bfloat16()
 
 
@@ -20,10 +20,10 @@ def is_fast_in_half_precision(device: torch.device) -> bool:
 def half_precision(device: torch.device) -> Iterator[None]:
     """Compute matrix products in bfloat16: 1.7 times fp32 on a CPU with avx512_bf16, far more on a GPU.
 
-    Where the device has no such instructions, they stay as they are.
+    On a device without such instructions, nothing changes.
     """
     is_enabled = is_fast_in_half_precision(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=is_enabled), warnings.catch_warnings():
-        # float32 norms over bfloat16 rows are wanted here
+        # float32 norms over bfloat16 rows are intended
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         yield

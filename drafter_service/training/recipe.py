@@ -1,4 +1,4 @@
-"""How a model is trained: phases of a budget of time, learning rates along it, Muon beside AdamW."""
+"""The training recipe: phases of a time budget, learning rates, Muon and AdamW."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.drafter_service.training.muon import Muon
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Batches of `rows` windows of `window` tokens until the share `until` of the budget has passed."""
+    """Batches of `rows` windows of `window` tokens, until the share `until` of the budget."""
 
     until: float
     rows: int
@@ -21,7 +21,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How one model is trained. The windows grow at the end, so that every position up to 2,048 has been seen."""
+    """The recipe of one model. Windows grow at the end, so that training covers positions up to 2,048."""
 
     minutes: float
     matrix_lr: float = 0.02  # Muon
@@ -30,7 +30,7 @@ class Recipe:
     warm_up_steps: int = 20
     cool_down: float = 0.4  # share of the budget over which the learning rate falls linearly to zero
     test_share: float = 0.25  # rows drawn from the library's tests
-    penalty_from: float = 0.7  # share of the budget; only a model that can write is worth teaching not to loop
+    penalty_from: float = 0.7  # share of the budget: first the model must learn to write, then not to loop
     phases: tuple[Phase, ...] = (
         Phase(until=0.70, rows=16, window=256),
         Phase(until=0.92, rows=4, window=1024),
@@ -81,7 +81,7 @@ class Optimizers:
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands; saved with every checkpoint."""
+    """A run's progress; saved with every checkpoint."""
 
     step: int = 0
     elapsed_s: float = 0.0

@@ -1,7 +1,7 @@
 """Mean acceptance length of a drafter as it is served: the target's greedy text, drafted round by round.
 
-Greedy verification commits the target's own continuation whatever is drafted. So that is made once, with the states of
-all its tokens, and the rounds are played over it.
+Greedy verification commits the target's continuation with any drafter. So the continuation and its states are computed
+once, and rounds are replayed over it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_NUM_TOKENS = 512  # of one step of the drafter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """Verifications over some continuations."""
+    """Counts of the verifications of some continuations."""
 
     num_rounds: int
     num_committed: int
@@ -47,7 +47,7 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A prompt and what the target goes on with."""
+    """A prompt and the target's continuation."""
 
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
@@ -56,14 +56,14 @@ class Continuation:
 def continue_greedily(
     teacher: Teacher, prompts: Iterable[Sequence[int]], *, num_new_tokens: int
 ) -> tuple[Continuation, ...]:
-    """Have the target go on with every prompt by so many tokens, which no drafter can change."""
+    """Return the target's greedy continuation of every prompt, which no drafter changes."""
     return tuple(Continuation(tuple(_continuation(teacher, prompt, num_new_tokens)), len(prompt)) for prompt in prompts)
 
 
 def play_greedily(
     teacher: Teacher, drafter: Drafter, continuations: Iterable[Continuation], *, draft_length: int
 ) -> Rounds:
-    """Draft the target's continuations by `drafter`, in chains; the last round may be cut."""
+    """Draft the target's continuations in chains; the last round may be cut."""
     tapped = teacher.tapping(drafter.needs.taps)
     num_rounds = num_committed = 0
     for index, continuation in enumerate(continuations):
@@ -81,7 +81,7 @@ def play_greedily(
 
 
 def served_drafter(method: str, folder: Path, target: Path) -> Drafter:
-    """Load what was trained as a target's verifier would."""
+    """Load a trained drafter, as served."""
     model = ModelConfig(path=str(folder), device="cpu", num_kv_blocks=256)
     spec = DrafterSpec(
         model=model,

@@ -1,8 +1,8 @@
-"""A target's own answers on disk: compressed token ids, some hundreds of conversations in a file.
+"""A target's answers on disk: compressed token ids, some hundreds of conversations per file.
 
-A drafter learns its target's distribution best from what the target itself says. A shard is a NumPy archive of three
-arrays, read without pickle: `token_ids`, all conversations one after another, uint16 where the vocabulary allows it;
-`prompt_lengths` and `answer_lengths`, int32, one each per conversation.
+A drafter learns its target's distribution best from the target's own text. A shard is a NumPy archive of three arrays,
+read without pickle: `token_ids`, all conversations concatenated, uint16 if the vocabulary allows it; `prompt_lengths`
+and `answer_lengths`, int32, one per conversation.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ NARROW_VOCABULARY = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt as the target's chat template writes it, and what the target answered."""
+    """A prompt as rendered by the target's chat template, and the target's answer."""
 
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
 
 
 def write_shard(path: Path, conversations: Sequence[Conversation]) -> None:
-    """Write conversations to a file that appears whole or not at all."""
+    """Write conversations to a file, atomically."""
     token_ids = [token for each in conversations for token in (*each.prompt_ids, *each.answer_ids)]
     narrow = max(token_ids, default=0) < NARROW_VOCABULARY
     partial = path.with_suffix(".partial")
@@ -43,7 +43,7 @@ def write_shard(path: Path, conversations: Sequence[Conversation]) -> None:
 
 
 def read_shard(path: Path) -> Iterator[Conversation]:
-    """Yield a shard's conversations. Raises `ValueError` naming the file where it is none."""
+    """Yield a shard's conversations. Raises `ValueError` naming a file that is no shard."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             token_ids, prompts, answers = (arrays[name] for name in ("token_ids", "prompt_lengths", "answer_lengths"))
@@ -59,5 +59,5 @@ def read_shard(path: Path) -> Iterator[Conversation]:
 
 
 def count_tokens(path: Path) -> int:
-    """Return how many tokens a shard has, prompts included."""
+    """Return the number of tokens of a shard, including prompts."""
     return sum(len(each.prompt_ids) + len(each.answer_ids) for each in read_shard(path))

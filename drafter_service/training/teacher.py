@@ -1,4 +1,4 @@
-"""What a drafter in training sees of its target: its law at every position and the states that its verifier taps."""
+"""The target for a drafter in training: its law at every position, and its tapped states."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from outrider.verifier_service.messages.draft import FINAL_TAP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """Windows of text, and what the target makes of them."""
+    """Windows of text with the target's outputs."""
 
     token_ids: Tensor  # int64 [rows, window]
-    final: Tensor  # float32 [rows, window, hidden_size], what the output embedding sees; without `table`: the logits
+    final: Tensor  # float32 [rows, window, hidden_size], input of the output embedding; without `table`: the logits
     table: Tensor | None = None  # [vocab_size, hidden_size]; the output embedding
     likeliest: Tensor  # int64 [rows, window]; the target's greedy choice after each token
-    states: Tensor  # float32 [rows, window, width]; the taps' hidden states side by side, width 0 without taps
-    counted: Tensor  # bool [rows, window]; whether the token after each is one that a drafter would be asked for
+    states: Tensor  # float32 [rows, window, width]; the taps' hidden states, concatenated; width 0 without taps
+    counted: Tensor  # bool [rows, window]; whether the token after each may be drafted
 
     def logits(self, vocab_ids: Tensor | None = None, *, start: int = 0) -> Tensor:
         """Return the logits after each token from `start` on: float32 [rows, window - start, vocab_size].
 
-        Of `vocab_ids`, int64 [draft_vocab_size], alone where they are given.
+        With `vocab_ids`, int64 [draft_vocab_size], only theirs.
         """
         final = self.final[:, start:]
         if self.table is None:
@@ -43,14 +43,14 @@ class Teacher:
     """A frozen target."""
 
     def __init__(self, model: PreTrainedModel, taps: tuple[int, ...] = ()) -> None:
-        """Tap the states that `taps` name, as in `DraftNeeds`."""
+        """`taps` are as in `DraftNeeds`."""
         self.model = model.eval().requires_grad_(False)
         self.taps = taps
         check_taps(taps, self.num_layers)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, *, dtype: torch.dtype | str = "auto") -> Teacher:
-        """Load a target's checkpoint; by default in its own data type, or float32 where the device is slow in that."""
+        """Load a target's checkpoint; by default in its own dtype, or float32 on a device that is slow in it."""
         if dtype == "auto" and not is_fast_in_half_precision(device):
             dtype = torch.float32
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -66,7 +66,7 @@ class Teacher:
 
     @property
     def hidden_size(self) -> int:
-        """Values of one hidden state."""
+        """The width of a hidden state."""
         return int(self.model.config.get_text_config().hidden_size)
 
     @property
@@ -88,20 +88,20 @@ class Teacher:
         return self.model.get_output_embeddings().weight
 
     def has_parameter(self, patterns: Iterable[str]) -> bool:
-        """Tell whether the target has a tensor whose name matches one of some regular expressions."""
+        """Return whether the name of a target's tensor matches one of the regular expressions."""
         return any(re.search(pattern, name) for pattern in patterns for name, _ in self.model.named_parameters())
 
     @torch.no_grad()
     def lesson(self, token_ids: Tensor, counted: Tensor | None = None) -> Lesson:
         """Run the target over windows of text: int64 [rows, window].
 
-        `counted`, bool [rows, window], are the tokens that a drafter would be asked for, by default all; the token
-        after a window is taken to be as its last one.
+        `counted`, bool [rows, window], are the tokens that may be drafted, by default all; the token after a window
+        counts if the last one does.
         """
         token_ids = token_ids.to(self.device)
         counted = torch.ones_like(token_ids, dtype=torch.bool) if counted is None else counted.to(self.device)
         output = self.model(input_ids=token_ids, use_cache=False, output_hidden_states=bool(self.taps))
-        hidden = output.hidden_states  # of each layer its input, then what the output embedding sees
+        hidden = output.hidden_states  # the input of each layer, then of the output embedding
         tapped = [hidden[-1 if tap == FINAL_TAP else tap] for tap in self.taps]
         states = torch.cat(tapped, dim=-1) if tapped else output.logits.new_zeros((*token_ids.shape, 0))
         return Lesson(
@@ -114,18 +114,18 @@ class Teacher:
 
 
 def asked_for(counted: Tensor) -> Tensor:
-    """Turn which tokens count into after which tokens one does: bool [rows, window]."""
+    """Return after which tokens the next one counts: bool [rows, window]."""
     return torch.cat([counted[:, 1:], counted[:, -1:]], dim=1)
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
-    """Raise `ValueError` for a tap that names no layer of the target."""
+    """Raise `ValueError` for a tap that is no layer of the target."""
     for tap in taps:
         if tap != FINAL_TAP and not 0 <= tap < num_layers:
             raise ValueError(f"taps: {tap} is no layer of a target with {num_layers} layers")
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """Return EAGLE-3's three taps (2, N/2, N-3), or three of a shallow target's layers where those would collide."""
+    """Return EAGLE-3's three taps (2, N/2, N-3); for a shallow target, where these coincide, three layers."""
     taps = (2, num_layers // 2, num_layers - 3)
     return taps if taps[0] < taps[1] < taps[2] else (1, num_layers // 2, num_layers - 1)

@@ -1,8 +1,8 @@
-"""Distil a pupil from its teacher: the embedded pair's recipe on any drafter, stopped and resumed at will.
+"""Distil a pupil from its teacher: the embedded pair's recipe for any drafter, resumable.
 
-A step is a function of the weights, the optimizers and its own number (its windows depend on seed and number alone),
-and a checkpoint holds all three and torch's generator, so a resumed run ends where an uninterrupted one does. With a
-budget of minutes the learning rate follows the clock, so a run on a busy machine still ends annealed.
+A step depends on the weights, the optimizers and its number (windows depend on seed and number only). A checkpoint has
+all three and torch's generator, so that a resumed run ends like an uninterrupted one. With a budget in minutes, the
+learning rate follows the clock: a run on a busy machine is also annealed to the end.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from outrider.drafter_service.training.recipe import Optimizers, Progress, Recip
 log = logging.getLogger(__name__)
 
 MAX_GRAD_NORM = 1.0
-TABLES = ("emb", "head")  # one row per token: no matrices between hidden states, which Muon is for
+TABLES = ("emb", "head")  # one row per token: not between hidden states, so not for Muon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """When a run ends: after so many steps or minutes, whichever comes first."""
+    """A number of steps or minutes, whichever ends first."""
 
     num_steps: int | None = None
     minutes: float = math.inf
@@ -46,7 +46,7 @@ class Budget:
             raise ValueError("steps and minutes must be positive")
 
     def share_used(self, progress: Progress) -> float:
-        """Return the elapsed share of the budget, 1 or more when it is used up."""
+        """Return the used share of the budget; 1 or more: it is used up."""
         by_steps = 0.0 if self.num_steps is None else progress.step / self.num_steps
         return max(by_steps, progress.elapsed_s / (self.minutes * 60))
 
@@ -59,11 +59,11 @@ class StepReport:
     loss: float
     share_used: float
     elapsed_s: float
-    served: float | None = None  # tokens per verification of the held-out prompts, as judged last
+    served: float | None = None  # tokens per verification of held-out prompts, last measured
 
 
 class PupilOptimizers(Optimizers):
-    """The embedded pair's optimizers over what a pupil trains, output embeddings among AdamW's."""
+    """The embedded pair's optimizers over a pupil's parameters; output embeddings are AdamW's."""
 
     def __init__(self, module: nn.Module, recipe: Recipe) -> None:
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -78,7 +78,7 @@ class PupilOptimizers(Optimizers):
 
 
 def trained_s(checkpoint: Path) -> float:
-    """Return for how many seconds the run of a checkpoint has trained; 0 where there is none yet."""
+    """Return the training seconds of a checkpoint; 0 without a checkpoint."""
     if not checkpoint.exists():
         return 0.0
     _, elapsed_s, _ = torch.load(checkpoint, map_location="cpu", weights_only=True)["progress"]
@@ -87,14 +87,14 @@ def trained_s(checkpoint: Path) -> float:
 
 @dataclass(slots=True)
 class Trainer:
-    """One pupil on its way through its budget, with the file that it resumes from."""
+    """Trains one pupil within a budget, with a checkpoint file."""
 
     pupil: Pupil
     stream: TokenStream
     recipe: Recipe
     budget: Budget
     checkpoint: Path
-    settings: Mapping[str, str]  # what a resumed run must share with the one it goes on with
+    settings: Mapping[str, str]  # settings that a resumed run must not change
     progress: Progress = field(default_factory=Progress)
     notes: Notes = field(init=False)
 
@@ -102,10 +102,10 @@ class Trainer:
         self.notes = Notes(self.pupil.teacher)
 
     def train(self, *, resume: bool) -> Iterator[StepReport]:
-        """Train until the budget is used up, one report per step.
+        """Train until the budget is used up; yield a report per step.
 
         Raises:
-            ValueError: there is a checkpoint and `resume` is off, or it was written under other settings.
+            ValueError: there is a checkpoint and `resume` is off, or its settings differ.
         """
         optimizers = PupilOptimizers(self.pupil.module, self.recipe)
         if resume and self.checkpoint.exists():
@@ -131,7 +131,7 @@ class Trainer:
         optimizers.step(self.recipe.lr_scale(progress.step, share))
         progress.step += 1
         progress.num_tokens += windows.token_ids.numel()
-        value = loss.item()  # waits for the device, so that the time below is the step's
+        value = loss.item()  # waits for the device: the time below includes the step
         progress.elapsed_s += time.perf_counter() - started_s
         return StepReport(
             step=progress.step, loss=value, share_used=self.budget.share_used(progress), elapsed_s=progress.elapsed_s
@@ -156,7 +156,7 @@ class Trainer:
             ours, theirs = self.settings.get(name), state["settings"].get(name)
             if ours != theirs:
                 raise ValueError(f"{name}: {ours} does not go on with the run in {self.checkpoint}, which had {theirs}")
-        self.pupil.module.load_state_dict(state["trained"], strict=False)  # the frozen rest is the target's
+        self.pupil.module.load_state_dict(state["trained"], strict=False)  # frozen parameters are the target's
         optimizers.load_state_dict(state["optimizers"])
         step, elapsed_s, num_tokens = state["progress"]
         self.progress = Progress(step=step, elapsed_s=elapsed_s, num_tokens=num_tokens)

@@ -1,15 +1,15 @@
 """Distil a one-layer head on its own states: training-time test (Li et al. 2025, arXiv 2503.01840).
 
-A served head reads the target's states only up to where its draft begins; from there on it reads what it fed back
-itself. So it is trained on its own states: the first step sees the target's, each further step the step before.
+A served head reads the target's states only up to the begin of its draft, then its own. So it is trained on its own
+states: the first step reads the target's, each later step the step before.
 
 root s, step j        input state                 position   attends to
 0                     the target's, of token s    s          step 0 of roots 0..s
 1                     step 0's own, of root s     s + 1      step 0 of roots 0..s, itself
 2                     step 1's own, of root s     s + 2      step 0 of roots 0..s, step 1 of root s, itself
 
-All roots of a window are unrolled at once: in each step beyond the first, every root has one entry of its own. The
-recipe is EAGLE-3's; EAGLE-1 and MTP heads, which continue states in the same way, learn by it too.
+All roots of a window are unrolled at once: in each step after the first, every root has one entry. The recipe is
+EAGLE-3's; EAGLE-1 and MTP heads, which also continue states, are trained by it too.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from outrider.drafter_service.training.pupil import (
 )
 from outrider.drafter_service.training.teacher import Lesson, Teacher
 
-DEEP_SHARE = 0.25  # of a window's roots learn beyond the first step, drawn anew each time: they took most of the time
+DEEP_SHARE = 0.25  # of a window's roots, drawn at random, learn after the first step: those steps take most of the time
 
 
 class UnrolledPupil:
-    """A head that is unrolled `num_positions` steps in training."""
+    """A head, unrolled for `num_positions` steps in training."""
 
     def __init__(
         self, head: DraftHead, teacher: Teacher, *, num_positions: int, write: Callable[[Any, Path], None]
     ) -> None:
-        """`write` puts such a head into a folder, in its public format."""
+        """`write` writes the head to a folder, in its public format."""
         self.module = head
         self.teacher = teacher.tapping(head.taps)
         self.num_positions = num_positions
@@ -50,7 +50,7 @@ class UnrolledPupil:
         self._write = write
 
     def loss(self, lesson: Lesson) -> Tensor:
-        """Learn the first step from all roots, and those beyond from some."""
+        """Return the loss of the first step over all roots, and of later steps over some."""
         count = num_roots(lesson, self.num_positions)
         drawn = torch.randperm(count)[: max(1, int(count * DEEP_SHARE))].sort().values
         deep = drawn.to(lesson.token_ids.device)
@@ -62,7 +62,7 @@ class UnrolledPupil:
         return self._unroll(lesson, torch.arange(num_roots(lesson, self.num_positions), device=lesson.token_ids.device))
 
     def _unroll(self, lesson: Lesson, deep: Tensor) -> list[Tensor]:
-        """Unroll the head: the first step from every root, those beyond from `deep`, int64 [num_deep], alone."""
+        """Unroll the head: the first step from every root, later ones from `deep`, int64 [num_deep]."""
         count = num_roots(lesson, self.num_positions)
         roots = torch.arange(count, device=lesson.token_ids.device)
         hidden = self.module.combine(lesson.states[:, :count])  # [rows, num_roots, hidden_size]
@@ -82,9 +82,9 @@ class UnrolledPupil:
 
 @dataclass(slots=True)
 class UnrolledAttention:
-    """Attention of all roots' unrolled steps: causal over the first step's entries, then each root's own later ones."""
+    """Attention of all roots' steps: causal over the first step's entries, and to the root's own later entries."""
 
-    deep: Tensor  # int64 [num_deep]; the roots that go on beyond the first step
+    deep: Tensor  # int64 [num_deep]; roots with later steps
     keys: list[Tensor] = field(default_factory=list)  # one per step: [rows, num_heads, num_roots, head_dim]
     values: list[Tensor] = field(default_factory=list)
 

@@ -76,7 +76,7 @@ def pinned(length: int) -> PlanOf:
 
 def by_table(table: BatchSizeTable) -> PlanOf:
     """Return vLLM's plan: a length by the number of requests in the batch."""
-    from outrider.cluster.router.fleet import table_length
+    from outrider.cluster.router.planning import table_length
 
     return lambda batch_size: pinned(table_length(table, batch_size))(batch_size)
 

@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.cluster.gateway.gateway import Gateway, ModelInfo
+from outrider.cluster.gateway.gateway import Gateway
+from outrider.cluster.gateway.request_parser import ModelInfo
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.verifier_service.messages.request import (
     FinishReason,

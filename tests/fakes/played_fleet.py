@@ -12,7 +12,7 @@ import grpc
 
 from fakes.engine_bench import EngineBench
 from fakes.reports import verifier_report
-from outrider.cluster.gateway.gateway import ModelInfo
+from outrider.cluster.gateway.request_parser import ModelInfo
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.router.fleet import (
     Assignment,

@@ -17,7 +17,8 @@ from fakes.engine_bench import EngineBench, make_request, tokens_of
 from fakes.runner import continuation
 from fuzz.budget import examples
 from fuzz.tally import TALLY
-from outrider.cluster.gateway.gateway import Gateway, RequestInput
+from outrider.cluster.gateway.gateway import Gateway
+from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.verifier_service.messages.draft import Commit, Draft, DrafterEvent
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
 

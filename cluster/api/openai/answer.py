@@ -1,4 +1,4 @@
-"""One HTTP answer: the chunks of all its prompts as a JSON object or a stream of events, cancelled with its client."""
+"""One HTTP answer: its prompts' chunks as a JSON object or a stream of events; cancelled if the client disconnects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from starlette.types import Receive, Scope, Send
 from outrider.cluster.api.openai.format import Format, ShownChoice, error_object, metrics_object, usage_object
 from outrider.cluster.common.errors import OutriderError, Unauthenticated, mapping_of, retry_after
 from outrider.cluster.gateway.choice import GatewayChunk, Usage, joined
-from outrider.cluster.gateway.gateway import Gateway, ValidRequest
+from outrider.cluster.gateway.gateway import Gateway
+from outrider.cluster.gateway.request_parser import ValidRequest
 from outrider.cluster.replies.reader import ReplyReader
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(slots=True)
 class Answer:
-    """What one HTTP request is answered with: the chunks of all its prompts, and what they share."""
+    """The answer to one HTTP request: the chunks of all its prompts."""
 
     gateway: Gateway
     format: Format
@@ -35,15 +36,15 @@ class Answer:
     include_usage: bool
     return_token_ids: bool
     requests: list[ValidRequest] = field(default_factory=list)
-    reader: Callable[[], ReplyReader | None] = lambda: None  # of a choice
+    reader: Callable[[], ReplyReader | None] = lambda: None  # one reader per choice
     id: str = ""
 
     def __post_init__(self) -> None:
-        # Ours, not X-Request-Id: a client may send that twice, and the id names a generation in the cluster.
+        # not X-Request-Id: a client may send that twice, and inside the cluster an id must be unique
         self.id = self.format.id_prefix + uuid.uuid4().hex
 
     async def unary(self) -> dict[str, Any]:
-        """Run to the end and return the one response object."""
+        """Generate to the end and return the response object."""
         parts: dict[int, list[GatewayChunk]] = {}
         async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
             async for index, chunk in chunks:
@@ -56,7 +57,7 @@ class Answer:
             shown[index].take(chunk)
             choice, extra = self.format.object(shown[index], chunk, streamed=False)
             choices.append(choice)
-            answer = {**extra, **answer}  # the first choice speaks for the prompt
+            answer = {**extra, **answer}  # the first choice has the prompt's fields
         return {
             **self._envelope(self.format.object_name, choices),
             **answer,
@@ -66,7 +67,7 @@ class Answer:
         }
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the SSE events of a stream, `[DONE]` last; the first one has the warnings."""
+        """Yield SSE events, `[DONE]` last; the first one has the warnings."""
         usages: dict[int, Usage] = {}
         extra = self._warning_fields()
         shown: dict[int, ShownChoice] = {}
@@ -91,12 +92,12 @@ class Answer:
                 yield prompt_index * self.requests[0].n + chunk.index, chunk
 
     def _warning_fields(self) -> dict[str, Any]:
-        """Return what the answer is not held to, where there is such."""
-        warnings = list(self.requests[0].warnings)  # the prompts of a body have the same
+        """Return the warnings about constraints that the grammar does not enforce, if there are any."""
+        warnings = list(self.requests[0].warnings)  # the same for all prompts of a body
         return {"warnings": warnings} if warnings else {}
 
     def shown(self, index: int) -> ShownChoice:
-        """Return a choice of which nothing was shown yet."""
+        """Return the state of a choice before its first chunk."""
         request = self.requests[index // self.requests[0].n]
         codec = self.gateway.text
         return ShownChoice(
@@ -115,7 +116,7 @@ class Answer:
         choice, extra = self.format.object(shown, chunk, streamed=True)
         answer = {**self._envelope(self.format.chunk_object_name, [choice]), **extra}
         if self.include_usage:
-            answer["usage"] = None  # as OpenAI: null on all chunks but the last
+            answer["usage"] = None  # as OpenAI: null on all chunks except the last
         if chunk.finish_reason is not None:
             answer["metrics"] = metrics_object([chunk.speculation])
         return answer
@@ -136,7 +137,7 @@ def event_of(message: dict[str, Any]) -> bytes:
 
 
 def error_response(error: OutriderError) -> JSONResponse:
-    """Render an error with its status, and when to come back where that is known."""
+    """Render an error with its status and, if known, Retry-After."""
     headers = {}
     if (seconds := retry_after(error)) is not None:
         headers["Retry-After"] = seconds
@@ -146,7 +147,7 @@ def error_response(error: OutriderError) -> JSONResponse:
 
 
 class Sent(Protocol):
-    """What is sent as one object or as a stream of events."""
+    """An answer that can be sent as one object or as a stream of events."""
 
     @property
     def id(self) -> str: ...
@@ -157,9 +158,9 @@ class Sent(Protocol):
 
 
 class GenerationResponse(Response):
-    """An answer that is generated while it is sent, and cancelled when the client goes away.
+    """Generate an answer while sending it; cancel it if the client disconnects.
 
-    The status line waits for the first event, so that a refusal has its right status in a stream too.
+    The status line waits for the first event, so that an early error has its own status in a stream too.
     """
 
     def __init__(self, answer: Sent, *, stream: bool) -> None:
@@ -208,11 +209,11 @@ class GenerationResponse(Response):
 
 
 class ClientDisconnected(Exception):
-    """The client went away before its answer was complete."""
+    """The client disconnected before its answer was complete."""
 
 
 async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Run `work`, cancelling it when the client disconnects; raises `ClientDisconnected` then."""
+    """Run `work`; if the client disconnects, cancel it and raise `ClientDisconnected`."""
     task, watcher = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
@@ -234,8 +235,8 @@ async def _disconnected(receive: Receive) -> None:
 async def _merged(
     streams: Sequence[AsyncIterator[GatewayChunk]],
 ) -> AsyncIterator[AsyncIterator[tuple[int, GatewayChunk]]]:
-    """Merge the prompts' streams as their chunks come; leaving the context closes all of them."""
-    # one place: what a slow client does not take waits in its generation, where it is joined
+    """Merge the prompts' streams as chunks arrive; on exit, all of them are closed."""
+    # size 1: a slow client's chunks wait in its generation, which joins them
     queue: asyncio.Queue[tuple[int, GatewayChunk | Exception | None]] = asyncio.Queue(maxsize=1)
     async with AsyncExitStack() as stack:
         tasks = [asyncio.create_task(_pump(index, stream, queue)) for index, stream in enumerate(streams)]

@@ -1,4 +1,4 @@
-"""From a chat to a request: the template writes the prompt, the tools shape the answer, a reader splits it."""
+"""From a chat to a request: the template renders the prompt, tools constrain the answer, a reader splits it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from outrider.cluster.api.openai.answer import Answer
 from outrider.cluster.api.openai.protocol import ChatBody, template_input
 from outrider.cluster.common.errors import InvalidRequest
-from outrider.cluster.gateway.gateway import RequestInput
+from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.cluster.gateway.structured_format import NamedStructure
 from outrider.cluster.replies.grammar import calls_structure, left_out_of_calls
 from outrider.cluster.replies.reader import ReplySyntax
@@ -19,19 +19,19 @@ from outrider.verifier_service.messages.structured_output import check_structure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chats:
-    """Opens answers to chats, in the syntax of the served model."""
+    """Make requests of chats, in the served model's syntax."""
 
     syntax: ReplySyntax
 
     async def open(self, answer: Answer, body: ChatBody) -> None:
-        """Give an answer its request and its reader; raises `InvalidRequest` naming the field."""
+        """Set an answer's request and reader; raises `InvalidRequest` naming the field."""
         text, use = answer.gateway.text, body.tool_use()
         prompt = await text.render_chat(template_input(body.messages), **body.template_fields(use.tools))
         request = body.input(answer.id, prompt)
         calls = self._calls_structure(request, use, answer)
-        answer.reader = functools.partial(self.syntax.reader, prompt, use, is_held=calls is not None)
+        answer.reader = functools.partial(self.syntax.reader, prompt, use, is_constrained=calls is not None)
         is_read = answer.reader() is not None
-        shows_special = is_read and request.skip_special_tokens is None  # the parts' marks may be special tokens
+        shows_special = is_read and request.skip_special_tokens is None  # the reader needs marks that may be special
         request = dataclasses.replace(
             request,
             structured=request.structured if calls is None else calls.output,

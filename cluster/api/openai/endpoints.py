@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP interface: a thin shell that translates between JSON or SSE and a gateway."""
+"""The OpenAI-compatible HTTP interface: translates between JSON or SSE and a gateway."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from outrider.cluster.api.openai.protocol import (
 )
 from outrider.cluster.api.openai.response_store import ResponseStore
 from outrider.cluster.api.openai.responses import ResponsesAnswer, ResponsesFormat
-from outrider.cluster.api.openai.responses_protocol import ResponsesBody, told_in_own_names
+from outrider.cluster.api.openai.responses_protocol import ResponsesBody, in_own_field_names
 from outrider.cluster.common.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, OutriderError, RequestFailed
 from outrider.cluster.gateway.gateway import Gateway
 from outrider.cluster.replies.reader import ReplySyntax
@@ -39,7 +39,7 @@ from outrider.cluster.replies.tools import read_tool_use
 from outrider.cluster.web.page import add_web_page
 
 MAX_BODY_BYTES = 16 << 20
-BODY_TIMEOUT_S = 60.0  # a client that sends no more holds a connection and what it has sent
+BODY_TIMEOUT_S = 60.0  # a client that stops sending holds a connection, and memory for what it sent
 
 HealthCheck = Callable[[], Awaitable[bool]]
 
@@ -55,8 +55,8 @@ def build_api(
 ) -> FastAPI:
     """Return the FastAPI application of a gateway.
 
-    `reply_syntax` says how the model writes tool calls and thoughts; None: as its tokenizer says, if it does.
-    `is_healthy` answers /health and, unless it drains, /ready. /metrics shows `metrics`; None: the gateway's own.
+    `reply_syntax` is how the model writes tool calls and reasoning; None: by its tokenizer's response template, if any.
+    `is_healthy` answers /health and, unless the gateway drains, /ready. /metrics shows `metrics`; None: its own.
     """
     app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None)
     app.state.body_timeout_s = body_timeout_s
@@ -108,7 +108,7 @@ def _add_responses_routes(app: FastAPI, gateway: Gateway, wall_clock: Callable[[
             before = store.get(body.previous_response_id, "previous_response_id").messages
             messages = [*before, *messages]
         answer = Answer(gateway, ResponsesFormat(), int(wall_clock()), include_usage=True, return_token_ids=False)
-        with told_in_own_names():
+        with in_own_field_names():
             await chats.open(answer, body.chat(messages))
         sent = ResponsesAnswer(answer=answer, body=body, messages=messages, store=store)
         return GenerationResponse(sent, stream=bool(body.stream))
@@ -131,7 +131,7 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         body = parse_body(await read_json(request), TokenizeBody)
         gateway.check_model_name(body.model)
         add_special_tokens, text = body.add_special_tokens, body.prompt
-        if body.messages is not None:  # a chat template writes its special tokens itself
+        if body.messages is not None:  # a chat template writes the special tokens
             add_special_tokens = bool(add_special_tokens)
             messages = template_input(body.messages)
             tools = read_tool_use(body.tools or [], None, None).tools
@@ -194,7 +194,7 @@ def _add_status_routes(app: FastAPI, gateway: Gateway, is_healthy: HealthCheck, 
 
 def _model_object(gateway: Gateway, name: str) -> dict[str, Any]:
     model = gateway.model
-    parent = {"parent": model.name} if name != model.name else {}  # of an adapter, as vLLM says it
+    parent = {"parent": model.name} if name != model.name else {}  # an adapter's, as in vLLM
     return {
         "id": name,
         "object": "model",
@@ -206,14 +206,14 @@ def _model_object(gateway: Gateway, name: str) -> dict[str, Any]:
 
 
 def _body_schema(path: str, kind: type[BaseModel]) -> dict[str, Any]:
-    """Describe a route's body in the OpenAPI document: routes read it themselves, for its bounds and its errors."""
+    """Describe a route's body in the OpenAPI document: FastAPI does not see it, since routes read and check it."""
     place = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema/$defs/{{model}}"
     schema = kind.model_json_schema(ref_template=place)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def read_json(request: Request) -> object:
-    """Read a JSON body of at most `MAX_BODY_BYTES`, whatever its headers say; raises `InvalidRequest`."""
+    """Read a JSON body of at most `MAX_BODY_BYTES`, which are counted; raises `InvalidRequest`."""
     body, timeout_s = bytearray(), request.app.state.body_timeout_s
     try:
         async with asyncio.timeout(timeout_s):
@@ -232,14 +232,14 @@ async def _on_outrider_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Give the framework's own refusals (no such path, wrong method) OpenAI's form."""
+    """Give the framework's errors (no such path, wrong method) OpenAI's form."""
     assert isinstance(error, HTTPException)
     content = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
     return JSONResponse({"error": content}, status_code=error.status_code, headers=error.headers)
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    """Answer a client that went away within its body: nobody reads it, and it is no fault of ours."""
+    """Answer a client that disconnected within its body: the answer is not read, and no error is logged."""
     return Response(status_code=400)
 
 

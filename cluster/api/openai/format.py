@@ -1,8 +1,8 @@
-"""The OpenAI wire format, answer side: chunks become response objects. protocol.py has the other side.
+"""The OpenAI wire format, answer side: chunks become response objects. protocol.py has the request side.
 
-With `return_token_ids` every choice also carries `token_ids` (as vLLM) and `token_origins`, and in a stream `tokens`:
-`[{"id", "text", "origin"}]`, whose texts concatenate to the text of the choice. `origin` is "accepted", "recovered",
-"bonus" or "plain".
+With `return_token_ids` every choice also has `token_ids` (as in vLLM) and `token_origins`, and in a stream `tokens`:
+`[{"id", "text", "origin"}]`, whose texts join to the text of the choice. `origin` is "accepted", "recovered", "bonus"
+or "plain".
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from outrider.cluster.common.errors import OutriderError, field_of, mapping_of, text_of
 from outrider.cluster.gateway.choice import GatewayChunk, Usage
-from outrider.cluster.gateway.gateway import ValidRequest
 from outrider.cluster.gateway.logprobs_format import ShownToken, chat_logprobs, completion_logprobs, prompt_logprobs
+from outrider.cluster.gateway.request_parser import ValidRequest
 from outrider.cluster.gateway.text_codec import TextCodec
-from outrider.cluster.replies.reader import ReplyReader, Said
+from outrider.cluster.replies.reader import ReplyPart, ReplyReader
 from outrider.cluster.replies.tools import ToolCall
 from outrider.verifier_service.messages.request import FinishReason, SpeculationMetrics
 
@@ -32,7 +32,7 @@ def error_object(error: OutriderError) -> dict[str, Any]:
 def usage_object(
     usages: Iterable[Usage], prompts: Iterable[Usage], *, num_reasoning_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Sum the choices' completion tokens, and count each prompt once: `prompts` has one usage per prompt."""
+    """Sum completion tokens over choices, and prompt tokens over `prompts`, which has one usage per prompt."""
     prompts = list(prompts)
     num_prompt_tokens = sum(usage.num_prompt_tokens for usage in prompts)
     num_completion_tokens = sum(usage.num_completion_tokens for usage in usages)
@@ -47,7 +47,7 @@ def usage_object(
 
 
 def metrics_object(speculations: Sequence[SpeculationMetrics | None]) -> dict[str, Any]:
-    """Render the speculation of one or several choices; null where the engine reported none."""
+    """Render the sum of the choices' speculation; null if the engine reported none."""
     known = [speculation for speculation in speculations if speculation is not None]
     total = _speculation_object(functools.reduce(SpeculationMetrics.plus, known)) if known else None
     return {"speculative_decoding": total}
@@ -72,23 +72,23 @@ def _speculation_object(speculation: SpeculationMetrics) -> dict[str, Any]:
 
 @dataclass(slots=True, kw_only=True)
 class ShownChoice:
-    """One choice as its client sees it grow."""
+    """One choice, as far as its client has seen it."""
 
     index: int  # in the answer
     request: ValidRequest
     codec: TextCodec
     return_token_ids: bool
-    reader: ReplyReader | None = None  # None: the text is content, all of it
-    said: Said = field(default_factory=Said)  # by the chunk that was taken last
-    num_calls: int = 0  # already shown
+    reader: ReplyReader | None = None  # None: all text is content
+    said: ReplyPart = field(default_factory=ReplyPart)  # of the last chunk
+    num_calls: int = 0  # shown before
     num_reasoning_tokens: int = 0
-    num_chars: int = 0  # of text already shown
+    num_chars: int = 0  # of text shown before
     is_begun: bool = False
 
     def take(self, chunk: GatewayChunk) -> None:
-        """Read what the next chunk says."""
+        """Read the next chunk into `said`."""
         if self.reader is None:
-            self.said = Said(content=chunk.text)
+            self.said = ReplyPart(content=chunk.text)
         else:
             texts = (token.text for token in chunk.tokens)
             self.said = self.reader.read(texts, is_last=chunk.finish_reason is not None)
@@ -101,11 +101,11 @@ class ShownChoice:
 
     @property
     def is_within_call(self) -> bool:
-        """Return whether the chunk that was taken ends within a call's arguments."""
+        """Whether the last chunk ends within a call's arguments."""
         return self.reader is not None and self.reader.is_within_call
 
     def shows(self, chunk: GatewayChunk) -> bool:
-        """Return whether the chunk that was taken is worth an event of a stream."""
+        """Return whether the last chunk has something to stream."""
         wants_tokens = self.return_token_ids or self.request.sampling.logprobs is not None
         return not self.is_begun or bool(self.said or chunk.finish_reason or (chunk.tokens and wants_tokens))
 
@@ -121,7 +121,7 @@ class ShownChoice:
         return fields
 
     def prompt_fields(self, chunk: GatewayChunk) -> dict[str, Any]:
-        """Return what the client asked to know of the prompt, for the first object of a choice."""
+        """Return the prompt's fields that the client asked for, in a choice's first object."""
         fields: dict[str, Any] = {}
         if self.return_token_ids and not self.is_begun:
             fields["prompt_token_ids"] = list(self.request.prompt_token_ids)
@@ -132,7 +132,7 @@ class ShownChoice:
 
 
 class Format(Protocol):
-    """How an endpoint shapes its objects."""
+    """The objects of an endpoint."""
 
     id_prefix: str
     object_name: str
@@ -141,12 +141,12 @@ class Format(Protocol):
     def object(
         self, shown: ShownChoice, chunk: GatewayChunk, *, streamed: bool
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a chunk as one of the answer's `choices`, and the fields it adds to the answer itself."""
+        """Return a chunk as one of the answer's `choices`, and the fields that it adds to the answer."""
         ...
 
 
 class CompletionFormat:
-    """How /v1/completions shapes its objects; an echoed prompt is the text's beginning."""
+    """The objects of /v1/completions; an echoed prompt begins the text."""
 
     id_prefix = "cmpl-"
     object_name = chunk_object_name = "text_completion"
@@ -169,7 +169,7 @@ class CompletionFormat:
 
 
 class ChatFormat:
-    """How /v1/chat/completions shapes its objects: the first chunk of a choice carries the role."""
+    """The objects of /v1/chat/completions; a choice's first chunk has the role."""
 
     id_prefix = "chatcmpl-"
     object_name = "chat.completion"
@@ -224,7 +224,7 @@ def _message(shown: ShownChoice) -> dict[str, Any]:
 
 
 def call_object(call: ToolCall) -> dict[str, Any]:
-    """Render a tool call of a chat."""
+    """Render a chat's tool call."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 

@@ -1,4 +1,4 @@
-"""The OpenAI wire format, request side: JSON bodies become `RequestInput`s. format.py has the other side."""
+"""The OpenAI wire format, request side: JSON bodies become `RequestInput`s. format.py has the answer side."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import did_you_mean
-from outrider.cluster.gateway.gateway import RequestInput
+from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.cluster.gateway.structured_format import OPENAI_FIELDS, openai_structure
 from outrider.cluster.replies.tools import Tool, ToolUse, read_tool_use
 
 MAX_PROMPTS = 256  # of one completions body
 MAX_TOTAL_CHOICES = 1024  # of all prompts of one completions body
 MAX_MESSAGES = 4096  # of one chat
-MAX_TOKENIZED_CHARS = 1 << 20  # of /tokenize, chats as their templates write them
+MAX_TOKENIZED_CHARS = 1 << 20  # of /tokenize; of a chat, once its template has rendered it
 MAX_DETOKENIZED_TOKENS = 1 << 20
-RESERVED_KWARGS = frozenset(  # of the call that renders a template
+RESERVED_KWARGS = frozenset(  # arguments of apply_chat_template
     (
         "tools",
         "messages",
@@ -35,7 +35,7 @@ RESERVED_KWARGS = frozenset(  # of the call that renders a template
     )
 )
 
-# Accepted and without effect on the tokens.
+# Accepted, without effect on the tokens.
 IGNORED_FIELDS = frozenset(
     (
         "user",
@@ -48,7 +48,7 @@ IGNORED_FIELDS = frozenset(
         "verbosity",
     )
 )
-# Would change the result and are not served yet: only these values, which change nothing, are accepted.
+# Not served: only values that change nothing are accepted.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "best_of": (1,),
@@ -59,19 +59,19 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "web_search_options": (),
     "chat_template": (),
-    "functions": ([],),  # what tools were called once
+    "functions": ([],),  # the former name of tools
     "function_call": ("none", "auto"),
 }
 
 BodyT = TypeVar("BodyT", bound="ModelBody")
-TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one complaint is enough, whatever the length of the list
+TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one error is enough for a long list
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool = False
-    include_obfuscation: bool | None = None  # OpenAI's, and
+    include_obfuscation: bool | None = None  # OpenAI's: accepted, without effect
     continuous_usage_stats: bool | None = None  # vLLM's: accepted, without effect
 
     def model_post_init(self, _: Any) -> None:
@@ -81,16 +81,16 @@ class StreamOptions(BaseModel):
 
 
 class ModelBody(BaseModel):
-    """What all bodies share. Unknown fields are kept, to be refused by name."""
+    """The base of all bodies. Unknown fields are kept, to be refused by name."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    passed_fields: ClassVar[frozenset[str]] = frozenset()  # further ones, which another body checks
+    passed_fields: ClassVar[frozenset[str]] = frozenset()  # more fields, which another body checks
 
     model: str | None = None
 
 
 class _Body(ModelBody):
-    """What completions and chat completions share."""
+    """The fields of both completions and chat completions."""
 
     n: int | None = None
     temperature: float | None = None
@@ -135,7 +135,7 @@ class _Body(ModelBody):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def shared_fields(self) -> dict[str, Any]:
-        """Return the fields that `RequestInput` has under the same name."""
+        """Return the fields that have the same name in `RequestInput`."""
         shared = {field.name for field in dataclasses.fields(RequestInput)} & _Body.model_fields.keys()
         fields: dict[str, Any] = {name: getattr(self, name) for name in shared}
         structure = openai_structure({name: getattr(self, name) for name in OPENAI_FIELDS})
@@ -159,7 +159,7 @@ class CompletionBody(_Body):
     echo: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts one by one, whichever of the four forms they came in."""
+        """Return a list of prompts, from any of the four forms."""
         prompt = self.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             return [prompt]
@@ -188,15 +188,15 @@ class ChatMessage(BaseModel):
 
     role: str
     content: str | list[ContentPart] | None = None
-    name: str | None = None  # who speaks, where the template tells speakers apart
-    tool_calls: list[dict[str, Any]] | None = None  # of an assistant
-    tool_call_id: str | None = None  # of a tool's answer
-    reasoning_content: str | None = None  # of an assistant, where the template shows it again
+    name: str | None = None  # of the speaker, for templates that show it
+    tool_calls: list[dict[str, Any]] | None = None  # of an assistant message
+    tool_call_id: str | None = None  # of a tool message
+    reasoning_content: str | None = None  # of an assistant message, for templates that repeat it
 
     def as_template_input(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it, its text parts joined."""
+        """Return the message in the form of chat templates, with its text parts joined."""
         for name, value in (self.model_extra or {}).items():
-            if value:  # null and empty say nothing: answers are sent back with all their fields
+            if value:  # null and empty are allowed: clients send our answers back with all their fields
                 hint = did_you_mean(name, ChatMessage.model_fields)
                 raise InvalidRequest(f"messages: {name!r} is not supported{hint}", "messages")
         message: dict[str, Any] = {"role": self.role, "content": self._text()}
@@ -217,7 +217,7 @@ class ChatMessage(BaseModel):
 
 
 def _call_of_template(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call that was made before; its arguments get their form where the template is known."""
+    """Return an earlier call; its arguments stay text until the template is known."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest("messages: a tool call must have a function with a name", "messages")
@@ -232,7 +232,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSA
 
 
 class _TemplateFields(ModelBody):
-    """What a chat template is given beside the messages."""
+    """The fields for a chat template, beside the messages."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -241,7 +241,7 @@ class _TemplateFields(ModelBody):
     tools: list[dict[str, Any]] | None = None
 
     def template_fields(self, tools: Sequence[Tool]) -> dict[str, Any]:
-        """Return the arguments of the template; raises `InvalidRequest` where they contradict each other."""
+        """Return the template's arguments; raises `InvalidRequest` if they contradict each other."""
         are_both_asked = self.continue_final_message and self.add_generation_prompt
         if are_both_asked and "add_generation_prompt" in self.model_fields_set:
             raise InvalidRequest(
@@ -270,7 +270,7 @@ class ChatBody(_Body, _TemplateFields):
     prediction: dict[str, Any] | None = None
 
     def predicted_text(self) -> str | None:
-        """Return what the client expects the answer to be like; raises `InvalidRequest`."""
+        """Return the client's predicted output; raises `InvalidRequest`."""
         if self.prediction is None:
             return None
         if self.prediction.get("type") != "content" or self.prediction.keys() - {"type", "content"}:
@@ -283,11 +283,11 @@ class ChatBody(_Body, _TemplateFields):
         return "".join(text for text in texts if isinstance(text, str))
 
     def tool_use(self) -> ToolUse:
-        """Return the tools and what is asked of the model; raises `InvalidRequest`."""
+        """Return the tools and how the model may use them; raises `InvalidRequest`."""
         return read_tool_use(self.tools or [], self.tool_choice, self.parallel_tool_calls)
 
     def input(self, request_id: str, prompt: str) -> RequestInput:
-        """Return the request; `prompt` is what the model's chat template made of the messages."""
+        """Return the request; `prompt` is the messages, rendered by the model's chat template."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         fields = self.shared_fields()
@@ -324,15 +324,15 @@ class DetokenizeBody(ModelBody):
 
 
 def template_input(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages as chat templates expect them."""
+    """Return messages in the form of chat templates."""
     return [message.as_template_input() for message in messages]
 
 
 def parse_json(body: bytes) -> object:
-    """Read a JSON body; raises `InvalidRequest` where it is none, or holds text that cannot be written as UTF-8."""
+    """Read a JSON body; raises `InvalidRequest` if it is not JSON, or has text that UTF-8 cannot encode."""
     try:
-        value: object = json.loads(body.decode("utf-8-sig"))  # of bytes, json would let surrogates and UTF-16 in
-        if b"\\u" in body:  # only an escape can smuggle half a surrogate pair in
+        value: object = json.loads(body.decode("utf-8-sig"))  # given bytes, json would accept surrogates and UTF-16
+        if b"\\u" in body:  # half of a surrogate pair can only be an escape
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest("the body has half of a surrogate pair in a string") from error
@@ -344,7 +344,7 @@ def parse_json(body: bytes) -> object:
 
 
 def parse_body(body: object, kind: type[BodyT]) -> BodyT:
-    """Check a JSON body's types and refuse what would silently be left undone; raise `InvalidRequest`."""
+    """Check a JSON body's types, and refuse fields that would have no effect; raises `InvalidRequest`."""
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     try:
@@ -364,7 +364,7 @@ def _check_extra(name: str, value: object, kind: type[ModelBody]) -> None:
     if name not in NEUTRAL_VALUES:
         hint = did_you_mean(name, [*kind.model_fields, *kind.passed_fields, *NEUTRAL_VALUES])
         raise InvalidRequest(f"unknown field {name!r}{hint}", name)
-    # `0 == False`, but best_of=True asks for nothing that is known
+    # a boolean is not a number here, though 1 == True
     if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in NEUTRAL_VALUES[name]):
         instead = ": tools and tool_choice are" if name in ("functions", "function_call") else ""
         raise InvalidRequest(f"{name} is not supported{instead}", name)

@@ -1,4 +1,4 @@
-"""What /v1/responses remembers for `previous_response_id`: the latest chats of one gateway, within bounds."""
+"""The chats behind `previous_response_id` of /v1/responses: one gateway's latest, within bounds."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """An answer, and the chat that it ends."""
+    """A response, and the chat that ends with it."""
 
     response: dict[str, Any]
-    messages: Sequence[dict[str, Any]]  # without instructions, which hold for one answer
+    messages: Sequence[dict[str, Any]]  # without instructions, which apply to one response
     num_bytes: int
 
 
 class ResponseStore:
-    """The latest responses, by id; the oldest go first. A gateway's own: others know nothing of them."""
+    """One gateway's latest responses, by id; the least recently used goes first. Gateways share none."""
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
@@ -36,7 +36,7 @@ class ResponseStore:
         return len(self._stored)
 
     def put(self, response: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
-        """Remember a response and its chat."""
+        """Store a response and its chat."""
         num_bytes = len(json.dumps(response)) + len(json.dumps(list(messages)))
         self._stored[response["id"]] = StoredResponse(response=response, messages=messages, num_bytes=num_bytes)
         self._num_bytes += num_bytes
@@ -45,13 +45,13 @@ class ResponseStore:
             self._num_bytes -= oldest.num_bytes
 
     def get(self, response_id: str, field: str | None = None) -> StoredResponse:
-        """Return a response that is remembered; raises `ResponseNotFound` naming the field that asked for it."""
+        """Return a stored response; raises `ResponseNotFound` naming the field with its id."""
         if response_id not in self._stored:
             raise ResponseNotFound(response_id, field)
         self._stored.move_to_end(response_id)
         return self._stored[response_id]
 
     def remove(self, response_id: str) -> None:
-        """Forget a response; raises `ResponseNotFound`."""
+        """Delete a response; raises `ResponseNotFound`."""
         self._num_bytes -= self.get(response_id).num_bytes
         del self._stored[response_id]

@@ -1,6 +1,6 @@
-"""/v1/responses, answer side: what a chat says becomes output items, whole or event by event.
+"""/v1/responses, answer side: a chat's answer becomes output items, as one object or as events.
 
-A stream names each step: an item or a part of one is added, grows by deltas, is done; then the whole response is.
+Events of a stream: an item or a content part is added, grows by deltas, is done; at last the response is completed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.cluster.api.openai.response_store import ResponseStore
 from outrider.cluster.api.openai.responses_protocol import Message, ResponsesBody, in_own_name
 from outrider.cluster.common.errors import OutriderError
 from outrider.cluster.gateway.choice import GatewayChunk
-from outrider.cluster.replies.reader import Said
+from outrider.cluster.replies.reader import ReplyPart
 from outrider.cluster.replies.tools import ToolCall
 from outrider.verifier_service.messages.request import FinishReason
 
@@ -34,21 +34,21 @@ _TEXT, _THOUGHT = "output_text", "reasoning_text"
 
 
 class ResponsesFormat(ChatFormat):
-    """A chat under another name: responses are made of what it says, here."""
+    """A chat's format under the ids of responses, which are rendered here."""
 
     id_prefix = "resp_"
 
 
 class OutputItems:
-    """The output of a response as it grows: reasoning, text and calls, in the order in which they come."""
+    """A response's growing output: reasoning, text and calls, in the order of generation."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None  # what is being added to: a part of the last item, or that, a call
+        self._open: dict[str, Any] | None = None  # the last item's growing part; of a call, the item
 
-    def add(self, said: Said) -> Iterator[Event]:
-        """Take in what a part of the answer says; yield what that changes."""
-        more = [call for call in said.calls[:1] if not call.name]  # of the call that is open
+    def add(self, said: ReplyPart) -> Iterator[Event]:
+        """Add a part of the answer; yield its events."""
+        more = [call for call in said.calls[:1] if not call.name]  # arguments of the open call
         for call in more:
             yield self._grown(call.arguments)
         if said.reasoning:
@@ -60,7 +60,7 @@ class OutputItems:
             yield from self._call(call)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
-        """End what is open."""
+        """End the open item."""
         if self._open is None:
             return
         part, self._open = self._open, None
@@ -75,7 +75,7 @@ class OutputItems:
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": dict(item)}
 
     def message(self) -> Message:
-        """Return the output as the chat goes on with it: without its thoughts, and without a call that was cut off."""
+        """Return the output as the chat's next message: without reasoning, and without an incomplete call."""
         texts = [part["text"] for item in self.items if item["type"] == "message" for part in item["content"]]
         message: Message = {"role": "assistant", "content": "".join(texts)}
         calls = [item for item in self.items if item["type"] == "function_call" and item["status"] == "completed"]
@@ -124,7 +124,7 @@ class OutputItems:
         yield self._grown(call.arguments)
 
     def _grown(self, arguments: str) -> Event:
-        """Add to the arguments of the call that is open."""
+        """Append to the open call's arguments."""
         assert self._open is not None
         self._open["arguments"] += arguments
         return {"type": "response.function_call_arguments.delta", **self._item_place(), "delta": arguments}
@@ -138,21 +138,21 @@ class OutputItems:
 
 @dataclass(slots=True, kw_only=True)
 class ResponsesAnswer:
-    """What one call of /v1/responses is answered with."""
+    """The answer to one call of /v1/responses."""
 
     answer: Answer  # of the chat
     body: ResponsesBody
-    messages: Sequence[Message]  # of the chat so far, without instructions
+    messages: Sequence[Message]  # the chat before the answer, without instructions
     store: ResponseStore
     output: OutputItems = field(default_factory=OutputItems)
 
     @property
     def id(self) -> str:
-        """Return the id of the response and of its generation."""
+        """The id of the response and of its generation."""
         return self.answer.id
 
     async def unary(self) -> dict[str, Any]:
-        """Run to the end and return the response."""
+        """Generate to the end and return the response."""
         last: dict[str, Any] = {}
         async with aclosing(self._steps()) as steps:  # type: ignore[type-var]
             async for step in steps:
@@ -161,7 +161,7 @@ class ResponsesAnswer:
         return response
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the named events of a stream; an error after the first is one of them."""
+        """Yield the stream's events; an error after the first becomes an event."""
         number = 0
         try:
             async with aclosing(self._steps()) as steps:  # type: ignore[type-var]
@@ -175,12 +175,12 @@ class ResponsesAnswer:
             yield _event({"type": "response.failed", "response": failed}, number)
 
     async def _steps(self) -> AsyncIterator[Event]:
-        """Yield the events; the last one carries the whole response, which is stored if it may be."""
+        """Yield the events; the last one has the whole response, which is stored unless the client forbids it."""
         shown = self.answer.shown(0)
         last: GatewayChunk | None = None
         async with aclosing(self.answer.chunks()) as chunks:  # type: ignore[type-var]
             async for _, chunk in chunks:
-                if last is None:  # not before: a refusal has its own status
+                if last is None:  # not before the first chunk: an early error has its own status
                     for kind in ("response.created", "response.in_progress"):
                         yield {"type": kind, "response": self._response("in_progress")}
                 last = chunk
@@ -227,7 +227,7 @@ class ResponsesAnswer:
 
 
 def _ending(last: GatewayChunk, shown: ShownChoice) -> dict[str, Any]:
-    """Return what only the end of an answer tells."""
+    """Return the fields that are known at the end of the answer."""
     assert last.usage is not None
     usage = usage_object([last.usage], [last.usage])
     reasons = {FinishReason.STOP: None, FinishReason.LENGTH: {"reason": "max_output_tokens"}}

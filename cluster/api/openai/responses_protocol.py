@@ -1,4 +1,4 @@
-"""/v1/responses, request side: a body becomes the chat that it stands for. responses.py has the answers."""
+"""/v1/responses, request side: a body becomes a chat. responses.py has the answer side."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from outrider.cluster.common.errors import InvalidRequest
 
 MAX_ITEMS = 4096
 MAX_METADATA = 16  # entries, as OpenAI
-ROLES = {"developer": "system"}  # roles that chat templates do not know
+ROLES = {"developer": "system"}  # OpenAI's name, and chat templates'
 Message = dict[str, Any]
 
 
 class ResponsesBody(ModelBody):
-    """The body of /v1/responses. What a chat has under the same name is checked there."""
+    """The body of /v1/responses. `passed_fields` are checked in the chat's body."""
 
     passed_fields = frozenset(
         (
@@ -47,7 +47,7 @@ class ResponsesBody(ModelBody):
     top_p: float | None = None
 
     def messages(self) -> list[Message]:
-        """Return the messages that the input stands for, in a chat's form; raises `InvalidRequest`."""
+        """Return the input as a chat's messages; raises `InvalidRequest`."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         if not 1 <= len(self.input) <= MAX_ITEMS:
@@ -58,7 +58,7 @@ class ResponsesBody(ModelBody):
         return messages
 
     def chat(self, messages: Sequence[Message]) -> ChatBody:
-        """Return the chat of these messages under the body's other fields; raises `InvalidRequest`."""
+        """Return a chat of these messages with the body's other fields; raises `InvalidRequest`."""
         given = self.model_extra or {}
         fields = {name: given[name] for name in self.passed_fields if given.get(name) is not None}
         for name in ("model", "temperature", "top_p", "parallel_tool_calls"):
@@ -80,8 +80,8 @@ _OWN_NAMES = {"max_completion_tokens": "max_output_tokens", "messages": "input",
 
 
 @contextlib.contextmanager
-def told_in_own_names() -> Iterator[None]:
-    """Let what is wrong with the chat go by the names of the body that it was made from."""
+def in_own_field_names() -> Iterator[None]:
+    """Rename the fields in a chat's errors to those of the responses body."""
     try:
         yield
     except InvalidRequest as error:
@@ -92,13 +92,13 @@ def told_in_own_names() -> Iterator[None]:
 
 
 def in_own_name(warning: str) -> str:
-    """Return a chat's warning as one of the body that the chat was made from."""
+    """Return a chat's warning with the field's name in the responses body."""
     field, _, rest = warning.partition(":")
     return f"{_OWN_NAMES.get(field, field)}:{rest}"
 
 
 def _add_item(messages: list[Message], item: Mapping[str, Any], place: str) -> None:
-    """Add what an input item stands for; calls join the assistant's message before them."""
+    """Add an input item; a call joins the assistant's message before it."""
     kind = item.get("type", "message")
     if kind == "message":
         role = item.get("role")
@@ -115,7 +115,7 @@ def _add_item(messages: list[Message], item: Mapping[str, Any], place: str) -> N
     elif kind == "function_call_output":
         output = _text(item.get("output"), f"{place}.output")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-    elif kind != "reasoning":  # what was thought before is not shown to the model again
+    elif kind != "reasoning":  # earlier reasoning is not shown to the model
         raise InvalidRequest(f"{place}.type {kind!r} is not supported", "input")
 
 
@@ -137,7 +137,7 @@ def _text(content: object, place: str) -> str:
 def _chat_tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise InvalidRequest(f"tools[{index}].type must be function: {tool.get('type')!r} is not served here", "tools")
-    if isinstance(tool.get("function"), dict):  # a chat's own form, which some clients send here, too
+    if isinstance(tool.get("function"), dict):  # the form of a chat, which some clients send here too
         return dict(tool)
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 

@@ -1,14 +1,14 @@
-// One thing at a time: what starts it, what stops it, and how it went.
+// One activity at a time, with its start form, stop button and status.
 
 import { showStatus } from "./dom.js";
 
-/** Work that a form starts and a button stops; its status says how it went. */
+/** Work that a form starts and a button stops; a status shows its result. */
 export class Activity {
   #start;
   #stop;
   #status;
-  #controller = null; // of the work under way
-  #ended = null; // settles with that work
+  #controller = null; // of the running work
+  #ended = null; // settles when that work has ended
 
   constructor(start, stop, status) {
     this.#start = start;
@@ -22,7 +22,7 @@ export class Activity {
     return this.#controller !== null;
   }
 
-  /** Stop the work, if any is under way; the promise settles when it has ended. */
+  /** Stop the running work, if any; the promise settles when it has ended. */
   stop() {
     this.#controller?.abort();
     return this.#ended;
@@ -32,7 +32,7 @@ export class Activity {
     showStatus(this.#status, text, kind);
   }
 
-  /** Run `work(signal)`, which returns what to say of it in the end: [text, kind]. */
+  /** Run `work(signal)`, which returns its final status: [text, kind]. */
   run(work) {
     this.#ended = this.#run(work);
   }
@@ -47,7 +47,7 @@ export class Activity {
       if (error.name === "AbortError") this.say("stopped", "warn");
       else this.say(error.message, "bad");
     } finally {
-      controller.abort(); // what else the work began: where one of two lanes fails, the other runs for nobody
+      controller.abort(); // stop the rest of the work: if one of two lanes fails, the other is useless
       this.#controller = null;
       this.#show();
     }
@@ -56,7 +56,7 @@ export class Activity {
   #show() {
     const [now, next] = this.isRunning ? [this.#start, this.#stop] : [this.#stop, this.#start];
     next.disabled = false;
-    if (document.activeElement === now) next.focus(); // a disabled button would lose the keyboard's place
+    if (document.activeElement === now) next.focus(); // a disabled button would lose the focus
     now.disabled = true;
   }
 }

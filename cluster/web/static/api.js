@@ -1,4 +1,4 @@
-// Talks to the gateway. Paths are relative: the service may live under a prefix.
+// Calls to the gateway. Paths are relative: the service may be under a prefix.
 
 const KEY_ITEM = "outrider-api-key";
 
@@ -18,19 +18,19 @@ export function setApiKey(key) {
   else sessionStorage.removeItem(KEY_ITEM);
 }
 
-/** Return the JSON at a path; throws ApiError with the service's own words. */
+/** GET JSON; throws ApiError with the service's text. */
 export async function getJson(path, signal) {
   const response = await ask(path, { signal });
   return response.json();
 }
 
-/** Return what the JSON at a path answers to a body; throws ApiError likewise. */
+/** POST a body, return JSON; throws ApiError with the service's text. */
 export async function postJson(path, body, signal) {
   const response = await post(path, body, signal);
   return response.json();
 }
 
-/** Yield the objects of a server-sent event stream until [DONE]; an error within the stream is thrown. */
+/** POST a body, yield the objects of the event stream until [DONE]; throws an error within the stream. */
 export async function* postForEvents(path, body, signal) {
   const response = await post(path, body, signal);
   for await (const data of eventData(response.body)) {

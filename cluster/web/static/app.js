@@ -25,7 +25,7 @@ async function showModel() {
     const models = await getJson("v1/models");
     field("model").textContent = models.data[0].id;
   } catch {
-    field("model").textContent = ""; // the views say what is wrong
+    field("model").textContent = ""; // the views show the error
   }
 }
 

@@ -1,4 +1,4 @@
-// A conversation: all of it goes along with each question, and an answer is shown as Markdown or as its tokens.
+// A conversation: every request has all of it; an answer is shown as Markdown or as tokens.
 
 import { Activity } from "./activity.js";
 import { element, field, showFigures } from "./dom.js";
@@ -6,12 +6,12 @@ import { markdown } from "./markdown.js";
 import { areValid, sampling, tools } from "./options.js";
 import { Run, showLegend, showTokens, stream } from "./run.js";
 
-const NEAR_END = 48; // pixels: whoever is this close to the end follows it
+const NEAR_END = 48; // pixels from the end of the page: closer, the page follows new text
 
 let activity;
 let turns = []; // questions and answers, oldest first
 
-/** Start the mode; return what stops it. */
+/** Start the mode; return a function that stops it. */
 export function startChat() {
   activity = new Activity(field("send"), field("chat-stop"), field("chat-status"));
   field("chat-form").addEventListener("submit", (event) => {
@@ -21,7 +21,7 @@ export function startChat() {
   field("message").addEventListener("keydown", sendOnEnter);
   field("new-chat").addEventListener("click", begin);
   field("show-origins").addEventListener("change", showOrigins);
-  showOrigins(); // a browser may restore the box of before a reload
+  showOrigins(); // after a reload, a browser may restore the check box
   return activity;
 }
 
@@ -61,7 +61,7 @@ class Question extends Turn {
   }
 }
 
-/** What a call's function returned, as whoever chats says. */
+/** The result of a call, as typed by the user. */
 class Result extends Turn {
   constructor(content, call) {
     super("tool");
@@ -102,7 +102,7 @@ class Answer extends Turn {
 function shownThought(run) {
   if (!run.thought) return [];
   const shown = element("details", element("summary", "thought"));
-  shown.open = !run.said && !run.calls.length; // while there is nothing else
+  shown.open = !run.said && !run.calls.length; // open until there is content
   shown.append(element("p", run.thought));
   return [shown];
 }
@@ -113,7 +113,7 @@ function shownCall(call) {
   return shown;
 }
 
-/** Return the calls that nobody has said the results of. */
+/** Return the calls without results. */
 function openCalls() {
   const last = turns.findLastIndex((turn) => turn instanceof Answer);
   return last < 0 ? [] : turns[last].run.wholeCalls.slice(turns.length - last - 1);
@@ -143,7 +143,7 @@ async function ask(signal) {
   try {
     await stream(answer.run, "v1/chat/completions", body, signal, () => follow(() => show(answer)));
   } catch (error) {
-    if (!answer.run.tokens.length) takeBack(question, answer); // what was stopped within its answer stays
+    if (!answer.run.tokens.length) takeBack(question, answer); // a partial answer stays
     throw error;
   } finally {
     answer.isBusy = false;
@@ -164,7 +164,7 @@ function add(...added) {
   scrollToEnd();
 }
 
-/** Give a question that nobody answered back to the box it came from. */
+/** Move an unanswered question back into the input box. */
 function takeBack(...taken) {
   turns = turns.filter((turn) => !taken.includes(turn));
   for (const turn of taken) turn.shown.remove();
@@ -184,7 +184,7 @@ function showOrigins() {
   field("chat-legend").hidden = !field("show-origins").checked;
 }
 
-/** Draw, and stay at the page's end if that is where the reader was. */
+/** Draw; scroll to the page's end if the reader was there. */
 function follow(draw) {
   const page = document.scrollingElement;
   const isAtEnd = page.scrollHeight - page.scrollTop - page.clientHeight < NEAR_END;

@@ -1,4 +1,4 @@
-// A prompt and its completion, each token coloured by where it came from.
+// A prompt and its completion, with tokens coloured by origin.
 
 import { Activity } from "./activity.js";
 import { field, percent, showFigures } from "./dom.js";
@@ -7,7 +7,7 @@ import { Run, showLegend, showTokens, stream } from "./run.js";
 
 let activity;
 
-/** Start the mode; return what stops it. */
+/** Start the mode; return a function that stops it. */
 export function startComplete() {
   activity = new Activity(field("generate"), field("stop"), field("run-status"));
   field("ask").addEventListener("submit", (event) => {

@@ -1,10 +1,10 @@
-// What all views draw with.
+// Helpers to draw, for all views.
 
 export const NOTHING = "-";
 
 export const field = (id) => document.getElementById(id);
 
-/** Make an element; whatever it holds that is no node is shown as text, never read as markup. */
+/** Make an element; children that are no nodes become text, never markup. */
 export function element(tag, content) {
   const made = document.createElement(tag);
   if (content instanceof Node) made.append(content);
@@ -12,7 +12,7 @@ export function element(tag, content) {
   return made;
 }
 
-/** Show pairs of a name and a figure in a description list. */
+/** Show (name, figure) pairs in a description list. */
 export function showFigures(list, pairs) {
   list.replaceChildren(
     ...pairs.map(([name, value]) => {
@@ -25,7 +25,7 @@ export function showFigures(list, pairs) {
 
 /** Show a state in words; the kind is "good", "warn" or "bad". */
 export function showStatus(status, text, kind) {
-  if (status.textContent !== text) status.textContent = text; // or what did not change is read aloud again
+  if (status.textContent !== text) status.textContent = text; // unchanged text must not be read aloud again
   status.dataset.kind = kind;
 }
 

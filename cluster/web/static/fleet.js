@@ -1,4 +1,4 @@
-// The fleet view: what /load answers, asked again every second while somebody looks.
+// The fleet view: polls /load every second while it is visible.
 
 import { getJson } from "./api.js";
 import { NOTHING, element, field, number, percent, showFigures, showStatus } from "./dom.js";
@@ -6,10 +6,10 @@ import { NOTHING, element, field, number, percent, showFigures, showStatus } fro
 const INTERVAL_MS = 1000;
 const TIMEOUT_MS = 5000;
 const HISTORY_S = 120;
-const GAP_S = 4; // between two answers: nobody was looking meanwhile
-const CHART_HEIGHT = 32; // of the drawing's own units; one unit of width is a second
-const FULL_KV = 0.9; // from here on requests are about to be preempted
-const OLD_SNAPSHOT_S = 3; // the router has been silent for several intervals
+const GAP_S = 4; // a longer time between two answers: the view was hidden
+const CHART_HEIGHT = 32; // drawing units; one unit of width is a second
+const FULL_KV = 0.9; // above it, preemptions are near
+const OLD_SNAPSHOT_S = 3; // the router has missed several intervals
 
 const history = []; // {seconds, rate}, oldest first
 let answeredMs = null;
@@ -18,7 +18,7 @@ let wake = () => {};
 const view = field("fleet");
 const status = field("fleet-status");
 
-/** Ask again at once, if the view is shown. */
+/** Poll at once, if the view is visible. */
 export function wakeFleet() {
   wake();
 }
@@ -38,7 +38,7 @@ function isWatched() {
   return !document.hidden && !view.hidden;
 }
 
-/** Ask once and show the answer; return whether asking again is useless without another key. */
+/** Poll once and show the answer; return whether polling must wait for another key. */
 async function observe() {
   try {
     const load = await getJson("load", AbortSignal.timeout(TIMEOUT_MS));
@@ -100,7 +100,7 @@ function showHistory(rate) {
   field("history-peak").textContent = `peak ${number(peak, 1)}`;
 }
 
-/** Part what was heard at the times in which nobody asked. */
+/** Split the history at the times without polling. */
 function unbroken(items) {
   const stretches = [];
   items.forEach((item, index) => {

@@ -1,13 +1,13 @@
-// Markdown as elements: the parts of it that models write. What is none of them stays text, and no text becomes markup.
+// Markdown as elements: the subset that models write. Everything else stays text; no text becomes markup.
 
 import { element } from "./dom.js";
 
-const MAX_DEPTH = 8; // of lists in lists and marks in marks: a model in a loop writes "- - - -" for ever
+const MAX_DEPTH = 8; // of nested lists and marks: a model in a loop writes "- - - -" without end
 const FENCE = /^( *)(`{3,}|~{3,})[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6}) +(.*)$/;
 const RULE = /^ {0,3}(-{3,}|\*{3,}|_{3,}) *$/;
 const ITEM = /^( *)([-*+]|(\d{1,9})[.)])(?: +(.*)|)$/;
-const FIRST_HEADING = 3; // the page's own titles are above
+const FIRST_HEADING = 3; // the page's titles have the levels above
 const SCHEMES = ["http", "https"];
 const INLINE = new RegExp(
   [
@@ -21,9 +21,9 @@ const INLINE = new RegExp(
     .join("|"),
   "gs",
 );
-const EMPHASIS = [["em"], ["strong"], ["em", "strong"]]; // of one, two and three marks, the innermost first
+const EMPHASIS = [["em"], ["strong"], ["em", "strong"]]; // for one, two and three marks, the innermost first
 
-/** Return the elements of a text, which may end anywhere: it may still be being written. */
+/** Return the elements of a text, which may end anywhere while it streams. */
 export function markdown(text) {
   return blocks(text.split("\n"), 0);
 }
@@ -38,7 +38,7 @@ function blocks(lines, depth) {
   return made;
 }
 
-// Each of these takes the lines of its block from the front of `rest`.
+// Each of these removes its block's lines from the front of `rest`.
 
 function takeBlock(rest, depth) {
   if (FENCE.test(rest[0])) return takeCode(rest);
@@ -55,7 +55,7 @@ function takeCode(rest) {
   const lines = rest.splice(0, end < 0 ? rest.length : end);
   rest.shift();
   const code = element("pre", element("code", lines.map((line) => dedented(line, indent.length)).join("\n")));
-  code.tabIndex = 0; // long lines are scrolled, by keyboard too
+  code.tabIndex = 0; // so that the keyboard can scroll long lines
   return code;
 }
 

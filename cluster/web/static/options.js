@@ -1,8 +1,8 @@
-// What all modes of the playground ask of a generation.
+// The generation options of all modes of the playground.
 
 import { field } from "./dom.js";
 
-const WIDE = "(min-width: 60.01rem)"; // as style.css: below, the options are folded
+const WIDE = "(min-width: 60.01rem)"; // as in style.css: in a narrower window, the options are folded
 
 const form = field("options");
 
@@ -10,7 +10,7 @@ const form = field("options");
 export function showOptionsOf(mode) {
   for (const part of form.querySelectorAll("[data-modes]")) {
     part.hidden = !part.dataset.modes.split(" ").includes(mode);
-    part.querySelector("input, textarea").disabled = part.hidden; // what nobody sees is not checked either
+    part.querySelector("input, textarea").disabled = part.hidden; // a hidden field is not validated
   }
   showDraftLength();
 }
@@ -19,7 +19,7 @@ export function startOptions() {
   const fold = field("options-fold");
   fold.open = matchMedia(WIDE).matches;
   form.addEventListener("submit", (event) => event.preventDefault());
-  form.addEventListener("invalid", () => (fold.open = true), true); // or nobody sees what is wrong
+  form.addEventListener("invalid", () => (fold.open = true), true); // show the invalid field
   field("speculation").addEventListener("change", showDraftLength);
 }
 
@@ -28,13 +28,13 @@ function showDraftLength() {
   field("draft-length").disabled = !speculation.disabled && !speculation.checked;
 }
 
-/** Say what is wrong with the options, if anything is. */
+/** Show an invalid option. */
 export function areValid() {
   field("tools").setCustomValidity(field("tools").disabled || tools() ? "" : "This must be a JSON list of tools.");
   return form.reportValidity();
 }
 
-/** Return the tools that a chat offers, [] for none; null where what was typed is no list. */
+/** Return the tools of a chat, [] for none; null if the text is not a JSON list. */
 export function tools() {
   const typed = field("tools").value.trim();
   if (!typed) return [];
@@ -46,7 +46,7 @@ export function tools() {
   }
 }
 
-/** Return the options as fields of a request's body. */
+/** Return the options as fields of a request body. */
 export function sampling() {
   const body = { max_tokens: Number(field("max-tokens").value), temperature: temperature() };
   if (field("seed").value) body.seed = Number(field("seed").value);

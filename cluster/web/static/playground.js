@@ -15,7 +15,7 @@ export function startPlayground() {
   activities = [startChat(), startRace(), startComplete()];
   field("modes").addEventListener("change", showMode);
   addEventListener("keydown", onKey);
-  showMode(); // a browser may restore the mode of before a reload
+  showMode(); // after a reload, a browser may restore the mode
 }
 
 function shownMode() {

@@ -10,7 +10,7 @@ const MAX_SEED = 2 ** 32;
 
 let activity;
 
-/** Start the mode; return what stops it. */
+/** Start the mode; return a function that stops it. */
 export function startRace() {
   activity = new Activity(field("race-start"), field("race-stop"), field("race-status"));
   field("race-form").addEventListener("submit", (event) => {
@@ -41,13 +41,13 @@ class Lane {
   }
 
   async start(path, body, signal) {
-    this.run = new Run(); // its clock begins now
+    this.run = new Run(); // starts its clock
     this.part("progress").max = body.max_tokens;
-    // a salt of its own: nobody's prompt is in a cache already, and no drafter knows the text from the other lane
+    // a new salt: the prompt is in no prefix cache, and no drafter knows the other lane's text
     const cacheSalt = crypto.getRandomValues(new Uint32Array(4)).join("-");
     const asked = { ...body, ...this.changes, cache_salt: cacheSalt };
     await stream(this.run, path, asked, signal, () => this.draw());
-    this.part("progress").value = body.max_tokens; // a text may end before
+    this.part("progress").value = body.max_tokens; // the text may end earlier
   }
 
   draw() {
@@ -74,11 +74,11 @@ async function race(signal) {
   return verdict(...lanes, body.temperature);
 }
 
-/** Return where to send a prompt, and as what: to a model that cannot chat, as a text to go on with. */
+/** Return the path and body for a prompt; for a model without a chat template, as a completion. */
 async function request(prompt, signal) {
   const messages = [{ role: "user", content: prompt }];
   try {
-    await postJson("tokenize", { messages }, signal); // refused for what the lanes would be refused for, and runs nothing
+    await postJson("tokenize", { messages }, signal); // checks the messages without generating
     return { path: "v1/chat/completions", messages };
   } catch (error) {
     if (!error.message.includes("no chat template")) throw error;
@@ -95,7 +95,7 @@ function verdict(off, on, temperature) {
   return [[...winner(off, on), texts, ...unused].join("; "), isGood ? "good" : "warn"];
 }
 
-/** Mark the faster lane and return it in words. */
+/** Mark the faster lane; return a text about it. */
 function winner(off, on) {
   const [slow, fast] = [off, on].sort((a, b) => a.run.tokensPerSecond - b.run.tokensPerSecond);
   const ratio = (fast.run.tokensPerSecond / slow.run.tokensPerSecond).toFixed(2);

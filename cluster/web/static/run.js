@@ -1,4 +1,4 @@
-// One generation: what is known of it while it streams, and how that is shown.
+// One generation while it streams, and how it is shown.
 
 import { postForEvents } from "./api.js";
 import { NOTHING, element, number, percent } from "./dom.js";
@@ -11,17 +11,17 @@ const ORIGINS = {
 };
 const DRAW_INTERVAL_MS = 100;
 
-/** What is known of one generation. */
+/** One generation. */
 export class Run {
   startedMs = performance.now();
   firstMs = null;
   lastMs = null;
   tokens = []; // {id, text, origin}
-  said = ""; // of a chat: the text without thoughts and calls
+  said = ""; // of a chat: the content, without reasoning and calls
   thought = "";
   calls = []; // {id, type, function: {name, arguments}}
   counts = Object.fromEntries(Object.keys(ORIGINS).map((origin) => [origin, 0]));
-  speculation = null; // the service's own account, which comes last
+  speculation = null; // the service's metrics, in the last chunk
   finishReason = null;
 
   take(event) {
@@ -40,7 +40,7 @@ export class Run {
     else this.calls[index] = call;
   }
 
-  /** Calls that were not cut off within their arguments. */
+  /** Calls with complete arguments. */
   get wholeCalls() {
     return this.calls.filter((call) => isJson(call.function.arguments));
   }
@@ -66,7 +66,7 @@ export class Run {
 
   get tokensPerVerification() {
     if (this.speculation?.mean_acceptance_length != null) return this.speculation.mean_acceptance_length;
-    const numVerifications = this.counts.recovered + this.counts.bonus; // each ends in one of the two
+    const numVerifications = this.counts.recovered + this.counts.bonus; // each verification ends with one of the two
     return numVerifications ? (this.counts.accepted + numVerifications) / numVerifications : null;
   }
 
@@ -76,7 +76,7 @@ export class Run {
     return `finished: ${this.finishReason}${reason ? `; speculation off: ${reason}` : ""}`;
   }
 
-  /** Pairs of a name and a figure. */
+  /** (name, figure) pairs. */
   get figures() {
     return [
       ["tokens/s", number(this.tokensPerSecond, 1)],
@@ -97,7 +97,7 @@ function isJson(text) {
   }
 }
 
-/** Stream what a path answers to a body into a run, drawing it now and then, and once more in the end. */
+/** POST a body, stream the answer into a run, and draw it at intervals and at the end. */
 export async function stream(run, path, body, signal, draw) {
   const timer = setInterval(draw, DRAW_INTERVAL_MS);
   try {
@@ -109,7 +109,7 @@ export async function stream(run, path, body, signal, draw) {
   }
 }
 
-/** Show a run's tokens, each in its origin's colour; those that a place shows already stay as they are. */
+/** Show a run's tokens in their origins' colours; tokens that are shown already stay. */
 export function showTokens(place, run) {
   const isAtEnd = place.scrollHeight - place.scrollTop - place.clientHeight < 8;
   place.append(...run.tokens.slice(place.childElementCount).map(shownToken));
@@ -123,7 +123,7 @@ function shownToken(token) {
   return shown;
 }
 
-/** Show what the colours mean, and how many tokens of each a run has. */
+/** Show the legend, with the number of tokens per origin. */
 export function showLegend(list, run) {
   list.replaceChildren(
     ...Object.entries(ORIGINS).map(([origin, meaning]) => {

@@ -136,13 +136,13 @@ def test_a_request_waits_until_its_first_token_or_its_end():
     clock = Clock()
     turnover = Turnover(clock)
     with turnover.entered() as first, turnover.entered():
-        assert turnover.queue().num_waiting == 2
+        assert turnover.update().num_waiting == 2
         clock.now_s += 0.5
         turnover.begin(first)
         turnover.begin(first)
-        assert turnover.queue().num_waiting == 1
-        assert turnover.queue().begun_per_s == pytest.approx(2.0, rel=0.05)
-    assert turnover.queue().num_waiting == 0
+        assert turnover.update().num_waiting == 1
+        assert turnover.update().begun_per_s == pytest.approx(2.0, rel=0.05)
+    assert turnover.update().num_waiting == 0
 
 
 def test_the_rate_is_the_true_one_from_the_first_seconds_on():
@@ -151,7 +151,7 @@ def test_the_rate_is_the_true_one_from_the_first_seconds_on():
     for number in range(2000):
         begin_one(turnover, clock, after_s=0.05)
         if number > 20:
-            assert turnover.queue().begun_per_s == pytest.approx(20.0, rel=0.1)
+            assert turnover.update().begun_per_s == pytest.approx(20.0, rel=0.1)
 
 
 def test_time_without_a_queue_says_nothing_and_a_queue_that_stands_does():
@@ -160,10 +160,10 @@ def test_time_without_a_queue_says_nothing_and_a_queue_that_stands_does():
     for _ in range(100):
         begin_one(turnover, clock, after_s=0.1)
     clock.now_s += 100 * RATE_MEMORY_S
-    assert turnover.queue().begun_per_s == pytest.approx(10.0, rel=0.1)
+    assert turnover.update().begun_per_s == pytest.approx(10.0, rel=0.1)
     with turnover.entered():
         clock.now_s += 10 * RATE_MEMORY_S
-        assert turnover.queue().begun_per_s < 0.01
+        assert turnover.update().begun_per_s < 0.01
 
 
 def test_whoever_is_told_to_come_back_is_counted_until_then():
@@ -172,11 +172,11 @@ def test_whoever_is_told_to_come_back_is_counted_until_then():
     turnover.promise(2.0)
     turnover.promise(4.5)
     turnover.promise(4.6)
-    assert turnover.queue().promised == ((2.0, 1), (5.0, 2))
+    assert turnover.update().promised == ((2.0, 1), (5.0, 2))
     clock.now_s = 2.0
-    assert turnover.queue().promised == ((3.0, 2),)
+    assert turnover.update().promised == ((3.0, 2),)
     clock.now_s = 5.0
-    assert turnover.queue().promised == ()
+    assert turnover.update().promised == ()
 
 
 @pytest.mark.parametrize("begin_s", [0.0, 0.4, 0.9])
@@ -198,7 +198,7 @@ def test_a_burst_whose_clients_keep_their_word_is_served_within_two_repeats(step
                 continue
             arrivals.sort()
             clock.now_s, number, num_left = arrivals.pop(0)
-            refused = refuse(turnover.queue(), max_queued_requests=4)
+            refused = refuse(turnover.update(), max_queued_requests=4)
             if refused is None:
                 next_s = next_s if waiting else clock.now_s + step_s
                 waiting.append(stack.enter_context(turnover.entered()))
@@ -225,6 +225,6 @@ def test_before_any_request_has_begun_the_wait_is_known_to_be_as_long_as_it_was(
     turnover = Turnover(clock)
     with turnover.entered():
         clock.now_s += 4.0
-        queue = turnover.queue()
+        queue = turnover.update()
     assert queue.begun_per_s == 0.0
     assert queue.watched_s == pytest.approx(4.0, rel=0.25)

@@ -9,7 +9,7 @@ import pytest
 
 from fakes.backend import EOS, FakeBackend, build_gateway, fake_logprobs, says
 from outrider.cluster.common import errors
-from outrider.cluster.gateway.gateway import RequestInput
+from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     FinishReason,

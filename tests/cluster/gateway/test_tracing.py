@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from fakes.backend import TickingClock
 from outrider.cluster.common.errors import Unavailable
-from outrider.cluster.gateway.gateway import Gateway, ModelInfo, RequestInput
+from outrider.cluster.gateway.gateway import Gateway
+from outrider.cluster.gateway.request_parser import ModelInfo, RequestInput
 from outrider.cluster.gateway.tracing import Tracing
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput, StepTiming

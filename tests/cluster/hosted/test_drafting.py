@@ -38,7 +38,7 @@ def drafting_engine(step_s: float = 0.02) -> HostedEngine:
 
 
 def loaded(engine: HostedEngine) -> EngineLoad:
-    load = engine.drafting.load(lambda: engine.running)
+    load = engine.drafting.refresh_load(lambda: engine.running)
     assert load is not None
     return load
 
@@ -316,7 +316,7 @@ def test_there_is_no_report_in_the_middle_of_a_call(engine: HostedEngine):
     engine.add()
     engine.steps(3)
     reports: list[EngineLoad | None] = []
-    engine.pool.spoil = lambda draft: (reports.append(engine.drafting.load(lambda: engine.running)), draft)[1]
+    engine.pool.spoil = lambda draft: (reports.append(engine.drafting.refresh_load(lambda: engine.running)), draft)[1]
     engine.step()
     assert reports == [None]
     assert loaded(engine).num_running == 1

@@ -102,11 +102,11 @@ def test_the_reports_price_and_step_times_are_there_once_steps_were_seen():
     engine.pool.come_up("d")
     engine.add()
     engine.step()
-    load = engine.drafting.load(lambda: engine.running)
+    load = engine.drafting.refresh_load(lambda: engine.running)
     assert load is not None
     assert (load.price, engine.drafting.step_times) == (None, ())
     engine.steps(30)
-    load = engine.drafting.load(lambda: engine.running)
+    load = engine.drafting.refresh_load(lambda: engine.running)
     assert load is not None
     assert load.price is not None
     assert (load.num_running, load.num_decoding) == (1, 1)
@@ -191,7 +191,7 @@ class Disorder:
         engine, rng = self.engine, self.rng
         engine.step_s = rng.choice((free_steps, free_steps, free_steps, compute_bound, dear))
         engine.clock.now_s += rng.choice((0.0, 0.5, 20.0))
-        assert engine.drafting.load(lambda: engine.running) is not None
+        assert engine.drafting.refresh_load(lambda: engine.running) is not None
 
     def end(self) -> None:
         """Drop all requests, and let the engine say so."""
@@ -199,7 +199,7 @@ class Disorder:
         for request_id in list(self.engine.running):
             self.engine.drop(request_id, is_told=self.rng.random() < 0.5)
         self.engine.step()
-        assert self.engine.drafting.load(lambda: ()) is not None
+        assert self.engine.drafting.refresh_load(lambda: ()) is not None
 
 
 @pytest.mark.parametrize("seed", range(8))

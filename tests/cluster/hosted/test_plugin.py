@@ -160,7 +160,7 @@ def test_a_request_that_has_just_come_is_not_forgotten_by_a_report_that_asked_be
         held.append(engine.drafting._lock.locked())
         return list(engine.running)
 
-    assert engine.drafting.load(known_ids) is not None
+    assert engine.drafting.refresh_load(known_ids) is not None
     assert held == [True]
 
 

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fakes.backend import FakeBackend, build_gateway, says
 from outrider.cluster.common.errors import Overloaded
-from outrider.cluster.gateway.gateway import RequestInput
+from outrider.cluster.gateway.request_parser import RequestInput
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.verifier_service.messages.request import SpeculationMetrics
 

@@ -13,7 +13,7 @@ from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.offline.outputs import RequestOutput
 from outrider.cluster.offline.prompt_run import PromptRun, RunContext
 from outrider.cluster.offline.sampling_params import SamplingParams
-from outrider.cluster.router.fleet import off
+from outrider.cluster.router.planning import off
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     DisabledReason,

@@ -55,7 +55,9 @@ def test_required_calls_fit_and_nothing_else_does(family):
 @pytest.mark.parametrize("family", [None, *TOOL_FAMILIES])
 def test_what_is_written_is_what_is_read(family):
     calls = [("weather", {"city": "Rom"}), ("now", {})]
-    reader = ReplySyntax(tool_call_parser=family).reader("", read_tool_use(TOOLS, "required", None), is_held=True)
+    reader = ReplySyntax(tool_call_parser=family).reader(
+        "", read_tool_use(TOOLS, "required", None), is_constrained=True
+    )
     said = reader.read(written(family, calls), is_last=True)
     assert [(call.name, json.loads(call.arguments)) for call in said.calls] == calls
 

@@ -57,7 +57,7 @@ ANSWERS = {
 
 def read(syntax, text, *, use=AUTO, prompt="", size=3):
     """Read a text in pieces: its content, its reasoning, its calls, and how many pieces were thought."""
-    reader = syntax.reader(prompt, use, is_held=False)
+    reader = syntax.reader(prompt, use, is_constrained=False)
     said = [reader.read([text[at : at + size]], is_last=False) for at in range(0, len(text), size)]
     said.append(reader.read([], is_last=True))
     calls = [(call.name, json.loads(call.arguments)) for part in said for call in part.calls]
@@ -143,10 +143,10 @@ def test_what_must_be_called_is_read_without_a_family():
 
 
 def test_where_there_is_nothing_to_split_nothing_is_read():
-    assert ReplySyntax().reader("", AUTO, is_held=False) is None
-    assert ReplySyntax(tool_call_parser="hermes").reader("", ToolUse(), is_held=False) is None
+    assert ReplySyntax().reader("", AUTO, is_constrained=False) is None
+    assert ReplySyntax(tool_call_parser="hermes").reader("", ToolUse(), is_constrained=False) is None
     none = read_tool_use(TOOLS, "none", None)
-    assert ReplySyntax(tool_call_parser="hermes").reader("", none, is_held=False) is None
+    assert ReplySyntax(tool_call_parser="hermes").reader("", none, is_constrained=False) is None
 
 
 def test_the_tokenizers_own_template_reads_its_answers():

@@ -33,8 +33,8 @@ def fits(use, text):
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
 
 
-def read(use, text, *, is_held=True):
-    said = CODER.reader("", use, is_held=is_held).read(list(text), is_last=True)
+def read(use, text, *, is_constrained=True):
+    said = CODER.reader("", use, is_constrained=is_constrained).read(list(text), is_last=True)
     return said.content, [json.loads(call.arguments) for call in said.calls]
 
 

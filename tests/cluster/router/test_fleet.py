@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fakes.reports import verifier_report
-from outrider.cluster.router.fleet import PolicyMode, RouterPolicy, VerifierReport, table_length, with_changes
-from outrider.verifier_service.messages.engine import DrafterCircuit, EngineCounters, RequestLoad
+from outrider.cluster.router.fleet import PolicyMode, RouterPolicy, VerifierReport, with_changes
+from outrider.cluster.router.planning import table_length
+from outrider.verifier_service.messages.engine import DrafterCircuit, EngineCounters
 
 POLICY = RouterPolicy(mode=PolicyMode.ALWAYS, max_draft_length=5)
 
@@ -59,21 +60,6 @@ def report(state: str) -> VerifierReport:
 def test_a_drafter_that_fails_its_verifier_is_not_up_there_whatever_its_link_says():
     assert report("open").drafters_up == ("d1",)
     assert report("half_open").drafters_up == ("d0", "d1"), "it may be tried again"
-
-
-def test_requests_that_run_are_told_from_those_that_wait_by_what_they_say():
-    waits, runs = (
-        RequestLoad(
-            request_id=name,
-            is_running=is_running,
-            drafter_id=None,
-            draft_length=0,
-            num_speculative_tokens=None,
-        )
-        for name, is_running in (("a", False), ("b", True))
-    )
-    load = verifier_report(requests=(waits, runs))
-    assert (load.running, load.waiting) == ((runs,), (waits,))
 
 
 def test_frames_that_a_link_or_the_engine_cannot_read_are_counted_together():

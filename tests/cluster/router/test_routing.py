@@ -1,5 +1,4 @@
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -11,8 +10,7 @@ from outrider.cluster.router.fleet import (
     RouterPolicy,
     VerifierState,
 )
-from outrider.cluster.router.routing import DrafterDesk, NoVerifierError, route, with_assignment
-from outrider.verifier_service.drafting.draft_yield import DraftYield
+from outrider.cluster.router.routing import NoVerifierError, route, with_assignment
 from outrider.verifier_service.messages.engine import DrafterCircuit, DrafterPerformance
 from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 from outrider.verifier_service.messages.wire import decode, encode
@@ -269,98 +267,6 @@ class TestPlan:
         assert self.plan([drafter("d0", queue_depth=9)]).disabled_reason == "draft_queue"
 
 
-class TestSeveralPools:
-    """A model that brings 1.5 tokens a round in 10 ms, and a lookup that brings fewer in 1 ms; a step takes 20 ms."""
-
-    def desk(
-        self, *, model: float | None = 1.5, lookup: float | None = 0.2, step_s: float = 0.020, **load: int
-    ) -> DrafterDesk:
-        """`load`: of the model's drafter."""
-        trips = (
-            DrafterPerformance(drafter_id="model", round_trip_s=0.010, accepted_per_round=model),
-            DrafterPerformance(drafter_id="lookup", round_trip_s=0.001, accepted_per_round=lookup),
-        )
-        state = verifier("v", drafters_up=("model", "lookup"))
-        report = changed(state.report, drafters=trips, mean_step_s=step_s)
-        states = [drafter("model", pool="model", max_draft_length=5, **load), drafter("lookup", pool="lookup")]
-        return DrafterDesk(states, report, POLICY)
-
-    def goes_to(self, current_id: str | None = None, **fields: Any) -> str:
-        chosen = self.desk(**fields).choose(current_id)
-        assert chosen is not None
-        return chosen.report.drafter_id
-
-    def test_a_new_request_goes_where_a_token_takes_least(self):
-        """(20 + 10) / 2.5 = 12 ms against (20 + 1) / 1.2 = 17.5; with a step of 1 ms 4.4 against 1.7."""
-        assert self.goes_to() == "model"
-        assert self.goes_to(step_s=0.001) == "lookup"
-        assert self.goes_to(lookup=1.0) == "lookup", "(20 + 1) / 2 = 10.5 ms"
-
-    def test_of_a_clearly_worse_pool_one_request_is_moved_per_report(self):
-        desk = self.desk()
-        moved = [desk.choose("lookup").report.drafter_id for _ in range(3)]
-        assert moved == ["model", "lookup", "lookup"]
-        assert self.goes_to("model") == "model"
-
-    def test_where_the_difference_is_small_requests_stay(self):
-        """(20 + 1) / 1.5 = 14 ms is 1.17 times 12."""
-        assert self.goes_to("lookup", lookup=0.5) == "lookup"
-
-    def test_a_pool_that_nobody_knows_is_tried(self):
-        assert self.goes_to(lookup=None) == "lookup"
-        assert self.goes_to("model", lookup=None) == "lookup"
-        assert self.goes_to(model=None) == "model"
-
-    def test_nobody_is_moved_to_a_better_pool_whose_queue_is_full(self):
-        assert self.goes_to("lookup", queue_depth=9) == "lookup"
-        assert self.goes_to(queue_depth=9) == "lookup"
-
-    def test_a_better_pool_is_better_however_many_requests_it_has(self):
-        """How long its drafts take with them was measured; only of its own drafters the least busy one is taken."""
-        assert self.goes_to(num_sessions=40) == "model"
-
-    def test_pools_are_alike_while_it_is_not_known_who_is_of_which(self):
-        """A router that has just started believes its verifiers: only the delay counts, and nobody is moved."""
-        desk = self.desk()
-        state = desk.linked["lookup"]
-        unheard = dataclasses.replace(state, report=dataclasses.replace(state.report, pool=""))
-        trips = (
-            DrafterPerformance(drafter_id="model", round_trip_s=0.010, accepted_per_round=1.5),
-            DrafterPerformance(drafter_id="lookup", round_trip_s=0.001, accepted_per_round=0.2),
-        )
-        report = changed(verifier("v").report, drafters=trips, linked_drafters=("model", "lookup"))
-        desk = DrafterDesk([desk.linked["model"], unheard], report, POLICY)
-        assert desk.choose("lookup").report.drafter_id == desk.choose(None).report.drafter_id == "lookup"
-
-    def test_a_slow_pool_that_requests_leave_is_not_waited_for(self):
-        assert self.desk().preferred == {"model"}
-        assert self.desk(lookup=1.0).preferred == {"model", "lookup"}
-
-    @pytest.mark.parametrize("first", ["model", "lookup"])
-    def test_a_poor_pool_is_tried_again_now_and_then_and_no_more(self, first):
-        """One stream, a report every eight steps: nearly all rounds are the model's, and the lookup's never end."""
-        yields = {"model": DraftYield(), "lookup": DraftYield()}
-        tokens = {"model": 1.5, "lookup": 0.2}
-        current, rounds = first, []
-        for step in range(1, 20_001):
-            if step % 8 == 0:
-                current = self.desk(**{name: found.mean_at(step) for name, found in yields.items()}).choose(current)
-                current = current.report.drafter_id
-            yields[current].observe_rounds(1, step)
-            yields[current].observe_accepted(tokens[current])
-            rounds.append(current)
-        assert 0.97 < rounds[200:].count("model") / len(rounds[200:]) < 0.995
-        assert "lookup" in rounds[15_000:]
-
-    def test_drafters_of_one_pool_share_what_is_known_of_it(self):
-        """A replica that has just joined is as good as its pool: nobody is moved to it for being new."""
-        trips = (DrafterPerformance(drafter_id="old", round_trip_s=0.010, accepted_per_round=1.5),)
-        state = verifier("v", drafters_up=("old", "new"))
-        report = changed(state.report, drafters=trips, mean_step_s=0.020)
-        desk = DrafterDesk([drafter("old", pool="model"), drafter("new", pool="model")], report, POLICY)
-        assert desk.choose("old").report.drafter_id == "old"
-
-
 class TestOwnDrafter:
     """A drafter in the verifier's own process needs no report and no link."""
 
@@ -389,13 +295,6 @@ class TestOwnDrafter:
         plan = SpeculationPlan(disabled_reason=DisabledReason.LOAD)
         assert self.plan(default_length=0, reason=DisabledReason.LOAD) == plan
         assert self.plan(request=ask(num_speculative_tokens=0)).disabled_reason == "request_opt_out"
-
-    def test_a_request_keeps_it(self):
-        report = dataclasses.replace(verifier("v").report, own_draft_length=2)
-        desk = DrafterDesk([drafter("d0")], report, POLICY)
-        assert desk.choose("local").report.drafter_id == "local"
-        assert desk.choose("local").report.epoch == report.epoch
-        assert DrafterDesk([drafter("d0")], verifier("v").report, POLICY).choose("local").report.drafter_id == "d0"
 
 
 def test_messages_are_frozen():

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from outrider.cluster.router.autoscaling import DraftersLoad, PoolsLoad, VerifiersLoad
-from outrider.cluster.router.fleet import off
+from outrider.cluster.router.planning import off
 from outrider.cluster.router.scaling_figures import VerifierFigures, drafter_figures, pools_load
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import EngineCounters, EngineLoad, RequestLoad
@@ -55,12 +55,12 @@ LOAD = EngineLoad(
 
 def test_a_verifier_exports_its_load_and_counts_since_the_call_before():
     figures = VerifierFigures()
-    first = figures.of(LOAD, SpeculationPlan())
+    first = figures.take(LOAD, SpeculationPlan())
     assert (first["num_requests"], first["kv_usage"], first["price"]) == (5.0, 0.25, 0.75)
     assert (first["knee_fill"], first["num_drafts_in_time"], first["num_drafts_late"]) == (2.0, 6.0, 2.0)
-    second = figures.of(dataclasses.replace(LOAD, counters=SECOND), SpeculationPlan())
+    second = figures.take(dataclasses.replace(LOAD, counters=SECOND), SpeculationPlan())
     assert (second["knee_fill"], second["num_drafts_in_time"], second["num_drafts_late"]) == (2.5, 3.0, 2.0)
-    third = figures.of(dataclasses.replace(LOAD, counters=SECOND), SpeculationPlan())
+    third = figures.take(dataclasses.replace(LOAD, counters=SECOND), SpeculationPlan())
     assert (third["knee_fill"], third["num_drafts_in_time"], third["num_drafts_late"]) == (0.0, 0.0, 0.0)
 
 
@@ -69,11 +69,11 @@ def test_a_verifier_exports_its_load_and_counts_since_the_call_before():
     [({}, 0.75), ({"price": 1.7}, 1.0), ({"price": None}, 0.0), ({"num_decoding": 0}, 0.0)],
 )
 def test_a_price_counts_where_there_is_something_to_decode(changes, price):
-    assert VerifierFigures().of(dataclasses.replace(LOAD, **changes), None)["price"] == price
+    assert VerifierFigures().take(dataclasses.replace(LOAD, **changes), None)["price"] == price
 
 
 def test_without_a_knee_nothing_fills_it():
-    assert VerifierFigures().of(dataclasses.replace(LOAD, knee=None), None)["knee_fill"] == 0.0
+    assert VerifierFigures().take(dataclasses.replace(LOAD, knee=None), None)["knee_fill"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -88,18 +88,18 @@ def test_without_a_knee_nothing_fills_it():
     ],
 )
 def test_requests_lack_a_drafter_where_that_is_all_they_lack(plan, num_undrafted):
-    assert VerifierFigures().of(LOAD, plan)["num_undrafted"] == num_undrafted
+    assert VerifierFigures().take(LOAD, plan)["num_undrafted"] == num_undrafted
 
 
 def test_every_figure_is_a_number_as_serve_demands():
-    exported = VerifierFigures().of(LOAD, NO_DRAFTER) | drafter_figures(DrafterLoad())
+    exported = VerifierFigures().take(LOAD, NO_DRAFTER) | drafter_figures(DrafterLoad())
     assert all(type(value) is float for value in exported.values())
 
 
 def test_what_replicas_export_adds_up_to_the_pools_load():
     verifiers = [
-        VerifierFigures().of(LOAD, NO_DRAFTER),
-        VerifierFigures().of(dataclasses.replace(LOAD, price=0.25, counters=SECOND), NO_DRAFTER),
+        VerifierFigures().take(LOAD, NO_DRAFTER),
+        VerifierFigures().take(dataclasses.replace(LOAD, price=0.25, counters=SECOND), NO_DRAFTER),
     ]
     loads = (DrafterLoad(num_sessions=3, queue_depth=1), DrafterLoad(queue_depth=4))
     drafters = [drafter_figures(load) for load in loads]

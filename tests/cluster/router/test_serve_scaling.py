@@ -14,8 +14,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.replicas.app import build
 from outrider.cluster.router.autoscaling import ReplicaRange
-from outrider.cluster.router.scaling_days import read_day
 from outrider.cluster.router.serve_scaling import PoolPolicy, ServicePolicy
+from tiny.recorded_days import read_day
 
 TARGETS = {"num_requests": 10.0, "kv_usage": 0.8}
 BUSY = {"num_requests": 30.0, "kv_usage": 0.1, "knee_fill": 0.5, "price": 0.2, "num_undrafted": 0.0}

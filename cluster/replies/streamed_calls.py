@@ -1,6 +1,6 @@
-"""Reads calls that a grammar holds to their form, piece by piece: a call is known by its name and the `{` behind it.
+"""Read constrained calls piece by piece: with a grammar, a call is certain once its name and `{` have arrived.
 
-What is not held to a form is read when it is whole, for until then it may turn out to be text.
+Unconstrained calls are read once they are whole: until then they may turn out to be text.
 """
 
 from __future__ import annotations
@@ -11,42 +11,42 @@ from outrider.cluster.replies.families import NAME, WrittenCalls
 from outrider.cluster.replies.tools import Tool, ToolCall, new_call
 
 
-class HeldCalls:
-    """The calls of one answer, from behind their trigger on; arguments are given out as they were generated.
+class StreamedCalls:
+    """The calls of one answer, after their trigger; arguments are streamed as generated.
 
     before begin {arguments} end between begin {arguments} end after
-                 |<-given->|                  |<-given->|
+                 |<-yield->|                  |<-yield->|
     """
 
     def __init__(self, written: WrittenCalls, tools: Sequence[Tool]) -> None:
         begins = {written.begin.replace(NAME, tool.name) + "{": tool.name for tool in tools}
-        # what may stand next, outside of arguments; with the name of the call that it begins
+        # texts that may follow, outside of arguments: {text: name of the call that it begins}
         self._next: Mapping[str, str] = {written.before + begin: name for begin, name in begins.items()}
         self._end = {written.end: ""}
         self._others = {written.between + begin: name for begin, name in begins.items()}
         if written.after:
             self._others[written.after] = ""
         self._after = written.after
-        self.pending = ""  # what came and was not given out
-        self._depth = 0  # of objects, within arguments
+        self.pending = ""  # text that has not been yielded
+        self._depth = 0  # of braces, within arguments
         self._is_quoted = False
-        self._is_escaped = False  # the next character stands for itself
+        self._is_escaped = False  # the next character is escaped
 
     @property
     def is_within(self) -> bool:
-        """Return whether a call's arguments have begun and not ended."""
+        """Whether a call's arguments have begun and not ended."""
         return self._depth > 0
 
     @property
     def leftover(self) -> str:
-        """Return what is no part of a call if nothing follows: not the beginning of a mark behind one."""
+        """The pending text, if the answer ends here; empty if it is the beginning of a mark after a call."""
         is_mark = self._next is self._end or (self._next is self._others and self._after.startswith(self.pending))
         return "" if is_mark else self.pending
 
     def feed(self, text: str) -> Iterator[ToolCall]:
-        """Take in what comes next; yield calls and, without a name, more of the arguments of the last one.
+        """Read more text; yield calls, and without a name, more arguments of the last call.
 
-        Raises `ValueError` for what is not in the form; it is pending then.
+        Raises `ValueError` for text that is not in the form; it stays pending.
         """
         self.pending += text
         while self.pending:
@@ -66,7 +66,7 @@ class HeldCalls:
                 self._next = self._others if self._next is self._end else {}
 
     def _arguments(self) -> str:
-        """Take what is pending of the arguments, to their end at most."""
+        """Take the pending text, up to the end of the arguments."""
         taken = 0
         for char in self.pending:
             taken += 1

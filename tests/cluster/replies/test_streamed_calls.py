@@ -21,9 +21,11 @@ NASTY = {"a": '}{"\\', "b": [{"größer": '\\\\"'}, {}], "c": "</tool_call>\n日
 CALLS = [("weather_at", NASTY), ("now", {}), ("weather", {"city": "Rom"})]
 
 
-def read(family, pieces, *, use=REQUIRED, is_held=True):
+def read(family, pieces, *, use=REQUIRED, is_constrained=True):
     """Return what each piece says, and what the end does."""
-    reader = ReplySyntax(tool_call_parser=family, reasoning_parser="qwen3").reader("", use, is_held=is_held)
+    reader = ReplySyntax(tool_call_parser=family, reasoning_parser="qwen3").reader(
+        "", use, is_constrained=is_constrained
+    )
     said = [reader.read([piece], is_last=False) for piece in pieces]
     return [*said, reader.read([], is_last=True)], reader.is_within_call
 
@@ -50,7 +52,7 @@ def test_at_every_cut_the_pieces_are_the_arguments_as_they_were_generated(family
 def test_they_say_what_is_read_when_all_is_there(family):
     calls = [("weather_at", NASTY | {"c": "no mark"}), *CALLS[1:]]  # which would end a call there
     text = written(family, calls)
-    slow = joined(read(family, text, is_held=False)[0])
+    slow = joined(read(family, text, is_constrained=False)[0])
     assert [(call.name, json.loads(call.arguments)) for call in slow.calls] == calls
     assert shown(read(family, text)[0])[1] == texts(calls)
 
