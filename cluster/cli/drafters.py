@@ -90,7 +90,7 @@ def drafters(draft: str, **options: Any) -> None:
         options["draft_model"] = draft
         options["speculative_config"] = {"method": "draft_model", **options["speculative_config"]}
     with usage_errors():
-        config = DraftersConfig.from_mapping(options)
+        config = DraftersConfig(**options)
     configure_logging(config.log_format, level=logging.getLogger().level)
     try:
         with usage_errors():

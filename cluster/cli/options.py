@@ -110,4 +110,4 @@ def configure(**options: Any) -> ServiceConfig:
     from outrider.cluster.config.service_config import ServiceConfig
 
     with usage_errors():
-        return ServiceConfig.from_mapping(options)
+        return ServiceConfig(**options)

@@ -10,7 +10,6 @@ import click
 
 from outrider.cluster.cli.options import configure, model_options, speculation_option, usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
-from outrider.cluster.config.checks import OUTRIDER, VLLM
 from outrider.cluster.config.config_file import read_pools
 from outrider.cluster.config.security_options import security_options
 from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
@@ -20,8 +19,8 @@ from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
 @model_options
 @click.option(
     "--engine",
-    type=click.Choice([OUTRIDER, VLLM]),
-    default=OUTRIDER,
+    type=click.Choice(["outrider", "vllm"]),
+    default="outrider",
     show_default=True,
     help="Of the verifiers. vllm: vLLM, with drafts from our pools; docs/vllm.md says how it is installed.",
 )

@@ -10,9 +10,12 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import grpc
+from pydantic import model_validator
 
+from outrider.cluster.common.options import Options
 from outrider.verifier_service.links.grpc_channel import LinkCredentials
 
 
@@ -79,21 +82,43 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
 
 def public_tls(certfile: str | None, keyfile: str | None, ca_certs: str | None) -> TlsConfig | None:
     """Return the TLS of the public ports, None for none; raises `ValueError` naming the option that is missing."""
-    if certfile is None and keyfile is None and ca_certs is None:
-        return None
     return _complete("ssl", certfile, keyfile, ca_certs)
 
 
-def link_tls(certfile: str | None, keyfile: str | None, ca_certs: str | None) -> TlsConfig | None:
-    """Return the TLS between our own services, which is mutual or none; raises `ValueError` as `public_tls`."""
+class LinkTls(Options):
+    """The options that name the TLS files of the links between our own services: mutual TLS, or none."""
+
+    link_ssl_certfile: str | None = None  # PEM files, on every node
+    link_ssl_keyfile: str | None = None
+    link_ssl_ca_certs: str | None = None
+    link_ssl_server_name: str | None = None  # expected in peers' certificates; None: the address they listen at
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
+        files = (self.link_ssl_certfile, self.link_ssl_keyfile, self.link_ssl_ca_certs)
+        if any(files) and self.link_ssl_ca_certs is None:
+            raise ValueError("link_ssl_ca_certs is missing: between our own services TLS is mutual")
+        if _complete("link_ssl", *files) is None and self.link_ssl_server_name is not None:
+            raise ValueError("link_ssl_server_name needs link_ssl_certfile, link_ssl_keyfile and link_ssl_ca_certs")
+        return self
+
+    @property
+    def tls(self) -> TlsConfig | None:
+        return _complete("link_ssl", self.link_ssl_certfile, self.link_ssl_keyfile, self.link_ssl_ca_certs)
+
+    @property
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        return None if self.tls is None else self.tls.server_credentials()
+
+    @property
+    def credentials(self) -> LinkCredentials | None:
+        """What a client opens links with; None: links are in plaintext."""
+        return None if self.tls is None else self.tls.link_credentials(self.link_ssl_server_name)
+
+
+def _complete(option: str, certfile: str | None, keyfile: str | None, ca_certs: str | None) -> TlsConfig | None:
     if certfile is None and keyfile is None and ca_certs is None:
         return None
-    if ca_certs is None:
-        raise ValueError("link_ssl_ca_certs is missing: between our own services TLS is mutual")
-    return _complete("link_ssl", certfile, keyfile, ca_certs)
-
-
-def _complete(option: str, certfile: str | None, keyfile: str | None, ca_certs: str | None) -> TlsConfig:
     if certfile is None:
         raise ValueError(f"{option}_certfile is missing")
     if keyfile is None:

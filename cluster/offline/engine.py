@@ -145,14 +145,14 @@ class OfflineEngine:
 
     def __init__(self, config: ServiceConfig, *, drafter_process: bool = False, prices_drafts: bool = False) -> None:
         """With `prices_drafts` step times are measured first, and then plans that are not pinned are bounds."""
-        if config.drafter_pools:
+        if len(config.drafters) > 1:
             raise ValueError("drafter_pools: without a server there is one drafter")
         self.config = config
         self.drafter_pids: list[int] = []  # where the drafter has processes of its own
         self._exit = contextlib.ExitStack()
         with contextlib.ExitStack() as opening:
             spec, drafter = config.verifier_spec, config.drafter_spec
-            is_apart = drafter_process and config.has_drafters
+            is_apart = drafter_process and bool(config.pools)
             process = self._start_drafter(opening, drafter) if drafter is not None and is_apart else None
             runner = _load_here(opening, run_verifier_rank, spec, spec.model)
             self.drafts: NoDrafters | LocalDraftClient | PipeDraftClient = process or NoDrafters()
@@ -175,7 +175,7 @@ class OfflineEngine:
         opening.callback(ranks.close)
         listener = opening.enter_context(PipeListener(ranks.rank(0, size).shell_address))
         opening.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))  # closing gives the cores back
-        with _cores_set_aside(size * (self.config.threads_per_rank or 1)):
+        with _cores_set_aside(size * (self.config.model.threads_per_rank or 1)):
             ranks.start()
         pipe = listener.accept(ranks.are_alive)
         self.drafter_pids = ranks.pids
@@ -227,9 +227,7 @@ def _load_here(
     followers = RankProcesses(main, spec, size, first_rank=1)
     opening.callback(followers.close)
     followers.start()
-    share = load_rank(
-        model, followers.rank(0, size), has_trees=spec.has_trees, are_followers_alive=followers.are_alive
-    )
+    share = load_rank(model, followers.rank(0, size), has_trees=spec.has_trees, are_followers_alive=followers.are_alive)
     runner = ParallelRunner(*share)
     opening.callback(runner.close)
     return runner

@@ -22,7 +22,7 @@ from outrider.cluster.common.api_keys import ApiKeys
 from outrider.cluster.common.background import BackgroundTasks
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.logs import configure_logging
-from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.config.service_config import GatewayOptions, ServiceConfig
 from outrider.cluster.gateway.gateway import Gateway, ModelInfo
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.monitoring.fleet_load import fleet_load
@@ -54,39 +54,39 @@ class GatewayReplica:
         gateway_id = serve.get_replica_context().replica_id.unique_id
         configure_logging(config.log_format, replica=f"gateway/{gateway_id}")
         begin_phases("gateway", "reading the tokenizer")
-        self._tracing = tracing_of(config, gateway_id)
+        self._tracing = tracing_of(config.gateway, gateway_id)
         model = config.verifier_spec.model
         tokenizer = await asyncio.to_thread(load_tokenizer, model)  # while verifiers load
         tell_phase("waiting for a verifier")
         info = model_info(
-            config.model_name,
+            config.model.name,
             model,
             await self._router.max_model_len(),
             config.speculative.rejection_sample_method,
-            adapters=tuple(config.lora_modules),
+            adapters=tuple(config.verifiers.lora_modules),
         )
         self._backend = RoutedBackend(
             self._router,
             gateway_id,
             info,
-            config.link_credentials,
-            max_queued_requests=config.max_queued_requests,
-            failover_timeout_s=config.failover_timeout_s,
+            config.links.credentials,
+            max_queued_requests=config.gateway.max_queued_requests,
+            failover_timeout_s=config.gateway.failover_timeout_s,
         )
         registry = CollectorRegistry()
         self._gateway = Gateway(
             info,
             tokenizer,
             self._backend,
-            GatewayMetrics(registry, model_name=config.model_name, engine=gateway_id),
+            GatewayMetrics(registry, model_name=config.model.name, engine=gateway_id),
             time.monotonic,
             fleet_load=lambda: fleet_load(self._router.snapshot, time.time()),
             tracing=self._tracing,
         )
-        fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model_name, wall_clock=time.time)
+        fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
         metrics = SharedMetrics(registry, fleet)
         self._tasks.start(metrics.exchange(router, gateway_id), "exchange metrics")
-        keys = ApiKeys(config.api_key_hashes)
+        keys = ApiKeys(config.gateway.api_key_hashes)
         self._grpc_server = await start_grpc_server(
             self._gateway,
             f"{config.host}:{config.grpc_port}",
@@ -107,14 +107,14 @@ class GatewayReplica:
 
     def _application(self, config: ServiceConfig, keys: ApiKeys, metrics: SharedMetrics) -> ASGIApp:
         """Return the HTTP application with all that stands in front of it."""
-        syntax = config.reply_syntax
+        syntax = config.gateway.reply_syntax
         api: ASGIApp = build_api(self._gateway, self._has_verifier, metrics=metrics, reply_syntax=syntax)
         if self._tracing is not None:
             api = self._tracing.middleware(api)
         if keys:
             api = ApiKeyMiddleware(api, keys)
-        if config.allowed_origins:  # outside the keys: a browser asks before it may show one
-            origins = list(config.allowed_origins)
+        if config.gateway.allowed_origins:  # outside the keys: a browser asks before it may show one
+            origins = list(config.gateway.allowed_origins)
             api = CORSMiddleware(api, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         return RequestIdMiddleware(api, is_echoed_by_proxy=config.tls is None)
 
@@ -151,14 +151,16 @@ class GatewayReplica:
             await asyncio.to_thread(self._tracing.close)
 
 
-def tracing_of(config: ServiceConfig, replica: str) -> Tracing | None:
+def tracing_of(options: GatewayOptions, replica: str) -> Tracing | None:
     """Return what makes spans; None without a collector to send them to."""
-    if config.otlp_traces_endpoint is None:
+    if options.otlp_traces_endpoint is None:
         return None
     require_extra("otlp", "otlp_traces_endpoint")  # on this node, too
     from outrider.cluster.gateway.tracing import Tracing, otlp_provider
 
-    return Tracing(otlp_provider(config.otlp_traces_endpoint, sample_ratio=config.trace_sample_ratio, replica=replica))
+    return Tracing(
+        otlp_provider(options.otlp_traces_endpoint, sample_ratio=options.trace_sample_ratio, replica=replica)
+    )
 
 
 def model_info(

@@ -31,7 +31,7 @@ SERVE = yaml.safe_load(MANIFEST["spec"]["serveConfigV2"])
 
 
 def config() -> ServiceConfig:
-    return ServiceConfig.from_mapping(APPLICATION["args"])
+    return ServiceConfig(**APPLICATION["args"])
 
 
 def container(node: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def test_a_node_holds_one_replica_and_there_are_nodes_for_all_of_them():
     verifiers, drafters = GROUPS["verifiers"], GROUPS["drafters"]
     assert container(verifiers)["resources"]["limits"]["nvidia.com/gpu"] == str(config().tensor_parallel_size)
     assert container(drafters)["resources"]["limits"]["nvidia.com/gpu"] == str(config().draft_tensor_parallel_size)
-    for group, replicas in ((verifiers, config().verifier_range), (drafters, config().drafter_range)):
+    for group, replicas in ((verifiers, config().num_verifiers), (drafters, config().pools["default"].num_drafters)):
         assert (group["minReplicas"], group["maxReplicas"]) == (replicas.fewest, replicas.most)
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
 

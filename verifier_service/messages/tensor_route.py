@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 GRPC = "grpc"  # in the frames themselves
 GLOO = "gloo"
 NCCL = "nccl"
-TRANSPORTS = ("auto", GRPC, GLOO, NCCL)  # as an operator names them; auto: gloo, but for links that are encrypted
+Transport = Literal[
+    "auto", "grpc", "gloo", "nccl"
+]  # as an operator names them; auto: gloo, but for links that are encrypted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,157 @@
+"""Who drafts: the options that describe drafters, and the list of pools that they compose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from outrider.cluster.common.options import Json, Options, Positive
+from outrider.cluster.config.known_models import drafter_paths, path_of, usual_drafting
+from outrider.cluster.config.speculative_options import TABLE_KEY, parse_speculative_config
+from outrider.cluster.router.autoscaling import FIRST_POOL, ReplicaRange
+from outrider.drafter_service.service.speculative_config import MAX_DRAFT_LENGTH, Location, SpeculativeConfig
+
+
+def _range_of(value: Any) -> ReplicaRange:
+    return value if isinstance(value, ReplicaRange) else ReplicaRange.parse(value)
+
+
+Replicas = Annotated[ReplicaRange, BeforeValidator(_range_of)]  # a number, or "min:max" for Serve to choose by load
+ONE_REPLICA = ReplicaRange(1, 1)
+Resources = Annotated[dict[str, float], Json]
+Labels = Annotated[dict[str, str], Json]
+
+# keys of a further pool beside those of `SpeculativeConfig`, and those that only the whole service has
+_POOL_KEYS = frozenset({"num_drafters", "drafter_resources", "drafter_labels"})
+_SHARED_KEYS = frozenset({"rejection_sample_method", "state_dtype", "tensor_transport"})
+
+
+class DraftingOptions(Options):
+    """The options that describe drafters: the first pool under names of their own, further ones as objects."""
+
+    draft_model: str | None = None
+    draft_tensor_parallel_size: Positive = 1
+    num_drafters: Replicas = ONE_REPLICA
+    drafter_resources: Resources = Field({})  # custom Ray resources of each replica
+    drafter_labels: Labels = Field({})  # Ray label selector of each replica's node
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_LENGTH)] = 4  # the longest draft; 0: no drafts
+    speculative_config: Annotated[dict[str, Any], Json] = Field({})  # keys of `SpeculativeConfig` but those above
+    drafter_pools: Annotated[tuple[dict[str, Any], ...], Json] = ()
+
+
+class PoolOptions(Options):
+    """A drafter: in a pool of its own or, by its `location`, in every verifier."""
+
+    name: str
+    is_named: bool = True  # an operator says who drafts, or how; otherwise it is what is usual for the target
+    num_drafters: Replicas = ONE_REPLICA
+    drafter_resources: Resources = Field({})
+    drafter_labels: Labels = Field({})
+    speculative: SpeculativeConfig
+
+    @property
+    def is_in_pool(self) -> bool:
+        return self.speculative.location is Location.POOL
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is such a drafter; `num_drafters` 0 also keeps the target's usual one out of the verifiers."""
+        is_wanted = self.num_drafters.most > 0 or (self.is_named and not self.is_in_pool)
+        return is_wanted and self.speculative.num_speculative_tokens > 0
+
+    @property
+    def words(self) -> str:
+        """Who drafts: "eagle3 by 2 drafters", "suffix in the verifier"."""
+        method, count = self.speculative.method.value, str(self.num_drafters)
+        if not self.is_in_pool:
+            return f"{method} in the verifier"
+        return f"{method} by {count} drafter{'' if count == '1' else 's'}"
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of all its replicas, at most."""
+        return self.num_drafters.most * self.speculative.draft_tensor_parallel_size
+
+
+def checkpoint_of(speculative: SpeculativeConfig, model: str | None) -> str | None:
+    """Return where the draft model or head for a target is; None: the method needs none, or there is none."""
+    if speculative.model is not None:
+        return path_of(speculative.model)
+    if speculative.models:
+        return speculative.models[0]
+    shipped = drafter_paths(model)
+    found = (shipped.get(method) for method in speculative.all_methods)
+    return next((str(path) for path in found if path is not None), None)
+
+
+def compose_pools(drafting: DraftingOptions, model: str | None) -> tuple[PoolOptions, ...]:
+    """Return all drafters for a target; of the first there may be none. Raises `ValueError` naming the option."""
+    pools = {FIRST_POOL: _first_pool(drafting, model)}
+    for values in drafting.drafter_pools:
+        pool = _further_pool(values, drafting, model)
+        if pool.name in pools:
+            raise ValueError(f"drafter_pools: {pool.name}: there are two of that name")
+        pools[pool.name] = pool
+    return tuple(pools.values())
+
+
+def _first_pool(drafting: DraftingOptions, model: str | None) -> PoolOptions:
+    given = drafting.speculative_config
+    is_named = bool(drafting.draft_model) or "method" in given
+    is_told = is_named or (drafting.drafter_pools and not drafter_paths(model))
+    keys = {
+        **({} if is_told else usual_drafting(model)),
+        **given,
+        "model": drafting.draft_model,
+        "num_speculative_tokens": drafting.num_speculative_tokens,
+        "draft_tensor_parallel_size": drafting.draft_tensor_parallel_size,
+    }
+    pool = PoolOptions(
+        name=FIRST_POOL,
+        is_named=is_named,
+        num_drafters=drafting.num_drafters,
+        drafter_resources=drafting.drafter_resources,
+        drafter_labels=drafting.drafter_labels,
+        speculative=parse_speculative_config(keys),
+    )
+    if _lacks_checkpoint(pool, model):
+        if "method" in given:
+            raise ValueError(f"speculative_config: model: {pool.speculative.method} needs a checkpoint")
+        return pool.model_copy(update={"num_drafters": ReplicaRange(0, 0)})
+    return pool
+
+
+def _further_pool(values: Mapping[str, Any], drafting: DraftingOptions, model: str | None) -> PoolOptions:
+    """Read a pool: an object with a `name`, keys of `SpeculativeConfig`, and `_POOL_KEYS`.
+
+    Without them it has the first pool's draft length, resources and labels, but one drafter on one rank.
+    """
+    rest = dict(values)
+    name = rest.pop("name", None)
+    if not isinstance(name, str) or not name.isidentifier() or name == FIRST_POOL:
+        raise ValueError(f"drafter_pools: name must be a word other than {FIRST_POOL!r}, not {name!r}")
+    try:
+        if taken := (_SHARED_KEYS | {TABLE_KEY}) & rest.keys():
+            raise ValueError(f"{min(taken)!r} is of the whole service")
+        own = {key: rest.pop(key) for key in _POOL_KEYS & rest.keys()}
+        shared = {key: value for key, value in drafting.speculative_config.items() if key in _SHARED_KEYS}
+        keys = {"num_speculative_tokens": drafting.num_speculative_tokens, **shared, **rest}
+        pool = PoolOptions(
+            name=name,
+            speculative=parse_speculative_config(keys),
+            **{"drafter_resources": drafting.drafter_resources, "drafter_labels": drafting.drafter_labels, **own},
+        )
+        if not pool.is_in_pool:
+            raise ValueError("location: a drafter in the verifier is no pool")
+        if not pool.drafts or _lacks_checkpoint(pool, model):
+            raise ValueError("it would have no drafter: model, num_drafters or num_speculative_tokens")
+    except ValueError as error:
+        raise ValueError(f"drafter_pools: {name}: {error}") from error
+    return pool
+
+
+def _lacks_checkpoint(pool: PoolOptions, model: str | None) -> bool:
+    speculative = pool.speculative
+    return pool.drafts and speculative.needs_checkpoint and checkpoint_of(speculative, model) is None
