@@ -131,7 +131,7 @@ def test_arms_that_run_ahead_differ_in_that_alone():
     configs = arm_configs(ServiceConfig(speculative_config={"method": "eagle3"}), (2,), num_cores=2)
     assert list(configs) == [OFF, SHARED, APART, ahead_arm(2)]
     assert not configs[OFF].pools
-    assert {name: config.threads_per_rank for name, config in configs.items()} == {
+    assert {name: config.model.threads_per_rank for name, config in configs.items()} == {
         OFF: 2,
         SHARED: 2,
         APART: 1,

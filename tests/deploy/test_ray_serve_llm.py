@@ -22,6 +22,6 @@ def test_the_engine_drafts_from_the_pool_beside_it():
     assert options.pool == f"127.0.0.1:{config.grpc_port}"
     speculative = engine["engine_kwargs"]["speculative_config"]
     assert (speculative["method"], speculative["model"]) == ("custom_class", "outrider.cluster.vllm.Drafts")
-    assert speculative["num_speculative_tokens"] <= config.num_speculative_tokens
-    assert config.model == engine["model_loading_config"]["model_source"]
+    assert speculative["num_speculative_tokens"] <= config.max_draft_length
+    assert config.model.model == engine["model_loading_config"]["model_source"]
     assert str(config.num_verifiers) == str(engine["deployment_config"]["autoscaling_config"]["max_replicas"])

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from pathlib import Path
 
@@ -21,7 +20,7 @@ def test_keys_of_all_sources_count_together_and_only_hashes_go_on(tmp_path: Path
     expected = ("from-option", "other", "from-file", "hashed", "env-one", "env-two")
     assert built == {"port": 1, "api_key_hashes": tuple(hash_api_key(key) for key in expected)}
     assert ServiceConfig(**built).gateway.api_key_hashes == built["api_key_hashes"]
-    assert "from-file" not in repr(dataclasses.asdict(ServiceConfig(**built)))
+    assert "from-file" not in repr(ServiceConfig(**built))
 
 
 def test_hashes_may_come_from_yaml_or_as_one_text():
