@@ -58,6 +58,11 @@ def complaint(error: ValidationError, known: Iterable[str], kind: str = "option"
     return f"{name} {text}" if text.startswith(("must ", "is ")) else f"{name}: {text}"
 
 
+def option(default: Any, text: str = "") -> Any:
+    """Return an option of the command line, with its help; a field without one is no option there."""
+    return Field(default, description=text)
+
+
 def json_value(value: Any) -> Any:
     """Return the value of a JSON text, as `serve run module:build_app key=value` passes it; others as they are."""
     if not isinstance(value, str):

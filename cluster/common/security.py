@@ -10,13 +10,16 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import grpc
 from pydantic import model_validator
 
-from outrider.cluster.common.options import Options
-from outrider.verifier_service.links.grpc_channel import LinkCredentials
+from outrider.cluster.common.options import Options, option
+
+if TYPE_CHECKING:
+    import grpc
+
+    from outrider.verifier_service.links.grpc_channel import LinkCredentials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +56,18 @@ class TlsConfig:
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return what a gRPC server is bound with; raises `ValueError` as `check`."""
+        import grpc  # not before: the command line knows these options, too
+
         self.check()
         pair = (Path(self.keyfile).read_bytes(), Path(self.certfile).read_bytes())
         return grpc.ssl_server_credentials([pair], self._ca(), require_client_auth=self.ca_certs is not None)
 
     def link_credentials(self, server_name: str | None) -> LinkCredentials:
         """Return what a client opens links with, presenting this certificate; raises `ValueError` as `check`."""
+        import grpc
+
+        from outrider.verifier_service.links.grpc_channel import LinkCredentials
+
         self.check()
         key, certificate = Path(self.keyfile).read_bytes(), Path(self.certfile).read_bytes()
         channel = grpc.ssl_channel_credentials(self._ca(), key, certificate)
@@ -88,10 +97,17 @@ def public_tls(certfile: str | None, keyfile: str | None, ca_certs: str | None) 
 class LinkTls(Options):
     """The options that name the TLS files of the links between our own services: mutual TLS, or none."""
 
-    link_ssl_certfile: str | None = None  # PEM files, on every node
-    link_ssl_keyfile: str | None = None
-    link_ssl_ca_certs: str | None = None
-    link_ssl_server_name: str | None = None  # expected in peers' certificates; None: the address they listen at
+    link_ssl_certfile: str | None = option(
+        None,
+        "PEM: certificate of our own services towards each other, for servers and clients. Always mutual TLS.",
+    )
+    link_ssl_keyfile: str | None = option(None, "PEM: key of --link-ssl-certfile.")
+    link_ssl_ca_certs: str | None = option(None, "PEM: who signs our own services' certificates.")
+    link_ssl_server_name: str | None = option(
+        None,
+        "Name in our own services' certificates, where replicas share one on addresses not known before. "
+        "Default: the address that a replica listens at.",
+    )
 
     @model_validator(mode="after")
     def _check_files(self) -> Self:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from outrider.cluster.common.options import Options, Positive
+from outrider.cluster.common.options import Options, Positive, option
 from outrider.cluster.config.known_models import is_embedded, path_of
 from outrider.verifier_service.model.config import Device, Dtype, ModelConfig, Quantization
 
@@ -15,19 +15,19 @@ class ModelOptions(Options):
     """The target, and how checkpoints are loaded. With no `model` the embedded one is served."""
 
     model: str | None = None
-    served_model_name: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    dtype: Dtype = "auto"
-    quantization: Quantization | None = None  # of the target
-    device: Device = "auto"
-    check_anew: bool = False  # check and measure again what an earlier start of this checkpoint here has found out
-    enforce_eager: bool = False  # capture no steps as CUDA graphs
-    max_model_len: Positive | None = None
-    kv_cache_memory_bytes: Positive | None = None
-    block_size: Positive = 16
-    threads_per_rank: Positive | None = None  # None: one; without a cluster the cores are shared out
-    gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of a GPU for each rank; 0.5 lets two ranks share one
+    served_model_name: str | None = option(None, "Name in the API. Default: MODEL.")
+    revision: str | None = option(None, "Hub revision of MODEL.")
+    trust_remote_code: bool = option(False, "Run model code that comes with the checkpoint.")
+    dtype: Dtype = option("auto")
+    quantization: Quantization | None = option(None, "Hold the target's linear layers in int8 (CPU).")
+    device: Device = option("auto")
+    check_anew: bool = option(False, "Check logits and measure steps again, though a start here has done so.")
+    enforce_eager: bool = option(False, "Capture no steps as CUDA graphs; without CUDA, none is.")
+    max_model_len: Positive | None = option(None, "Longest sequence in tokens. Default: the model's own limit.")
+    kv_cache_memory_bytes: Positive | None = option(None, "KV pool of one rank. Default: from the free memory.")
+    block_size: Positive = option(16, "Tokens per KV block.")
+    threads_per_rank: Positive | None = option(None, "CPU threads of each rank. Default: a fair share of the cores.")
+    gpu_share: Annotated[float, Field(gt=0, le=1)] = option(1.0, "GPU per rank; 0.5: two ranks share one.")
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from outrider.cluster.common.options import Json, Options, Positive
+from outrider.cluster.common.options import Json, Options, Positive, option
 from outrider.cluster.config.known_models import drafter_paths, path_of, usual_drafting
 from outrider.cluster.config.speculative_options import TABLE_KEY, parse_speculative_config
 from outrider.cluster.router.autoscaling import FIRST_POOL, ReplicaRange
@@ -31,13 +31,18 @@ _SHARED_KEYS = frozenset({"rejection_sample_method", "state_dtype", "tensor_tran
 class DraftingOptions(Options):
     """The options that describe drafters: the first pool under names of their own, further ones as objects."""
 
-    draft_model: str | None = None
-    draft_tensor_parallel_size: Positive = 1
-    num_drafters: Replicas = ONE_REPLICA
-    drafter_resources: Resources = Field({})  # custom Ray resources of each replica
-    drafter_labels: Labels = Field({})  # Ray label selector of each replica's node
-    num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_LENGTH)] = 4  # the longest draft; 0: no drafts
-    speculative_config: Annotated[dict[str, Any], Json] = Field({})  # keys of `SpeculativeConfig` but those above
+    draft_model: str | None = option(
+        None, "Folder or hub id of the draft model or head. Default: the one that is shipped for smollm2 or embedded."
+    )
+    draft_tensor_parallel_size: Positive = option(1, "Ranks per drafter.")
+    num_drafters: Replicas = option(ONE_REPLICA, "Replicas of the draft model; min:max: scaled by load.")
+    drafter_resources: Resources = option({}, "Custom Ray resources of each drafter.")
+    drafter_labels: Labels = option({}, "Ray label selector of drafters' nodes.")
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_LENGTH)] = option(
+        4, "Longest draft; 0: never speculate."
+    )
+    # these two are objects, which the command line reads by itself
+    speculative_config: Annotated[dict[str, Any], Json] = Field({})  # further keys of `SpeculativeConfig`
     drafter_pools: Annotated[tuple[dict[str, Any], ...], Json] = ()
 
 

@@ -13,7 +13,7 @@ from pydantic import model_validator
 from pydantic.fields import FieldInfo
 
 from outrider.cluster.common.hints import did_you_mean
-from outrider.cluster.common.options import Json, Options, Port, Positive, Seconds, json_value
+from outrider.cluster.common.options import Json, Options, Port, Positive, Seconds, json_value, option
 from outrider.cluster.common.security import LinkTls, TlsConfig
 from outrider.cluster.config.model_options import ModelOptions
 from outrider.cluster.config.placement import PoolPlacement
@@ -35,7 +35,7 @@ from outrider.verifier_service.messages.tensor_route import GLOO, NCCL, offered_
 class LinkOptions(LinkTls):
     """The links between our own services."""
 
-    internal_host: str = "127.0.0.1"  # of the ports of replicas; auto: each node's own address
+    internal_host: str = option("127.0.0.1", "Where replicas listen for each other; auto: each node's own address.")
 
 
 class PoolsConfig(Options):
@@ -48,19 +48,24 @@ class PoolsConfig(Options):
     drafting: DraftingOptions
     drafters: tuple[PoolOptions, ...]  # composed of `drafting`: those in pools, and one that may be in the verifiers
     links: LinkOptions
-    num_verifiers: Replicas = ONE_REPLICA
-    max_num_seqs: Positive = 256
-    max_num_batched_tokens: Positive = 2048
-    seed: int | None = None
-    speculation: Literal["auto", "always", "off"] = "auto"
-    # (first, last, length) by running requests; empty: the router's
-    draft_length_by_batch_size: Annotated[BatchSizeTable, Json] = ()
-    host: str = "127.0.0.1"  # of the public ports
-    port: Port = 8000
-    grpc_port: Port = 50051
-    engine_timeout_s: Seconds = 10.0  # an engine silent for longer is given up and its replica replaced
-    drain_timeout_s: Seconds = 30.0  # how long a replica that shall stop waits for its streams to finish or move
-    log_format: Literal["text", "json"] = "text"  # json: one object a line
+    num_verifiers: Replicas = option(ONE_REPLICA, "Replicas of the target model; min:max: scaled by load.")
+    max_num_seqs: Positive = option(256, "Most requests in one step.")
+    max_num_batched_tokens: Positive = option(2048, "Most tokens in one step.")
+    seed: int | None = option(None, "Seed of unseeded requests' sampling. Default: from the system.")
+    speculation: Literal["auto", "always", "off"] = option(
+        "auto", "Who decides: load and prices (auto), or a pin: off, or always --num-speculative-tokens."
+    )
+    draft_length_by_batch_size: Annotated[BatchSizeTable, Json] = option(
+        (),
+        "Pin draft lengths by running requests, as vLLM's num_speculative_tokens_per_batch_size: "
+        "[[first, last, length], ...].",
+    )
+    host: str = option("127.0.0.1")
+    port: Port = option(8000, "HTTP port.")
+    grpc_port: Port = option(50051)
+    engine_timeout_s: Seconds = option(10.0, "Seconds of silence after which an engine is given up.")
+    drain_timeout_s: Seconds = option(30.0, "How long a replica that shall stop waits for its streams.")
+    log_format: Literal["text", "json"] = option("text", "Of every replica.")
     check_integrity: bool = False  # engines check their books after every step: for tests
 
     def __init__(self, **options: Any) -> None:

@@ -9,17 +9,24 @@ from pydantic import Field, model_validator
 
 from outrider.cluster.common.api_keys import require_hashes
 from outrider.cluster.common.extras import require_extra
-from outrider.cluster.common.options import Json, Options, Positive, Seconds
+from outrider.cluster.common.options import Json, Options, Positive, Seconds, option
 from outrider.cluster.common.security import TlsConfig, public_tls
 from outrider.cluster.config.placement import PoolPlacement
 from outrider.cluster.config.pool_options import ONE_REPLICA, Labels, PoolOptions, Replicas, Resources
 from outrider.cluster.config.pools_config import PoolsConfig
-from outrider.cluster.replies.reader import ReplySyntax
+from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, common_state_taps, num_scratch_blocks
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.request import AcceptanceRule
 
 APP_NAME = "outrider"
+MODEL_OPTIONS = (  # that say what to load and how, with or without a server
+    *("model", "draft_model", "revision", "trust_remote_code", "dtype", "quantization", "device"),
+    *("enforce_eager", "max_model_len", "tensor_parallel_size", "draft_tensor_parallel_size", "threads_per_rank"),
+    *("num_speculative_tokens", "speculative_config", "seed"),
+    *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching"),
+    *("async_scheduling", "check_anew", "check_integrity"),
+)
 OUTRIDER: Final = "outrider"  # engines
 VLLM: Final = "vllm"
 _NOT_KWARGS = ("model", "tensor_parallel_size", "distributed_executor_backend")  # of vLLM: they have options
@@ -28,14 +35,20 @@ _NOT_KWARGS = ("model", "tensor_parallel_size", "distributed_executor_backend") 
 class VerifierOptions(Options):
     """The verifiers and their engine."""
 
-    engine: Literal["outrider", "vllm"] = OUTRIDER
-    engine_kwargs: Annotated[dict[str, Any], Json] = Field({})  # further arguments of vLLM's `AsyncEngineArgs`
-    lora_modules: Annotated[dict[str, str], Json] = Field({})  # of vLLM: adapters' folders by their names
-    tensor_parallel_size: Positive = 1
-    verifier_resources: Resources = Field({})  # custom Ray resources of each replica
-    verifier_labels: Labels = Field({})  # Ray label selector of each replica's node
-    enable_prefix_caching: bool = True
-    async_scheduling: bool = True  # on CUDA: launch the next step before one is read
+    engine: Literal["outrider", "vllm"] = option(
+        OUTRIDER, "Of the verifiers. vllm: vLLM, with drafts from our pools; docs/vllm.md says how it is installed."
+    )
+    engine_kwargs: Annotated[dict[str, Any], Json] = option(
+        {}, 'Further arguments of vLLM\'s engine, by its names: {"quantization": "fp8"}.'
+    )
+    lora_modules: Annotated[dict[str, str], Json] = option(
+        {}, 'LoRA adapters that vLLM serves, which clients name as model: {"name": "folder"}.'
+    )
+    tensor_parallel_size: Positive = option(1, "Ranks per verifier.")
+    verifier_resources: Resources = option({}, "Custom Ray resources of each verifier.")
+    verifier_labels: Labels = option({}, "Ray label selector of verifiers' nodes.")
+    enable_prefix_caching: bool = option(True)
+    async_scheduling: bool = option(True, "Launch the next step before one is read; without CUDA, none is.")
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
@@ -51,18 +64,26 @@ class VerifierOptions(Options):
 class GatewayOptions(Options):
     """The gateways: what clients reach, and how requests are admitted."""
 
-    num_gateways: Replicas = ONE_REPLICA
-    tool_call_parser: str | None = None  # how the model writes tool calls: of `TOOL_FAMILIES`
-    reasoning_parser: str | None = None  # how the model marks its thoughts: of `REASONING_FAMILIES`
-    max_queued_requests: Positive = 1024  # waiting per verifier; more are refused until the queue is shorter
-    failover_timeout_s: Seconds = 60.0  # how long a request that has lost its verifier waits for another
-    ssl_certfile: str | None = None  # PEM files, on every node that has a gateway
-    ssl_keyfile: str | None = None
-    ssl_ca_certs: str | None = None  # given: clients must present a certificate that it signed
-    allowed_origins: Annotated[tuple[str, ...], Json] = ("*",)  # whose pages a browser lets call us; (): only our own
+    num_gateways: Replicas = option(ONE_REPLICA, "Replicas of the API; min:max: scaled by load.")
+    tool_call_parser: str | None = option(
+        None, "How MODEL writes tool calls. Default: as its tokenizer's response template says, if it has one."
+    )
+    reasoning_parser: str | None = option(
+        None, "How MODEL marks what it thinks; split off as reasoning_content. Default: as for tool calls."
+    )
+    max_queued_requests: Positive = option(1024, "Most requests that wait per verifier; more are told to come back.")
+    failover_timeout_s: Seconds = option(60.0, "Seconds that a request which lost its verifier waits for another.")
+    ssl_certfile: str | None = option(None, "PEM: certificate of the HTTP and gRPC ports.")
+    ssl_keyfile: str | None = option(None, "PEM: key of --ssl-certfile.")
+    ssl_ca_certs: str | None = option(None, "PEM: clients must present a certificate signed by one of these.")
+    allowed_origins: Annotated[tuple[str, ...], Json] = option(
+        ("*",), "Origins whose pages a browser lets call the API; []: none but its own."
+    )
     api_key_hashes: Annotated[tuple[str, ...], Json] = ()  # SHA-256 in hex; none: no key is asked for
-    otlp_traces_endpoint: str | None = None  # "http://host:4317", OTLP over gRPC; None: no traces
-    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0  # of requests whose caller does not decide
+    otlp_traces_endpoint: str | None = option(None, "Send traces there by OTLP over gRPC. Default: no traces.")
+    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = option(
+        1.0, "Share of requests to trace, where the caller's traceparent does not decide."
+    )
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -72,15 +93,10 @@ class GatewayOptions(Options):
             require_extra("otlp", "otlp_traces_endpoint")
         require_hashes(self.api_key_hashes)
         public_tls(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
-        ReplySyntax(tool_call_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser)
+        for name, families in (("tool_call_parser", TOOL_FAMILIES), ("reasoning_parser", REASONING_FAMILIES)):
+            if getattr(self, name) not in (None, *families):
+                raise ValueError(f"{name} must be one of {', '.join(families)}")
         return self
-
-    @property
-    def reply_syntax(self) -> ReplySyntax | None:
-        """How the model writes calls and thoughts, where that is said; None: its tokenizer may know."""
-        if self.tool_call_parser is None and self.reasoning_parser is None:
-            return None
-        return ReplySyntax(tool_call_parser=self.tool_call_parser, reasoning_parser=self.reasoning_parser)
 
     @property
     def tls(self) -> TlsConfig | None:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.config.machine import fit_drafting, share_cores, usable_cores
-from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.config.service_config import MODEL_OPTIONS, ServiceConfig
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.offline.engine import OfflineEngine
@@ -26,13 +26,7 @@ from outrider.cluster.router.fleet import PolicyMode, off
 from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
-OPTIONS = (  # those of `ServiceConfig` that mean something without a server
-    *("model", "draft_model", "revision", "trust_remote_code", "dtype", "quantization", "device"),
-    *("enforce_eager", "max_model_len", "tensor_parallel_size", "draft_tensor_parallel_size", "threads_per_rank"),
-    *("num_speculative_tokens", "speculative_config", "speculation", "seed"),
-    *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching"),
-    *("async_scheduling", "check_anew", "check_integrity"),
-)
+OPTIONS = (*MODEL_OPTIONS, "speculation")
 Conversation = Sequence[Mapping[str, Any]]
 
 

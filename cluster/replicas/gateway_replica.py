@@ -29,6 +29,7 @@ from outrider.cluster.monitoring.fleet_load import fleet_load
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.monitoring.shared_metrics import SharedMetrics
+from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import AcceptanceRule
 from outrider.verifier_service.model.architectures import read_description, read_eos_token_ids, resolve_description
 from outrider.verifier_service.model.config import ModelConfig
@@ -107,7 +108,7 @@ class GatewayReplica:
 
     def _application(self, config: ServiceConfig, keys: ApiKeys, metrics: SharedMetrics) -> ASGIApp:
         """Return the HTTP application with all that stands in front of it."""
-        syntax = config.gateway.reply_syntax
+        syntax = reply_syntax_of(config.gateway)
         api: ASGIApp = build_api(self._gateway, self._has_verifier, metrics=metrics, reply_syntax=syntax)
         if self._tracing is not None:
             api = self._tracing.middleware(api)
@@ -149,6 +150,13 @@ class GatewayReplica:
         await self._backend.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+
+
+def reply_syntax_of(options: GatewayOptions) -> ReplySyntax | None:
+    """Return how the model writes calls and thoughts, where that is said; None: its tokenizer may know."""
+    if options.tool_call_parser is None and options.reasoning_parser is None:
+        return None
+    return ReplySyntax(tool_call_parser=options.tool_call_parser, reasoning_parser=options.reasoning_parser)
 
 
 def tracing_of(options: GatewayOptions, replica: str) -> Tracing | None:

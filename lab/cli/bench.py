@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cluster.cli.options import PLAIN_WIDTH
+from outrider.cluster.cli.usage import PLAIN_WIDTH
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS, server_options
 from outrider.cluster.common.terminal import console_of, parse_numbers, show_progress
 from outrider.lab.bench.drafters import drafters
