@@ -1,8 +1,8 @@
-"""What a service on one machine alone takes from it: who drafts where nobody says, and how many threads its ranks have.
+"""How a service fits one machine: who drafts where no option says so, and how many threads each rank has.
 
-Ranks share the cores out, and never have more threads than cores. Threads of a rank meet at a barrier after every
-layer, and wait there without sleeping. With more threads than cores one of them always waits for a core that another
-burns: a step then takes 2 to 10 times as long (docs/results/threads.md).
+Ranks share the cores, and never have more threads than there are cores. The threads of a rank meet at a barrier after
+every layer, and wait there without sleeping. With more threads than cores, one thread always waits for a core that
+another thread keeps busy: a step then takes 2 to 10 times as long (docs/results/threads.md).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
-from outrider.cluster.config.known_models import is_embedded, lone_drafting
+from outrider.cluster.config.known_models import LOOK_UPS, is_embedded
 from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.drafter_service.service.speculative_config import MODEL_FREE
 
 Config = TypeVar("Config", bound=PoolsConfig)
 
-FEWEST_CORES = 4  # for a drafter of its own: with fewer, whatever computes drafts takes the verifier's
+FEWEST_CORES = 4  # for a drafter in a process of its own: with fewer, it would take the verifier's cores
 DEVICES = Path("/dev")
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def is_small(config: PoolsConfig, *, num_cores: int, devices: Path = DEVICES) ->
 
 
 def fit_drafting(config: Config, *, num_cores: int, devices: Path = DEVICES) -> Config:
-    """Return the configuration with drafts made in the verifier, where nobody says and the machine is small.
+    """Return the configuration with drafts made in the verifier, where no option says who drafts on a small machine.
 
     The embedded pair keeps its pool: it is for tests.
     """
@@ -48,7 +48,7 @@ def fit_drafting(config: Config, *, num_cores: int, devices: Path = DEVICES) -> 
     is_told = config.drafters[0].is_named or drafting.drafter_pools or is_embedded(model)
     if is_told or drafting.num_drafters.most == 0 or not is_small(config, num_cores=num_cores, devices=devices):
         return config
-    return config.with_options(speculative_config={**lone_drafting(model), **drafting.speculative_config})
+    return config.with_options(speculative_config={**LOOK_UPS, **drafting.speculative_config})
 
 
 def num_busy_ranks(config: PoolsConfig) -> int:

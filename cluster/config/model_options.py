@@ -10,6 +10,11 @@ from outrider.cluster.common.options import Options, Positive, option
 from outrider.cluster.config.known_models import is_embedded, path_of
 from outrider.verifier_service.model.config import Device, Dtype, ModelConfig, Quantization
 
+_OF_ALL_CHECKPOINTS = (
+    *("dtype", "device", "trust_remote_code", "max_model_len", "block_size", "kv_cache_memory_bytes"),
+    *("check_anew", "enforce_eager"),
+)
+
 
 class ModelOptions(Options):
     """The target, and how checkpoints are loaded. With no `model` the embedded one is served."""
@@ -45,17 +50,10 @@ class ModelOptions(Options):
         return ModelConfig(
             path=path,
             revision=self.revision if path == self.model else None,
-            dtype=self.dtype,
             quantization=self.quantization if path == self.target_path else None,
-            device=self.device,
-            check_anew=self.check_anew,
-            enforce_eager=self.enforce_eager,
-            max_model_len=self.max_model_len,
-            block_size=self.block_size,
-            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             tensor_parallel_size=tensor_parallel_size,
-            trust_remote_code=self.trust_remote_code,
             num_threads=self.threads_per_rank or 1,
+            **{name: getattr(self, name) for name in _OF_ALL_CHECKPOINTS},
         )
 
     @property

@@ -27,7 +27,7 @@ _OURS = frozenset({*(method.value for method in Method), *METHOD_ALIASES})
 
 
 def split_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part the keys that are options of their own, under the options' names, from the others.
+    """Return the keys that are options of their own, under the options' names, and the other keys.
 
     Raises `ValueError` naming a key whose value no option takes.
     """
@@ -47,7 +47,7 @@ def parse_speculative_config(
 ) -> SpeculativeConfig:
     """Build the configuration; raises `ValueError` naming the key, with the closest match for an unknown one.
 
-    A method that is none of ours is one of `plugin_names`, which is called where there is such a one alone.
+    A method that is none of ours must be one of `plugin_names`, which is called only for such a method.
     """
     values = _with_plugin(values, plugin_names)
     for key in sorted(UNSERVED_KEYS & values.keys()):
@@ -60,10 +60,10 @@ def parse_speculative_config(
 
 
 def _with_plugin(values: Mapping[str, Any], plugin_names: Callable[[], Collection[str]]) -> Mapping[str, Any]:
-    """Put `plugin` in the place of a method that is none of ours, and its name beside it.
+    """Replace the name of a plug-in's method by `plugin`, and put the name into the key `plugin`.
 
     `{"method": "plugin", "plugin": NAME}` means the same, also where NAME is a method of ours. Raises `ValueError` for
-    a name that nobody has, and for more than one.
+    a name that is not installed, and for more than one plug-in.
     """
     methods, given = values.get("methods"), values.get("plugin")
     parts = methods if isinstance(methods, list | tuple) else ()
