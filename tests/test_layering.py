@@ -89,7 +89,7 @@ ROOMS = {
     ),
     "cluster/client": "common",
     "cluster/cli": (  # its verbs' options, which the laboratory's verbs have, too
-        "common config replicas offline client verifier_service/model drafter_service/training"
+        "common replies config replicas offline client verifier_service/model drafter_service/training"
     ),
     # what measures, simulates and shows it; nothing above imports this
     "lab": "",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import click
 
@@ -16,6 +16,7 @@ from outrider.cluster.common.options import Json
 from outrider.cluster.config.config_file import read_config_file, read_speculative_config
 from outrider.cluster.config.known_models import DEFAULT_MODEL
 from outrider.cluster.config.service_config import MODEL_OPTIONS, ServiceConfig
+from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
 
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
@@ -40,42 +41,47 @@ _FIRST_OPTIONS = (
     ),
 )
 _SHORT = {"tensor_parallel_size": ("-tp",)}
+_CHOICES: Mapping[str, Iterable[str]] = {"tool_call_parser": TOOL_FAMILIES, "reasoning_parser": REASONING_FAMILIES}
 
 
 def config_option(name: str, *flags: str, **changes: Any) -> Decorator:
-    """Return the option of the command line for one of the configuration's: type, default and help are the field's.
+    """Return the command line's form of an option of the configuration: type, default and help are the field's.
 
-    `flags` are its names where they are not `name`; `changes` are click's own settings.
+    `flags` are its names where they are not `name`; `changes` are further settings of click's.
     """
     field = ServiceConfig.option_fields()[name]
-    kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
-    is_optional = NoneType in get_args(field.annotation)
-    kind: Any = kinds[0] if is_optional else field.annotation
-    flag, default = f"--{name.replace('_', '-')}", field.default
-    settings: dict[str, Any] = {"help": field.description, "default": default}
+    flag, default, kind = f"--{name.replace('_', '-')}", field.default, _bare(field.annotation)
+    settings: dict[str, Any] = {"default": default, "help": field.description, "show_default": bool(default)}
     if Json in field.metadata:
         settings |= {"default": json.dumps(default), "metavar": "JSON"}
     elif kind is bool:
-        flag = f"{flag}/--no{flag[1:]}" if default else flag
-        settings["is_flag"] = True
-    elif get_origin(kind) is Literal:
-        settings["type"] = click.Choice(get_args(kind))
+        flag, settings["is_flag"] = f"{flag}/--no{flag[1:]}" if default else flag, True
+    elif kind in (int, float):
+        settings["type"] = kind
+    elif choices := get_args(kind) or _CHOICES.get(name):
+        settings["type"] = click.Choice(sorted(choices) if name in _CHOICES else choices)
     else:
-        kind = get_args(kind)[0] if is_optional and get_args(kind) else kind
-        settings |= {"type": kind} if kind in (int, float) else {"default": None if is_optional else str(default)}
-    settings["show_default"] = bool(default)
+        settings["default"] = default and str(default)  # a range of replicas is text here
     return click.option(*(flags or (flag, *_SHORT.get(name, ()))), name, **settings | changes)
 
 
-def with_options(decorators: Iterable[Decorator]) -> Decorator:
+def _bare(kind: Any) -> Any:
+    """Return a field's type without None and without what restricts it."""
+    kinds = [part for part in get_args(kind) if part is not NoneType]
+    if NoneType in get_args(kind) or get_origin(kind) is Annotated:
+        return _bare(kinds[0])
+    return kind
+
+
+def with_options(decorators: Sequence[Decorator]) -> Decorator:
     """Return a decorator that adds options in their order."""
-    return lambda command: functools.reduce(lambda found, add: add(found), reversed([*decorators]), command)
+    return lambda command: functools.reduce(lambda found, add: add(found), reversed(decorators), command)
 
 
 def config_options(names: Iterable[str]) -> Decorator:
-    """Return a decorator that adds options of the configuration; those that have no help are none here."""
+    """Return a decorator that adds options of the configuration, but those that have no help."""
     fields = ServiceConfig.option_fields()
-    return with_options(config_option(name) for name in names if fields[name].description is not None)
+    return with_options([config_option(name) for name in names if fields[name].description is not None])
 
 
 model_options = with_options([*_FIRST_OPTIONS, config_options(MODEL_OPTIONS)])

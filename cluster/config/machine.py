@@ -40,7 +40,7 @@ def is_small(config: PoolsConfig, *, num_cores: int, devices: Path = DEVICES) ->
 
 
 def fit_drafting(config: Config, *, num_cores: int, devices: Path = DEVICES) -> Config:
-    """Return the configuration with drafts made in the verifier, where no option says who drafts on a small machine.
+    """Return the configuration with drafts made in the verifier, if the machine is small and no option says who drafts.
 
     The embedded pair keeps its pool: it is for tests.
     """
