@@ -121,9 +121,7 @@ def _first_pool(drafting: DraftingOptions, model: str | None) -> PoolOptions:
         drafter_labels=drafting.drafter_labels,
         speculative=parse_speculative_config(keys),
     )
-    if _lacks_checkpoint(pool, model):
-        if "method" in given:
-            raise ValueError(f"speculative_config: model: {pool.speculative.method} needs a checkpoint")
+    if _lacks_checkpoint(pool, model, is_method_given="method" in given):
         return pool.model_copy(update={"num_drafters": ReplicaRange(0, 0)})
     return pool
 
@@ -150,13 +148,18 @@ def _further_pool(values: Mapping[str, Any], drafting: DraftingOptions, model: s
         )
         if not pool.is_in_pool:
             raise ValueError("location: a drafter in the verifier is no pool")
-        if not pool.drafts or _lacks_checkpoint(pool, model):
+        if not pool.drafts or _lacks_checkpoint(pool, model, is_method_given="method" in rest):
             raise ValueError("it would have no drafter: model, num_drafters or num_speculative_tokens")
     except ValueError as error:
         raise ValueError(f"drafter_pools: {name}: {error}") from error
     return pool
 
 
-def _lacks_checkpoint(pool: PoolOptions, model: str | None) -> bool:
+def _lacks_checkpoint(pool: PoolOptions, model: str | None, *, is_method_given: bool) -> bool:
+    """Return whether there is nothing to draft with; raises `ValueError` where the method was asked for."""
     speculative = pool.speculative
-    return pool.drafts and speculative.needs_checkpoint and checkpoint_of(speculative, model) is None
+    if not pool.drafts or not speculative.needs_checkpoint or checkpoint_of(speculative, model) is not None:
+        return False
+    if is_method_given:
+        raise ValueError(f"speculative_config: model: {speculative.method} needs a checkpoint")
+    return True

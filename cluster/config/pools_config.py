@@ -162,7 +162,9 @@ class PoolsConfig(Options):
     @property
     def who_drafts(self) -> str:
         """In words: "eagle3 by 1 drafter", "suffix in the verifier", "nobody"."""
-        return " and ".join(pool.words for pool in self.active) or "nobody"
+        return (
+            " and ".join(pool.words for pool in sorted(self.active, key=lambda pool: not pool.is_in_pool)) or "nobody"
+        )
 
     @property
     def max_draft_length(self) -> int:

@@ -129,7 +129,7 @@ class ServiceConfig(PoolsConfig):
             raise ValueError(f"lora_modules: {self.model.name} is the model's own name")
         if self.speculative.rejection_sample_method is not AcceptanceRule.STANDARD:
             raise ValueError("speculative_config: rejection_sample_method: vLLM verifies by the standard rule alone")
-        if self.speculative.num_tree_nodes:
+        if any(pool.speculative.num_tree_nodes for pool in self.drafters):
             raise ValueError("speculative_config: num_tree_nodes: vLLM verifies chains alone")
         if self.drafters[0].is_named and not self.drafters[0].is_in_pool:
             raise ValueError("speculative_config: location: vLLM's drafts come from a pool, not from its own process")

@@ -24,6 +24,10 @@ from outrider.verifier_service.engine.verifier_spec import VerifierSpec
         ({"engine": "vllm", "engine_kwargs": {"tensor_parallel_size": 2}}, "engine_kwargs: tensor_parallel_size"),
         ({"engine": "vllm", "speculative_config": {"rejection_sample_method": "typical"}}, "rejection_sample_method"),
         ({"engine": "vllm", "speculative_config": {"method": "eagle3", "num_tree_nodes": 8}}, "num_tree_nodes"),
+        (
+            {"engine": "vllm", "drafter_pools": [{"name": "x", "method": "eagle3", "num_tree_nodes": 8}]},
+            "num_tree_nodes",
+        ),
         ({"engine": "vllm", "speculative_config": {"method": "suffix", "location": "verifier"}}, "location: vLLM"),
     ],
 )

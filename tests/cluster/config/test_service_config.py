@@ -195,6 +195,7 @@ def test_pools_that_read_other_states_are_refused():
         ({"name": "x", "method": "ngam"}, "x: speculative_config: unknown method 'ngam'; did you mean 'ngram'"),
         ({"name": "x", "num_drafter": 1}, "x: speculative_config: unknown key 'num_drafter'"),
         ({"name": "x", "method": "ngram", "num_drafters": "2:1"}, "x: num_drafters must be a number, or min:max"),
+        ({"name": "x", "method": "eagle"}, "x: speculative_config: model: eagle needs a checkpoint"),
         ({"name": "x", "method": "ngram", "num_drafters": 0}, "x: it would have no drafter"),
         ({"name": "x", "method": "ngram", "num_speculative_tokens": 0}, "x: it would have no drafter"),
         ({"name": "x", "method": "suffix", "location": "verifier"}, "x: location: a drafter in the verifier is no"),
