@@ -23,6 +23,11 @@ def test_a_draft_model_makes_a_pool_and_no_verifier_takes_part():
     assert config.num_shells == 3 + 1, "and a directory"
 
 
+def test_a_first_pool_without_replicas_leaves_the_others():
+    config = config_of(draft_model="d", num_drafters=0, drafter_pools=[{"name": "look", "method": "ngram"}])
+    assert list(config.pools) == ["look"]
+
+
 def test_look_ups_need_no_checkpoint_of_their_own():
     config = config_of(speculative_config={"method": "ngram"})
     assert config.speculative.method is Method.NGRAM
@@ -54,6 +59,8 @@ def test_heads_say_which_of_the_targets_states_they_read():
         ({"draft_model": "d", "speculative_config": {"method": "ngam"}}, "did you mean 'ngram'"),
         ({"draft_model": "d", "num_verifiers": 0}, "num_verifiers must be"),
         ({"draft_model": "d", "num_drafter": 1}, "did you mean 'num_drafters'"),
+        ({"draft_model": "d", "num_gateways": 2}, "unknown option 'num_gateways'"),
+        ({"draft_model": "d", "tensor_parallel_size": 2}, "unknown option 'tensor_parallel_size'"),
         ({"draft_model": "d", "draft_tensor_parallel_size": 0}, "draft_tensor_parallel_size"),
         ({"draft_model": "d", "max_num_seqs": 0}, "max_num_seqs"),
         ({"draft_model": "d", "link_ssl_certfile": "c.pem"}, "link_ssl_"),

@@ -113,6 +113,22 @@ def test_pools_are_sized_by_the_most_replicas_they_may_have():
     assert config.drafter_spec.max_sessions == 20
 
 
+def test_options_change_under_their_flat_names_and_the_others_stay():
+    options = {"model": "m", "draft_model": "d", "num_drafters": "1:3", "port": 81, "num_gateways": 2, "seed": 7}
+    config = ServiceConfig(**options)
+    changed = config.with_options(device="cpu", num_drafters=0, speculative_config={"method": "ngram"})
+    assert changed == ServiceConfig(
+        **{**options, "device": "cpu", "num_drafters": 0, "speculative_config": {"method": "ngram"}}
+    )
+    assert (
+        changed.with_options(device="auto", num_drafters="1:3", speculative_config={})
+        == config
+        == ServiceConfig(**options)
+    )
+    with pytest.raises(ValueError, match="unknown option 'prot'; did you mean 'port'"):
+        config.with_options(prot=1)
+
+
 LOOKUP = {"name": "lookup", "method": "ngram", "num_drafters": "0:2", "prompt_lookup_max": 3}
 
 
