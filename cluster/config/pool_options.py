@@ -93,73 +93,49 @@ def checkpoint_of(speculative: SpeculativeConfig, model: str | None) -> str | No
 
 def compose_pools(drafting: DraftingOptions, model: str | None) -> tuple[PoolOptions, ...]:
     """Return all drafters for a target; of the first there may be none. Raises `ValueError` naming the option."""
-    pools = {FIRST_POOL: _first_pool(drafting, model)}
+    given = drafting.speculative_config
+    is_named = bool(drafting.draft_model) or "method" in given
+    is_told = is_named or (drafting.drafter_pools and not drafter_paths(model))
+    placed = {"drafter_resources": drafting.drafter_resources, "drafter_labels": drafting.drafter_labels}
+    shared = {"num_speculative_tokens": drafting.num_speculative_tokens, **placed}
+    own = {"model": drafting.draft_model, "draft_tensor_parallel_size": drafting.draft_tensor_parallel_size}
+    first = {**({} if is_told else usual_drafting(model)), **given, **shared, **own}
+    pools = {FIRST_POOL: _pool(FIRST_POOL, {**first, "num_drafters": drafting.num_drafters}, model, is_named=is_named)}
+    shared |= {key: given[key] for key in _SHARED_KEYS & given.keys()}
     for values in drafting.drafter_pools:
-        pool = _further_pool(values, drafting, model)
+        pool = _further_pool(values, shared, model)
         if pool.name in pools:
             raise ValueError(f"drafter_pools: {pool.name}: there are two of that name")
         pools[pool.name] = pool
     return tuple(pools.values())
 
 
-def _first_pool(drafting: DraftingOptions, model: str | None) -> PoolOptions:
-    given = drafting.speculative_config
-    is_named = bool(drafting.draft_model) or "method" in given
-    is_told = is_named or (drafting.drafter_pools and not drafter_paths(model))
-    keys = {
-        **({} if is_told else usual_drafting(model)),
-        **given,
-        "model": drafting.draft_model,
-        "num_speculative_tokens": drafting.num_speculative_tokens,
-        "draft_tensor_parallel_size": drafting.draft_tensor_parallel_size,
-    }
-    pool = PoolOptions(
-        name=FIRST_POOL,
-        is_named=is_named,
-        num_drafters=drafting.num_drafters,
-        drafter_resources=drafting.drafter_resources,
-        drafter_labels=drafting.drafter_labels,
-        speculative=parse_speculative_config(keys),
-    )
-    if _lacks_checkpoint(pool, model, is_method_given="method" in given):
-        return pool.model_copy(update={"num_drafters": ReplicaRange(0, 0)})
-    return pool
-
-
-def _further_pool(values: Mapping[str, Any], drafting: DraftingOptions, model: str | None) -> PoolOptions:
-    """Read a pool: an object with a `name`, keys of `SpeculativeConfig`, and `_POOL_KEYS`.
-
-    Without them it has the first pool's draft length, resources and labels, but one drafter on one rank.
-    """
-    rest = dict(values)
-    name = rest.pop("name", None)
+def _further_pool(values: Mapping[str, Any], shared: Mapping[str, Any], model: str | None) -> PoolOptions:
+    """Read a pool: an object with a `name`, keys of `SpeculativeConfig`, and `_POOL_KEYS`; `shared` holds for all."""
+    name = values.get("name")
     if not isinstance(name, str) or not name.isidentifier() or name == FIRST_POOL:
         raise ValueError(f"drafter_pools: name must be a word other than {FIRST_POOL!r}, not {name!r}")
     try:
-        if taken := (_SHARED_KEYS | {TABLE_KEY}) & rest.keys():
+        if taken := (_SHARED_KEYS | {TABLE_KEY}) & values.keys():
             raise ValueError(f"{min(taken)!r} is of the whole service")
-        own = {key: rest.pop(key) for key in _POOL_KEYS & rest.keys()}
-        shared = {key: value for key, value in drafting.speculative_config.items() if key in _SHARED_KEYS}
-        keys = {"num_speculative_tokens": drafting.num_speculative_tokens, **shared, **rest}
-        pool = PoolOptions(
-            name=name,
-            speculative=parse_speculative_config(keys),
-            **{"drafter_resources": drafting.drafter_resources, "drafter_labels": drafting.drafter_labels, **own},
-        )
+        rest = {key: value for key, value in values.items() if key != "name"}
+        pool = _pool(name, {**shared, **rest}, model)
         if not pool.is_in_pool:
             raise ValueError("location: a drafter in the verifier is no pool")
-        if not pool.drafts or _lacks_checkpoint(pool, model, is_method_given="method" in rest):
+        if not pool.drafts:
             raise ValueError("it would have no drafter: model, num_drafters or num_speculative_tokens")
     except ValueError as error:
         raise ValueError(f"drafter_pools: {name}: {error}") from error
     return pool
 
 
-def _lacks_checkpoint(pool: PoolOptions, model: str | None, *, is_method_given: bool) -> bool:
-    """Return whether there is nothing to draft with; raises `ValueError` where the method was asked for."""
-    speculative = pool.speculative
+def _pool(name: str, values: Mapping[str, Any], model: str | None, *, is_named: bool = True) -> PoolOptions:
+    """Build a pool from its keys. One that lacks its checkpoint has no drafters; if it has a method, it is refused."""
+    own = {key: values[key] for key in _POOL_KEYS & values.keys()}
+    speculative = parse_speculative_config({key: value for key, value in values.items() if key not in own})
+    pool = PoolOptions(name=name, is_named=is_named, speculative=speculative, **own)
     if not pool.drafts or not speculative.needs_checkpoint or checkpoint_of(speculative, model) is not None:
-        return False
-    if is_method_given:
+        return pool
+    if "method" in values:
         raise ValueError(f"speculative_config: model: {speculative.method} needs a checkpoint")
-    return True
+    return pool.model_copy(update={"num_drafters": ReplicaRange(0, 0)})
