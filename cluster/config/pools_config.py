@@ -13,7 +13,7 @@ from pydantic import model_validator
 from pydantic.fields import FieldInfo
 
 from outrider.cluster.common.hints import did_you_mean
-from outrider.cluster.common.options import Json, Options, Port, Positive, Seconds, json_value, option
+from outrider.cluster.common.options import Json, Options, Port, Positive, Seconds, option
 from outrider.cluster.common.security import LinkTls, TlsConfig
 from outrider.cluster.config.model_options import ModelOptions
 from outrider.cluster.config.placement import PoolPlacement
@@ -205,8 +205,6 @@ class PoolsConfig(Options):
 
 def _split_speculative(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return flat options, those within `speculative_config` in their own places; an option of its own wins."""
-    given = json_value(options.get("speculative_config"))
-    if not isinstance(given, Mapping):
-        return dict(options)
-    split, rest = split_options(given)
+    given = DraftingOptions(**{name: options[name] for name in options.keys() & {"speculative_config"}})
+    split, rest = split_options(given.speculative_config)
     return {**split, **options, "speculative_config": rest}

@@ -66,6 +66,7 @@ def test_each_side_gets_its_own_degree_of_tensor_parallelism():
         ({"num_drafters": "3:1"}, "num_drafters must be a number, or min:max .* not '3:1'"),
         ({"drafter_resources": "[1]"}, "drafter_resources: Input should be a valid dictionary"),
         ({"drafter_labels": "{"}, "drafter_labels: Invalid JSON"),
+        ({"speculative_config": "{"}, "speculative_config: Invalid JSON"),
         ({"verifier_labels": ["a"]}, "verifier_labels: Input should be a valid dictionary"),
         ({"verifier_resources": {"gpu": "many"}}, "verifier_resources: Input should be a valid number"),
         ({"port": "eighty"}, "port: Input should be a valid integer"),
@@ -171,6 +172,13 @@ def test_who_never_speculates_has_no_drafters():
     config = ServiceConfig(num_speculative_tokens=0, drafter_pools=(LOOKUP | {"num_speculative_tokens": 4},))
     assert [*config.pools] == ["lookup"]
     assert not ServiceConfig(num_speculative_tokens=0).pools
+
+
+def test_an_objects_options_come_as_json_from_the_serve_command_line():
+    text = '{"method": "eagle", "model": "d", "num_speculative_tokens": 3}'
+    assert ServiceConfig(speculative_config=text) == ServiceConfig(
+        draft_model="d", num_speculative_tokens=3, speculative_config={"method": "eagle"}
+    )
 
 
 def test_pools_come_as_json_from_the_serve_command_line():
