@@ -54,7 +54,7 @@ def generate(
     from outrider.cluster.offline.sampling_params import SamplingParams
 
     with usage_errors():
-        offline_config(options)  # what is wrong with them comes first
+        offline_config(options)  # a wrong option is reported before a wrong prompt
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,

@@ -15,7 +15,7 @@ def usage_errors() -> Iterator[None]:
     """Show a bad value as a usage error, not as a traceback."""
     try:
         yield
-    except BrokenPipeError:  # who reads has read enough: click ends quietly
+    except BrokenPipeError:  # the reader of our output has closed it: click ends quietly
         raise
     except (ValueError, OSError) as error:  # OSError: no such model, here or at the hub
         raise click.UsageError(str(error)) from error

@@ -31,7 +31,7 @@ from outrider.drafter_service.service.drafter_spec import common_state_taps
 
 MAX_ONGOING_REQUESTS = 4096
 STOP_MARGIN_S = 5.0  # for what a replica does after it has drained, before Serve kills it
-# What one replica should carry at most, by the figures that it exports, where no policy couples the pools
+# the load that one replica should carry at most, where no policy scales the pools together
 _POLICY = PoolsPolicy()
 VERIFIER_TARGETS = {"num_requests": _POLICY.requests_per_verifier, "kv_usage": _POLICY.kv_usage}
 DRAFTER_TARGETS = {"num_sessions": _POLICY.sessions_per_drafter, "queue_depth": _POLICY.queue_per_drafter}
@@ -65,7 +65,7 @@ def build(config: ServiceConfig) -> Application:
     verifier = _deployment(
         VerifierReplica,
         "Verifier",
-        # drafters are scaled by what verifiers export too, which Serve collects from scaled deployments alone
+        # drafters are scaled by verifiers' figures, too, and Serve collects figures from scaled deployments alone
         **_scaling(
             config.num_verifiers,
             VERIFIER_TARGETS,

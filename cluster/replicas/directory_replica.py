@@ -28,7 +28,7 @@ SERVER_GRACE_S = 0.5
 
 @serve.ingress()
 class DirectoryReplica:
-    """The directory as a Serve replica. `pools` only makes Serve deploy the pools with it."""
+    """The directory as a Serve replica. `pools` is not used: Serve deploys the pools because they are arguments."""
 
     async def __init__(self, config: DraftersConfig, router: Any, *pools: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         configure_logging(config.log_format, replica="directory")

@@ -45,7 +45,7 @@ GRPC_OPTIONS = {**SERVER_OPTIONS, "grpc.so_reuseport": 1}
 
 @serve.ingress()
 class GatewayReplica:
-    """One replica of the gateway. `pools` only makes Serve deploy the pools with it."""
+    """One replica of the gateway. `pools` is not used: Serve deploys the pools because they are arguments."""
 
     async def __init__(self, config: ServiceConfig, router: Any, *pools: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._drain_timeout_s = config.drain_timeout_s

@@ -52,7 +52,7 @@ OBJECT_STORE_BYTES = 200_000_000  # nothing large goes through Ray's object stor
 NUM_START_ATTEMPTS = 3
 # not Ray's own folder, where other programs look for a cluster of this machine to join
 RAY_FOLDER = Path(tempfile.gettempdir()) / f"outrider-ray-{os.getuid()}"
-# that a Ray of our own has token authentication on, and that Serve has started, is no news for who asked for a service
+# they say that our own Ray uses token authentication and that Serve has started: no news for an operator
 _CHATTY_LOGS = {
     "ray._private.authentication.authentication_token_setup": logging.ERROR,
     "ray.serve": logging.WARNING,
