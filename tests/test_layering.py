@@ -71,11 +71,11 @@ ROOMS = {
     "cluster/api": "common gateway web api/openai proto verifier_service/messages",
     "cluster/vllm_engine": "hosted verifier_service/messages verifier_service/model verifier_service/engine",
     "cluster/config": (
-        "common router replies vllm_engine verifier_service/messages verifier_service/model verifier_service/links "
+        "common router replies vllm_engine verifier_service/messages verifier_service/model "
         "verifier_service/engine drafter_service/service drafter_service/embedded drafter_service/shipped"
     ),
     "cluster/replicas": (
-        "common router monitoring gateway api api/openai config vllm_engine proto verifier_service "
+        "common router monitoring gateway replies api api/openai config vllm_engine proto verifier_service "
         "verifier_service/messages verifier_service/model verifier_service/links verifier_service/engine "
         "drafter_service/engine drafter_service/service"
     ),

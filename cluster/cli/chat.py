@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from outrider.cluster.cli.options import usage_errors
+from outrider.cluster.cli.usage import usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS, server_options
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import click
 
-from outrider.cluster.cli.options import model_options, speculation_option, usage_errors
+from outrider.cluster.cli.options import config_option, model_options
+from outrider.cluster.cli.usage import usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
 @model_options
-@speculation_option
+@config_option("speculation")
 @click.option("--prompt", "prompt_texts", multiple=True, help="A prompt; may be repeated.")
 @click.option(
     "--prompts",
@@ -53,7 +54,7 @@ def generate(
     from outrider.cluster.offline.sampling_params import SamplingParams
 
     with usage_errors():
-        offline_config(options)  # what is wrong with them comes first
+        offline_config(options)  # a wrong option is reported before a wrong prompt
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,

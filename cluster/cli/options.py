@@ -1,28 +1,27 @@
-"""What verbs share: the options that say what to load and how, and how these become a configuration.
-
-Nothing heavy is imported before a verb runs.
-"""
+"""Options of the command line, made from the configuration's fields. Importing them loads no torch and no Ray."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin
 
 import click
 
+from outrider.cluster.cli.usage import usage_errors
+from outrider.cluster.common.options import Json
 from outrider.cluster.config.config_file import read_config_file, read_speculative_config
 from outrider.cluster.config.known_models import DEFAULT_MODEL
-
-if TYPE_CHECKING:
-    from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.config.service_config import MODEL_OPTIONS, ServiceConfig
+from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
 
 Command = Callable[..., None]
+Decorator = Callable[[Command], Command]
 
-PLAIN_WIDTH = 140  # columns of text where the output is no terminal
-
-_MODEL_OPTIONS = (
+_FIRST_OPTIONS = (
     click.argument("model", default=DEFAULT_MODEL),
     click.option(
         "--config",
@@ -40,74 +39,55 @@ _MODEL_OPTIONS = (
         callback=read_speculative_config,
         help='How to draft, as vLLM says it: {"method": "ngram", "prompt_lookup_max": 4}; all: docs/drafters.md.',
     ),
-    click.option(
-        "--draft-model",
-        help="Folder or hub id of the draft model or head. Default: the one that is shipped for smollm2 or embedded.",
-    ),
-    click.option("--revision", help="Hub revision of MODEL."),
-    click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the checkpoint."),
-    click.option(
-        "--dtype", type=click.Choice(["auto", "float32", "float16", "bfloat16"]), default="auto", show_default=True
-    ),
-    click.option("--quantization", type=click.Choice(["int8"]), help="Hold the target's linear layers in int8 (CPU)."),
-    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
-    click.option(
-        "--check-anew", is_flag=True, help="Check logits and measure steps again, though a start here has done so."
-    ),
-    click.option("--enforce-eager", is_flag=True, help="Capture no steps as CUDA graphs; without CUDA, none is."),
-    click.option(
-        "--async-scheduling/--no-async-scheduling",
-        default=True,
-        show_default=True,
-        help="Launch the next step before one is read; without CUDA, none is.",
-    ),
-    click.option("--max-model-len", type=int, help="Longest sequence in tokens. Default: the model's own limit."),
-    click.option("--tensor-parallel-size", "-tp", type=int, default=1, show_default=True, help="Ranks per verifier."),
-    click.option("--draft-tensor-parallel-size", type=int, default=1, show_default=True, help="Ranks per drafter."),
-    click.option(
-        "--num-speculative-tokens", type=int, default=4, show_default=True, help="Longest draft; 0: never speculate."
-    ),
-    click.option("--max-num-seqs", type=int, default=256, show_default=True, help="Most requests in one step."),
-    click.option(
-        "--max-num-batched-tokens", type=int, default=2048, show_default=True, help="Most tokens in one step."
-    ),
-    click.option("--kv-cache-memory-bytes", type=int, help="KV pool of one rank. Default: from the free memory."),
-    click.option("--block-size", type=int, default=16, show_default=True, help="Tokens per KV block."),
-    click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True),
-    click.option("--threads-per-rank", type=int, help="CPU threads of each rank. Default: a fair share of the cores."),
-    click.option("--seed", type=int, help="Seed of unseeded requests' sampling. Default: from the system."),
 )
-
-speculation_option = click.option(
-    "--speculation",
-    type=click.Choice(["auto", "always", "off"]),
-    default="auto",
-    show_default=True,
-    help="Who decides: load and prices (auto), or a pin: off, or always --num-speculative-tokens.",
-)
+_SHORT = {"tensor_parallel_size": ("-tp",)}
+_CHOICES: Mapping[str, Iterable[str]] = {"tool_call_parser": TOOL_FAMILIES, "reasoning_parser": REASONING_FAMILIES}
 
 
-def model_options(command: Command) -> Command:
-    """Add the options that say what to load and how."""
-    for option in reversed(_MODEL_OPTIONS):
-        command = option(command)
-    return command
+def config_option(name: str, *flags: str, **changes: Any) -> Decorator:
+    """Return the command line's form of an option of the configuration: type, default and help are the field's.
+
+    `flags` are its names where they are not `name`; `changes` are further settings of click's.
+    """
+    field = ServiceConfig.option_fields()[name]
+    flag, default, kind = f"--{name.replace('_', '-')}", field.default, _bare(field.annotation)
+    settings: dict[str, Any] = {"default": default, "help": field.description, "show_default": bool(default)}
+    if Json in field.metadata:
+        settings |= {"default": json.dumps(default), "metavar": "JSON"}
+    elif kind is bool:
+        flag, settings["is_flag"] = f"{flag}/--no{flag[1:]}" if default else flag, True
+    elif kind in (int, float):
+        settings["type"] = kind
+    elif choices := get_args(kind) or _CHOICES.get(name):
+        settings["type"] = click.Choice(sorted(choices) if name in _CHOICES else choices)
+    else:
+        settings["default"] = default and str(default)  # a range of replicas is text here
+    return click.option(*(flags or (flag, *_SHORT.get(name, ()))), name, **settings | changes)
 
 
-@contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
-    """Show a bad value as a usage error, not as a traceback."""
-    try:
-        yield
-    except BrokenPipeError:  # who reads has read enough: click ends quietly
-        raise
-    except (ValueError, OSError) as error:  # OSError: no such model, here or at the hub
-        raise click.UsageError(str(error)) from error
+def _bare(kind: Any) -> Any:
+    """Return a field's type without None and without what restricts it."""
+    kinds = [part for part in get_args(kind) if part is not NoneType]
+    if NoneType in get_args(kind) or get_origin(kind) is Annotated:
+        return _bare(kinds[0])
+    return kind
+
+
+def with_options(decorators: Sequence[Decorator]) -> Decorator:
+    """Return a decorator that adds options in their order."""
+    return lambda command: functools.reduce(lambda found, add: add(found), reversed(decorators), command)
+
+
+def config_options(names: Iterable[str]) -> Decorator:
+    """Return a decorator that adds options of the configuration, but those that have no help."""
+    fields = ServiceConfig.option_fields()
+    return with_options([config_option(name) for name in names if fields[name].description is not None])
+
+
+model_options = with_options([*_FIRST_OPTIONS, config_options(MODEL_OPTIONS)])
 
 
 def configure(**options: Any) -> ServiceConfig:
-    """Build the configuration; imported here, so that `outrider --help` does not load torch."""
-    from outrider.cluster.config.service_config import ServiceConfig
-
+    """Build the configuration; a bad value is a usage error."""
     with usage_errors():
-        return ServiceConfig.from_mapping(options)
+        return ServiceConfig(**options)

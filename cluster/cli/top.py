@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from outrider.cluster.cli.options import PLAIN_WIDTH, usage_errors
+from outrider.cluster.cli.usage import PLAIN_WIDTH, usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS, server_options
 from outrider.cluster.common.terminal import console_of
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cluster.cli.options import PLAIN_WIDTH, usage_errors
+from outrider.cluster.cli.usage import PLAIN_WIDTH, usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of, show_work
 

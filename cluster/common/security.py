@@ -10,10 +10,16 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
-import grpc
+from pydantic import model_validator
 
-from outrider.verifier_service.links.grpc_channel import LinkCredentials
+from outrider.cluster.common.options import Options, option
+
+if TYPE_CHECKING:
+    import grpc
+
+    from outrider.verifier_service.links.grpc_channel import LinkCredentials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +56,18 @@ class TlsConfig:
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return the credentials of a gRPC server; raises `ValueError` as `check`."""
+        import grpc  # not before: the command line knows these options, too
+
         self.check()
         pair = (Path(self.keyfile).read_bytes(), Path(self.certfile).read_bytes())
         return grpc.ssl_server_credentials([pair], self._ca(), require_client_auth=self.ca_certs is not None)
 
     def link_credentials(self, server_name: str | None) -> LinkCredentials:
         """Return the credentials of a client that presents this certificate; raises `ValueError` as `check`."""
+        import grpc
+
+        from outrider.verifier_service.links.grpc_channel import LinkCredentials
+
         self.check()
         key, certificate = Path(self.keyfile).read_bytes(), Path(self.certfile).read_bytes()
         channel = grpc.ssl_channel_credentials(self._ca(), key, certificate)
@@ -79,21 +91,50 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
 
 def public_tls(certfile: str | None, keyfile: str | None, ca_certs: str | None) -> TlsConfig | None:
     """Return the TLS of the public ports; None: plaintext. Raises `ValueError` naming a missing option."""
-    if certfile is None and keyfile is None and ca_certs is None:
-        return None
     return _complete("ssl", certfile, keyfile, ca_certs)
 
 
-def link_tls(certfile: str | None, keyfile: str | None, ca_certs: str | None) -> TlsConfig | None:
-    """Return the mutual TLS of internal ports; None: plaintext. Raises `ValueError` as `public_tls`."""
+class LinkTls(Options):
+    """The TLS files of the links between our own services: mutual TLS, or none."""
+
+    link_ssl_certfile: str | None = option(
+        None,
+        "PEM: certificate of our own services towards each other, for servers and clients. Always mutual TLS.",
+    )
+    link_ssl_keyfile: str | None = option(None, "PEM: key of --link-ssl-certfile.")
+    link_ssl_ca_certs: str | None = option(None, "PEM: who signs our own services' certificates.")
+    link_ssl_server_name: str | None = option(
+        None,
+        "Name in our own services' certificates, where replicas share one on addresses not known before. "
+        "Default: the address that a replica listens at.",
+    )
+
+    @model_validator(mode="after")
+    def _check_files(self) -> Self:
+        files = (self.link_ssl_certfile, self.link_ssl_keyfile, self.link_ssl_ca_certs)
+        if any(files) and self.link_ssl_ca_certs is None:
+            raise ValueError("link_ssl_ca_certs is missing: between our own services TLS is mutual")
+        if _complete("link_ssl", *files) is None and self.link_ssl_server_name is not None:
+            raise ValueError("link_ssl_server_name needs link_ssl_certfile, link_ssl_keyfile and link_ssl_ca_certs")
+        return self
+
+    @property
+    def tls(self) -> TlsConfig | None:
+        return _complete("link_ssl", self.link_ssl_certfile, self.link_ssl_keyfile, self.link_ssl_ca_certs)
+
+    @property
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        return None if self.tls is None else self.tls.server_credentials()
+
+    @property
+    def credentials(self) -> LinkCredentials | None:
+        """The credentials of a client; None: links are in plaintext."""
+        return None if self.tls is None else self.tls.link_credentials(self.link_ssl_server_name)
+
+
+def _complete(option: str, certfile: str | None, keyfile: str | None, ca_certs: str | None) -> TlsConfig | None:
     if certfile is None and keyfile is None and ca_certs is None:
         return None
-    if ca_certs is None:
-        raise ValueError("link_ssl_ca_certs is missing: between our own services TLS is mutual")
-    return _complete("link_ssl", certfile, keyfile, ca_certs)
-
-
-def _complete(option: str, certfile: str | None, keyfile: str | None, ca_certs: str | None) -> TlsConfig:
     if certfile is None:
         raise ValueError(f"{option}_certfile is missing")
     if keyfile is None:

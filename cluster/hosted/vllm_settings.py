@@ -47,7 +47,7 @@ def options_of(vllm_config: Any) -> PluginOptions:
             f'--additional-config must say where the pool is: {{"{OPTIONS_KEY}": {{"pool": "host:port"}}}}'
         )
     try:
-        return PluginOptions.of(found)
+        return PluginOptions(**found)
     except ValueError as error:
         raise ValueError(f"--additional-config: {OPTIONS_KEY}: {error}") from error
 

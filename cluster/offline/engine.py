@@ -145,14 +145,14 @@ class OfflineEngine:
 
     def __init__(self, config: ServiceConfig, *, drafter_process: bool = False, prices_drafts: bool = False) -> None:
         """`prices_drafts`: measure step times first; then unpinned plans are bounds, and the price sets the length."""
-        if config.drafter_pools:
+        if len(config.drafters) > 1:
             raise ValueError("drafter_pools: without a server there is one drafter")
         self.config = config
         self.drafter_pids: list[int] = []  # empty if the drafter runs in this process
         self._exit = contextlib.ExitStack()
         with contextlib.ExitStack() as opening:
             spec, drafter = config.verifier_spec, config.drafter_spec
-            is_apart = drafter_process and config.has_drafters
+            is_apart = drafter_process and bool(config.pools)
             process = self._start_drafter(opening, drafter) if drafter is not None and is_apart else None
             runner = _load_here(opening, run_verifier_rank, spec, spec.model)
             self.drafts: NoDrafters | LocalDraftClient | PipeDraftClient = process or NoDrafters()
@@ -174,8 +174,8 @@ class OfflineEngine:
         ranks = RankProcesses(run_drafter_rank, spec, size, first_rank=0)
         opening.callback(ranks.close)
         listener = opening.enter_context(PipeListener(ranks.rank(0, size).shell_address))
-        opening.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))  # on close, this process gets the cores back
-        with _cores_set_aside(size * (self.config.threads_per_rank or 1)):
+        opening.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))  # closing gives the cores back
+        with _cores_set_aside(size * (self.config.model.threads_per_rank or 1)):
             ranks.start()
         pipe = listener.accept(ranks.are_alive)
         self.drafter_pids = ranks.pids

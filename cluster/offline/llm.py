@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -15,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.common.hints import did_you_mean
 from outrider.cluster.config.machine import fit_drafting, share_cores, usable_cores
-from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.config.service_config import MODEL_OPTIONS, ServiceConfig
 from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.offline.engine import OfflineEngine
@@ -28,13 +27,7 @@ from outrider.cluster.router.planning import off
 from outrider.verifier_service.messages.request import DisabledReason, SpeculationPlan
 from outrider.verifier_service.model.tokenizer import load_tokenizer
 
-OPTIONS = (  # options of `ServiceConfig` that apply without a server
-    *("model", "draft_model", "revision", "trust_remote_code", "dtype", "quantization", "device"),
-    *("enforce_eager", "max_model_len", "tensor_parallel_size", "draft_tensor_parallel_size", "threads_per_rank"),
-    *("num_speculative_tokens", "speculative_config", "speculation", "seed"),
-    *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching"),
-    *("async_scheduling", "check_anew", "check_integrity"),
-)
+OPTIONS = (*MODEL_OPTIONS, "speculation")
 Conversation = Sequence[Mapping[str, Any]]
 
 
@@ -70,8 +63,9 @@ class LLM:
         wished = offline_config({**given, **options})
         fitted = wished if drafter_process else fit_drafting(wished, num_cores=usable_cores())
         config, plan = _planned(fitted)
-        num_apart = config.draft_tensor_parallel_size if drafter_process and config.has_drafters else 0
-        config = share_cores(config, num_ranks=config.tensor_parallel_size + num_apart, num_cores=usable_cores())
+        num_apart = config.speculative.draft_tensor_parallel_size if drafter_process and config.pools else 0
+        num_ranks = config.verifiers.tensor_parallel_size + num_apart
+        config = share_cores(config, num_ranks=num_ranks, num_cores=usable_cores())
         codec = TextCodec(load_tokenizer(config.verifier_spec.model))
         prices_drafts = plan.draft_length > 0 and not plan.is_pinned
         self._engine = OfflineEngine(config, drafter_process=drafter_process, prices_drafts=prices_drafts)
@@ -81,7 +75,7 @@ class LLM:
             eos_token_ids=self._engine.eos_token_ids,
             plan=plan,
             acceptance=config.speculative.rejection_sample_method,
-            metrics=GatewayMetrics(CollectorRegistry(), model_name=config.model_name),
+            metrics=GatewayMetrics(CollectorRegistry(), model_name=config.model.name),
             clock=time.monotonic,
         )
         self._num_prompts = 0
@@ -246,7 +240,7 @@ def offline_config(options: Mapping[str, Any]) -> ServiceConfig:
     """
     for name in sorted(options.keys() - set(OPTIONS)):
         raise ValueError(f"unknown option {name!r}{did_you_mean(name, OPTIONS)}")
-    config = ServiceConfig.from_mapping({name: value for name, value in options.items() if value is not None})
+    config = ServiceConfig(**{name: value for name, value in options.items() if value is not None})
     if config.draft_length_by_batch_size:
         raise ValueError("speculative_config: num_speculative_tokens_per_batch_size: only a server follows it")
     return config
@@ -255,9 +249,9 @@ def offline_config(options: Mapping[str, Any]) -> ServiceConfig:
 def _planned(config: ServiceConfig) -> tuple[ServiceConfig, SpeculationPlan]:
     """Return every prompt's plan, and the configuration, without a drafter if speculation is off."""
     mode = config.router_policy.mode
-    if mode is PolicyMode.OFF or config.num_speculative_tokens == 0:
-        return replace(config, num_speculative_tokens=0), off(DisabledReason.CONFIG)
-    return config, SpeculationPlan(draft_length=config.num_speculative_tokens, is_pinned=mode is PolicyMode.ALWAYS)
+    if mode is PolicyMode.OFF or config.max_draft_length == 0:
+        return config.with_options(num_speculative_tokens=0), off(DisabledReason.CONFIG)
+    return config, SpeculationPlan(draft_length=config.max_draft_length, is_pinned=mode is PolicyMode.ALWAYS)
 
 
 def _parsed(prompts: PromptInput | Iterable[PromptInput]) -> list[tuple[str, Prompt]]:

@@ -18,6 +18,7 @@ from ray.serve.exceptions import RayServeException
 from outrider.cluster.common.api_keys import with_api_key_hashes
 from outrider.cluster.config.drafters_config import DraftersConfig
 from outrider.cluster.config.placement import SHELL_CPUS
+from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.replicas.directory_replica import DirectoryReplica
 from outrider.cluster.replicas.drafter_replica import DrafterReplica
@@ -26,9 +27,10 @@ from outrider.cluster.replicas.router_replica import RouterReplica
 from outrider.cluster.replicas.verifier_replica import VerifierReplica
 from outrider.cluster.router.autoscaling import PoolsPolicy, ReplicaRange
 from outrider.cluster.router.serve_scaling import GATEWAY_TARGETS, drafter_deployment
+from outrider.drafter_service.service.drafter_spec import common_state_taps
 
 MAX_ONGOING_REQUESTS = 4096
-STOP_MARGIN_S = 5.0  # from the end of draining until Serve kills a replica
+STOP_MARGIN_S = 5.0  # for what a replica does after it has drained, before Serve kills it
 # targets per replica where no policy couples the pools
 _POLICY = PoolsPolicy()
 VERIFIER_TARGETS = {"num_requests": _POLICY.requests_per_verifier, "kv_usage": _POLICY.kv_usage}
@@ -39,25 +41,25 @@ TO_ZERO_DELAY_S = 600.0  # a pool restarts slowly from zero
 
 
 class OptionsError(click.ClickException, RayServeException):
-    """Invalid options. ClickException gives one line on the command line, RayServeException in Serve's deploy task.
+    """Invalid options. Each base class makes the error one line in one place.
 
-    `serve run module:build_app key=value` is a click command in this process: it prints the line and exits. A YAML is
-    built in a task of Serve's, which retries four times and logs tracebacks for all but Serve's own exceptions.
+    `ClickException` does so on the command line, where `serve run module:build_app key=value` runs in this process;
+    `RayServeException` in Serve's deploy task, which tries four times after any other error and reports a traceback.
     """
 
 
 def build_app(options: dict[str, Any]) -> Application:
     """Build the application from plain options, as Serve's command line and YAML pass them; raises `OptionsError`."""
     try:
-        return build(ServiceConfig.from_mapping(with_api_key_hashes(options, os.environ)))
+        return build(ServiceConfig(**with_api_key_hashes(options, os.environ)))
     except (ValueError, OSError) as error:
         raise OptionsError(str(error)) from error
 
 
 def build(config: ServiceConfig) -> Application:
     """Build the application of a configuration."""
-    config = config.settled()
-    config.verifier_spec  # noqa: B018  # refuses pools that read different states
+    config = config.with_options(device=config.model.settled_device)
+    common_state_taps(config.drafter_specs)  # refuses pools that read different states
     router = _deployment(RouterReplica, "Router", num_replicas=1).bind(config.router_policy)
     drain_s = config.drain_timeout_s
     verifier = _deployment(
@@ -65,9 +67,9 @@ def build(config: ServiceConfig) -> Application:
         "Verifier",
         # drafters are scaled by verifiers' figures too, which Serve collects from autoscaled deployments only
         **_scaling(
-            config.verifier_range,
+            config.num_verifiers,
             VERIFIER_TARGETS,
-            is_watched=not all(pool.drafter_range.is_fixed for pool in config.pools.values()),
+            is_watched=not all(pool.num_drafters.is_fixed for pool in config.pools.values()),
         ),
         **config.verifier_placement.serve_options,
         graceful_shutdown_timeout_s=drain_s + STOP_MARGIN_S,
@@ -75,9 +77,9 @@ def build(config: ServiceConfig) -> Application:
     gateway = _deployment(
         GatewayReplica,
         "Gateway",
-        **_scaling(config.gateway_range, GATEWAY_TARGETS),
-        graceful_shutdown_timeout_s=2 * drain_s + STOP_MARGIN_S,  # Serve drains HTTP, then the gateway drains gRPC
-        max_surge_percent=100,  # the new gateway accepts calls before the old one stops: they share a port
+        **_scaling(config.gateway.num_gateways, GATEWAY_TARGETS),
+        graceful_shutdown_timeout_s=2 * drain_s + STOP_MARGIN_S,  # Serve waits for HTTP's streams, then we for gRPC's
+        max_surge_percent=100,  # a new gateway takes calls before the old one stops: they share their port
     )
     # Serve deploys everything that the ingress is bound to
     return gateway.bind(config, router, verifier.bind(config, router), *_drafter_pools(config, router))
@@ -85,7 +87,7 @@ def build(config: ServiceConfig) -> Application:
 
 def build_drafters(config: DraftersConfig) -> Application:
     """Build a pool without verifiers: drafters, their router and the directory that other engines follow."""
-    config = config.settled()
+    config = config.with_options(device=config.model.settled_device)
     router = _deployment(RouterReplica, "Router", num_replicas=1).bind(config.router_policy)
     directory = _deployment(DirectoryReplica, "Directory", num_replicas=1)
     return directory.bind(config, router, *_drafter_pools(config, router))
@@ -94,21 +96,21 @@ def build_drafters(config: DraftersConfig) -> Application:
 def build_drafters_app(options: dict[str, Any]) -> Application:
     """Build a pool without verifiers from plain options, as `build_app` does; raises `OptionsError`."""
     try:
-        return build_drafters(DraftersConfig.from_mapping(options))
+        return build_drafters(DraftersConfig(**options))
     except (ValueError, OSError) as error:
         raise OptionsError(str(error)) from error
 
 
-def _drafter_pools(config: ServiceConfig, router: Application) -> list[Application]:
+def _drafter_pools(config: PoolsConfig, router: Application) -> list[Application]:
     """Bind every drafter pool."""
     return [
         _deployment(
             DrafterReplica,
             drafter_deployment(name),
-            **_scaling(pool.drafter_range, DRAFTER_TARGETS),
-            **pool.drafter_placement.serve_options,
+            **_scaling(pool.num_drafters, DRAFTER_TARGETS),
+            **config.drafter_placement(pool).serve_options,
             graceful_shutdown_timeout_s=config.drain_timeout_s + STOP_MARGIN_S,
-        ).bind(pool, router, name)
+        ).bind(config, router, name)
         for name, pool in config.pools.items()
     ]
 

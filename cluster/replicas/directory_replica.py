@@ -28,7 +28,7 @@ SERVER_GRACE_S = 0.5
 
 @serve.ingress()
 class DirectoryReplica:
-    """The directory as a Serve replica. `pools` only makes Serve deploy the pools with it."""
+    """The directory as a Serve replica. `pools` is not used: Serve deploys the pools because they are arguments."""
 
     async def __init__(self, config: DraftersConfig, router: Any, *pools: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         configure_logging(config.log_format, replica="directory")
@@ -37,7 +37,7 @@ class DirectoryReplica:
         self._tasks.start(self._router.follow(), "follow the router")
         registry = CollectorRegistry()
         registry.register(
-            FleetMetrics(lambda: self._router.snapshot, model_name=config.model_name, wall_clock=time.time)
+            FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
         )
         self._api = _api(registry)
         self._server = grpc.aio.server(interceptors=(MalformedCallInterceptor(),), options=CHANNEL_OPTIONS)
@@ -46,7 +46,7 @@ class DirectoryReplica:
             lambda verifier_id: ask_router(router.remove, verifier_id),
         )
         add_DrafterDirectoryServicer_to_server(servicer, self._server)
-        bind(self._server, f"{config.host}:{config.grpc_port}", config.link_server_credentials)
+        bind(self._server, f"{config.host}:{config.grpc_port}", config.links.server_credentials)
         await self._server.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:

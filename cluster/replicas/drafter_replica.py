@@ -13,7 +13,7 @@ from ray import serve
 
 from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.common.reports import REPORT_INTERVAL_S, ask_router
-from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.cluster.replicas.draining import HEARD_S, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
 from outrider.cluster.replicas.node_address import internal_address
@@ -84,25 +84,24 @@ class ShellPort:
 class DrafterReplica:
     """One replica of a drafter pool."""
 
-    async def __init__(self, config: ServiceConfig, router: Any, pool: str) -> None:  # type: ignore[misc]  # Serve awaits it
-        """`config` is the service's, with this pool as its only one."""
+    async def __init__(self, config: PoolsConfig, router: Any, pool: str) -> None:  # type: ignore[misc]  # Serve awaits it
         self._host = EngineHost(
             on_message=self._on_update, on_failure=lambda _: None, timeout_s=config.engine_timeout_s
         )
         self._port = ShellPort(self._host)
         self._router = router
-        self._num_ranks = config.draft_tensor_parallel_size
+        options = config.pools[pool]
+        spec, placement = config.drafter_spec_of(options), config.drafter_placement(options)
+        self._num_ranks = placement.num_ranks
         self._drain_timeout_s = config.drain_timeout_s
         self._is_draining = False
         self._pool = pool
         self._drafter_id = serve.get_replica_context().replica_id.unique_id
         configure_logging(config.log_format, replica=f"drafter/{self._drafter_id}")
         self._epoch = time.time_ns()
-        spec = config.drafter_spec
-        assert spec is not None, "the pool is only built for a configured draft model"
         transports = config.tensor_transports
-        spec = dataclasses.replace(spec, tensor_host=internal_address(config) if transports else "")
-        ranks = RankActors(spec, config.draft_tensor_parallel_size, num_gpus=config.gpus_per_rank)
+        spec = dataclasses.replace(spec, tensor_host=internal_address(config.links) if transports else "")
+        ranks = RankActors(spec, placement.num_ranks, num_gpus=placement.gpus_per_rank)
         self._ready: DrafterReady = await self._host.start(ranks, FROM_DRAFT_ENGINE)
         identity = DrafterIdentity(
             drafter_id=self._drafter_id,
@@ -116,9 +115,9 @@ class DrafterReplica:
         )
         self._servicer = DrafterLinkServicer(self._port, identity)
         self._endpoint = await self._host.serve(
-            internal_address(config),
+            internal_address(config.links),
             lambda server: link_pb2_grpc.add_DrafterLinkServicer_to_server(self._servicer, server),
-            config.link_server_credentials,
+            config.links.server_credentials,
         )
         self._host.tasks.start(self._report_forever(), "report to the router")
 

@@ -22,14 +22,14 @@ from outrider.cluster.common.api_keys import ApiKeys
 from outrider.cluster.common.background import BackgroundTasks
 from outrider.cluster.common.extras import require_extra
 from outrider.cluster.common.logs import configure_logging
-from outrider.cluster.config.service_config import ServiceConfig
-from outrider.cluster.gateway.gateway import Gateway
-from outrider.cluster.gateway.request_parser import ModelInfo
+from outrider.cluster.config.service_config import GatewayOptions, ServiceConfig
+from outrider.cluster.gateway.gateway import Gateway, ModelInfo
 from outrider.cluster.gateway.routed_backend import RoutedBackend, RouterClient
 from outrider.cluster.monitoring.fleet_load import fleet_load
 from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.monitoring.shared_metrics import SharedMetrics
+from outrider.cluster.replies.reader import ReplySyntax
 from outrider.verifier_service.messages.request import AcceptanceRule
 from outrider.verifier_service.model.architectures import read_description, read_eos_token_ids, resolve_description
 from outrider.verifier_service.model.config import ModelConfig
@@ -45,7 +45,7 @@ GRPC_OPTIONS = {**SERVER_OPTIONS, "grpc.so_reuseport": 1}
 
 @serve.ingress()
 class GatewayReplica:
-    """One replica of the gateway. `pools` only makes Serve deploy the pools with it."""
+    """One replica of the gateway. `pools` is not used: Serve deploys the pools because they are arguments."""
 
     async def __init__(self, config: ServiceConfig, router: Any, *pools: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._drain_timeout_s = config.drain_timeout_s
@@ -55,39 +55,39 @@ class GatewayReplica:
         gateway_id = serve.get_replica_context().replica_id.unique_id
         configure_logging(config.log_format, replica=f"gateway/{gateway_id}")
         begin_phases("gateway", "reading the tokenizer")
-        self._tracing = tracing_of(config, gateway_id)
+        self._tracing = tracing_of(config.gateway, gateway_id)
         model = config.verifier_spec.model
         tokenizer = await asyncio.to_thread(load_tokenizer, model)  # meanwhile verifiers load
         tell_phase("waiting for a verifier")
         info = model_info(
-            config.model_name,
+            config.model.name,
             model,
             await self._router.max_model_len(),
             config.speculative.rejection_sample_method,
-            adapters=tuple(config.lora_modules),
+            adapters=tuple(config.verifiers.lora_modules),
         )
         self._backend = RoutedBackend(
             self._router,
             gateway_id,
             info,
-            config.link_credentials,
-            max_queued_requests=config.max_queued_requests,
-            failover_timeout_s=config.failover_timeout_s,
+            config.links.credentials,
+            max_queued_requests=config.gateway.max_queued_requests,
+            failover_timeout_s=config.gateway.failover_timeout_s,
         )
         registry = CollectorRegistry()
         self._gateway = Gateway(
             info,
             tokenizer,
             self._backend,
-            GatewayMetrics(registry, model_name=config.model_name, engine=gateway_id),
+            GatewayMetrics(registry, model_name=config.model.name, engine=gateway_id),
             time.monotonic,
             fleet_load=lambda: fleet_load(self._router.snapshot, time.time()),
             tracing=self._tracing,
         )
-        fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model_name, wall_clock=time.time)
+        fleet = FleetMetrics(lambda: self._router.snapshot, model_name=config.model.name, wall_clock=time.time)
         metrics = SharedMetrics(registry, fleet)
         self._tasks.start(metrics.exchange(router, gateway_id), "exchange metrics")
-        keys = ApiKeys(config.api_key_hashes)
+        keys = ApiKeys(config.gateway.api_key_hashes)
         self._grpc_server = await start_grpc_server(
             self._gateway,
             f"{config.host}:{config.grpc_port}",
@@ -108,14 +108,14 @@ class GatewayReplica:
 
     def _application(self, config: ServiceConfig, keys: ApiKeys, metrics: SharedMetrics) -> ASGIApp:
         """Return the HTTP application with its middleware."""
-        syntax = config.reply_syntax
+        syntax = reply_syntax_of(config.gateway)
         api: ASGIApp = build_api(self._gateway, self._has_verifier, metrics=metrics, reply_syntax=syntax)
         if self._tracing is not None:
             api = self._tracing.middleware(api)
         if keys:
             api = ApiKeyMiddleware(api, keys)
-        if config.allowed_origins:  # outside the key check: a browser's preflight request has no key
-            origins = list(config.allowed_origins)
+        if config.gateway.allowed_origins:  # outside the keys: a browser asks before it may show one
+            origins = list(config.gateway.allowed_origins)
             api = CORSMiddleware(api, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         return RequestIdMiddleware(api, is_echoed_by_proxy=config.tls is None)
 
@@ -152,14 +152,23 @@ class GatewayReplica:
             await asyncio.to_thread(self._tracing.close)
 
 
-def tracing_of(config: ServiceConfig, replica: str) -> Tracing | None:
-    """Return the tracing of a gateway; None without a collector."""
-    if config.otlp_traces_endpoint is None:
+def reply_syntax_of(options: GatewayOptions) -> ReplySyntax | None:
+    """Return how the model writes calls and thoughts, where that is said; None: its tokenizer may know."""
+    if options.tool_call_parser is None and options.reasoning_parser is None:
+        return None
+    return ReplySyntax(tool_call_parser=options.tool_call_parser, reasoning_parser=options.reasoning_parser)
+
+
+def tracing_of(options: GatewayOptions, replica: str) -> Tracing | None:
+    """Return what makes spans; None without a collector to send them to."""
+    if options.otlp_traces_endpoint is None:
         return None
     require_extra("otlp", "otlp_traces_endpoint")  # also on this node
     from outrider.cluster.gateway.tracing import Tracing, otlp_provider
 
-    return Tracing(otlp_provider(config.otlp_traces_endpoint, sample_ratio=config.trace_sample_ratio, replica=replica))
+    return Tracing(
+        otlp_provider(options.otlp_traces_endpoint, sample_ratio=options.trace_sample_ratio, replica=replica)
+    )
 
 
 def model_info(

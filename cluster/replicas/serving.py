@@ -23,10 +23,10 @@ from ray.serve.config import HTTPOptions
 from ray.serve.schema import DeploymentStatus, ServeStatus
 
 from outrider.cluster.common.extras import is_installed
-from outrider.cluster.config.checks import VLLM
 from outrider.cluster.config.drafters_config import DraftersConfig
 from outrider.cluster.config.machine import fit_drafting, num_busy_ranks, share_cores, usable_cores
-from outrider.cluster.config.service_config import APP_NAME, ServiceConfig
+from outrider.cluster.config.pools_config import PoolsConfig
+from outrider.cluster.config.service_config import APP_NAME, VLLM, ServiceConfig
 from outrider.cluster.replicas.app import build, build_drafters
 from outrider.cluster.replicas.phase_listener import phases_heard
 from outrider.cluster.replicas.stopping import (
@@ -36,6 +36,7 @@ from outrider.cluster.replicas.stopping import (
     interrupt_at_signals,
     sigterm_blocked,
 )
+from outrider.drafter_service.service.drafter_spec import common_state_taps
 from outrider.verifier_service.model.architectures import (
     load_model_description,
     require_supported,
@@ -64,7 +65,7 @@ class DeployError(RuntimeError):
 
 
 OnPhase = Callable[[str], None]
-_Config = TypeVar("_Config", bound=ServiceConfig)
+_Config = TypeVar("_Config", bound=PoolsConfig)
 
 
 @contextlib.contextmanager
@@ -72,7 +73,7 @@ def running_service(
     config: _Config,
     on_phase: OnPhase = lambda phase: None,
     *,
-    build: Callable[[_Config], serve.Application] = build,
+    build: Callable[[Any], serve.Application] = build,
     name: str = APP_NAME,
 ) -> Iterator[_Config]:
     """Run the service on the cluster of RAY_ADDRESS; without one, on a new Ray, fitted to this machine.
@@ -80,19 +81,19 @@ def running_service(
     `on_phase` gets each phase of the start, in words for the operator. `build` makes the application.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    for tls in (config.tls, config.link_tls):
+    for tls in (config.tls, config.links.tls):
         if tls is not None:
             tls.check()
     is_shared = "RAY_ADDRESS" in os.environ
     if not is_shared:
         check_ports(config)
         config = fit_drafting(config, num_cores=usable_cores())
-    on_phase(f"fetching {config.model_name}")
+    on_phase(f"fetching {config.model.name}")
     fetch_models(config)
     with ThreadPoolExecutor(max_workers=1) as beside, contextlib.ExitStack() as undo:
         starting = undo.enter_context(contextlib.ExitStack())
         # both at once: Ray's processes start as slowly as the libraries that read a model load
-        on_phase(f"reading {config.model_name}, {'joining the Ray cluster' if is_shared else 'starting Ray'}")
+        on_phase(f"reading {config.model.name}, {'joining the Ray cluster' if is_shared else 'starting Ray'}")
         checked = beside.submit(check_models, config)
         if is_shared:
             ray.init(log_to_driver=False)
@@ -121,7 +122,7 @@ def _start_own_ray(config: _Config) -> _Config:
     return config
 
 
-def own_ray_options(config: ServiceConfig) -> dict[str, Any]:
+def own_ray_options(config: PoolsConfig) -> dict[str, Any]:
     """Return the options of a separate Ray, which joins no other and which no program joins by chance."""
     return {
         "address": "local",  # never a cluster that is running here
@@ -136,12 +137,12 @@ def own_ray_options(config: ServiceConfig) -> dict[str, Any]:
     }
 
 
-def _replicas_of(config: ServiceConfig) -> str:
+def _replicas_of(config: PoolsConfig) -> str:
     """Return a line about the replicas of a service."""
     counts = []
-    if not isinstance(config, DraftersConfig):
-        counts = [("gateway", config.gateway_range.fewest), ("verifier", config.verifier_range.fewest)]
-    counts.append(("drafter", sum(pool.drafter_range.fewest for pool in config.pools.values())))
+    if isinstance(config, ServiceConfig):
+        counts = [("gateway", config.gateway.num_gateways.fewest), ("verifier", config.num_verifiers.fewest)]
+    counts.append(("drafter", sum(pool.num_drafters.fewest for pool in config.pools.values())))
     named = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts if count]
     return f"starting {', '.join(named)}"
 
@@ -225,7 +226,7 @@ def _quietly(stop: Callable[[], None], whisper: str = "infinite retries remainin
             click.echo(line)
 
 
-def check_ports(config: ServiceConfig) -> None:
+def check_ports(config: PoolsConfig) -> None:
     """Check that no program listens on a public port; raises `OSError` naming the option.
 
     Gateways open it as a shared port, and would share it with another program too.
@@ -241,15 +242,15 @@ def check_ports(config: ServiceConfig) -> None:
                 raise OSError(f"{name}: cannot listen on {config.host}:{port}: {error.strerror}") from error
 
 
-def draft_models_of(config: ServiceConfig) -> set[ModelConfig]:
-    """Return the checkpoints of a service's drafters."""
+def draft_models_of(config: PoolsConfig) -> set[ModelConfig]:
+    """Return the checkpoints of all drafters."""
     return {drafter.model for drafter in config.drafter_specs if drafter.model is not None}
 
 
-def fetch_models(config: ServiceConfig) -> None:
+def fetch_models(config: PoolsConfig) -> None:
     """Download or convert missing models; raises `ValueError` or `OSError` if one is not found."""
-    target = config.verifier_spec.model
-    is_target_read = not isinstance(config, DraftersConfig) or any(one.reads_target for one in config.drafter_specs)
+    target = config.model.checkpoint(config.model.target_path, 1)
+    is_target_read = isinstance(config, ServiceConfig) or any(one.reads_target for one in config.drafter_specs)
     if is_target_read:
         resolve_folder(target)
     else:
@@ -258,17 +259,17 @@ def fetch_models(config: ServiceConfig) -> None:
         resolve_folder(model)
 
 
-def check_models(config: ServiceConfig) -> None:
+def check_models(config: PoolsConfig) -> None:
     """Check, before any replica starts, that the models can be served; raises `UnsupportedModelError` or `OSError`.
 
     The target of another engine is left to that engine.
     """
     models = draft_models_of(config)
-    if config.engine == VLLM:
-        if not is_installed("vllm"):
+    if isinstance(config, ServiceConfig):
+        if config.verifiers.engine != VLLM:
+            models.add(config.verifier_spec.model)
+        elif not is_installed("vllm"):
             raise ValueError("engine: vLLM is not installed in this environment: docs/vllm.md says how")
-    elif not isinstance(config, DraftersConfig):
-        models.add(config.verifier_spec.model)
     for model in models:
         description = load_model_description(resolve_folder(model), model)
         require_supported(description, model.tensor_parallel_size)
@@ -296,8 +297,8 @@ def serve_until_interrupted(config: ServiceConfig) -> None:
         scheme = "http" if config.tls is None else "https"
         address = f"{scheme}://{config.host}:{config.port} and grpc {config.host}:{config.grpc_port}"
         with contextlib.suppress(KeyboardInterrupt):
-            click.echo(f"serving {config.model_name} on {address}; drafts: {config.drafting}")
-            if config.drafting == "nobody" and config.num_speculative_tokens > 0 and config.speculation != "off":
+            click.echo(f"serving {config.model.name} on {address}; drafts: {config.who_drafts}")
+            if config.who_drafts == "nobody" and config.max_draft_length > 0 and config.speculation != "off":
                 tell("nothing drafts, so speculation is off: --draft-model, or -sc with a method, would change that")
             while True:
                 time.sleep(1.0)  # `signal.pause` would miss a signal that arrives just before it
@@ -317,8 +318,10 @@ def serve_drafters_until_interrupted(config: DraftersConfig) -> None:
         interrupt_at_signals()
         directory, http = f"{config.host}:{config.grpc_port}", f"http://{config.host}:{config.port}"
         with contextlib.suppress(KeyboardInterrupt):
-            click.echo(f"drafting for {config.model_name} at {directory}, metrics at {http}/metrics: {config.drafting}")
-            if taps := config.verifier_spec.model.state_taps:
+            click.echo(
+                f"drafting for {config.model.name} at {directory}, metrics at {http}/metrics: {config.who_drafts}"
+            )
+            if taps := common_state_taps(config.drafter_specs):
                 click.echo(f'heads read hidden states, which vLLM sends if its options say "state_taps": {list(taps)}')
             while True:
                 time.sleep(1.0)

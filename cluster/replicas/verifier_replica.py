@@ -14,6 +14,7 @@ from ray import serve
 from outrider.cluster.common.logs import configure_logging
 from outrider.cluster.common.reports import ask_router, news_or_interval
 from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.config.verifier_main import verifier_main
 from outrider.cluster.replicas.directory_servicer import DirectoryServicer
 from outrider.cluster.replicas.draining import HEARD_S, wait_until
 from outrider.cluster.replicas.engine_host import EngineHost
@@ -58,18 +59,18 @@ class VerifierReplica:
         self._load_changed = asyncio.Event()
         self._default_plan: SpeculationPlan | None = None  # the router's last one
         self._figures = VerifierFigures()
-        is_colocated = config.drafter_spec is not None and not config.has_drafters
-        self._own_draft_length = config.num_speculative_tokens if is_colocated else 0
-        self._num_ranks = config.tensor_parallel_size  # accelerators, whichever process starts the ranks
+        drafter = config.own_drafter
+        self._own_draft_length = 0 if drafter is None else drafter.speculative.num_speculative_tokens
+        self._num_ranks = config.verifiers.tensor_parallel_size  # accelerators, whoever starts their processes
         self._drain_timeout_s = config.drain_timeout_s
         self._is_known = self._is_draining = self._is_closed = False
         self._table = RequestTable(self._send)
         self._drafters = await self._start_engine(config)
         self._host.on_close(self._drafters.close)
         self._endpoint = await self._host.serve(
-            internal_address(config),
+            internal_address(config.links),
             lambda server: link_pb2_grpc.add_VerifierLinkServicer_to_server(VerifierLinkServicer(self._table), server),
-            config.link_server_credentials,
+            config.links.server_credentials,
         )
         self._host.tasks.start(self._report_forever(), "report to the router")
         # Serve stops the old replica once this one is up: the router, if there is one, must know it by then
@@ -77,7 +78,7 @@ class VerifierReplica:
 
     async def _start_engine(self, config: ServiceConfig) -> Drafters:
         """Load the engine; return its drafters."""
-        main, placement = config.verifier_main, config.verifier_placement
+        main, placement = verifier_main(config), config.verifier_placement
         plugins, timeout_s = None, START_TIMEOUT_S
         if isinstance(main, VllmSpec):
             plugins, timeout_s = PluginsDrafters(), LONG_START_TIMEOUT_S
@@ -95,14 +96,14 @@ class VerifierReplica:
             state_taps=config.verifier_spec.model.state_taps,
             tensor_transports=config.tensor_transports,
         )
-        return LinkedDrafters(LinkPool(hello, self._host.send, config.link_credentials), self._host.send)
+        return LinkedDrafters(LinkPool(hello, self._host.send, config.links.credentials), self._host.send)
 
     async def _serve_directory(self, config: ServiceConfig, plugins: PluginsDrafters) -> str:
         servicer = DirectoryServicer(plugins.answer, plugins.forget)
         return await self._host.serve(
-            internal_address(config),
+            internal_address(config.links),
             lambda server: link_pb2_grpc.add_DrafterDirectoryServicer_to_server(servicer, server),
-            config.link_server_credentials,
+            config.links.server_credentials,
         )
 
     def _send(self, message: Any) -> None:

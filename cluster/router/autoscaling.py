@@ -46,6 +46,9 @@ class ReplicaRange:
         except ValueError as error:
             raise ValueError(f"must be a number, or min:max with 0 <= min <= max, not {value!r}") from error
 
+    def __str__(self) -> str:
+        return str(self.most) if self.is_fixed else f"{self.fewest}:{self.most}"
+
     @property
     def is_fixed(self) -> bool:
         return self.fewest == self.most

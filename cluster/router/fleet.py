@@ -218,7 +218,8 @@ def is_fresh(reported_s: float, now_s: float, policy: RouterPolicy) -> bool:
     return now_s - reported_s <= policy.expire_after_s
 
 
-def _check_table(table: BatchSizeTable) -> None:
+def check_table(table: BatchSizeTable) -> None:
+    """Raise `ValueError` naming the option unless the rows are ranges in order, from batch size 1 on."""
     name = "draft_length_by_batch_size"
     for row in table:
         if len(row) != 3 or any(isinstance(number, bool) or not isinstance(number, int) for number in row):
@@ -255,7 +256,7 @@ class RouterPolicy:
         for name in ("on_dwell_s", "off_dwell_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0")
-        _check_table(self.draft_length_by_batch_size)
+        check_table(self.draft_length_by_batch_size)
         for name in ("expire_after_s", "stale_snapshot_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from outrider.verifier_service.messages.draft import require
 from outrider.verifier_service.messages.request import AcceptanceRule
-from outrider.verifier_service.messages.tensor_route import TRANSPORTS
-from outrider.verifier_service.model.config import DTYPES
+from outrider.verifier_service.messages.tensor_route import Transport
+from outrider.verifier_service.model.config import Dtype
 
 MAX_DRAFT_LENGTH = 64
 MAX_TREE_NODES = 256
@@ -43,7 +48,9 @@ class Location(enum.StrEnum):
     VERIFIER = "verifier"  # in every verifier's engine process
 
 
-# whole models
+# other names of methods, which vLLM and papers use
+METHOD_ALIASES = {"mtp_eagle": Method.MTP, "pard": Method.PARALLEL_DRAFT, "draft": Method.DRAFT_MODEL}
+# they are models of their own
 WHOLE_MODELS = (Method.DRAFT_MODEL, Method.PARALLEL_DRAFT)
 # they read the target's KV, and so must run in the verifier
 TARGET_DERIVED = (Method.EARLY_EXIT, Method.SPARSE)
@@ -55,65 +62,64 @@ EAGLE_LIKE = (Method.EAGLE, Method.EAGLE3, Method.MTP)
 STATE_READING = (Method.MEDUSA, Method.MLP_SPECULATOR, *EAGLE_LIKE, Method.DFLASH)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeConfig:
-    """One drafter's kind and shape. Raises `ValueError` naming the field that is out of range."""
+def _named_method(value: Any) -> Any:
+    return METHOD_ALIASES.get(value, value) if isinstance(value, str) else value
 
-    method: Method = Method.DRAFT_MODEL
-    model: str | None = None  # checkpoint of the draft model or head; several: `models`
-    models: tuple[str, ...] = ()  # checkpoints by draft position (PRISM); the last one serves the rest
-    num_speculative_tokens: int = 4
+
+def _object_text(value: Any) -> str:
+    """Return a plug-in's options as text, the same for equal ones."""
+    if value == "":
+        return ""
+    given = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(given, Mapping):
+        raise ValueError("must be an object of the plug-in's own options")
+    try:
+        return json.dumps(dict(given), sort_keys=True, allow_nan=False)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid", hide_input_in_errors=True))
+class SpeculativeConfig:
+    """One drafter's kind and shape. Raises pydantic's `ValidationError`, a `ValueError`, naming the field."""
+
+    method: Annotated[Method, BeforeValidator(_named_method)] = Method.DRAFT_MODEL
+    model: str | None = None  # the draft model's or head's checkpoint; several, by draft position: `models`
+    models: tuple[str, ...] = ()  # parameter sets by draft position (PRISM); the last one serves the rest
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_LENGTH)] = 4  # the longest draft; 0: no drafts
     location: Location = Location.POOL
-    num_tree_nodes: int = 0  # draft trees of so many tokens; 0: chains
-    tree_method: str = "sampled"  # unseeded: sampled without replacement | top_k: the likeliest
-    draft_sample_method: str = "probabilistic"  # greedy: the likeliest tokens, as point masses
+    num_tree_nodes: Annotated[int, Field(ge=0, le=MAX_TREE_NODES)] = 0  # draft trees of so many tokens; 0: chains
+    # of unseeded sampling: drawn, without replacement, or the likeliest
+    tree_method: Literal["sampled", "top_k"] = "sampled"
+    # greedy: every draft the drafter's likeliest, as a point mass
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
     rejection_sample_method: AcceptanceRule = AcceptanceRule.STANDARD
-    draft_tensor_parallel_size: int = 1
-    prompt_lookup_min: int = 2
+    draft_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    prompt_lookup_min: Annotated[int, Field(ge=1)] = 2
     prompt_lookup_max: int = 5
-    suffix_decoding_max_tree_depth: int = 24
-    suffix_decoding_max_cached_requests: int = 10_000
-    suffix_decoding_max_spec_factor: float = 4.0
-    suffix_decoding_min_token_prob: float = 0.1
-    lookahead_window: int = 5
-    lookahead_ngram_size: int = 4
-    exit_layer: int | None = None  # early exit after so many layers; None: a third of them
-    sparse_num_blocks: int = 8  # KV blocks that sparse self-speculation attends to
-    vocabulary: str = "same"  # same | text: another, translated as text | intersect: another, common tokens only
-    state_dtype: str = "auto"  # of hidden states on the link; auto: the target's
-    tensor_transport: str = "auto"  # channel of hidden states to a pool: auto, grpc (none: in frames), gloo or nccl
-    # running ahead of a pool's draft model or EAGLE head: outcomes of a verification to draft for meanwhile; 0: none;
-    # None: the default, which for a head is 0
-    ahead_branches: int | None = None
-    methods: tuple[Method, ...] = ()  # of a hybrid, in prior order
+    suffix_decoding_max_tree_depth: Annotated[int, Field(ge=2)] = 24
+    suffix_decoding_max_cached_requests: Annotated[int, Field(ge=0)] = 10_000
+    suffix_decoding_max_spec_factor: Annotated[float, Field(gt=0)] = 4.0
+    suffix_decoding_min_token_prob: Annotated[float, Field(ge=0, le=1)] = 0.1
+    lookahead_window: Annotated[int, Field(ge=1)] = 5
+    lookahead_ngram_size: Annotated[int, Field(ge=2)] = 4
+    exit_layer: Annotated[int | None, Field(ge=1)] = None  # early exit after so many layers; None: a third of them
+    sparse_num_blocks: Annotated[int, Field(ge=2)] = 8  # KV blocks that sparse self-speculation attends to
+    # as the target's; another, by way of text; another, where both agree
+    vocabulary: Literal["same", "text", "intersect"] = "same"
+    state_dtype: Dtype = "auto"  # of hidden states that are sent to drafters; auto: the target's own
+    tensor_transport: Transport = "auto"  # of hidden states to a pool, beside the link; grpc: within the link
+    # outcomes of a verification that a pool's draft model or EAGLE head drafts for while it runs; 0: none
+    # None: as many as usual, which for a head is none
+    ahead_branches: Annotated[int | None, Field(ge=0, le=MAX_AHEAD_BRANCHES)] = None
+    methods: tuple[Annotated[Method, BeforeValidator(_named_method)], ...] = ()  # of a hybrid, the most promising first
     plugin: str = ""  # the entry point's name
-    plugin_config: str = ""  # the plug-in's options: a JSON object as text, which is hashable; "": none
+    # the plug-in's own options: a JSON object as text, which can be hashed; "": none
+    plugin_config: Annotated[str, BeforeValidator(_object_text)] = ""
 
     def __post_init__(self) -> None:
-        require(1 <= self.num_speculative_tokens <= MAX_DRAFT_LENGTH, "num_speculative_tokens", "in [1, 64]")
-        require(0 <= self.num_tree_nodes <= MAX_TREE_NODES, "num_tree_nodes", "in [0, 256]")
-        require(self.tree_method in ("top_k", "sampled"), "tree_method", "top_k or sampled")
-        methods = ("probabilistic", "greedy")
-        require(self.draft_sample_method in methods, "draft_sample_method", "probabilistic or greedy")
-        require(self.draft_tensor_parallel_size >= 1, "draft_tensor_parallel_size", "at least 1")
-        require(
-            1 <= self.prompt_lookup_min <= self.prompt_lookup_max,
-            "prompt_lookup_min",
-            "at least 1 and at most prompt_lookup_max",
-        )
-        require(self.suffix_decoding_max_tree_depth >= 2, "suffix_decoding_max_tree_depth", "at least 2")
-        require(self.suffix_decoding_max_cached_requests >= 0, "suffix_decoding_max_cached_requests", "at least 0")
-        require(self.suffix_decoding_max_spec_factor > 0, "suffix_decoding_max_spec_factor", "positive")
-        require(0 <= self.suffix_decoding_min_token_prob <= 1, "suffix_decoding_min_token_prob", "in [0, 1]")
-        require(self.lookahead_window >= 1, "lookahead_window", "at least 1")
-        require(self.lookahead_ngram_size >= 2, "lookahead_ngram_size", "at least 2")
-        require(self.exit_layer is None or self.exit_layer >= 1, "exit_layer", "at least 1")
-        require(self.sparse_num_blocks >= 2, "sparse_num_blocks", "at least 2")
-        require(self.state_dtype in DTYPES, "state_dtype", f"one of {', '.join(DTYPES)}")
-        require(self.tensor_transport in TRANSPORTS, "tensor_transport", f"one of {', '.join(TRANSPORTS)}")
-        require(self.vocabulary in ("same", "text", "intersect"), "vocabulary", "same, text or intersect")
-        is_ahead_in_range = self.ahead_branches is None or 0 <= self.ahead_branches <= MAX_AHEAD_BRANCHES
-        require(is_ahead_in_range, "ahead_branches", f"in [0, {MAX_AHEAD_BRANCHES}]")
+        highest = self.prompt_lookup_max
+        require(self.prompt_lookup_min <= highest, "prompt_lookup_min", "at least 1 and at most prompt_lookup_max")
         self._check_combination()
 
     def _check_combination(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -79,8 +78,8 @@ def _move(cores: frozenset[int]) -> None:
 def open_arms(opening: contextlib.ExitStack, config: ServiceConfig, names: Sequence[str], clock: Clock) -> list[Arm]:
     """Load the named arms; their models stay loaded until `opening` is closed."""
     cores = frozenset(os.sched_getaffinity(0))
-    shared = dataclasses.replace(config, threads_per_rank=len(cores))
-    apart = dataclasses.replace(config, threads_per_rank=1)
+    shared = config.with_options(threads_per_rank=len(cores))
+    apart = config.with_options(threads_per_rank=1)
     arms: list[Arm] = []
     if LIBRARY in names:
         target = load_library_model(config.verifier_spec.model)
@@ -92,7 +91,7 @@ def open_arms(opening: contextlib.ExitStack, config: ServiceConfig, names: Seque
                 AssistedLibraryArm(LIBRARY_ASSISTED, target, draft, cores=cores, num_threads=len(cores), clock=clock)
             )
     if OFF in names:
-        arms.append(OutriderArm.open(OFF, dataclasses.replace(shared, num_drafters=0), opening, clock))
+        arms.append(OutriderArm.open(OFF, shared.with_options(num_drafters=0), opening, clock))
     if SHARED in names:
         arms.append(OutriderArm.open(SHARED, shared, opening, clock))
     if APART in names:
@@ -163,7 +162,7 @@ class OutriderArm:
         )
         cores = frozenset(os.sched_getaffinity(0))
         os.sched_setaffinity(0, all_cores)
-        return cls(name, engine, cores=cores, num_threads=config.threads_per_rank or 1, clock=clock)
+        return cls(name, engine, cores=cores, num_threads=config.model.threads_per_rank or 1, clock=clock)
 
     def run(self, workload: Workload, concurrency: int, plan_of: PlanOf | None = None) -> RunTrace:
         """Generate `max_tokens` for every prompt; raises `BenchError` when a request fails.

@@ -188,7 +188,7 @@ def arm_groups(
         methods.setdefault(method, []).extend(_arms_of(name, method, base, checkpoints, num_tree_nodes))
     if not methods:
         raise ValueError("methods: there are none")
-    plain = DrafterArm(name=OFF, place=Place.NEAR, config=dataclasses.replace(base, draft_model=None, num_drafters=0))
+    plain = DrafterArm(name=OFF, place=Place.NEAR, config=base.with_options(draft_model=None, num_drafters=0))
     return tuple((plain, *arms) for arms in methods.values())
 
 
@@ -224,8 +224,7 @@ def _arms_of(
     for place, location in ((Place.NEAR, Location.VERIFIER), (Place.FAR, Location.POOL)):
         if method in TARGET_DERIVED and place is Place.FAR:
             continue
-        config = dataclasses.replace(
-            base,
+        config = base.with_options(
             draft_model=None if path is None else str(path),
             speculative_config={**options, "location": location.value},
             num_drafters=1,
@@ -323,9 +322,9 @@ def opened(arm: DrafterArm, clock: Clock) -> Iterator[OpenArm]:
     """Load an arm's target and drafter, and keep this process on the target's cores, until the end."""
     gc.collect()  # the last arm's models are in cycles
     target_cores, drafter_cores = shared_out(arm.place)
-    config = dataclasses.replace(arm.config, kv_cache_memory_bytes=arm.config.kv_cache_memory_bytes or CACHE_BYTES)
-    verifier = dataclasses.replace(config, threads_per_rank=len(target_cores)).verifier_spec
-    drafter = dataclasses.replace(config, threads_per_rank=len(drafter_cores)).drafter_spec
+    config = arm.config.with_options(kv_cache_memory_bytes=arm.config.model.kv_cache_memory_bytes or CACHE_BYTES)
+    verifier = config.with_options(threads_per_rank=len(target_cores)).verifier_spec
+    drafter = config.with_options(threads_per_rank=len(drafter_cores)).drafter_spec
     with contextlib.ExitStack() as opening:
         pipe = None
         if drafter is not None and arm.place is Place.FAR:

@@ -144,7 +144,7 @@ def _planned(
     with pairs(options) as named:
         pair, base = named[-1]
         yield BenchPlan(
-            target=config.target_path,
+            target=config.model.target_path,
             pair=pair,
             groups=arm_groups(methods, base, folders, num_tree_nodes),
             workload=workload,

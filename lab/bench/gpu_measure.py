@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,7 @@ def configured(shape: BenchShape, target: Path, draft: Path | None, **options: A
             **options,
         }
     )
-    return replace(config, num_speculative_tokens=0) if draft is None else config
+    return config.with_options(num_speculative_tokens=0) if draft is None else config
 
 
 def decode(
@@ -104,7 +104,7 @@ def decode(
 def tokens_of(offline: OfflineEngine, shape: BenchShape) -> tuple[list[list[int]], float | None]:
     """Return the greedy tokens of every prompt, run together and drafted whatever it costs; and what was accepted."""
     requests = [
-        _request(offline, shape, index, shape.num_tokens, is_pinned=offline.config.num_speculative_tokens > 0)
+        _request(offline, shape, index, shape.num_tokens, is_pinned=offline.config.max_draft_length > 0)
         for index in range(shape.num_prompts)
     ]
     token_ids: dict[str, list[int]] = {request.request_id: [] for request in requests}
@@ -136,7 +136,7 @@ def _request(
         request_id=f"gpu-{index}",
         prompt_token_ids=prompt_of(shape, index),
         sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
-        plan=SpeculationPlan(draft_length=offline.config.num_speculative_tokens, is_pinned=is_pinned),
+        plan=SpeculationPlan(draft_length=offline.config.max_draft_length, is_pinned=is_pinned),
     )
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from outrider.cluster.config.pool_options import checkpoint_of
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.prompts import PromptError, parse_prompt, read_prompt_lines
 from outrider.drafter_service import embedded
@@ -129,8 +130,8 @@ def run_bench(
         rows += rows_of(pair, found, weight_bytes, baseline=options.baseline, compare=is_greedy)
     return BenchResult(
         machine=machine,
-        target=options.config.target_path,
-        draft=options.config.draft_path,
+        target=options.config.model.target_path,
+        draft=checkpoint_of(options.config.speculative, options.config.model.model),
         baseline=options.baseline,
         workload=options.workload,
         repeats=options.repeats,
@@ -167,12 +168,13 @@ def pairs(options: BenchOptions) -> Iterator[list[tuple[str, ServiceConfig]]]:
     """
     _check_lengths(options)
     # repeats of one prompt must not find it in a cache that the library has not
-    config = dataclasses.replace(options.config, enable_prefix_caching=False)
-    named = [("as given" if config.model else "as shipped", config)]
+    config = options.config.with_options(enable_prefix_caching=False)
+    named = [("as given" if config.model.model else "as shipped", config)]
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
         if options.inflate_to:
             inflate(resolve_folder(config.verifier_spec.model), Path(folder), options.inflate_to)
-            inflated = dataclasses.replace(config, model=folder, draft_model=config.draft_path)
+            draft = checkpoint_of(config.speculative, config.model.model)
+            inflated = config.with_options(model=folder, draft_model=draft)
             named.append((f"target inflated to {options.inflate_to / 1e6:.4g} M", inflated))
         yield named
 

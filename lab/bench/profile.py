@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +131,7 @@ def _config(max_num_seqs: int, *, method: str | None, num_threads: int | None, *
             "max_num_seqs": max_num_seqs,
         }
     )
-    return config if method is not None else replace(config, num_speculative_tokens=0)
+    return config if method is not None else config.with_options(num_speculative_tokens=0)
 
 
 def measure(offline: OfflineEngine, concurrency: int, *, num_steps: int, clock: Callable[[], float]) -> Profile:
@@ -175,7 +175,7 @@ def _request(index: int, offline: OfflineEngine) -> GenerationRequest:
     """Make a request that goes on for as long as the model allows, with a prompt that no other shares."""
     from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
 
-    length = offline.config.num_speculative_tokens if offline.config.has_drafters else 0
+    length = offline.config.max_draft_length if offline.config.pools else 0
     return GenerationRequest(
         request_id=f"profile-{index}",
         prompt_token_ids=tuple(10 + (index * 31 + place * 7) % 200 for place in range(PROMPT_LENGTH)),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cluster.cli.options import PLAIN_WIDTH
+from outrider.cluster.cli.usage import PLAIN_WIDTH, usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS, server_options
 from outrider.cluster.common.terminal import console_of, parse_numbers, show_progress
 from outrider.lab.bench.drafters import drafters
@@ -145,7 +145,7 @@ def _run(columns: Sequence[Column], *, json_file: Path | None, markdown_file: Pa
     from outrider.lab.bench.report import to_json, to_markdown, to_table
 
     with contextlib.ExitStack() as stack:
-        with _usage_errors():
+        with usage_errors():
             bench_options = _parse(**options)
             named_pairs = stack.enter_context(pairs(bench_options))
         clock, on_run = stack.enter_context(_progress(bench_options.num_runs))
@@ -162,14 +162,6 @@ def _run(columns: Sequence[Column], *, json_file: Path | None, markdown_file: Pa
 
 def _show(table: RenderableType, width: int = PLAIN_WIDTH) -> None:
     console_of(width).print(table)
-
-
-@contextlib.contextmanager
-def _usage_errors() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
 
 
 def _parse(
@@ -287,7 +279,7 @@ def serve(
     server = Server(
         url=url, api_key=api_key, ssl_ca_certs=ssl_ca_certs, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile
     )
-    with _usage_errors():
+    with usage_errors():
         if plot_file is not None:
             require_extra("plots", "--plot")
         bench_options = _parse_serve(**options)

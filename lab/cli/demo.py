@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from outrider.cluster.cli.options import configure, model_options, usage_errors
+from outrider.cluster.cli.options import configure, model_options
+from outrider.cluster.cli.usage import usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import console_of
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outrider.cluster.cli.options import model_options, speculation_option, usage_errors
+from outrider.cluster.cli.options import config_option, model_options
+from outrider.cluster.cli.usage import usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.common.terminal import parse_numbers, show_work
 
@@ -26,7 +27,7 @@ def _temperatures(_: click.Context, __: click.Parameter, value: str) -> tuple[fl
 
 @click.command("generate-corpus", context_settings=CONTEXT_SETTINGS)
 @model_options
-@speculation_option
+@config_option("speculation")
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the shards.")
 @click.option("--num-tokens", type=click.IntRange(1), default=DEFAULT_NUM_TOKENS, show_default=True, help="In all.")
 @click.option("--prompts-per-shard", type=click.IntRange(1), default=512, show_default=True)

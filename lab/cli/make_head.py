@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from outrider.cluster.cli.options import usage_errors
 from outrider.cluster.cli.train import layer_ids
+from outrider.cluster.cli.usage import usage_errors
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.config.known_models import DEFAULT_MODEL
 

@@ -156,7 +156,7 @@ async def open_clients(config: ServiceConfig, codec: TextCodec) -> AsyncIterator
         open_client(Server(url=f"http://{config.host}:{config.port}")) as client,
         grpc.aio.insecure_channel(f"{config.host}:{config.grpc_port}") as channel,
     ):
-        yield HttpClient(client, config.model_name), GrpcClient(channel, codec)
+        yield HttpClient(client, config.model.name), GrpcClient(channel, codec)
 
 
 def _generate_request(question: Question, wish: Wish) -> generation_pb2.GenerateRequest:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -50,11 +49,11 @@ def run(config: ServiceConfig, console: Console, waves: Sequence[int] = WAVES) -
     begin_s = time.monotonic()
     port, grpc_port = free_ports(2)
     config = with_drafter(config, num_cores=usable_cores())
-    config = dataclasses.replace(config, port=port, grpc_port=grpc_port, drain_timeout_s=DRAIN_TIMEOUT_S)
+    config = config.with_options(port=port, grpc_port=grpc_port, drain_timeout_s=DRAIN_TIMEOUT_S)
     with _quiet_ray(), contextlib.ExitStack() as service:
         with show_phases() as on_phase:
             service.enter_context(running_service(config, on_phase))
-            on_phase(f"serving {config.model_name} on http://{config.host}:{port} and grpc {config.host}:{grpc_port}")
+            on_phase(f"serving {config.model.name} on http://{config.host}:{port} and grpc {config.host}:{grpc_port}")
         start_s = time.monotonic() - begin_s
         try:
             table = asyncio.run(_acts(config, console, waves))
@@ -72,7 +71,7 @@ def run(config: ServiceConfig, console: Console, waves: Sequence[int] = WAVES) -
 async def _acts(config: ServiceConfig, console: Console, waves: Sequence[int]) -> Table:
     """Play the acts against a service that runs; returns what to close with."""
     codec = TextCodec(load_tokenizer(config.verifier_spec.model))
-    questions, fleet = questions_for(config.model, codec), Fleet(config)
+    questions, fleet = questions_for(config.model.model, codec), Fleet(config)
     async with open_clients(config, codec) as (http, over_grpc):
         if not await fleet.wait_for_drafter(FIRST_DRAFTER_S):
             raise click.ClickException(f"no drafter was there within {FIRST_DRAFTER_S:.0f} s")
@@ -101,9 +100,9 @@ def with_drafter(config: ServiceConfig, *, num_cores: int) -> ServiceConfig:
 
     On a small machine look-ups draft where nobody says: whatever computes drafts there takes the verifier's cores.
     """
-    is_free = not config.is_drafter_named and not is_embedded(config.model)
-    if is_free and (is_small(config, num_cores=num_cores) or not config.has_drafters):
-        config = dataclasses.replace(config, speculative_config=STAND_IN)
-    if not config.has_drafters:
+    is_free = not config.drafters[0].is_named and not is_embedded(config.model.model)
+    if is_free and (is_small(config, num_cores=num_cores) or not config.pools):
+        config = config.with_options(speculative_config=STAND_IN)
+    if not config.pools:
         raise ValueError("the demo kills a drafter of a pool: there must be one")
     return config

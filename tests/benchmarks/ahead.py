@@ -194,12 +194,12 @@ def _open_arms(
 
 def arm_configs(config: ServiceConfig, outcomes: Sequence[int], *, num_cores: int) -> dict[str, ServiceConfig]:
     """Return what each arm is: `OFF` and `SHARED` on all cores, the others with one for each model."""
-    shared = dataclasses.replace(config, threads_per_rank=num_cores)
-    ways = {OFF: dataclasses.replace(shared, num_drafters=0), SHARED: shared}
+    shared = config.with_options(threads_per_rank=num_cores)
+    ways = {OFF: shared.with_options(num_drafters=0), SHARED: shared}
     for number in (0, *outcomes):
         name = ahead_arm(number) if number else APART
-        speculative_config = {**config.speculative_config, "ahead_branches": number}
-        ways[name] = dataclasses.replace(config, threads_per_rank=1, speculative_config=speculative_config)
+        speculative_config = {**config.drafting.speculative_config, "ahead_branches": number}
+        ways[name] = config.with_options(threads_per_rank=1, speculative_config=speculative_config)
     return ways
 
 

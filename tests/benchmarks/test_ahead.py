@@ -130,8 +130,8 @@ def test_the_report_has_a_row_per_arm_and_names_the_winner():
 def test_arms_that_run_ahead_differ_in_that_alone():
     configs = arm_configs(ServiceConfig(speculative_config={"method": "eagle3"}), (2,), num_cores=2)
     assert list(configs) == [OFF, SHARED, APART, ahead_arm(2)]
-    assert not configs[OFF].has_drafters
-    assert {name: config.threads_per_rank for name, config in configs.items()} == {
+    assert not configs[OFF].pools
+    assert {name: config.model.threads_per_rank for name, config in configs.items()} == {
         OFF: 2,
         SHARED: 2,
         APART: 1,

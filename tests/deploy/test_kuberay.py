@@ -31,7 +31,7 @@ SERVE = yaml.safe_load(MANIFEST["spec"]["serveConfigV2"])
 
 
 def config() -> ServiceConfig:
-    return ServiceConfig.from_mapping(APPLICATION["args"])
+    return ServiceConfig(**APPLICATION["args"])
 
 
 def container(node: dict[str, Any]) -> dict[str, Any]:
@@ -105,24 +105,26 @@ def test_the_deployments_that_are_configured_are_those_of_the_application():
 
 def test_every_label_selector_finds_a_group_of_nodes_of_its_own():
     labels = [node["labels"] for node in NODES]
-    wanted = [config().verifier_labels, config().drafter_labels]
+    wanted = [config().verifiers.verifier_labels, config().pools["default"].drafter_labels]
     wanted += [deployment["ray_actor_options"]["label_selector"] for deployment in APPLICATION["deployments"]]
     assert [labels.count(selector) for selector in wanted] == [1, 1, 1, 1]
-    assert config().verifier_labels == GROUPS["verifiers"]["labels"]
-    assert config().drafter_labels == GROUPS["drafters"]["labels"]
+    assert config().verifiers.verifier_labels == GROUPS["verifiers"]["labels"]
+    assert config().pools["default"].drafter_labels == GROUPS["drafters"]["labels"]
 
 
 def test_a_node_holds_one_replica_and_there_are_nodes_for_all_of_them():
     verifiers, drafters = GROUPS["verifiers"], GROUPS["drafters"]
-    assert container(verifiers)["resources"]["limits"]["nvidia.com/gpu"] == str(config().tensor_parallel_size)
-    assert container(drafters)["resources"]["limits"]["nvidia.com/gpu"] == str(config().draft_tensor_parallel_size)
-    for group, replicas in ((verifiers, config().verifier_range), (drafters, config().drafter_range)):
+    assert container(verifiers)["resources"]["limits"]["nvidia.com/gpu"] == str(config().verifiers.tensor_parallel_size)
+    assert container(drafters)["resources"]["limits"]["nvidia.com/gpu"] == str(
+        config().speculative.draft_tensor_parallel_size
+    )
+    for group, replicas in ((verifiers, config().num_verifiers), (drafters, config().pools["default"].num_drafters)):
         assert (group["minReplicas"], group["maxReplicas"]) == (replicas.fewest, replicas.most)
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
 
 
 def test_replicas_reach_each_other_and_clients_the_front():
-    assert config().internal_host == "auto"
+    assert config().links.internal_host == "auto"
     assert config().host == SERVE["http_options"]["host"] == "0.0.0.0"
     ports = {port["name"]: port["containerPort"] for port in container(CLUSTER["headGroupSpec"])["ports"]}
     assert (ports["serve"], ports["grpc"]) == (config().port, config().grpc_port)

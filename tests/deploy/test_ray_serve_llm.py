@@ -16,12 +16,12 @@ def test_the_engine_drafts_from_the_pool_beside_it():
     llm, drafters = ServeDeploySchema.model_validate(MANIFEST).applications
     assert llm.import_path == "ray.serve.llm:build_openai_app"
     assert drafters.import_path == f"outrider.cluster.app:{build_drafters_app.__name__}"
-    config = DraftersConfig.from_mapping(drafters.args)
+    config = DraftersConfig(**drafters.args)
     (engine,) = llm.args["llm_configs"]
-    options = PluginOptions.of(engine["engine_kwargs"]["additional_config"]["outrider"])
+    options = PluginOptions(**engine["engine_kwargs"]["additional_config"]["outrider"])
     assert options.pool == f"127.0.0.1:{config.grpc_port}"
     speculative = engine["engine_kwargs"]["speculative_config"]
     assert (speculative["method"], speculative["model"]) == ("custom_class", "outrider.cluster.vllm.Drafts")
-    assert speculative["num_speculative_tokens"] <= config.num_speculative_tokens
-    assert config.model == engine["model_loading_config"]["model_source"]
+    assert speculative["num_speculative_tokens"] <= config.max_draft_length
+    assert config.model.model == engine["model_loading_config"]["model_source"]
     assert str(config.num_verifiers) == str(engine["deployment_config"]["autoscaling_config"]["max_replicas"])

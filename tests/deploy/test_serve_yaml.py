@@ -25,7 +25,7 @@ def application(name: str) -> ServeApplicationSchema:
 
 def test_serve_accepts_the_manifest_and_we_its_options():
     assert application("serve.yaml").import_path == "outrider.cluster.app:build_app"
-    config = ServiceConfig.from_mapping(application("serve.yaml").args)
+    config = ServiceConfig(**application("serve.yaml").args)
     assert config.drafter_spec is not None
 
 

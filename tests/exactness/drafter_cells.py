@@ -197,7 +197,7 @@ class Checkpoints:
         return self._config(num_drafters=0)
 
     def _config(self, **options: Any) -> ServiceConfig:
-        return ServiceConfig.from_mapping({"model": str(self.target), "seed": 0, **self.options, **options})
+        return ServiceConfig(**{"model": str(self.target), "seed": 0, **self.options, **options})
 
 
 class FramedDraftClient:
@@ -243,7 +243,7 @@ class Bench:
         runner, drafter = self._runner(spec.model), config.drafter_spec
         if drafter is None:
             return drive(build_engine(runner, spec, NoDrafters()), requests)
-        if config.has_drafters:
+        if config.pools:
             assert link is not None
             client = link(drafter)
             return drive(build_engine(runner, spec, client), requests, client)

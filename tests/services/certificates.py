@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import trustme
 
-from outrider.cluster.common.security import TlsConfig, link_tls
+from outrider.cluster.common.security import LinkTls, TlsConfig
 
 EXPIRED = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 
@@ -55,7 +55,11 @@ class Certificates:
     def link(self, identity: Identity | None = None, *, ca_certs: str | None = None) -> TlsConfig:
         """Return one service's TLS for the links."""
         identity = identity or self.server
-        tls = link_tls(identity.certfile, identity.keyfile, ca_certs or self.ca_certs)
+        tls = LinkTls(
+            link_ssl_certfile=identity.certfile,
+            link_ssl_keyfile=identity.keyfile,
+            link_ssl_ca_certs=ca_certs or self.ca_certs,
+        ).tls
         assert tls is not None
         return tls
 

@@ -59,7 +59,7 @@ class LiveService:
         self, prompt: str, *, on_chunk: Callable[[int], None] = lambda _: None, timeout_s: float = 60.0, **body: Any
     ) -> Streamed:
         """Stream a completion; `on_chunk` is told the number of chunks so far, `timeout_s` bounds each pause."""
-        body = {"model": self.config.model_name, "prompt": prompt, "stream": True, "temperature": 0, **body}
+        body = {"model": self.config.model.name, "prompt": prompt, "stream": True, "temperature": 0, **body}
         streamed = Streamed()
         with httpx.stream("POST", f"{self.base_url}/v1/completions", json=body, timeout=timeout_s) as response:
             if response.is_error:

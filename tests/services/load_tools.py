@@ -100,7 +100,7 @@ class HttpClient:
 
     def __init__(self, service: LiveService) -> None:
         config = service.config
-        self._model = config.model_name
+        self._model = config.model.name
         self._connection = http.client.HTTPConnection(config.host, config.port, timeout=ANSWER_TIMEOUT_S)
 
     def post(self, ask: Ask) -> Answer:

@@ -5,7 +5,6 @@ Ranks: test_parallel_service.py. Drafters and links: test_bad_drafters.py.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -57,7 +56,7 @@ def test_a_rolling_update_loses_no_request(fleet: Drill):
     with ThreadPoolExecutor(4) as pool:
         clients = [pool.submit(ask, over_grpc) for over_grpc in (False, False, True, True)]
         try:
-            changed = dataclasses.replace(service.config, max_num_batched_tokens=1024)
+            changed = service.config.with_options(max_num_batched_tokens=1024)
             serve.run(build(changed), name=APP_NAME, route_prefix="/")
             service.wait_for_fleet(2, 2)
             service.wait_for_drafts()

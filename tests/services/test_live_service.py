@@ -31,7 +31,7 @@ def test_openai_client_streams_and_speculation_does_not_change_greedy_text(servi
     texts = []
     for disable in (True, False):
         stream = client.completions.create(
-            model=service.config.model_name,
+            model=service.config.model.name,
             prompt=PROMPT,
             max_tokens=64,
             temperature=0,
@@ -44,9 +44,9 @@ def test_openai_client_streams_and_speculation_does_not_change_greedy_text(servi
 
 def test_openai_chat_and_model_list(service: LiveService):
     client = openai.OpenAI(base_url=f"{service.base_url}/v1", api_key="unused")
-    assert [model.id for model in client.models.list()] == [service.config.model_name]
+    assert [model.id for model in client.models.list()] == [service.config.model.name]
     answer = client.chat.completions.create(
-        model=service.config.model_name, messages=[{"role": "user", "content": "def add(a, b):"}], max_tokens=8
+        model=service.config.model.name, messages=[{"role": "user", "content": "def add(a, b):"}], max_tokens=8
     )
     assert answer.usage is not None
     assert 0 < answer.usage.completion_tokens <= 8

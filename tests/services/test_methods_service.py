@@ -40,7 +40,7 @@ def test_a_drafter_in_the_verifiers_own_process_needs_no_pool(shared_ray: Shared
     service.wait_for_fleet(1, 0)
     assert accepted_of_streams(service, REPEATED) > 10
     (verifier,) = service.call("Router", "snapshot").verifiers
-    assert verifier.report.own_draft_length == service.config.num_speculative_tokens
+    assert verifier.report.own_draft_length == service.config.max_draft_length
     assert verifier.default_plan.drafter_id == LOCAL_DRAFTER_ID
     assert verifier.report.drafters_up == ()
 

@@ -73,7 +73,7 @@ def stream(
     """Return a greedy completion's text and how many drafts were verified for it."""
     chunks = list(
         client.completions.create(
-            model=service.config.model_name,
+            model=service.config.model.name,
             prompt=PROMPT,
             max_tokens=max_tokens,
             temperature=0,

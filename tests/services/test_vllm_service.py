@@ -144,7 +144,7 @@ def test_openais_client_is_served_streamed_and_whole(service: VllmService, plain
 
 
 def test_what_vllm_refuses_names_its_field_and_the_next_request_is_served(service: VllmService, plain: str):
-    body = {"model": service.live.config.model_name, "prompt": PROMPT, "min_p": 0.2, "temperature": 1.0}
+    body = {"model": service.live.config.model.name, "prompt": PROMPT, "min_p": 0.2, "temperature": 1.0}
     answer = httpx.post(f"{service.live.base_url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 400
     assert "min_p" in answer.text
@@ -158,11 +158,11 @@ def test_an_adapter_is_served_by_its_name(service: VllmService, plain: str, adap
         assert stream(service, model="poet").text == expected
     assert stream(service).text == plain
     names = [model["id"] for model in httpx.get(f"{service.live.base_url}/v1/models", timeout=30).json()["data"]]
-    assert names == [service.live.config.model_name, "poet"]
+    assert names == [service.live.config.model.name, "poet"]
 
 
 def test_log_probabilities_and_forms_come_from_vllm(service: VllmService):
-    body = {"model": service.live.config.model_name, "prompt": PROMPT, "temperature": 0, "max_tokens": 4}
+    body = {"model": service.live.config.model.name, "prompt": PROMPT, "temperature": 0, "max_tokens": 4}
     answer = httpx.post(f"{service.live.base_url}/v1/completions", json=body | {"logprobs": 2}, timeout=60).json()
     found = answer["choices"][0]["logprobs"]
     assert len(found["token_logprobs"]) == 4

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 GRPC = "grpc"  # in the link's frames
 GLOO = "gloo"
 NCCL = "nccl"
-TRANSPORTS = ("auto", GRPC, GLOO, NCCL)  # the operator's choices; auto: gloo, or grpc on an encrypted link
+# an operator's choice; auto: gloo, but frames on an encrypted link
+Transport = Literal["auto", "grpc", "gloo", "nccl"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,10 @@ from typing import Literal, get_args
 
 from outrider.verifier_service.messages.draft import require
 
-DTYPES = ("auto", "float32", "float16", "bfloat16")
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["int8"]
-DEVICES = ("auto", "cpu", "cuda")
+Device = Literal["auto", "cpu", "cuda"]
+DTYPES, DEVICES = get_args(Dtype), get_args(Device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from fakes.command_line import assert_usage_error, invoke
@@ -14,9 +12,9 @@ from outrider.cluster.config.drafters_config import DraftersConfig
 def test_every_option_is_a_field_of_the_configuration():
     options = main.commands["drafters"].make_context("drafters", ["some/draft", "--target", "m"]).params
     assert options.pop("draft") == "some/draft"
-    assert options.keys() <= {field.name for field in dataclasses.fields(DraftersConfig)}
-    config = DraftersConfig.from_mapping({**options, "draft_model": "some/draft"})
-    assert (config.model, config.num_verifiers, config.grpc_port, config.port) == ("m", 1, 50061, 8061)
+    assert options.keys() <= DraftersConfig.option_fields().keys()
+    config = DraftersConfig(**{**options, "draft_model": "some/draft"})
+    assert (config.model.model, str(config.num_verifiers), config.grpc_port, config.port) == ("m", "1", 50061, 8061)
     assert config.num_ranks == 1
 
 

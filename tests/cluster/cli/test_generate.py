@@ -11,7 +11,7 @@ from click.testing import Result
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fakes.command_line import assert_usage_error, invoke
-from outrider.cluster.cli.options import usage_errors
+from outrider.cluster.cli.usage import usage_errors
 from outrider.cluster.offline import generation
 from tiny.models import make_checkpoint
 

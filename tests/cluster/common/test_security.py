@@ -11,7 +11,7 @@ import pytest
 
 from fakes.backend import FakeBackend, build_gateway, says
 from outrider.cluster.api.grpc_api import start_grpc_server
-from outrider.cluster.common.security import TlsConfig, link_tls, public_tls
+from outrider.cluster.common.security import LinkTls, TlsConfig, public_tls
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.proto import generation_pb2 as pb
 from outrider.proto import generation_pb2_grpc
@@ -31,7 +31,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 def test_nothing_given_is_no_tls_and_an_incomplete_set_names_what_is_missing():
     assert public_tls(None, None, None) is None
-    assert link_tls(None, None, None) is None
+    assert LinkTls().tls is None
     for options, missing in (
         ({"ssl_keyfile": "k"}, "ssl_certfile is missing"),
         ({"ssl_certfile": "c"}, "ssl_keyfile is missing"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from outrider.cluster.config.service_config import ServiceConfig
+from outrider.cluster.config.verifier_main import verifier_main
 from outrider.cluster.vllm_engine.spec import VllmSpec
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 
@@ -23,45 +24,49 @@ from outrider.verifier_service.engine.verifier_spec import VerifierSpec
         ({"engine": "vllm", "engine_kwargs": {"tensor_parallel_size": 2}}, "engine_kwargs: tensor_parallel_size"),
         ({"engine": "vllm", "speculative_config": {"rejection_sample_method": "typical"}}, "rejection_sample_method"),
         ({"engine": "vllm", "speculative_config": {"method": "eagle3", "num_tree_nodes": 8}}, "num_tree_nodes"),
+        (
+            {"engine": "vllm", "drafter_pools": [{"name": "x", "method": "eagle3", "num_tree_nodes": 8}]},
+            "num_tree_nodes",
+        ),
         ({"engine": "vllm", "speculative_config": {"method": "suffix", "location": "verifier"}}, "location: vLLM"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused_by_name(options: dict[str, Any], complaint: str):
     with pytest.raises(ValueError, match=complaint):
-        ServiceConfig.from_mapping({"model": "embedded", **options})
+        ServiceConfig(**{"model": "embedded", **options})
 
 
 def test_vllm_drafts_from_the_pool_that_our_own_engine_would_have():
     config = ServiceConfig(model="embedded", engine="vllm", device="cpu", seed=5, engine_kwargs={"block_size": 32})
-    spec = config.verifier_main
+    spec = verifier_main(config)
     assert isinstance(spec, VllmSpec)
     assert spec.drafts is not None
     assert (spec.drafts.num_speculative_tokens, spec.seed, spec.engine_kwargs) == (4, 5, {"block_size": 32})
     assert spec.gpu_memory_utilization is None
     assert spec.drafting_from("127.0.0.1:5").drafts.options["pool"] == "127.0.0.1:5"
-    assert isinstance(ServiceConfig(model="embedded", device="cpu").verifier_main, VerifierSpec)
+    assert isinstance(verifier_main(ServiceConfig(model="embedded", device="cpu")), VerifierSpec)
 
 
 def test_asynchronous_scheduling_is_left_to_vllm_unless_it_is_switched_off():
     config = ServiceConfig(model="embedded", engine="vllm", device="cpu", async_scheduling=False)
-    assert config.verifier_main.engine_kwargs == {"async_scheduling": False}
+    assert verifier_main(config).engine_kwargs == {"async_scheduling": False}
 
 
 def test_heads_and_pins_are_told_to_the_plug_in():
     config = ServiceConfig(
         model="embedded", engine="vllm", device="cpu", speculation="always", speculative_config={"method": "eagle3"}
     )
-    assert config.verifier_main.drafts.options["speculation"] == "always"
-    assert config.verifier_main.drafts.options["state_taps"] == list(config.verifier_spec.model.state_taps) != []
+    assert verifier_main(config).drafts.options["speculation"] == "always"
+    assert verifier_main(config).drafts.options["state_taps"] == list(config.verifier_spec.model.state_taps) != []
 
 
 def test_a_model_without_a_drafter_of_its_own_is_served_without_drafts():
     """Our own engine looks drafts up in its own process; vLLM's has no such place."""
     config = ServiceConfig(model="some/model", engine="vllm", device="cpu")
-    assert config.verifier_main.drafts is None
-    assert config.drafting == "nobody"
+    assert verifier_main(config).drafts is None
+    assert config.who_drafts == "nobody"
     named = ServiceConfig(model="some/model", engine="vllm", device="cpu", speculative_config={"method": "suffix"})
-    assert named.drafting == "suffix by 1 drafter"
+    assert named.who_drafts == "suffix by 1 drafter"
 
 
 def test_one_process_gets_the_devices_of_all_ranks():

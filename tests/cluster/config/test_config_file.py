@@ -149,7 +149,7 @@ def test_what_the_object_cannot_ask_is_refused_by_name(given: object, named: str
     assert named in refusal("-sc", json.dumps(given))
     if isinstance(given, dict):
         with pytest.raises(ValueError) as refused:  # noqa: PT011 - the text is compared below
-            ServiceConfig.from_mapping({"speculative_config": given})
+            ServiceConfig(speculative_config=given)
         assert named.partition(";")[0].split("'")[-1] in str(refused.value)
 
 
@@ -157,10 +157,10 @@ def test_keys_that_are_no_options_stay_in_the_object():
     given = {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 7}
     found = values("-sc", json.dumps(given))
     assert found["speculative_config"] == {"method": "ngram", "prompt_lookup_max": 3}
-    config = ServiceConfig.from_mapping({"speculative_config": given})
+    config = ServiceConfig(speculative_config=given)
     assert (config.speculative.method, config.speculative.prompt_lookup_max) == (Method.NGRAM, 3)
-    assert config.num_speculative_tokens == 7
-    assert ServiceConfig.from_mapping({"speculative_config": given, "num_speculative_tokens": 2}).speculative == (
+    assert config.max_draft_length == 7
+    assert ServiceConfig(speculative_config=given, num_speculative_tokens=2).speculative == (
         dataclasses.replace(config.speculative, num_speculative_tokens=2)
     )
 
@@ -181,4 +181,4 @@ def test_a_wrong_option_or_verb_of_the_command_line_is_answered_with_the_closest
     assert "--num-drafters" in CliRunner().invoke(main, ["serve", "--num-drafter", "2"]).output
     assert "generate" in CliRunner().invoke(main, ["generat"]).output
     with pytest.raises(ValueError, match="num_drafters"):
-        ServiceConfig.from_mapping({"num-drafter": 2})
+        ServiceConfig(**{"num-drafter": 2})

@@ -8,18 +8,24 @@ import pytest
 
 from outrider.cluster.config.drafters_config import DraftersConfig
 from outrider.drafter_service import embedded
+from outrider.drafter_service.service.drafter_spec import common_state_taps
 from outrider.drafter_service.service.speculative_config import Method
 
 
 def config_of(**options: Any) -> DraftersConfig:
-    return DraftersConfig.from_mapping({"model": "m", **options})
+    return DraftersConfig(**{"model": "m", **options})
 
 
 def test_a_draft_model_makes_a_pool_and_no_verifier_takes_part():
-    config = config_of(draft_model="d", num_drafters="1:3", draft_tensor_parallel_size=2, tensor_parallel_size=8)
+    config = config_of(draft_model="d", num_drafters="1:3", draft_tensor_parallel_size=2)
     assert list(config.pools) == ["default"]
     assert config.num_ranks == 3 * 2, "the target's ranks are the other engine's"
     assert config.num_shells == 3 + 1, "and a directory"
+
+
+def test_a_first_pool_without_replicas_leaves_the_others():
+    config = config_of(draft_model="d", num_drafters=0, drafter_pools=[{"name": "look", "method": "ngram"}])
+    assert list(config.pools) == ["look"]
 
 
 def test_look_ups_need_no_checkpoint_of_their_own():
@@ -40,7 +46,7 @@ def test_heads_say_which_of_the_targets_states_they_read():
         draft_model=str(embedded.drafter_paths()[Method.EAGLE3]),
         speculative_config={"method": "eagle3"},
     )
-    assert len(head.verifier_spec.model.state_taps) == 3
+    assert len(common_state_taps(head.drafter_specs)) == 3
 
 
 @pytest.mark.parametrize(
@@ -53,6 +59,8 @@ def test_heads_say_which_of_the_targets_states_they_read():
         ({"draft_model": "d", "speculative_config": {"method": "ngam"}}, "did you mean 'ngram'"),
         ({"draft_model": "d", "num_verifiers": 0}, "num_verifiers must be"),
         ({"draft_model": "d", "num_drafter": 1}, "did you mean 'num_drafters'"),
+        ({"draft_model": "d", "num_gateways": 2}, "unknown option 'num_gateways'"),
+        ({"draft_model": "d", "tensor_parallel_size": 2}, "unknown option 'tensor_parallel_size'"),
         ({"draft_model": "d", "draft_tensor_parallel_size": 0}, "draft_tensor_parallel_size"),
         ({"draft_model": "d", "max_num_seqs": 0}, "max_num_seqs"),
         ({"draft_model": "d", "link_ssl_certfile": "c.pem"}, "link_ssl_"),

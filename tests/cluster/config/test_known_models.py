@@ -15,15 +15,15 @@ from outrider.drafter_service.service.speculative_config import Method
 
 def test_the_embedded_pair_has_a_name_and_is_the_default():
     named, unnamed = ServiceConfig(model="embedded"), ServiceConfig()
-    assert named.target_path == unnamed.target_path == str(embedded.target_path())
-    assert named.draft_path == unnamed.draft_path == str(embedded.draft_path())
-    assert named.model_name == unnamed.model_name == "outrider-embedded"
+    assert named.model.target_path == unnamed.model.target_path == str(embedded.target_path())
+    assert named.drafter_spec.model.path == unnamed.drafter_spec.model.path == str(embedded.draft_path())
+    assert named.model.name == unnamed.model.name == "outrider-embedded"
 
 
 def test_any_other_model_is_what_it_was_given_as(tmp_path: Path):
     for model in (str(tmp_path), "owner/name", "model.gguf"):
         assert path_of(model) == model
-    assert ServiceConfig(model=str(tmp_path)).draft_path is None
+    assert ServiceConfig(model=str(tmp_path)).drafter_spec.model is None
 
 
 @pytest.fixture
@@ -35,23 +35,23 @@ def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_smollm2_is_the_hubs_where_its_package_is_not_installed(no_package: None):
     assert path_of("smollm2") == SMOLLM2_HUB_ID
     config = ServiceConfig(model="smollm2")
-    assert (config.target_path, config.model_name) == (SMOLLM2_HUB_ID, "smollm2")
-    assert ServiceConfig(model="bigger", draft_model="smollm2").draft_path == SMOLLM2_HUB_ID
+    assert (config.model.target_path, config.model.name) == (SMOLLM2_HUB_ID, "smollm2")
+    assert ServiceConfig(model="bigger", draft_model="smollm2").drafter_spec.model.path == SMOLLM2_HUB_ID
 
 
 @pytest.mark.parametrize("name", [SMOLLM2, SMOLLM2_HUB_ID])
 def test_smollm2_comes_with_a_head(name: str):
     config = ServiceConfig(model=name)
-    assert config.draft_path == str(shipped.smollm2_drafters()[Method.EAGLE3])
+    assert config.drafter_spec.model.path == str(shipped.smollm2_drafters()[Method.EAGLE3])
     assert config.speculative.method is Method.EAGLE3
     near = ServiceConfig(model=name, speculative_config={"location": "verifier"})
-    assert (near.draft_path, near.speculative.method) == (config.draft_path, Method.EAGLE3)
+    assert (near.drafter_spec.model.path, near.speculative.method) == (config.drafter_spec.model.path, Method.EAGLE3)
 
 
 def test_what_somebody_says_wins_over_what_is_shipped(tmp_path: Path):
     assert ServiceConfig(model=SMOLLM2, draft_model=str(tmp_path)).speculative.method is Method.DRAFT_MODEL
     lookup = ServiceConfig(model=SMOLLM2, speculative_config={"method": "ngram"})
-    assert (lookup.speculative.method, lookup.draft_path) == (Method.NGRAM, None)
+    assert (lookup.speculative.method, lookup.drafter_spec.model) == (Method.NGRAM, None)
 
 
 def test_smollm2_is_the_installed_packages_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cluster.config.known_models import lone_drafting
+from outrider.cluster.config.known_models import LOOK_UPS
 from outrider.cluster.config.machine import fit_drafting, is_small, num_busy_ranks, share_cores, usable_cores
 from outrider.cluster.config.service_config import ServiceConfig
 
@@ -19,7 +19,7 @@ from outrider.cluster.config.service_config import ServiceConfig
 )
 def test_ranks_never_have_more_threads_than_there_are_cores(asked, num_ranks, num_cores, expected):
     config = share_cores(ServiceConfig(threads_per_rank=asked), num_ranks=num_ranks, num_cores=num_cores)
-    assert config.threads_per_rank == expected
+    assert config.model.threads_per_rank == expected
     assert config.verifier_spec.model.num_threads == expected
 
 
@@ -58,8 +58,8 @@ def test_a_machine_is_small_by_its_cores_and_without_a_gpu(tmp_path: Path, num_c
 def test_where_nobody_says_a_small_machine_drafts_in_the_verifier(tmp_path: Path):
     for model in ("smollm2", "a chat model"):
         config = fit_drafting(ServiceConfig(model=model), num_cores=2, devices=tmp_path)
-        assert config.speculative_config == lone_drafting(model)
-        assert config.drafting.endswith("in the verifier")
+        assert config.drafting.speculative_config == LOOK_UPS
+        assert config.who_drafts.endswith("in the verifier")
     kept = fit_drafting(ServiceConfig(model="smollm2"), num_cores=8, devices=tmp_path)
     assert kept == ServiceConfig(model="smollm2")
 

@@ -19,15 +19,14 @@ def test_resources_are_asked_for_once_per_replica_and_gpus_per_rank():
 
 
 def test_each_pool_is_placed_by_its_own_options():
-    config = ServiceConfig.from_mapping(
-        {
-            "tensor_parallel_size": 2,
-            "device": "cpu",
-            "verifier_resources": '{"big": 1}',
-            "drafter_labels": {"pool": "drafter"},
-        }
+    config = ServiceConfig(
+        tensor_parallel_size=2,
+        device="cpu",
+        verifier_resources='{"big": 1}',
+        drafter_labels={"pool": "drafter"},
     )
+    placement = config.drafter_placement(config.pools["default"])
     assert config.verifier_placement == PoolPlacement(num_ranks=2, resources={"big": 1})
-    assert config.drafter_placement == PoolPlacement(num_ranks=1, labels={"pool": "drafter"})
-    assert config.drafter_placement.serve_options["placement_group_bundle_label_selector"] == [{"pool": "drafter"}]
+    assert placement == PoolPlacement(num_ranks=1, labels={"pool": "drafter"})
+    assert placement.serve_options["placement_group_bundle_label_selector"] == [{"pool": "drafter"}]
     assert "placement_group_bundle_label_selector" not in config.verifier_placement.serve_options

@@ -9,14 +9,14 @@ from outrider.drafter_service.service.speculative_config import Location, Method
 
 def test_nothing_given_serves_the_embedded_pair():
     config = ServiceConfig()
-    assert config.target_path == str(embedded.target_path())
-    assert config.draft_path == str(embedded.draft_path())
-    assert config.model_name == "outrider-embedded"
+    assert config.model.target_path == str(embedded.target_path())
+    assert config.drafter_spec.model.path == str(embedded.draft_path())
+    assert config.model.name == "outrider-embedded"
 
 
 def test_a_target_without_a_drafter_looks_its_drafts_up():
     config = ServiceConfig(model="some/model")
-    assert config.draft_path is None
+    assert config.drafter_spec.model is None
     assert (config.speculative.method, config.speculative.location) == (Method.SUFFIX, Location.VERIFIER)
     assert config.drafter_spec is not None
     assert config.pools == {}
@@ -40,7 +40,7 @@ def test_no_drafters_means_that_nothing_drafts(model):
     ],
 )
 def test_who_drafts_is_told(options, drafting):
-    assert ServiceConfig.from_mapping(options).drafting == drafting
+    assert ServiceConfig(**options).who_drafts == drafting
 
 
 def test_each_side_gets_its_own_degree_of_tensor_parallelism():
@@ -64,20 +64,22 @@ def test_each_side_gets_its_own_degree_of_tensor_parallelism():
         ({"num_verifiers": 0}, "num_verifiers must be at least 1"),
         ({"num_gateways": "0"}, "num_gateways must be at least 1"),
         ({"num_drafters": "3:1"}, "num_drafters must be a number, or min:max .* not '3:1'"),
-        ({"drafter_resources": "[1]"}, "drafter_resources: Input should be an object"),
+        ({"drafter_resources": "[1]"}, "drafter_resources: Input should be a valid dictionary"),
         ({"drafter_labels": "{"}, "drafter_labels: Invalid JSON"),
+        ({"speculative_config": "{"}, "speculative_config: Invalid JSON"),
         ({"verifier_labels": ["a"]}, "verifier_labels: Input should be a valid dictionary"),
         ({"verifier_resources": {"gpu": "many"}}, "verifier_resources: Input should be a valid number"),
         ({"port": "eighty"}, "port: Input should be a valid integer"),
         ({"port": None}, "port: Input should be a valid integer"),
-        ({"port": 70000}, r"port must be in \[1, 65535\]"),
+        ({"port": 70000}, "port must be at most 65535"),
+        ({"port": 0}, "port must be at least 1"),
         ({"port": 9000, "grpc_port": 9000}, "grpc_port must be another one than port"),
         ({"max_num_seqs": 1.5}, "max_num_seqs: Input should be a valid integer"),
         ({"gpu_share": "half"}, "gpu_share: Input should be a valid number"),
-        ({"drain_timeout_s": "inf"}, "drain_timeout_s must be positive and finite"),
-        ({"drain_timeout_s": "nan"}, "drain_timeout_s must be positive and finite"),
-        ({"dtype": "int4"}, "dtype must be one of auto"),
-        ({"max_model_len": 0}, "max_model_len must be a positive integer"),
+        ({"drain_timeout_s": "inf"}, "drain_timeout_s must be finite"),
+        ({"drain_timeout_s": "nan"}, "drain_timeout_s must be finite"),
+        ({"dtype": "int4"}, "dtype must be auto, float32, float16 or bfloat16"),
+        ({"max_model_len": 0}, "max_model_len must be at least 1"),
         ({"api_key_hashes": "not-a-hash"}, "api_key_hashes: Invalid JSON"),
         ({"drain_timeout_s": 0}, "drain_timeout_s must be positive"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens must be at least 0"),
@@ -91,25 +93,41 @@ def test_each_side_gets_its_own_degree_of_tensor_parallelism():
 )
 def test_bad_options_are_named(values, message):
     with pytest.raises(ValueError, match=message):
-        ServiceConfig.from_mapping(values)
+        ServiceConfig(**values)
 
 
 def test_gpus_are_reserved_where_the_device_says_so_whatever_this_machine_has(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # Ray's head node in deploy/kuberay
     on_gpus = ServiceConfig(device="cuda", gpu_share=0.5)
     assert on_gpus.verifier_placement.serve_options["placement_group_bundles"][1]["GPU"] == 0.5
-    assert on_gpus.settled() is on_gpus
-    assert ServiceConfig().settled().device == "cpu"
+    assert on_gpus.model.settled_device == "cuda"
+    assert ServiceConfig().model.settled_device == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert ServiceConfig().settled().device == "cuda"
-    assert (ServiceConfig().gpus_per_rank, ServiceConfig(device="cpu").gpus_per_rank) == (1.0, 0.0)
+    assert ServiceConfig().model.settled_device == "cuda"
+    assert (ServiceConfig().model.gpus_per_rank, ServiceConfig(device="cpu").model.gpus_per_rank) == (1.0, 0.0)
 
 
 def test_pools_are_sized_by_the_most_replicas_they_may_have():
-    config = ServiceConfig.from_mapping({"num_verifiers": "1:2", "num_drafters": "1:3", "max_num_seqs": 10})
+    config = ServiceConfig(num_verifiers="1:2", num_drafters="1:3", max_num_seqs=10)
     assert (config.num_ranks, config.num_shells) == (5, 6)
     assert config.drafter_spec is not None
     assert config.drafter_spec.max_sessions == 20
+
+
+def test_options_change_under_their_flat_names_and_the_others_stay():
+    options = {"model": "m", "draft_model": "d", "num_drafters": "1:3", "port": 81, "num_gateways": 2, "seed": 7}
+    config = ServiceConfig(**options)
+    changed = config.with_options(device="cpu", num_drafters=0, speculative_config={"method": "ngram"})
+    assert changed == ServiceConfig(
+        **{**options, "device": "cpu", "num_drafters": 0, "speculative_config": {"method": "ngram"}}
+    )
+    assert (
+        changed.with_options(device="auto", num_drafters="1:3", speculative_config={})
+        == config
+        == ServiceConfig(**options)
+    )
+    with pytest.raises(ValueError, match="unknown option 'prot'; did you mean 'port'"):
+        config.with_options(prot=1)
 
 
 LOOKUP = {"name": "lookup", "method": "ngram", "num_drafters": "0:2", "prompt_lookup_max": 3}
@@ -121,12 +139,11 @@ def test_further_pools_of_drafters_are_services_with_another_way_of_drafting():
     )
     first, lookup = config.pools["default"], config.pools["lookup"]
     assert list(config.pools) == ["default", "lookup"]
-    assert (first.speculative.method, first.drafter_range.most) == ("draft_model", 2)
+    assert (first.speculative.method, first.num_drafters.most) == ("draft_model", 2)
     assert first.drafter_labels == {"pool": "gpu"}
     assert (lookup.speculative.method, lookup.speculative.prompt_lookup_max) == ("ngram", 3)
-    assert (lookup.drafter_range.fewest, lookup.drafter_range.most) == (0, 2)
-    assert lookup.drafter_spec is not None
-    assert lookup.drafter_spec.model is None
+    assert (lookup.num_drafters.fewest, lookup.num_drafters.most) == (0, 2)
+    assert config.drafter_spec_of(lookup).model is None
     assert (config.num_ranks, config.num_shells) == (1 + 2 + 2, 1 + 4 + 1)
 
 
@@ -157,8 +174,15 @@ def test_who_never_speculates_has_no_drafters():
     assert not ServiceConfig(num_speculative_tokens=0).pools
 
 
+def test_an_objects_options_come_as_json_from_the_serve_command_line():
+    text = '{"method": "eagle", "model": "d", "num_speculative_tokens": 3}'
+    assert ServiceConfig(speculative_config=text) == ServiceConfig(
+        draft_model="d", num_speculative_tokens=3, speculative_config={"method": "eagle"}
+    )
+
+
 def test_pools_come_as_json_from_the_serve_command_line():
-    config = ServiceConfig.from_mapping({"drafter_pools": '[{"name": "lookup", "method": "ngram"}]'})
+    config = ServiceConfig(drafter_pools='[{"name": "lookup", "method": "ngram"}]')
     assert [*config.pools] == ["default", "lookup"]
 
 
@@ -166,7 +190,7 @@ def test_a_pool_may_stand_beside_a_drafter_in_the_verifier_or_alone():
     beside = ServiceConfig(speculative_config={"method": "suffix", "location": "verifier"}, drafter_pools=(LOOKUP,))
     alone = ServiceConfig(num_drafters=0, drafter_pools=(LOOKUP,))
     assert [*beside.pools] == [*alone.pools] == ["lookup"]
-    assert (beside.drafter_spec is None, alone.drafter_spec is None) == (False, True)
+    assert (beside.own_drafter is None, alone.own_drafter is None) == (False, True)
 
 
 def test_a_verifier_keeps_what_any_pool_reads_and_takes_the_largest_trees_and_longest_drafts():
@@ -195,6 +219,7 @@ def test_pools_that_read_other_states_are_refused():
         ({"name": "x", "method": "ngam"}, "x: speculative_config: unknown method 'ngam'; did you mean 'ngram'"),
         ({"name": "x", "num_drafter": 1}, "x: speculative_config: unknown key 'num_drafter'"),
         ({"name": "x", "method": "ngram", "num_drafters": "2:1"}, "x: num_drafters must be a number, or min:max"),
+        ({"name": "x", "method": "eagle"}, "x: speculative_config: model: eagle needs a checkpoint"),
         ({"name": "x", "method": "ngram", "num_drafters": 0}, "x: it would have no drafter"),
         ({"name": "x", "method": "ngram", "num_speculative_tokens": 0}, "x: it would have no drafter"),
         ({"name": "x", "method": "suffix", "location": "verifier"}, "x: location: a drafter in the verifier is no"),
@@ -205,7 +230,7 @@ def test_pools_that_read_other_states_are_refused():
 )
 def test_a_bad_pool_is_refused_by_its_name_and_key(pool, message):
     with pytest.raises(ValueError, match=f"drafter_pools: {message}"):
-        ServiceConfig.from_mapping({"drafter_pools": [pool]})
+        ServiceConfig(drafter_pools=[pool])
 
 
 def test_two_pools_of_a_name_are_refused():
@@ -214,10 +239,9 @@ def test_two_pools_of_a_name_are_refused():
 
 
 def test_strings_of_the_serve_command_line_become_values():
-    config = ServiceConfig.from_mapping(
-        {"port": "81", "enable_prefix_caching": "false", "model": "123", "max_model_len": "64"}
-    )
-    assert (config.port, config.enable_prefix_caching, config.model, config.max_model_len) == (81, False, "123", 64)
+    config = ServiceConfig(port="81", enable_prefix_caching="false", model="123", max_model_len="64")
+    assert (config.port, config.verifiers.enable_prefix_caching) == (81, False)
+    assert (config.model.model, config.model.max_model_len) == ("123", 64)
 
 
 @pytest.mark.parametrize("mode", ["auto", "always", "off"])
@@ -229,14 +253,12 @@ def test_speculation_option_becomes_the_routers_policy(mode: str):
 
 @pytest.mark.parametrize("table", ["[[1, 4, 3], [5, 64, 0]]", [[1, 4, 3], [5, 64, 0]]])
 def test_a_table_of_draft_lengths_becomes_the_routers_policy(table: object):
-    policy = ServiceConfig.from_mapping({"draft_length_by_batch_size": table}).router_policy
+    policy = ServiceConfig(draft_length_by_batch_size=table).router_policy
     assert policy.draft_length_by_batch_size == ((1, 4, 3), (5, 64, 0))
 
 
 def test_states_are_kept_and_sent_as_the_options_say():
-    config = ServiceConfig.from_mapping(
-        {"device": "cpu", "speculative_config": {"state_dtype": "bfloat16", "tensor_transport": "gloo"}}
-    )
+    config = ServiceConfig(device="cpu", speculative_config={"state_dtype": "bfloat16", "tensor_transport": "gloo"})
     assert config.verifier_spec.model.state_dtype == "bfloat16"
     assert config.speculative.tensor_transport == "gloo"
 
@@ -250,14 +272,17 @@ LINK_FILES = {"link_ssl_certfile": "c", "link_ssl_keyfile": "k", "link_ssl_ca_ce
 )
 def test_both_ends_of_a_link_offer_the_same_channels(choice: str, files: dict[str, str], offered: tuple[str, ...]):
     values = {"speculative_config": {"tensor_transport": choice}, **files}
-    assert ServiceConfig.from_mapping(values).tensor_transports == offered
+    assert ServiceConfig(**values).tensor_transports == offered
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"speculative_config": {"state_dtype": "int8"}}, "state_dtype must be one of auto, float32"),
-        ({"speculative_config": {"tensor_transport": "ucx"}}, "tensor_transport must be one of auto, grpc"),
+        (
+            {"speculative_config": {"state_dtype": "int8"}},
+            "state_dtype must be auto, float32, float16 or bfloat16",
+        ),
+        ({"speculative_config": {"tensor_transport": "ucx"}}, "tensor_transport must be auto, grpc"),
         ({"speculative_config": {"tensor_transport": "nccl"}, "device": "cpu"}, "nccl needs the device cuda"),
         (
             {"speculative_config": {"tensor_transport": "gloo"}, **LINK_FILES},
@@ -267,4 +292,4 @@ def test_both_ends_of_a_link_offer_the_same_channels(choice: str, files: dict[st
 )
 def test_channels_that_cannot_be_are_refused(values: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        ServiceConfig.from_mapping(values)
+        ServiceConfig(**values)

@@ -10,14 +10,14 @@ from outrider.cluster.hosted.options import PluginOptions
 
 
 def test_the_pool_is_all_that_must_be_said():
-    options = PluginOptions.of({"pool": "drafters.example:50061"})
+    options = PluginOptions(pool="drafters.example:50061")
     assert options == PluginOptions(pool="drafters.example:50061")
     assert options.credentials is None
     assert (options.speculation, options.draft_seeded) == ("auto", False)
 
 
 def test_values_are_what_the_operator_says():
-    options = PluginOptions.of({"pool": "[::1]:1", "max_wait_ms": 50, "draft_seeded": True, "speculation": "always"})
+    options = PluginOptions(pool="[::1]:1", max_wait_ms=50, draft_seeded=True, speculation="always")
     assert (options.pool, options.max_wait_ms) == ("[::1]:1", 50.0)
     assert (options.draft_seeded, options.speculation) == (True, "always")
 
@@ -28,14 +28,13 @@ def test_values_are_what_the_operator_says():
         ({}, "pool is missing"),
         ({"pol": "h:1"}, "unknown option 'pol'; did you mean 'pool'"),
         ({"pool": "h:1", "zzz": 1}, "unknown option 'zzz'"),
-        ({"pool": "h:1", 7: 1}, "unknown option 7"),
         ({"pool": 50061}, "pool: "),
         ({"pool": None}, "pool: "),
         ({"pool": "h:1", "max_wait_ms": "soon"}, "max_wait_ms: "),
         ({"pool": "h:1", "draft_seeded": "perhaps"}, "draft_seeded: "),
         ({"pool": "h:1", "speculation": "sometimes"}, "speculation must be auto or always"),
         *[
-            ({"pool": "h:1", "max_wait_ms": value}, "max_wait_ms must be in")
+            ({"pool": "h:1", "max_wait_ms": value}, "max_wait_ms must be ")
             for value in (0, -5, 1e9, float("nan"), float("inf"))
         ],
         *[
@@ -47,4 +46,4 @@ def test_values_are_what_the_operator_says():
 )
 def test_a_bad_value_is_named(values: dict[Any, Any], said: str):
     with pytest.raises(ValueError, match="^" + said.replace("(", r"\(")):
-        PluginOptions.of(values)
+        PluginOptions(**values)

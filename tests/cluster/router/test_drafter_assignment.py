@@ -95,7 +95,7 @@ class TestSeveralPools:
         current, rounds = first, []
         for step in range(1, 20_001):
             if step % 8 == 0:
-                current = self.assigner(**{name: found.at(step) for name, found in yields.items()}).assign(current)
+                current = self.assigner(**{name: found.mean_at(step) for name, found in yields.items()}).assign(current)
                 current = current.report.drafter_id
             yields[current].observe_rounds(1, step)
             yields[current].observe_accepted(tokens[current])

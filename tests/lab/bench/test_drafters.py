@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from fakes.backend import build_tokenizer
+from outrider.cluster.config.pool_options import checkpoint_of
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.drafter_service import embedded
 from outrider.drafter_service.service.speculative_config import Location, Method
@@ -91,8 +92,8 @@ def test_a_method_stands_beside_plain_decoding_near_and_far_as_chain_and_tree() 
     assert (near.config.speculative.location, far.config.speculative.location) == (Location.VERIFIER, Location.POOL)
     assert (near.config.speculative.num_tree_nodes, tree.config.speculative.num_tree_nodes) == (0, 6)
     assert near.config.speculative.method is Method.MEDUSA
-    assert near.config.draft_path == "/medusa"
-    assert groups[1][1].config.draft_path is None
+    assert checkpoint_of(near.config.speculative, None) == "/medusa"
+    assert checkpoint_of(groups[1][1].config.speculative, None) is None
 
 
 def test_what_reads_the_targets_kv_is_near_alone() -> None:
@@ -116,7 +117,7 @@ def test_a_hybrid_looks_up_suffixes_beside_the_best_head_there_is() -> None:
     (group,) = arm_groups(["hybrid"], BASE, FOLDERS | {Method.EAGLE3: Path("/eagle3")}, 6)
     assert group[1].name == "hybrid: suffix, eagle3"
     assert group[1].config.speculative.methods == (Method.SUFFIX, Method.EAGLE3)
-    assert group[1].config.draft_path == "/eagle3"
+    assert checkpoint_of(group[1].config.speculative, None) == "/eagle3"
 
 
 @pytest.mark.parametrize(

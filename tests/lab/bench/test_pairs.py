@@ -279,12 +279,12 @@ def test_an_inflated_pair_is_the_same_function_and_is_removed(config: ServiceCon
     with pairs(chosen) as named:
         (first, given), (second, inflated) = named
         assert (first, second) == ("as given", "target inflated to 0.4 M")
-        assert inflated.draft_path == given.draft_path
-        assert not given.enable_prefix_caching
+        assert inflated.drafter_spec.model.path == given.drafter_spec.model.path
+        assert not given.verifiers.enable_prefix_caching
         assert streamed_weight_bytes(inflated.verifier_spec.model) > 2 * streamed_weight_bytes(
             given.verifier_spec.model
         )
-        folder = Path(inflated.target_path)
+        folder = Path(inflated.model.target_path)
         assert (folder / "config.json").is_file()
     assert not folder.exists()
 

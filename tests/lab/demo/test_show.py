@@ -23,13 +23,14 @@ def test_the_embedded_model_keeps_its_drafter():
 def test_a_model_with_a_drafter_keeps_it_where_that_has_cores_of_its_own():
     config = ServiceConfig(model="smollm2", device="cpu")
     assert with_drafter(config, num_cores=8) == config
-    assert with_drafter(config, num_cores=2).speculative_config == STAND_IN
+    assert with_drafter(config, num_cores=2).drafting.speculative_config == STAND_IN
 
 
 def test_one_without_gets_one_that_needs_no_checkpoint():
-    config = with_drafter(ServiceConfig(model=ServiceConfig().target_path), num_cores=8)  # by its folder it has none
-    assert config.speculative_config == STAND_IN
-    assert config.has_drafters
+    unknown = ServiceConfig(model=ServiceConfig().model.target_path)  # by its folder, the model has no drafter
+    config = with_drafter(unknown, num_cores=8)
+    assert config.drafting.speculative_config == STAND_IN
+    assert config.pools
 
 
 @pytest.mark.parametrize(
