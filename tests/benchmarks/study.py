@@ -13,8 +13,8 @@ from benchmarks.adaptive import adaptive
 from benchmarks.ahead import ahead
 from benchmarks.clients import clients
 from benchmarks.device.study import device
+from benchmarks.draft_lengths.far import far
 from benchmarks.exact import exact
-from benchmarks.far import far
 from benchmarks.policy import policy
 from benchmarks.pricing import pricing
 from benchmarks.router import router

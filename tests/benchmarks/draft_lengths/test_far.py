@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import far
+from benchmarks.draft_lengths import far
 from benchmarks.study import study
 
 SHORT = far.Scenario(name="short, 1", level_s=0.001, num_requests=4)
