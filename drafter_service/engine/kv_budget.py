@@ -28,12 +28,12 @@ def reserve(
     all_states: Iterable[HolderT],
     asked: Sequence[HolderT],
     younger: Sequence[HolderT],
-    give_up: Callable[[HolderT], None],
+    take_kv: Callable[[HolderT], None],
 ) -> bool:
     """Give a session blocks for `num_tokens` in all, at others' cost if need be; False: it has to wait.
 
     Those nobody asks for give up their KV first, in the order of `all_states`; then the youngest asks, which are not
-    scheduled yet. `give_up` takes a session's KV away.
+    scheduled yet. `take_kv` takes a session's KV away.
     """
     needed = pool.num_blocks_for(num_tokens) - len(holder.block_table)
     if needed > pool.num_free_blocks:
@@ -44,7 +44,7 @@ def reserve(
             victim = next(victims, None)
             if victim is None:
                 return False
-            give_up(victim)
+            take_kv(victim)
     holder.block_table.extend(pool.allocate(max(0, needed)))
     return True
 

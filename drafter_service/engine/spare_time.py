@@ -26,7 +26,9 @@ MAX_AHEAD_TOKENS = 64  # of one forward in spare time, which an ask that has jus
 class RunsAhead(Protocol):
     """A drafter that uses its spare time to draft for what the verification of an answered draft may end in."""
 
-    num_forwards: int  # that it has run so far
+    @property
+    def num_forwards(self) -> int:
+        """Return how many forwards it has run so far."""
 
     def expects(self, key: SessionKey) -> bool:
         """Tell whether there was time to prepare for a session's next ask."""

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, TreeConfig
-from outrider.drafter_service.models.one_pass_drafter import Canvas, Chunk, OnePassDrafter
+from outrider.drafter_service.models.one_pass_drafter import Canvas, CanvasState, Chunk, one_pass_drafter
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import DraftNeeds
@@ -69,10 +70,10 @@ def parallel_drafter(
     vocab_size: int | None = None,
     top_n: int = 32,
     trees: TreeConfig = DEFAULT_TREES,
-) -> OnePassDrafter:
-    """Make a `Drafter` of an adapted draft model; the other arguments are those of `OnePassDrafter`."""
+) -> PagedDrafter[CanvasState]:
+    """Make a `Drafter` of an adapted draft model; the other arguments are those of `one_pass_drafter`."""
     model = MaskedModel(runner, mask_token_id)
-    return OnePassDrafter(model, rng, vocab_size=vocab_size, top_n=top_n, trees=trees)
+    return one_pass_drafter(model, rng, vocab_size=vocab_size, top_n=top_n, trees=trees)
 
 
 def _pack(chunks: Sequence[Chunk], block_size: int) -> ScheduledBatch:

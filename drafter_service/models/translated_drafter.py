@@ -21,7 +21,7 @@ from outrider.drafter_service.engine.engine import Ask, Drafter, DraftResult
 from outrider.drafter_service.engine.kv_budget import num_common
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, TreeConfig, empty_answer
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.models.vocabulary_map import MappedRunner, TextTokenizer, VocabularyMap
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.draft import DraftNeeds, DraftSampling
@@ -209,7 +209,7 @@ class IntersectionDrafter:
         self._target, self._draft = target_tokenizer, draft_tokenizer
         self._first_ids = [self.vocab_size + token_id for token_id in first_ids]
         self._sessions: dict[SessionKey, _Mapped] = {}
-        self._inner = ModelDrafter(
+        self._inner = model_drafter(
             mapped,
             rng,
             vocab_size=self.vocab_size,

@@ -22,7 +22,7 @@ from outrider.drafter_service.heads.head_files import CONFIG_NAME, read_json
 from outrider.drafter_service.lookup.lookahead_drafter import LookaheadConfig, LookaheadDrafter
 from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
 from outrider.drafter_service.lookup.suffix_drafter import SuffixConfig, SuffixDrafter
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.models.parallel_drafter import parallel_drafter, parse_mask_token_id
 from outrider.drafter_service.models.translated_drafter import IntersectionDrafter, TextDrafter
 from outrider.drafter_service.models.vocabulary_map import FileTokenizer, VocabularyMap
@@ -126,7 +126,7 @@ class _Maker:
             case "intersect":
                 return self._in_shared_tokens(self._runner)
         shared = min(self._runner.vocab_size, self._vocab_size)
-        return ModelDrafter(
+        return model_drafter(
             self._runner,
             self._rng,
             vocab_size=shared,
@@ -136,7 +136,7 @@ class _Maker:
 
     def _by_way_of_text(self, runner: Runner) -> Drafter:
         target, draft = self._tokenizers()
-        inner = ModelDrafter(runner, self._rng, trees=self._trees)
+        inner = model_drafter(runner, self._rng, trees=self._trees)
         return TextDrafter(inner, target_tokenizer=target, draft_tokenizer=draft, target_vocab_size=self._vocab_size)
 
     def _in_shared_tokens(self, runner: Runner) -> Drafter:
@@ -233,7 +233,7 @@ class _Maker:
             return None if name is None else target.read(name)
 
     def _eagle(self, method: Method) -> Drafter:
-        from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
+        from outrider.drafter_service.head_drafters.eagle_drafter import eagle_drafter
         from outrider.drafter_service.head_drafters.head_runner import HeadRunner, load_heads
 
         is_with_target = method is Method.MTP and (self._spec.model is None or bool(self._config.methods))
@@ -248,7 +248,7 @@ class _Maker:
         )
         runner = HeadRunner.sized_by(heads, model)
         runner.capture()
-        return EagleDrafter(
+        return eagle_drafter(
             runner,
             self._rng,
             vocab_size=self._vocab_size,

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
@@ -136,7 +136,7 @@ class ModelDrafts:
     """A draft model in this process, lost for good after `num_polls_alive` polls where that is given."""
 
     def __init__(self, runner: Runner, *, num_polls_alive: int | None = None) -> None:
-        drafter = ModelDrafter(runner, torch.Generator().manual_seed(3))
+        drafter = model_drafter(runner, torch.Generator().manual_seed(3))
         self.engine = DraftEngine(drafter, clock=lambda: 0.0, config=DraftEngineConfig(max_draft_length=8))
         self._client = LocalDraftClient(self.engine)
         self._num_polls_left = num_polls_alive

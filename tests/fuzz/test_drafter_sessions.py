@@ -20,7 +20,7 @@ from fuzz.frames import values_of
 from fuzz.tally import TALLY
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig, Drafter
 from outrider.drafter_service.engine.tree_growth import TreeConfig
-from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
+from outrider.drafter_service.head_drafters.eagle_drafter import eagle_drafter
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
 from outrider.drafter_service.head_drafters.mlp_drafter import MlpDrafter
@@ -32,7 +32,7 @@ from outrider.drafter_service.lookup.lookahead_drafter import LookaheadDrafter
 from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
 from outrider.drafter_service.lookup.suffix_drafter import SuffixDrafter
 from outrider.drafter_service.models.dflash_drafter import DFlashModel, dflash_drafter
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.models.parallel_drafter import parallel_drafter
 from outrider.drafter_service.models.translated_drafter import IntersectionDrafter, TextDrafter
 from outrider.drafter_service.models.vocabulary_map import VocabularyMap
@@ -88,7 +88,7 @@ def fake_runner() -> FakeRunner:
 
 def eagle(head: DraftHead) -> Drafter:
     runner = HeadRunner(SwitchedHeads([head]), num_blocks=24, block_size=4, max_model_len=64)
-    return EagleDrafter(runner, rng(), trees=DRAWN)
+    return eagle_drafter(runner, rng(), trees=DRAWN)
 
 
 def seeded(make: Callable[[], torch.nn.Module]) -> Any:
@@ -115,7 +115,7 @@ def intersection() -> Drafter:
 
 
 def text() -> Drafter:
-    inner, letters = ModelDrafter(fake_runner(), rng()), Letters()
+    inner, letters = model_drafter(fake_runner(), rng()), Letters()
     return TextDrafter(inner, target_tokenizer=letters, draft_tokenizer=letters, target_vocab_size=VOCAB_SIZE)
 
 
@@ -141,7 +141,7 @@ KINDS = {
         width=eagle_head().state_size,
         learns=True,
     ),
-    "model": Kind(lambda: ModelDrafter(fake_runner(), rng(), trees=DRAWN)),
+    "model": Kind(lambda: model_drafter(fake_runner(), rng(), trees=DRAWN)),
     "intersection": Kind(intersection),
     "text": Kind(text),
     "parallel": Kind(lambda: parallel_drafter(fake_runner(), rng(), mask_token_id=60)),

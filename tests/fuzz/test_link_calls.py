@@ -20,7 +20,7 @@ from fuzz.frames import FRAMES, INTEGERS, spoilt_frames, values_of
 from fuzz.servers import CALL_TIMEOUT_S, Loop, kept_open, status_of
 from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
@@ -115,7 +115,7 @@ async def serving(servicer: DrafterLinkServicer | VerifierLinkServicer) -> Async
 def drafter() -> Iterator[Server]:
     runner = FakeRunner(vocab_size=VOCAB_SIZE, num_blocks=512)
     engine = DraftEngine(
-        ModelDrafter(runner, torch.Generator().manual_seed(0)), clock=lambda: 0.0, config=DraftEngineConfig()
+        model_drafter(runner, torch.Generator().manual_seed(0)), clock=lambda: 0.0, config=DraftEngineConfig()
     )
     port = InProcessPort(engine, idle_s=0.05)
     try:

@@ -25,7 +25,7 @@ from outrider.cluster.offline.engine import NoDrafters, PipeDraftClient, RankPro
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.engine.messages import DrafterReady
 from outrider.drafter_service.engine.warm_up import warm_up as warm_up_drafter
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.service.rank_main import DraftLoop
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
@@ -65,7 +65,7 @@ def draft_engine(pair: Pair, device: PlayedDevice) -> DraftEngine:
     """Return the engine of the pair's draft model."""
     model = PlayedDraftModel(device, pair.draft, share_right=pair.share_right)
     num_branches = pair.num_ahead_branches
-    drafter = ModelDrafter(model, torch.Generator(), num_ahead_branches=num_branches, read_back=model.read_back)
+    drafter = model_drafter(model, torch.Generator(), num_ahead_branches=num_branches, read_back=model.read_back)
     limits = {"max_sessions": pair.max_requests, "max_num_batched_tokens": 2048}
     config = DraftEngineConfig(max_draft_length=DRAFT_LENGTH, **limits)
     if pair.is_warm:

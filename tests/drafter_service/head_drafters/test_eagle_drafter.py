@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from outrider.drafter_service.engine.engine import Ask, DraftResult
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.tree_growth import TreeConfig
-from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
+from outrider.drafter_service.head_drafters.eagle_drafter import eagle_drafter
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
@@ -25,15 +26,15 @@ GREEDY = DraftSampling(temperature=0.0)
 PROMPT = [5, 17, 3, 40, 22, 9, 31]
 
 
-def drafter_of(*heads: DraftHead, num_blocks: int = 64, **options: Any) -> EagleDrafter:
+def drafter_of(*heads: DraftHead, num_blocks: int = 64, **options: Any) -> PagedDrafter[Any]:
     runner = HeadRunner(SwitchedHeads(heads), num_blocks=num_blocks, block_size=4, max_model_len=64)
-    return EagleDrafter(runner, torch.Generator().manual_seed(0), **options)
+    return eagle_drafter(runner, torch.Generator().manual_seed(0), **options)
 
 
 class Sessions:
     """Asks a drafter until it has answered, checking its books after every step."""
 
-    def __init__(self, drafter: EagleDrafter, head: DraftHead) -> None:
+    def __init__(self, drafter: PagedDrafter[Any], head: DraftHead) -> None:
         self._drafter, self._head, self._num_asks = drafter, head, 0
         self._keys: set[SessionKey] = set()
 
@@ -101,7 +102,7 @@ def test_a_captured_head_drafts_what_an_eager_one_does(kind: str) -> None:
     head = HEADS[kind]()
     runner = HeadRunner(SwitchedHeads([head]), num_blocks=64, block_size=4, max_model_len=64, backend=played_backend())
     answers = []
-    for drafter in (drafter_of(head), EagleDrafter(runner, torch.Generator().manual_seed(0))):
+    for drafter in (drafter_of(head), eagle_drafter(runner, torch.Generator().manual_seed(0))):
         sessions = Sessions(drafter, head)
         first = sessions.run(sessions.ask(PROMPT, 4), sessions.ask(PROMPT[::-1], 3, "tree", max_nodes=8))
         tokens = [*PROMPT, *first[0].token_ids[:2], 12]
@@ -130,7 +131,7 @@ def test_long_prompts_come_in_chunks(budget: int) -> None:
 def test_after_a_verification_the_targets_states_replace_its_own(num_accepted: int) -> None:
     head = eagle3_head()
     runner = HeadRunner(SwitchedHeads([head]), num_blocks=64, block_size=4, max_model_len=64)
-    drafter = EagleDrafter(runner, torch.Generator().manual_seed(0))
+    drafter = eagle_drafter(runner, torch.Generator().manual_seed(0))
     sessions = Sessions(drafter, head)
     (first,) = sessions.run(sessions.ask(PROMPT, 4))
     grown = [*PROMPT, *first.token_ids[:num_accepted], 1]
@@ -149,7 +150,7 @@ def test_a_chain_is_read_once() -> None:
 
     head = eagle3_head()
     drafter = drafter_of(head, read_back=read_back)
-    counts = count_pairs(drafter._runner)
+    counts = count_pairs(drafter._forward._runner)
     sessions = Sessions(drafter, head)
     (result,) = drafter.draft([sessions.ask(PROMPT, 4)], max_num_tokens=64)
     assert list(result.token_ids) == greedy_chain([head], PROMPT, states_of(PROMPT, head), 4)

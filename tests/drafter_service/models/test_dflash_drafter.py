@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, Qwen3Config
 
 from exactness.small_engines import Generated, generate
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.heads.dflash import DFlashConfig, DFlashHead
 from outrider.drafter_service.models.dflash_drafter import DFlashModel, dflash_drafter, load_dflash
-from outrider.drafter_service.models.one_pass_drafter import OnePassDrafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, state_taps
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
@@ -43,7 +43,7 @@ PROMPT = [5, 17, 3, 40, 22, 9, 31]
 LENGTH = BLOCK_SIZE - 1
 
 
-def drafter_of(head: DFlashHead, *, num_blocks: int = 64, **options: Any) -> OnePassDrafter:
+def drafter_of(head: DFlashHead, *, num_blocks: int = 64, **options: Any) -> PagedDrafter[Any]:
     model = DFlashModel(head, num_blocks=num_blocks, block_size=4, max_model_len=128)
     return dflash_drafter(model, torch.Generator().manual_seed(0), **options)
 
@@ -60,7 +60,7 @@ def ask_of(head: DFlashHead, tokens: Sequence[int], name: str = "r", ask_id: int
     return replace(ask, **fields)
 
 
-def run(drafter: OnePassDrafter, *asks: Ask, budget: int = 64, max_steps: int = 200) -> list[DraftResult]:
+def run(drafter: PagedDrafter[Any], *asks: Ask, budget: int = 64, max_steps: int = 200) -> list[DraftResult]:
     """Ask until all is answered, checking the books after every step; return the answers in the order of the asks."""
     waiting, results = list(asks), {}
     for _ in range(max_steps):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from outrider.drafter_service.engine.draft_sampler import launch_children, quant
 from outrider.drafter_service.engine.draft_tree import DraftTree
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
 from outrider.drafter_service.engine.kv_budget import num_common, share_budget
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.tree_growth import Growth, TreeConfig, start_growth
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import (
@@ -38,7 +40,7 @@ GREEDY = DraftSampling(temperature=0.0)
 
 
 def engine_over(runner: FakeRunner, *, budget: int = 64) -> DraftEngine:
-    drafter = ModelDrafter(runner, torch.Generator().manual_seed(0))
+    drafter = model_drafter(runner, torch.Generator().manual_seed(0))
     config = DraftEngineConfig(max_num_batched_tokens=budget, max_draft_length=8)
     return DraftEngine(drafter, clock=lambda: 0.0, config=config)
 
@@ -111,7 +113,7 @@ def test_chains_go_on_where_they_are_and_are_read_once(sampling: DraftSampling):
         for name, length in (("a", 5), ("b", 3), ("c", 1))
     ]
     runner = TreeRunner()
-    drafter = ModelDrafter(runner, torch.Generator().manual_seed(0), read_back=read_back)
+    drafter = model_drafter(runner, torch.Generator().manual_seed(0), read_back=read_back)
     (*found,) = drafter.draft(asks, max_num_tokens=64)
     assert [len(result.token_ids) for result in found] == [5, 3, 1]
     assert len(reads) == 1
@@ -174,6 +176,15 @@ def test_a_superseded_round_half_drafted_leaves_no_trace():
     engine.step()
     ask(engine, 3, [1, 2], length=2, round_id=2)
     assert run(engine)["r"].token_ids == continuation([5, 6, 7, 1, 2], 2, runner.vocab_size)
+
+
+def test_a_superseded_tree_leaves_no_nodes_to_the_chain_after_it():
+    drafter = drafter_over(TreeRunner())
+    tree = tree_ask([5, 6, 7], length=4, max_nodes=8)
+    for _ in range(2):
+        assert drafter.draft([tree], max_num_tokens=64) == []
+    chain = tree_ask([5, 6, 7, 1], length=3, max_nodes=0, ask_id=2)
+    assert_point_masses_are_right(chain, answers(drafter, [chain])["r"], TreeConfig(branching=1))
 
 
 def test_opening_again_with_another_prefix_keeps_only_what_is_common():
@@ -343,9 +354,9 @@ class TreeRunner(FakeRunner):
         return torch.stack(rows) if rows else torch.zeros(0, VOCAB_SIZE)
 
 
-def drafter_over(runner: TreeRunner, method: str = "top_k", branching: int = 3) -> ModelDrafter:
+def drafter_over(runner: TreeRunner, method: str = "top_k", branching: int = 3) -> PagedDrafter[Any]:
     trees = TreeConfig(method=method, branching=branching)
-    return ModelDrafter(runner, torch.Generator().manual_seed(0), trees=trees)
+    return model_drafter(runner, torch.Generator().manual_seed(0), trees=trees)
 
 
 def tree_ask(tokens: Sequence[int], *, length: int, max_nodes: int, name: str = "r", ask_id: int = 1, **more) -> Ask:
@@ -353,7 +364,7 @@ def tree_ask(tokens: Sequence[int], *, length: int, max_nodes: int, name: str = 
     return Ask(key=SessionKey("v", name), ask_id=ask_id, token_ids=tokens, length=length, max_nodes=max_nodes, **more)
 
 
-def answers(drafter: ModelDrafter, asks: Sequence[Ask], budget: int = 64) -> dict[str, DraftResult]:
+def answers(drafter: PagedDrafter[Any], asks: Sequence[Ask], budget: int = 64) -> dict[str, DraftResult]:
     """Let the drafter draft to the end."""
     open_asks = {ask.key: ask for ask in asks}
     found: dict[str, DraftResult] = {}
@@ -463,7 +474,7 @@ def test_the_sampled_method_draws_nothing_without_need(sampling: DraftSampling):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])  # full attention, and a window of 8
 def test_trees_of_a_real_model_are_those_of_its_whole_sequences(architecture: str, tmp_path):
     model = make_model(architecture)
-    drafter = ModelDrafter(load(model, tmp_path), torch.Generator().manual_seed(0))
+    drafter = model_drafter(load(model, tmp_path), torch.Generator().manual_seed(0))
     [prompt] = random_sequences((21,))
     ask_ = tree_ask(prompt, length=3, max_nodes=10)
     result = answers(drafter, [ask_, tree_ask(prompt[:9], length=4, max_nodes=0, name="chain", ask_id=2)], 16)["r"]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ from exactness.small_engines import Drafts, Generated, Limits, generate, load, m
 from fakes.runner import FakeRunner, next_token
 from outrider.drafter_service.engine.draft_sampler import quantised_rows
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.tree_growth import TreeConfig, fixed_shape
-from outrider.drafter_service.models.one_pass_drafter import OnePassDrafter
 from outrider.drafter_service.models.parallel_drafter import parallel_drafter, parse_mask_token_id
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.drafters import build_drafter
@@ -66,7 +67,7 @@ def runner(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> 
     return load(model, tmp_path_factory.mktemp("masked"))
 
 
-def drafter_of(runner: ModelRunner | FakeRunner, *, mask_token_id: int = MASK_ID, seed: int = 0) -> OnePassDrafter:
+def drafter_of(runner: ModelRunner | FakeRunner, *, mask_token_id: int = MASK_ID, seed: int = 0) -> PagedDrafter[Any]:
     return parallel_drafter(runner, torch.Generator().manual_seed(seed), mask_token_id=mask_token_id)
 
 
@@ -75,7 +76,7 @@ def ask_of(tokens: Sequence[int], length: int, name: str = "r", ask_id: int = 1,
     return replace(ask, **fields)  # type: ignore[arg-type]
 
 
-def run(drafter: OnePassDrafter, *asks: Ask, budget: int = 256, max_steps: int = 200) -> list[DraftResult]:
+def run(drafter: PagedDrafter[Any], *asks: Ask, budget: int = 256, max_steps: int = 200) -> list[DraftResult]:
     """Ask until all is answered, checking the books after every step; return the answers in the order of the asks."""
     waiting, results = list(asks), {}
     for _ in range(max_steps):

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from exactness.small_engines import Limits, NoDrafts, generate, load, make_engine
 from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, Drafter, DraftResult
 from outrider.drafter_service.engine.sessions import SessionKey
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.models.translated_drafter import IntersectionDrafter, TextDrafter
 from outrider.drafter_service.models.vocabulary_map import FileTokenizer, VocabularyMap
 from outrider.drafter_service.service.local_client import LocalDraftClient
@@ -290,7 +290,7 @@ def test_tokens_are_those_of_plain_decoding(target, draft, twin, mode: str, seed
     sampling = SamplingParams(temperature=0.0 if seed is None else 0.7, seed=seed, max_tokens=20, ignore_eos=True)
     plain = generate(make_engine(target, NoDrafts(), Limits()), NoDrafts(), requests_of(sampling))
     drafters = {
-        "text": lambda: text_drafter(ModelDrafter(draft, torch.Generator().manual_seed(0))),
+        "text": lambda: text_drafter(model_drafter(draft, torch.Generator().manual_seed(0))),
         "intersection": lambda: intersection_drafter(draft),
         "twin": lambda: intersection_drafter(twin, TWIN_MAP),
     }
@@ -306,7 +306,7 @@ def test_rows_are_the_models_law_on_the_shared_tokens(draft) -> None:
     drafter = intersection_drafter(draft)
     prompt = [token_id for token_id in TARGET.encode(TEXT)[:60] if MAP.is_shared(token_id)]
     result = answer(drafter, ask(prompt, length=3, sampling=DraftSampling(temperature=1.0)))
-    plain = ModelDrafter(draft, torch.Generator().manual_seed(0), top_n=400)
+    plain = model_drafter(draft, torch.Generator().manual_seed(0), top_n=400)
     draft_prompt = [MAP.draft_ids[token_id] for token_id in prompt]
     full = answer(plain, ask(draft_prompt, length=1, ask_id=2, sampling=DraftSampling(temperature=1.0)))
     assert result.draft_probs is not None

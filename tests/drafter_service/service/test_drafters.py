@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoConfig
 
 from fakes.drafter_play import ask_of
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.lookup.lookahead_drafter import LookaheadDrafter
 from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
 from outrider.drafter_service.lookup.suffix_drafter import SuffixDrafter
-from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.drafter_service.service.drafter_spec import (
     DrafterSpec,
     num_scratch_blocks,
@@ -62,7 +62,7 @@ VIEW = SimpleNamespace(vocab_size=VOCAB_SIZE, max_model_len=99, num_layers=4, bl
         (Method.LOOKAHEAD, LookaheadDrafter),
         (Method.EARLY_EXIT, SelfDrafter),
         (Method.SPARSE, SelfDrafter),
-        (Method.DRAFT_MODEL, ModelDrafter),
+        (Method.DRAFT_MODEL, PagedDrafter),
     ],
 )
 def test_a_method_is_built_as_its_drafter_within_the_targets_limits(folder: Path, method: Method, kind: type):
@@ -70,7 +70,7 @@ def test_a_method_is_built_as_its_drafter_within_the_targets_limits(folder: Path
     assert isinstance(drafter, kind)
     assert drafter.vocab_size == (300 if method is Method.DRAFT_MODEL else VOCAB_SIZE), "the one that it knows"
     if method is Method.DRAFT_MODEL:
-        assert drafter._draft_vocab_size == VOCAB_SIZE, "it drafts nothing that the target does not know"
+        assert drafter._forward._draft_vocab_size == VOCAB_SIZE, "it drafts nothing that the target does not know"
     assert drafter.max_model_len == (128 if method is Method.DRAFT_MODEL else 99)
 
 

@@ -20,7 +20,7 @@ import torch
 from fakes.runner import FakeRunner, continuation
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.rank_main import DraftLoop, build_draft_engine
 from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
@@ -66,7 +66,7 @@ class Loop:
         self.pipe, far = Pipe()
         self.runner = FakeRunner()
         rng = torch.Generator().manual_seed(0)
-        drafter = ModelDrafter(self.runner, rng, num_ahead_branches=num_ahead_branches)
+        drafter = model_drafter(self.runner, rng, num_ahead_branches=num_ahead_branches)
         ahead = drafter if num_ahead_branches else None
         self.engine = DraftEngine(drafter, clock=time.monotonic, config=DraftEngineConfig(), ahead=ahead)
         self.answers: list[tuple[str, Any]] = []

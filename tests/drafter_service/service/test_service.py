@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fakes.in_process_port import InProcessPort
 from fakes.runner import FakeRunner, confidence, continuation
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.service.service import (
     DrafterLinkServicer,
     EngineDeadError,
@@ -132,7 +132,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def running_engine(runner: FakeRunner):
-    drafter = ModelDrafter(runner, torch.Generator().manual_seed(0))
+    drafter = model_drafter(runner, torch.Generator().manual_seed(0))
     port = InProcessPort(DraftEngine(drafter, clock=lambda: 0.0, config=DraftEngineConfig()), idle_s=0.05)
     try:
         yield port

@@ -14,7 +14,7 @@ import torch
 from fakes.in_process_port import InProcessPort
 from fakes.runner import FakeRunner, confidence, continuation
 from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
 from outrider.verifier_service.links.link_pool import LinkPool
@@ -34,7 +34,7 @@ class Drafter:
     def __init__(self, drafter_id: str, *, vocab_size: int = 97) -> None:
         self.drafter_id = drafter_id
         self.vocab_size = vocab_size
-        drafter = ModelDrafter(FakeRunner(vocab_size=vocab_size), torch.Generator().manual_seed(0))
+        drafter = model_drafter(FakeRunner(vocab_size=vocab_size), torch.Generator().manual_seed(0))
         self.engine = DraftEngine(drafter, clock=lambda: 0.0, config=DraftEngineConfig())
         self.port = InProcessPort(self.engine, idle_s=0.05)
 
