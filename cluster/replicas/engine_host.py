@@ -72,7 +72,7 @@ class EngineHost:
         return f"{host}:{port}"
 
     def send(self, message: Any) -> None:
-        """Hand a message to the engine; raises `ConnectionError` once it is gone."""
+        """Hand a message, or an encoded one, to the engine; raises `ConnectionError` once it is gone."""
         if self._shell is None:
             raise ConnectionError("the engine has not started")
         self._shell.send(message)

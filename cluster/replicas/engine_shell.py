@@ -42,10 +42,13 @@ class EngineShell:
         os.set_blocking(self._pipe.fileno(), True)
 
     def send(self, message: Any) -> None:
-        """Hand a message over; raises `ConnectionError` once the engine is gone."""
+        """Hand a message over; raises `ConnectionError` once the engine is gone.
+
+        Bytes are a message that somebody else has encoded: they pass unopened.
+        """
         if self.failure is not None:
             raise ConnectionError(self.failure)
-        self._writer.write(encode(message))
+        self._writer.write(message if isinstance(message, bytes) else encode(message))
 
     def close(self) -> None:
         """Let go of the pipe: the engine sees the end of file and stops."""

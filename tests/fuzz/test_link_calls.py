@@ -23,9 +23,10 @@ from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfi
 from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.verifier_service.engine.engine import failure
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, States
-from outrider.verifier_service.messages.engine import Cancel
+from outrider.verifier_service.messages.engine import BadRequest, Cancel, read_frame
 from outrider.verifier_service.messages.link import (
     ACCEPTED,
     CHANNEL_OPTIONS,
@@ -186,11 +187,16 @@ class SteppedEngine:
         self._bench = EngineBench(drafters=())
         self.table = RequestTable(self._send)
 
-    def _send(self, message: GenerationRequest | Cancel) -> None:
-        if isinstance(message, Cancel):
-            self._bench.engine.cancel(message.request_id)
-        elif (failure := self._bench.engine.add(message)) is not None:
-            self.table.deliver([failure])
+    def _send(self, message: bytes | Cancel) -> None:
+        read = read_frame(message) if isinstance(message, bytes) else message
+        match read:
+            case Cancel():
+                self._bench.engine.cancel(read.request_id)
+            case BadRequest():
+                self.table.deliver([failure(read.request_id, read.error)])
+            case GenerationRequest():
+                if (refusal := self._bench.engine.add(read)) is not None:
+                    self.table.deliver([refusal])
 
     async def run(self) -> None:
         while True:

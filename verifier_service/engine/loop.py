@@ -16,7 +16,7 @@ from outrider.verifier_service.engine.engine import VerifierEngine, failure
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.engine import (
-    TO_ENGINE,
+    BadRequest,
     Cancel,
     EngineLoad,
     EngineUpdate,
@@ -25,9 +25,10 @@ from outrider.verifier_service.messages.engine import (
     RequestLoad,
     SetPlans,
     ToEngine,
+    read_frame,
 )
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
-from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES, decode, encode
+from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES, encode
 from outrider.verifier_service.model.ranks import arrived
 from outrider.verifier_service.sampling.grammar import GrammarQueue
 
@@ -84,7 +85,7 @@ class EngineLoop:
     def _meanwhile(self) -> None:
         """Do what can be done while a step runs: tell what the one before brought, and read what has arrived."""
         self._publish()
-        self._read += (decode(frame, TO_ENGINE) for frame in arrived(self._pipe, 0.0))
+        self._read += (read_frame(frame) for frame in arrived(self._pipe, 0.0))
 
     def _wait(self) -> None:
         """Sleep on the pipe: nothing could run. With requests at hand that is time lost to drafts on their way."""
@@ -105,7 +106,7 @@ class EngineLoop:
         for message in read:
             self._dispatch(message)
         for frame in arrived(self._pipe, 0.0 if read else patience_s):
-            self._dispatch(decode(frame, TO_ENGINE))
+            self._dispatch(read_frame(frame))
         if self._compiling is not None:
             for message, error in self._compiling.take_ready():
                 if error is None:
@@ -117,8 +118,10 @@ class EngineLoop:
         if (refusal := self._engine.add(message)) is not None:
             self._failures.append(refusal)
 
-    def _dispatch(self, message: ToEngine) -> None:
+    def _dispatch(self, message: ToEngine | BadRequest) -> None:
         match message:
+            case BadRequest():
+                self._failures.append(failure(message.request_id, message.error))
             case GenerationRequest():
                 if message.sampling.structured is None or self._compiling is None:
                     self._add(message)
