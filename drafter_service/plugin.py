@@ -29,12 +29,12 @@ See examples/drafter_plugin for a whole one.
 
 from __future__ import annotations
 
-from outrider.drafter_service.engine.engine import Ask, Drafter, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
 from outrider.drafter_service.service.plugins import PluginContext
 from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,
     ROOT,
+    Draft,
     DraftNeeds,
     DraftSampling,
     SparseRow,
@@ -44,8 +44,8 @@ __all__ = [
     "DRAFT_PROB_SCALE",
     "ROOT",
     "Ask",
+    "Draft",
     "DraftNeeds",
-    "DraftResult",
     "DraftSampling",
     "Drafter",
     "PluginContext",

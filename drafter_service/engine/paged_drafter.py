@@ -15,14 +15,13 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol
 
-from outrider.drafter_service.engine.engine import Ask, DraftResult
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.kv_budget import reserve, share_budget
 from outrider.drafter_service.engine.outcomes import Pace
 from outrider.drafter_service.engine.paged_state import StateT, Step
-from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.speculation_cache import SpeculationCache, can_branch
-from outrider.drafter_service.engine.tree_growth import Growth, answer_of, empty_answer
-from outrider.verifier_service.messages.draft import DraftNeeds
+from outrider.drafter_service.engine.tree_growth import Growth, answer_of
+from outrider.verifier_service.messages.draft import Draft, DraftNeeds
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 
@@ -90,7 +89,7 @@ class PagedDrafter(Generic[StateT]):
     def num_forwards(self) -> int:
         return self._forward.num_forwards
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Run one step over the asks; answer those whose drafts are complete.
 
         A tree grows by one level. Where all asks are for chains, these grow to their end, as far as the KV pool has
@@ -203,7 +202,7 @@ class PagedDrafter(Generic[StateT]):
     def expects(self, key: SessionKey) -> bool:
         return self._cache is not None and self._cache.expects(key)
 
-    def take(self, ask: Ask, pace: Pace | None) -> DraftResult | None:
+    def take(self, ask: Ask, pace: Pace | None) -> Draft | None:
         """Answer an ask by the branch that was drafted for it, or by nothing where no token is worth its time.
 
         None: it is drafted as any other, as far as is worth the time at this pace, from what there is already.
@@ -237,23 +236,23 @@ class PagedDrafter(Generic[StateT]):
 
     # --- answers ---
 
-    def _complete(self, state: StateT) -> DraftResult:
+    def _complete(self, state: StateT) -> Draft:
         result = answer_of(state.asked, state.draft)
         if self._cache is None or not self._cache.add_trunk(state):
             state.settle()
             self._trim(state)
         return result
 
-    def _give_up(self, state: StateT) -> DraftResult:
+    def _give_up(self, state: StateT) -> Draft:
         """Answer an ask whose KV does not fit even when it has the pool to itself.
 
         A tree stops at whole levels, for want of memory: nothing that was drawn is looked at, so it may be verified.
         """
         ask = state.asked
-        result = answer_of(ask, state.draft) if ask.max_nodes else empty_answer(ask)
+        result = answer_of(ask, state.draft) if ask.max_nodes else ask.answer()
         self.release(ask.key)
         return result
 
-    def _refuse(self, ask: Ask) -> DraftResult:
+    def _refuse(self, ask: Ask) -> Draft:
         self.release(ask.key)
-        return empty_answer(ask)
+        return ask.answer()

@@ -13,7 +13,7 @@ import torch
 
 from outrider.drafter_service.engine.draft_sampler import Children, launch_children, read_children
 from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
-from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.product_tree import best_of_product
 from outrider.drafter_service.engine.tree_growth import (
     ChainGrowth,

@@ -7,20 +7,24 @@ the committed ones alone; what was drafted, and any KV, belongs to the drafter t
 from __future__ import annotations
 
 import collections
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from outrider.drafter_service.engine.drafter import SessionKey
 from outrider.drafter_service.engine.state_buffer import StateBuffer
 from outrider.verifier_service.messages.draft import DraftSampling
 
 SMOOTHING = 1 / 8  # gain of mean times, as TCP's retransmission timer uses it (RFC 6298)
 
 
-class SessionKey(NamedTuple):
-    peer: str
-    request_id: str
+@dataclass(slots=True)
+class RunningMean:
+    """A mean of which the latest values count most; None before the first."""
+
+    value: float | None = None
+
+    def observe(self, value: float) -> None:
+        self.value = value if self.value is None else self.value + SMOOTHING * (value - self.value)
 
 
 @dataclass(slots=True)
@@ -49,13 +53,13 @@ class Session:
     states: StateBuffer = field(default_factory=StateBuffer)
     refusal: str | None = None  # why nothing can be drafted for it: its asks are answered by empty drafts
     answered_s: float | None = None  # when, if the verifier has not come back since
-    pause_s: float | None = None  # smoothed time from an answer to what the verifier says next
+    pause_s: RunningMean = field(default_factory=RunningMean)  # from an answer to what the verifier says next
 
     def take_pause(self, now_s: float) -> None:
         """Note how long the verifier took with the last answer."""
         if self.answered_s is not None:
-            pause_s, self.answered_s = now_s - self.answered_s, None
-            self.pause_s = pause_s if self.pause_s is None else self.pause_s + SMOOTHING * (pause_s - self.pause_s)
+            self.pause_s.observe(now_s - self.answered_s)
+            self.answered_s = None
 
 
 @dataclass(slots=True)
@@ -151,15 +155,3 @@ def in_turns(sessions: Iterable[Session]) -> list[Session]:
         turns.append((num_before[session.key.peer], session))
         num_before[session.key.peer] += 1
     return [session for _, session in sorted(turns, key=lambda turn: turn[0])]
-
-
-def first_bad_token(token_ids: Sequence[int], vocab_size: int) -> int | None:
-    """Return the first id outside [0, vocab_size), or None."""
-    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        return None
-    return next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-
-
-def known_prefix(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids before the first one outside [0, vocab_size)."""
-    return tuple(itertools.takewhile(lambda token_id: 0 <= token_id < vocab_size, token_ids))

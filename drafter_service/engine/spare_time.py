@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import enum
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.forward_cost import ForwardCost
 from outrider.drafter_service.engine.outcomes import Pace
-
-if TYPE_CHECKING:  # the engine is built on this module
-    from outrider.drafter_service.engine.engine import Ask, DraftResult
-    from outrider.drafter_service.engine.sessions import SessionKey
-    from outrider.verifier_service.messages.drafter_load import DrafterCounters
+from outrider.verifier_service.messages.draft import Draft
+from outrider.verifier_service.messages.drafter_load import DrafterCounters
 
 TRIED_ANSWERS = 32  # of each way …
 KEPT_ANSWERS = 1024  # … and of the one that was quicker, until both are tried again
@@ -33,7 +31,7 @@ class RunsAhead(Protocol):
     def expects(self, key: SessionKey) -> bool:
         """Tell whether there was time to prepare for a session's next ask."""
 
-    def take(self, ask: Ask, pace: Pace | None) -> DraftResult | None:
+    def take(self, ask: Ask, pace: Pace | None) -> Draft | None:
         """Answer an ask from what was prepared, or, with nothing, where drafting it now is not worth the time.
 
         None: it is to be drafted as any other.
@@ -104,7 +102,7 @@ class SpareTime:
         """Tell whether there was time to prepare for a session's next ask."""
         return self._drafter is not None and self._drafter.expects(key)
 
-    def answer(self, ask: Ask, pause_s: float | None) -> DraftResult | None:
+    def answer(self, ask: Ask, pause_s: float | None) -> Draft | None:
         """Answer an ask that was prepared for, and count how that went; None: it has to be drafted.
 
         `pause_s` is the time that its verifier takes between an answer and its next ask.

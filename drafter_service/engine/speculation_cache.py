@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 
 from outrider.drafter_service.engine.draft_sampler import Children
 from outrider.drafter_service.engine.draft_tree import DraftTree
-from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.kv_budget import num_common
 from outrider.drafter_service.engine.outcomes import (
     AcceptanceMemory,
@@ -37,7 +37,6 @@ from outrider.drafter_service.engine.outcomes import (
     likely_outcomes,
 )
 from outrider.drafter_service.engine.paged_state import ForkableState, Step
-from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.tree_growth import ChainGrowth, draws_rows
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE
 from outrider.verifier_service.scheduling.kv_cache import BlockPool

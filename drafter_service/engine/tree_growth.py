@@ -30,10 +30,10 @@ from outrider.drafter_service.engine.draft_sampler import (
     select_rows,
 )
 from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
-from outrider.drafter_service.engine.engine import Ask, DraftResult
+from outrider.drafter_service.engine.drafter import Ask
 from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.batch import open_token
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, SparseRow, require
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow, require
 from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
 from outrider.verifier_service.messages.tree import chain_parents
 
@@ -255,26 +255,19 @@ def fixed_shape(depth: int, max_nodes: int, branching: int) -> dict[int, tuple[i
     return {place: tuple(found) for place, found in children.items()}
 
 
-def result_of(ask: Ask, chosen: ChosenNodes, rows: tuple[SparseRow, ...] = ()) -> DraftResult:
+def result_of(ask: Ask, chosen: ChosenNodes, rows: tuple[SparseRow, ...] = ()) -> Draft:
     """Answer an ask by a tree where it asks for one, else by the same nodes as a chain."""
-    return DraftResult(
-        key=ask.key,
-        ask_id=ask.ask_id,
-        token_ids=chosen.token_ids,
+    return ask.answer(
+        chosen.token_ids,
         draft_probs=rows or None,
         parents=chosen.parents if ask.max_nodes else None,
         confidences=chosen.confidences,
     )
 
 
-def answer_of(ask: Ask, growth: Growth) -> DraftResult:
+def answer_of(ask: Ask, growth: Growth) -> Draft:
     """Answer an ask by what its draft has grown to."""
     return result_of(ask, growth.chosen(), growth.rows())
-
-
-def empty_answer(ask: Ask) -> DraftResult:
-    """Answer an ask for which there is nothing."""
-    return DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=())
 
 
 @dataclass(slots=True)

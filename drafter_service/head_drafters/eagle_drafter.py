@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from outrider.drafter_service.engine.draft_sampler import ReadBack, select_rows
-from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.open_tokens import OpenToken, pack_open
 from outrider.drafter_service.engine.paged_drafter import Follow, PagedDrafter
 from outrider.drafter_service.engine.paged_state import Step

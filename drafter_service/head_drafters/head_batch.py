@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.kv_budget import num_common
 from outrider.drafter_service.engine.paged_state import ForkableState
 from outrider.drafter_service.engine.tree_growth import Growth, nodes_to_compute, stem_length

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.drafter import Ask
 from outrider.verifier_service.messages.draft import FINAL_TAP, DraftNeeds
 
 LAST_STATE_NEEDS = DraftNeeds(taps=(FINAL_TAP,), last_state_only=True)

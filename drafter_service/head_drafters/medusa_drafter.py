@@ -13,9 +13,8 @@ from collections.abc import Collection, Sequence
 import torch
 
 from outrider.drafter_service.engine.draft_sampler import Children, launch_children, read_children
-from outrider.drafter_service.engine.engine import Ask, DraftResult
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.product_tree import best_of_product
-from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.tree_growth import answer_of, chain_growth, result_of
 from outrider.drafter_service.head_drafters.last_state import (
     LAST_STATE_NEEDS,
@@ -26,6 +25,7 @@ from outrider.drafter_service.head_drafters.last_state import (
 )
 from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.verifier_service.gpu.transfers import upload_rows
+from outrider.verifier_service.messages.draft import Draft
 
 
 class MedusaDrafter:
@@ -54,7 +54,7 @@ class MedusaDrafter:
         self.vocab_size, self.max_model_len, self.needs = vocab_size, max_model_len, LAST_STATE_NEEDS
         self._top_n, self._branching = top_n, branching
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Answer as many asks as fit, oldest first, by one forward of the heads over all of them.
 
         Drafts are no longer than there are heads. An ask without a state gets its forced tokens alone.
@@ -105,7 +105,7 @@ class MedusaDrafter:
         return guesses
 
 
-def _answer(ask: Ask, depth: int, guesses: Sequence[Children]) -> DraftResult:
+def _answer(ask: Ask, depth: int, guesses: Sequence[Children]) -> Draft:
     if ask.max_nodes:
         return result_of(ask, best_of_product(guesses, ask.forced_ids[: ask.length], max_nodes=ask.max_nodes))
     chain = chain_growth(ask, depth)

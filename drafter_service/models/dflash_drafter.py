@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, TreeConfig
 from outrider.drafter_service.heads.dflash import DFlashHead, parse_config

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.kv_budget import num_common
 from outrider.drafter_service.engine.paged_drafter import Follow, PagedDrafter
 from outrider.drafter_service.engine.paged_state import PagedState, Step

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, TreeConfig
 from outrider.drafter_service.models.one_pass_drafter import Canvas, CanvasState, Chunk, one_pass_drafter

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import torch
 
-from outrider.drafter_service.engine.engine import Drafter
+from outrider.drafter_service.engine.drafter import Drafter
 from outrider.drafter_service.engine.tree_growth import TreeConfig
 from outrider.drafter_service.heads.head_files import CONFIG_NAME, read_json
 from outrider.drafter_service.lookup.lookahead_drafter import LookaheadConfig, LookaheadDrafter

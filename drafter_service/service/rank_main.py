@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig, Drafter, handle_payload
+from outrider.drafter_service.engine.drafter import DraftEngineConfig, Drafter
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.forward_cost import ForwardCost, MeteredRunner
 from outrider.drafter_service.engine.messages import TO_DRAFT_ENGINE, DrafterReady, DrafterUpdate
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
+from outrider.drafter_service.engine.payloads import handle_payload
 from outrider.drafter_service.engine.state_transport import StateTransport
 from outrider.drafter_service.engine.warm_up import warm_up
 from outrider.drafter_service.service.drafter_spec import DrafterSpec

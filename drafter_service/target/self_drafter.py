@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.drafter_service.engine.engine import Ask, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.tree_growth import (
     DEFAULT_TREES,
     Growing,
@@ -24,7 +23,6 @@ from outrider.drafter_service.engine.tree_growth import (
     Levels,
     TreeConfig,
     answer_of,
-    empty_answer,
     nodes_to_compute,
     start_growth,
     stem_length,
@@ -32,7 +30,7 @@ from outrider.drafter_service.engine.tree_growth import (
 from outrider.drafter_service.target.scratch_blocks import scratch_blocks_per_draft
 from outrider.drafter_service.target.target_view import TargetView
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
-from outrider.verifier_service.messages.draft import ROOT, DraftNeeds
+from outrider.verifier_service.messages.draft import ROOT, Draft, DraftNeeds
 from outrider.verifier_service.messages.request import Request
 
 # chooses which of a request's whole blocks a draft attends to, in their order
@@ -81,7 +79,7 @@ class SelfDrafter:
         self._choose_blocks = choose_blocks or _all_blocks
         self._trees, self._top_n = trees, top_n
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Draft for as many asks, oldest first, as there is scratch for, from the first token to the last.
 
         A request that holds no KV now (it was preempted, or has gone) is answered by an empty draft.
@@ -98,15 +96,15 @@ class SelfDrafter:
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         """Nothing is kept."""
 
-    def _begin(self, asks: Sequence[Ask]) -> tuple[list[_Draft], list[DraftResult]]:
+    def _begin(self, asks: Sequence[Ask]) -> tuple[list[_Draft], list[Draft]]:
         drafts: list[_Draft] = []
-        unable: list[DraftResult] = []
+        unable: list[Draft] = []
         scratch = iter(self._view.scratch_blocks)
         num_left = len(self._view.scratch_blocks)
         for ask in asks:
             request = self._view.request(ask.key.request_id)
             if request is None or request.num_computed_tokens != len(ask.token_ids) - 1:
-                unable.append(empty_answer(ask))
+                unable.append(ask.answer())
                 continue
             num_scratch = scratch_blocks_per_draft(max(ask.length, ask.max_nodes), self._view.block_size)
             if num_scratch > num_left:

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, Qwen3Config
 
 from exactness import law
 from exactness.small_engines import load
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig, Drafter
+from outrider.drafter_service.engine.drafter import DraftEngineConfig, Drafter
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.heads.dflash import DFlashConfig, DFlashHead
 from outrider.drafter_service.models.dflash_drafter import DFlashModel, dflash_drafter
 from outrider.drafter_service.models.parallel_drafter import parallel_drafter

@@ -19,7 +19,8 @@ from exactness.drafter_cells import CELLS, Bench, Place, Shape
 from exactness.drafter_runs import ALPHA, MarkovRuns, Run, law_requests
 from exactness.small_engines import Limits as EngineLimits
 from exactness.small_engines import NoDrafts, generate, load, make_engine, perturbed_copy
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.models.model_drafter import ModelState, model_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec

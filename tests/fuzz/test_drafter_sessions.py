@@ -18,7 +18,8 @@ from fakes.runner import FakeRunner
 from fuzz.budget import examples
 from fuzz.frames import values_of
 from fuzz.tally import TALLY
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig, Drafter
+from outrider.drafter_service.engine.drafter import DraftEngineConfig, Drafter
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.tree_growth import TreeConfig
 from outrider.drafter_service.head_drafters.eagle_drafter import eagle_drafter
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner

@@ -56,7 +56,7 @@ class EngineLoop:
         self._checks_integrity = check_integrity
         self._failures: list[RequestOutput] = []
         self._untold: list[RequestOutput] = []  # of steps
-        self._read: list[ToEngine] = []  # while a step ran, to be taken in after it
+        self._read: list[ToEngine | BadRequest] = []  # while a step ran, to be taken in after it
         self._compiling = None if engine.grammars is None else GrammarQueue(engine.grammars)
         self._next_load_s = 0.0
         self._num_reported = 0  # requests that ran in the last load told

@@ -22,7 +22,8 @@ from benchmarks.device.played import (
     WallClock,
 )
 from outrider.cluster.offline.engine import NoDrafters, PipeDraftClient, RankProcesses
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.engine.drafter import DraftEngineConfig
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.messages import DrafterReady
 from outrider.drafter_service.engine.warm_up import warm_up as warm_up_drafter
 from outrider.drafter_service.models.model_drafter import model_drafter

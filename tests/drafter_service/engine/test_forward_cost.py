@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fakes.runner import TimedRunner
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.engine.drafter import DraftEngineConfig
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.forward_cost import ForwardCost, MeteredRunner
 from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.verifier_service.messages.batch import ScheduledBatch

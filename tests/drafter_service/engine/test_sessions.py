@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.drafter_service.engine.drafter import SessionKey
 from outrider.drafter_service.engine.sessions import (
     Session,
-    SessionKey,
     SessionTable,
     UnansweredRound,
     first_bad_token,

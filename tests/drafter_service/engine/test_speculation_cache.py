@@ -12,8 +12,8 @@ import torch
 
 from fakes.runner import FakeRunner, continuation
 from outrider.drafter_service.engine.draft_sampler import Children
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.speculation_cache import BranchingChain
 from outrider.drafter_service.engine.tree_growth import Growth
 from outrider.drafter_service.models.model_drafter import model_drafter

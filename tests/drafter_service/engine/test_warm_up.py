@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fakes.runner import FakeRunner
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.engine.drafter import DraftEngineConfig
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.tree_growth import TreeConfig
 from outrider.drafter_service.engine.warm_up import NUM_ACCEPTED, PROMPT_LENGTH, warm_up
 from outrider.drafter_service.head_drafters.eagle_drafter import eagle_drafter

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.engine.drafter import DraftEngineConfig
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.spare_time import TRIED_ANSWERS
 from outrider.drafter_service.head_drafters.eagle_drafter import eagle_drafter
 from outrider.drafter_service.head_drafters.head_runner import LAYER_INDEX, HeadRunner

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.drafter_service.engine.engine import Ask, DraftResult
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
-from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.tree_growth import TreeConfig
 from outrider.drafter_service.head_drafters.eagle_drafter import eagle_drafter
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
@@ -52,12 +51,12 @@ class Sessions:
         )
         return replace(ask, **fields)
 
-    def run(self, *asks: Ask, budget: int = 64, max_steps: int = 400) -> list[DraftResult]:
+    def run(self, *asks: Ask, budget: int = 64, max_steps: int = 400) -> list[Draft]:
         """Return the answers in the order of the asks."""
         waiting, results = list(asks), {}
         for _ in range(max_steps):
             for result in self._drafter.draft(waiting, max_num_tokens=budget):
-                results[result.ask_id] = result
+                results[result.round_id] = result
             self._drafter.check_integrity(self._keys)
             waiting = [ask for ask in waiting if ask.ask_id not in results]
             if not waiting:
@@ -65,7 +64,7 @@ class Sessions:
         raise AssertionError("drafts do not become complete")
 
 
-def problem_of(result: DraftResult, length: int, max_nodes: int) -> str | None:
+def problem_of(result: Draft, length: int, max_nodes: int) -> str | None:
     draft = Draft(
         request_id="r",
         round_id=1,
@@ -330,7 +329,7 @@ def slow_tree(
     return dict(best)
 
 
-def paths_of(result: DraftResult) -> dict[tuple[int, ...], float]:
+def paths_of(result: Draft) -> dict[tuple[int, ...], float]:
     assert result.parents is not None
     assert result.confidences is not None
     paths: list[tuple[int, ...]] = []

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen3Config
 
 from exactness.small_engines import Generated, generate
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
-from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.heads.dflash import DFlashConfig, DFlashHead
 from outrider.drafter_service.models.dflash_drafter import DFlashModel, dflash_drafter, load_dflash
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, state_taps
@@ -60,12 +60,12 @@ def ask_of(head: DFlashHead, tokens: Sequence[int], name: str = "r", ask_id: int
     return replace(ask, **fields)
 
 
-def run(drafter: PagedDrafter[Any], *asks: Ask, budget: int = 64, max_steps: int = 200) -> list[DraftResult]:
+def run(drafter: PagedDrafter[Any], *asks: Ask, budget: int = 64, max_steps: int = 200) -> list[Draft]:
     """Ask until all is answered, checking the books after every step; return the answers in the order of the asks."""
     waiting, results = list(asks), {}
     for _ in range(max_steps):
         for result in drafter.draft(waiting, max_num_tokens=budget):
-            results[result.ask_id] = result
+            results[result.round_id] = result
         drafter.check_integrity([ask.key for ask in asks])
         waiting = [ask for ask in waiting if ask.ask_id not in results]
         if not waiting:

@@ -14,10 +14,10 @@ from exactness.small_engines import load
 from fakes.runner import FakeRunner, closed, continuation
 from outrider.drafter_service.engine.draft_sampler import launch_children, quantised_rows, read_children
 from outrider.drafter_service.engine.draft_tree import DraftTree
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.kv_budget import num_common, share_budget
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
-from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.tree_growth import Growth, TreeConfig, start_growth
 from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.verifier_service.gpu.transfers import CopyBack
@@ -364,16 +364,16 @@ def tree_ask(tokens: Sequence[int], *, length: int, max_nodes: int, name: str = 
     return Ask(key=SessionKey("v", name), ask_id=ask_id, token_ids=tokens, length=length, max_nodes=max_nodes, **more)
 
 
-def answers(drafter: PagedDrafter[Any], asks: Sequence[Ask], budget: int = 64) -> dict[str, DraftResult]:
+def answers(drafter: PagedDrafter[Any], asks: Sequence[Ask], budget: int = 64) -> dict[str, Draft]:
     """Let the drafter draft to the end."""
     open_asks = {ask.key: ask for ask in asks}
-    found: dict[str, DraftResult] = {}
+    found: dict[str, Draft] = {}
     for _ in range(500):
         if not open_asks:
             return found
         for result in drafter.draft(list(open_asks.values()), max_num_tokens=budget):
-            assert open_asks.pop(result.key).ask_id == result.ask_id
-            found[result.key.request_id] = result
+            assert open_asks.pop(SessionKey("v", result.request_id)).ask_id == result.round_id
+            found[result.request_id] = result
         drafter.check_integrity({ask.key for ask in asks})
     raise AssertionError("drafts do not become complete")
 
@@ -404,7 +404,7 @@ def grown_by_hand(
     return growth
 
 
-def assert_point_masses_are_right(ask: Ask, result: DraftResult, trees: TreeConfig) -> None:
+def assert_point_masses_are_right(ask: Ask, result: Draft, trees: TreeConfig) -> None:
     expected = grown_by_hand(ask, trees).chosen()
     assert result.token_ids == expected.token_ids
     assert result.parents == (expected.parents if ask.max_nodes else None)
@@ -412,7 +412,7 @@ def assert_point_masses_are_right(ask: Ask, result: DraftResult, trees: TreeConf
     assert result.draft_probs is None
 
 
-def assert_rows_are_right(ask: Ask, result: DraftResult) -> None:
+def assert_rows_are_right(ask: Ask, result: Draft) -> None:
     """Every row is the law after its path, every child is in its row, and none is missing."""
     parents = result.parents or tuple(range(-1, len(result.token_ids) - 1))
     assert result.draft_probs is not None
@@ -586,7 +586,7 @@ def test_mixed_asks_draft_as_each_would_alone(seed: int, num_blocks: int, budget
             known[name] += [*_a_path(result, rng), rng.randrange(VOCAB_SIZE)]
 
 
-def _a_path(result: DraftResult, rng: random.Random) -> list[int]:
+def _a_path(result: Draft, rng: random.Random) -> list[int]:
     """Return the tokens from the root to some node, or none."""
     parents = result.parents or tuple(range(-1, len(result.token_ids) - 1))
     node, path = rng.randrange(-1, len(result.token_ids)), []

@@ -15,9 +15,9 @@ from exactness.law import p_value
 from exactness.small_engines import Drafts, Generated, Limits, generate, load, make_engine, perturbed_copy
 from fakes.runner import FakeRunner, next_token
 from outrider.drafter_service.engine.draft_sampler import quantised_rows
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
-from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.tree_growth import TreeConfig, fixed_shape
 from outrider.drafter_service.models.parallel_drafter import parallel_drafter, parse_mask_token_id
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
@@ -76,12 +76,12 @@ def ask_of(tokens: Sequence[int], length: int, name: str = "r", ask_id: int = 1,
     return replace(ask, **fields)  # type: ignore[arg-type]
 
 
-def run(drafter: PagedDrafter[Any], *asks: Ask, budget: int = 256, max_steps: int = 200) -> list[DraftResult]:
+def run(drafter: PagedDrafter[Any], *asks: Ask, budget: int = 256, max_steps: int = 200) -> list[Draft]:
     """Ask until all is answered, checking the books after every step; return the answers in the order of the asks."""
     waiting, results = list(asks), {}
     for _ in range(max_steps):
         for result in drafter.draft(waiting, max_num_tokens=budget):
-            results[result.ask_id] = result
+            results[result.round_id] = result
         drafter.check_integrity([ask.key for ask in asks])
         waiting = [ask for ask in waiting if ask.ask_id not in results]
         if not waiting:
@@ -94,7 +94,7 @@ def rows_of(model: PreTrainedModel, tokens: Sequence[int], length: int) -> torch
     return full_logits(model, [*tokens, *[MASK_ID] * (length - 1)])[len(tokens) - 1 :]
 
 
-def require_valid(ask: Ask, result: DraftResult) -> None:
+def require_valid(ask: Ask, result: Draft) -> None:
     draft = Draft(
         request_id="r",
         round_id=1,

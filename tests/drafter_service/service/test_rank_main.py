@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from fakes.runner import FakeRunner, continuation
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.engine.drafter import DraftEngineConfig
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE
 from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fakes.backend import build_tokenizer
-from outrider.drafter_service.engine.engine import Ask
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.head_drafters.eagle_drafter import eagle_drafter
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
