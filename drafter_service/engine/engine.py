@@ -38,9 +38,9 @@ class DraftEngine:
         ahead: RunsAhead | None = None,
         cost: ForwardCost | None = None,
     ) -> None:
-        """`ahead` is the drafter itself where it runs ahead: whoever drives the engine gives it its spare time.
+        """`ahead` is the drafter itself, where it can run ahead: `run_ahead` then uses spare time.
 
-        `cost` is that of its forwards; None: they are timed as they come.
+        `cost` estimates the drafter's forwards; None: by recent times alone.
         """
         self.vocab_size, self.max_model_len, self.needs = drafter.vocab_size, drafter.max_model_len, drafter.needs
         self.counters = DrafterCounters()
@@ -60,7 +60,7 @@ class DraftEngine:
         return self._config
 
     def handle(self, peer: str, message: VerifierMessage) -> None:
-        """Take in one message of a peer (one connection of one verifier incarnation)."""
+        """Follow one message of a peer (one connection of one verifier incarnation)."""
         key = SessionKey(peer, message.request_id)
         match message:
             case Open():
@@ -73,7 +73,7 @@ class DraftEngine:
                 self._drop(key)
 
     def resync(self, key: SessionKey, *, lost_tensors: bool = False) -> None:
-        """Give a session up and ask for all of it again."""
+        """Drop a session and ask its verifier for all of it again."""
         self._ask_for_resync(key, lost_tensors=lost_tensors)
 
     def forget_peer(self, peer: str) -> None:
@@ -105,16 +105,16 @@ class DraftEngine:
         return self.flush()
 
     def flush(self) -> list[Addressed]:
-        """Return the messages that need no step: resyncs, and drafts that were there before they were asked for."""
+        """Return the messages that need no step: resyncs, and answers that were prepared."""
         outbox, self._outbox = self._outbox, []
         return outbox
 
     def has_spare_work(self) -> bool:
-        """Tell whether `run_ahead` has anything to do: only while nothing is asked for."""
+        """Return whether `run_ahead` has anything to do: only while nothing is asked for."""
         return not self._asked and self._spare_time.has_work()
 
     def run_ahead(self, max_num_tokens: int = MAX_AHEAD_TOKENS) -> None:
-        """Spend one forward on what may be asked for next, unless something is asked for now."""
+        """Run one forward for what may be asked next, unless something is asked for now."""
         if self.has_spare_work():
             self._spare_time.spend(min(max_num_tokens, self._config.max_num_batched_tokens))
 
@@ -136,10 +136,10 @@ class DraftEngine:
         self._evict(self._sessions.surplus())
 
     def _take_states(self, key: SessionKey, message: States) -> None:
-        """Keep states; a session that cannot use them is given up, for the verifier to say everything again."""
+        """Keep states; a session that they do not fit is resynced."""
         session = self._sessions.get(key)
         if session is None or session.refusal is not None or not self._drafter.needs.taps:
-            return  # of an unknown one the commit that follows says so; the others have no use for them
+            return  # an unknown session is resynced by the commit that follows; the others have no use for states
         num_bytes = session.states.num_bytes
         try:
             session.states.append(message, self._drafter.needs)
@@ -195,12 +195,12 @@ class DraftEngine:
                 self._answer(draft)
 
     def _known_predictions(self, message: Commit) -> tuple[int, ...]:
-        """Return the predictions, all or none: each belongs to a place, and what is drafted must be tokens."""
+        """Return the predictions, or none where one is no token: each belongs to its place, so none can be left out."""
         is_known = first_bad_token(message.predicted_ids, self.vocab_size) is None
         return message.predicted_ids if is_known else ()
 
     def _check_tokens(self, key: SessionKey, token_ids: Sequence[int], *, may_be_empty: bool) -> None:
-        """Refuse a session whose tokens the drafter cannot know: a resync would only bring the same tokens again."""
+        """Refuse a session with ids outside the vocabulary: a resync would bring the same ids again."""
         session = self._sessions.get(key)
         bad = first_bad_token(token_ids, self.vocab_size)
         if session is None or (bad is None and (token_ids or may_be_empty)):
@@ -208,14 +208,14 @@ class DraftEngine:
         self._refuse(session, "empty prefix" if bad is None else f"token id {bad} outside [0, {self.vocab_size})")
 
     def _refuse(self, session: Session, reason: str) -> None:
-        """Draft nothing for a session any more, since saying it again would not mend it."""
+        """Draft nothing for a session any more: a resync would not mend it."""
         self._answer_empty(session)
         session.refusal, session.states = reason, StateBuffer()
         self.counters.num_bad_messages += 1
         self._drafter.release(session.key)
 
     def _draft_length(self, session: Session, max_length: int) -> int:
-        """Return how many tokens to draft; only counts decide, never what would be drawn."""
+        """Return how many tokens to draft. Counts alone decide, never what would be drawn (the trap)."""
         if session.refusal is not None:
             return 0
         # the last drafted token is never computed, so it may lie one beyond the draft model's context
@@ -230,7 +230,7 @@ class DraftEngine:
         return unanswered
 
     def _ask_for_resync(self, key: SessionKey, *, lost_tensors: bool = False) -> None:
-        """Give a session up and say so: what is known of it is not what the verifier believes."""
+        """Drop a session and say so: the verifier believes something else of it."""
         self._drop(key)
         self.counters.num_resyncs += 1
         self._outbox.append((key.peer, Resync(request_id=key.request_id, lost_tensors=lost_tensors)))
@@ -249,7 +249,7 @@ class DraftEngine:
             self._drop(session.key)
 
     def _answer_empty(self, session: Session) -> None:
-        """Give a session that waits for a draft the honest answer, that there is none."""
+        """Answer a session's round, where it has one, by an empty draft."""
         if (unanswered := self._take_round(session)) is not None:
             self._reply_empty(session.key, unanswered.round_id, len(session.token_ids))
 

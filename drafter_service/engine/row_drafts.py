@@ -16,6 +16,7 @@ from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
 from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.product_tree import best_of_product
 from outrider.drafter_service.engine.tree_growth import (
+    DEFAULT_TREES,
     ChainGrowth,
     DrawnGrowth,
     Growing,
@@ -34,10 +35,10 @@ class ProductGrowth:
 
     is_drawn = is_chain = False
     chain_left = 0
-    num_children = BRANCHING
 
-    def __init__(self, forced_ids: Sequence[int], *, num_guesses: int, max_nodes: int) -> None:
+    def __init__(self, forced_ids: Sequence[int], *, num_guesses: int, max_nodes: int, branching: int) -> None:
         self.tree = DraftTree()
+        self.num_children = branching
         self.frontier = [ROOT] if num_guesses else []
         self._forced_ids, self._num_guesses, self._max_nodes = forced_ids, num_guesses, max_nodes
         self._levels: list[Children] = []
@@ -54,15 +55,16 @@ class ProductGrowth:
         return ()
 
 
-def start_rows(ask: Ask, num_guesses: int, trees: TreeConfig) -> Growth:
-    """Start a draft of the forced tokens and of `num_guesses` rows after them."""
-    depth = len(ask.forced_ids) + num_guesses
+def start_rows(ask: Ask, num_guesses: int, *, trees: TreeConfig = DEFAULT_TREES, branching: int = BRANCHING) -> Growth:
+    """Start a draft of the forced tokens and of `num_guesses` rows after them; `branching` is that of best trees."""
+    forced_ids = ask.forced_ids[: ask.length]
+    depth = len(forced_ids) + num_guesses
     if not ask.max_nodes:
         return chain_growth(ask, depth)
     if not draws_rows(ask) or trees.method != "sampled":
-        return ProductGrowth(ask.forced_ids, num_guesses=num_guesses, max_nodes=ask.max_nodes)
+        return ProductGrowth(forced_ids, num_guesses=num_guesses, max_nodes=ask.max_nodes, branching=branching)
     shape = {"depth": depth, "max_nodes": ask.max_nodes, "branching": trees.branching}
-    return DrawnGrowth(ask.forced_ids, has_rows=True, **shape)
+    return DrawnGrowth(forced_ids, has_rows=True, **shape)
 
 
 class _Place(NamedTuple):

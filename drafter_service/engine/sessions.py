@@ -1,7 +1,6 @@
-"""What a drafter remembers of the requests it drafts for: all of it disposable.
+"""What a drafting engine remembers of the requests that it drafts for: all of it disposable.
 
-A session is known by (peer, request), where a peer is one connection of one incarnation of a verifier. Its tokens are
-the committed ones alone; what was drafted, and any KV, belongs to the drafter that drafts.
+A session's tokens are the committed ones. Drafted tokens, and any KV, belong to the drafter.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ class Session:
     cache_salt: str = ""
     states: StateBuffer = field(default_factory=StateBuffer)
     refusal: str | None = None  # why nothing can be drafted for it: its asks are answered by empty drafts
-    answered_s: float | None = None  # when, if the verifier has not come back since
+    answered_s: float | None = None  # when its last draft was; None: the verifier has come back since
     pause_s: RunningMean = field(default_factory=RunningMean)  # from an answer to what the verifier says next
 
     def take_pause(self, now_s: float) -> None:
-        """Note how long the verifier took with the last answer."""
+        """Note how long the verifier took to come back after the last answer."""
         if self.answered_s is not None:
             self.pause_s.observe(now_s - self.answered_s)
             self.answered_s = None
@@ -108,10 +107,10 @@ class SessionTable:
         return idle
 
     def surplus(self) -> list[Session]:
-        """Return the least recently used sessions beyond `max_sessions`, those without an unanswered round first.
+        """Return the sessions beyond `max_sessions`: the least recently used, those without an unanswered round first.
 
-        A verifier that has more than its share loses its own before anybody else's. The newest session is never among
-        them: it is the one that the others make room for.
+        A verifier with more than its share loses sessions before other verifiers do. The newest session is never
+        returned: the others make room for it.
         """
         num_surplus = len(self._sessions) - self.max_sessions
         if num_surplus <= 0:
@@ -125,7 +124,7 @@ class SessionTable:
     def surplus_states(self, max_bytes: int, *, spared: Session) -> list[Session]:
         """Return the least recently used sessions whose hidden states exceed `max_bytes`, in the order of `surplus`.
 
-        `spared` is never among them: it is the one that the others make room for.
+        `spared` is never returned: the others make room for it.
         """
         num_bytes = sum(session.states.num_bytes for session in self)
         others = [session for session in self if session is not spared and session.states.num_bytes]
@@ -148,7 +147,7 @@ class SessionTable:
 
 
 def in_turns(sessions: Iterable[Session]) -> list[Session]:
-    """Return them in their order, but the first of every verifier before anybody's second: none crowds out another."""
+    """Return sessions with the first of every verifier before any verifier's second: none crowds out another."""
     num_before: collections.Counter[str] = collections.Counter()
     turns: list[tuple[int, Session]] = []
     for session in sessions:

@@ -292,10 +292,10 @@ OpenForward = Callable[[dict[int, int], torch.Tensor, int], torch.Tensor]
 
 
 class Levels:
-    """Levels of drafts that are launched one after another where the logits are, and read together.
+    """Levels of drafts that are launched one after another on the logits' device, and read together.
 
-    A chain's next token follows the one before it, whatever that is: the next forward finds it on the device, as an
-    open token. Where a draft may fork its level must be read before the next can be laid out.
+    A chain's next forward needs no token value on the host: it finds the token on the device, as an open token. A draft
+    that may fork needs its level read before the next level can be laid out.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class Levels:
         self._found.append(found)
 
     def follow(self, chains: Sequence[Growing], num_following: Sequence[int], forward: OpenForward) -> None:
-        """Take chains, which are the last level, so many tokens further each, one forward for every level."""
+        """Take the chains of the last level `num_following` tokens further each, one forward for every level."""
         last, num_open = list(range(len(chains))), 0  # the chains of the last level
         while any(num_following[index] > num_open for index in last):
             numbers, places = first_ids(self._found[-1])

@@ -1,4 +1,4 @@
-"""What one step of a head computes: drafts in the making, and the packed batch of their next pairs.
+"""What a head has computed of a session, and the packed batch of its next pairs.
 
 tokens   x0  x1 ... x[n-1]  |<- drafted ->|
 states   h0  h1 ... h[n-2]  of the target
@@ -43,7 +43,7 @@ class HeadState(ForkableState):
         return self.num_cached - self.first + self.num_stem
 
     def num_slots_after(self, share: int) -> int:
-        if self.has_states_to_take:  # some may take the place of what was computed from own states
+        if self.has_states_to_take:  # pairs that began from own states are computed again, in the same slots
             return max(self.num_slots, self.num_true - self.first + share)
         return self.num_slots + share
 
@@ -71,10 +71,10 @@ class HeadState(ForkableState):
         return len(self.next_nodes())
 
     def next_nodes(self) -> list[int]:
-        """Return the drafted tokens whose pairs come next, parents first; none while committed ones are missing.
+        """Return the drafted tokens whose pairs come next, parents first; none while committed pairs are pending.
 
-        The stem goes one by one, since each pair starts from what the one before gives; what forks goes level by level,
-        each time with all that lies between it and the stem.
+        The stem's pairs are computed one by one, since each starts from the state that follows the one before. Beyond a
+        fork a level is computed at once, with all nodes between it and the stem.
         """
         if self.is_catching_up:
             return []
@@ -140,16 +140,16 @@ class HeadState(ForkableState):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadChunk:
-    """What of a session goes into this step's forward: pairs of committed tokens, or of drafted ones."""
+    """A session's part of one forward: pairs of committed tokens, or of drafted ones."""
 
     state: HeadState
     num_tokens: int
-    nodes: list[int]  # the drafted ones; none while it is catching up
-    set_index: int  # the parameters they are computed with
+    nodes: list[int]  # the drafted tokens; none while the session is catching up
+    set_index: int  # of the parameters that the pairs are computed with
 
     @property
     def outlets(self) -> list[int]:
-        """Return the nodes whose outputs are read, ROOT standing for the last committed pair."""
+        """Return the nodes whose outputs are read; ROOT: that of the last committed pair."""
         state = self.state
         if not self.nodes:
             is_last = state.next_pair + self.num_tokens >= max(state.num_states, state.num_cached)
@@ -163,20 +163,20 @@ class HeadChunk:
 
     @property
     def target_states(self) -> torch.Tensor:
-        """The target's states that its pairs start from: [num_tokens, state_size]."""
+        """Return the target's states that the pairs start from: [num_tokens, state_size]."""
         states, begin = self.state.asked.states, self.state.next_pair
         assert states is not None
         return states[begin : begin + self.num_tokens]
 
     @property
     def own_states(self) -> torch.Tensor:
-        """What the pairs of drafted tokens, or of a committed one beyond the target's states, start from."""
+        """Return the head's own states that the pairs start from, beyond the target's: [num_tokens, hidden_size]."""
         state = self.state
         parents = [state.draft.tree.parents[node] for node in self.nodes] or [ROOT]
         return torch.stack([state.feedback[parent] for parent in parents])
 
     def keep(self) -> None:
-        """Keep the KV of committed pairs and of the stem; that of nodes beyond a fork has served."""
+        """Count the KV of committed pairs and of the stem as computed; KV of nodes beyond a fork is dropped."""
         state = self.state
         if self.starts_from_target:
             state.num_true += self.num_tokens

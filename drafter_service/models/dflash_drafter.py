@@ -1,8 +1,8 @@
 """Draft with DFlash: contexts of the target's states in paged KV, blocks of mask tokens that are never cached.
 
-A session's context is the keys and values that the drafter's layers make of the target's states; each round adds those
-of the tokens that were committed since, and they are the target's truth for good. A block attends to them and to
-itself, both ways, so that it takes no slots of the pool. It always has the size that the drafter was trained with.
+A session's context is the keys and values that the drafter's layers make of the target's states. Each round adds those
+of the tokens that were committed since; they never change. A block attends to the context and to itself in both
+directions, and takes no slots of the pool. Its size is the one that the drafter was trained with.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Draft all positions in one pass: what drafters share whose guesses do not see each other.
+"""Draft all positions in one forward: guesses do not see each other.
 
-A canvas (the last committed token, forced ones, masks) is laid after a cached context, and one forward gives a row for
-each token to guess, from which `row_drafts` makes chains and trees. A canvas is never cached: what was guessed is no
-truth, and a mask is no token.
+A canvas (the last committed token, forced tokens, masks) follows a cached context. One forward gives a row for each
+token to guess, and `row_drafts` makes chains and trees of the rows. A canvas is never cached: it is guesses and masks.
 
 tokens   |<- context: computed once, cached ----->| last one |<- forced ->|<- masks ->|
 KV       |<- num_cached ->|<- this step's part ->|<- canvas: for one forward -------->|
@@ -30,10 +29,10 @@ from outrider.verifier_service.messages.graph_counts import GraphCounts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canvas:
-    """What is computed together after the context, starting at the last committed token."""
+    """The tokens that are computed together after the context, from the last committed one on."""
 
     token_ids: list[int]
-    rows: range  # the tokens of it whose logits are wanted, one for each guess; none: nothing can be guessed
+    rows: range  # the canvas tokens whose logits are wanted, one for each guess; empty: nothing can be guessed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ class Chunk:
 
 
 class OnePassModel(Protocol):
-    """What computes contexts and canvases."""
+    """A model that computes contexts and canvases."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -75,10 +74,10 @@ class OnePassModel(Protocol):
         """Whether a canvas takes slots of the KV pool while it is computed."""
 
     def context(self, ask: Ask) -> range:
-        """Return the committed tokens before the last one that a context can be made of: a gap may precede them."""
+        """Return the committed tokens that a context can be made of, all before the last; a gap may precede them."""
 
     def canvas(self, ask: Ask) -> Canvas:
-        """Lay out what is to be computed together."""
+        """Lay out an ask's canvas."""
 
     def execute(self, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         """Run one forward: for each chunk with a canvas the float32 logits [num_rows, vocab_size] of its rows."""
@@ -88,7 +87,7 @@ class OnePassModel(Protocol):
 class CanvasState(PagedState):
     """A session's cached context, and the canvas of its ask."""
 
-    first: int = 0  # the context begins here: what is before it was not to be had
+    first: int = 0  # token at which the context begins: the model cannot compute those before it
     cached_ids: list[int] = field(default_factory=list)  # the tokens whose KV is in the blocks
     canvas: Canvas = Canvas(token_ids=[], rows=range(0))  # of the ask
     context: range = range(0)  # of the ask
@@ -166,12 +165,12 @@ class CanvasForward:
         known = itertools.takewhile(lambda token_id: token_id < self._draft_vocab_size, ask.forced_ids[: ask.length])
         state.ask = ask = replace(ask, token_ids=list(ask.token_ids), forced_ids=tuple(known))
         state.canvas, state.context = self._model.canvas(ask), self._model.context(ask)
-        state.growth = start_rows(ask, len(state.canvas.rows), self._trees)
+        state.growth = start_rows(ask, len(state.canvas.rows), trees=self._trees)
         num_tokens = len(state.canvas.token_ids)
         state.num_together = min(num_tokens, max_num_tokens)
         state.num_canvas_slots = num_tokens if self._model.pages_canvas else 0
         num_kept = num_common(state.cached_ids, ask.token_ids[state.first : state.context.stop])
-        can_go_on = state.context.start <= state.first + num_kept  # the token after those kept is to be had
+        can_go_on = state.context.start <= state.first + num_kept  # the model can compute the token after those kept
         state.roll_back(num_kept if can_go_on else 0)
 
     def run(self, step: Step[CanvasState], follow: Follow[CanvasState]) -> None:

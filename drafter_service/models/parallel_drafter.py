@@ -1,8 +1,8 @@
 """Draft with a causal language model that was taught to guess ahead over mask tokens: all positions in one forward.
 
-PARD (An et al. 2025, arXiv 2504.18583): an ordinary draft model, adapted so that what follows the last committed token
-and K - 1 masks after it are the laws of the next K tokens. The masks are one and the same token, named by the
-checkpoint's config; vLLM serves the same checkpoints as `parallel_drafting`.
+PARD (An et al. 2025, arXiv 2504.18583): an ordinary draft model, adapted to guess the next K tokens from the rows of
+the last committed token and K - 1 masks. All masks are one token, which the checkpoint's config names. vLLM serves
+the same checkpoints as `parallel_drafting`.
 
 canvas   last committed   forced ...   mask   mask   mask
 row      next token       ...          +1     +2     +3     of each, the law of the token after it
@@ -38,7 +38,7 @@ def parse_mask_token_id(config: Mapping[str, Any], vocab_size: int) -> int:
 
 
 class MaskedModel:
-    """A `OnePassModel` over a model runner; the canvas is causal, so it is the end of the sequence like any other."""
+    """A `OnePassModel` over a model runner; the canvas is causal, so it is an ordinary end of the sequence."""
 
     needs = DraftNeeds()
     pages_canvas = True

@@ -1,11 +1,11 @@
-"""Let the target draft for itself, cheaper than it verifies: with part of its layers, or part of its KV.
+"""Let the target draft for itself with part of its layers, or part of its KV: cheaper than verification.
 
-A draft reads the request's own KV in place and writes into scratch blocks, so that nothing of it outlives the draft:
+A draft reads the request's own KV in place and writes its own into scratch blocks, which end with the draft:
 
 table    |<- whole blocks: the request's own, or some of them ->|<- scratch ------------------------------>|
 tokens   |<- committed and computed ------------------------------- copied | the last one |<- drafted ->|
 
-What the first layers have computed for committed tokens is what verification computed: early exit shares their KV.
+Early exit shares the KV of the first layers: verification computed the same for committed tokens.
 """
 
 from __future__ import annotations

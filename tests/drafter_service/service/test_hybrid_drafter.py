@@ -206,8 +206,9 @@ def test_expected_tokens_of_chains_and_trees():
     def result(confidences: tuple[float, ...] | None, parents: tuple[int, ...] | None = None) -> Draft:
         num_tokens = len(confidences or (1, 2))
         return Draft(
-            key=SessionKey("p", "r"),
-            ask_id=1,
+            request_id="r",
+            round_id=1,
+            position=0,
             token_ids=tuple(range(num_tokens)),
             parents=parents,
             confidences=confidences,
