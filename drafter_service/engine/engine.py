@@ -11,7 +11,7 @@ from dataclasses import replace
 from outrider.drafter_service.engine.drafter import GREEDY, Ask, DraftEngineConfig, Drafter, SessionKey
 from outrider.drafter_service.engine.forward_cost import ForwardCost
 from outrider.drafter_service.engine.messages import Addressed
-from outrider.drafter_service.engine.sessions import RunningMean, Session, SessionTable, UnansweredRound, in_turns
+from outrider.drafter_service.engine.sessions import Round, RunningMean, Session, SessionTable, in_turns
 from outrider.drafter_service.engine.spare_time import MAX_AHEAD_TOKENS, RunsAhead, SpareTime
 from outrider.drafter_service.engine.state_buffer import StateBuffer, UnusableStatesError
 from outrider.drafter_service.engine.tokens import first_bad_token, known_prefix
@@ -97,7 +97,7 @@ class DraftEngine:
         """Run one batched step; return (peer, message) for drafts that became complete and for resyncs."""
         self._expire()
         if self._asked:
-            asks = [self._ask_of(session) for session in in_turns(self._asked.values())]
+            asks = [session.round.ask for session in in_turns(self._asked.values()) if session.round is not None]
             with self._spare_time.timed():
                 drafts = self._drafter.draft(asks, max_num_tokens=self._config.max_num_batched_tokens)
             for draft in drafts:
@@ -121,7 +121,7 @@ class DraftEngine:
     def check_integrity(self) -> None:
         """Raise `AssertionError` if sessions, asks and the drafter's own state contradict each other."""
         self._sessions.check_integrity()
-        waiting = {session.round.ask_id for session in self._sessions if session.round is not None}
+        waiting = {session.round.ask.ask_id for session in self._sessions if session.round is not None}
         assert waiting == self._asked.keys(), "asks and unanswered rounds differ"
         self._drafter.check_integrity({session.key for session in self._sessions})
 
@@ -179,18 +179,22 @@ class DraftEngine:
             self._reply_empty(key, message.round_id, len(session.token_ids))
             return
         self._num_asks += 1
-        session.round = UnansweredRound(
-            self._num_asks,
-            message.round_id,
-            length,
-            now_s,
+        ask = Ask(
+            key=key,
+            ask_id=self._num_asks,
+            token_ids=session.token_ids,
+            sampling=GREEDY if self._config.drafts_greedily else session.sampling,
+            length=length,
             max_nodes=max(0, min(message.max_nodes, self._config.max_tree_nodes)),
+            cache_salt=session.cache_salt,
+            states=session.states.tensor,
             predicted_ids=self._known_predictions(message),
             forced_ids=known_prefix(message.forced_ids[:length], self.vocab_size),
         )
-        self._asked[self._num_asks] = session
+        session.round = Round(ask, message.round_id, now_s)
+        self._asked[ask.ask_id] = session
         if self._spare_time.expects(key):
-            draft = self._spare_time.answer(self._ask_of(session), session.pause_s.value)
+            draft = self._spare_time.answer(ask, session.pause_s.value)
             if draft is not None:
                 self._answer(draft)
 
@@ -222,11 +226,11 @@ class DraftEngine:
         room = self._drafter.max_model_len - len(session.token_ids) + 1
         return max(0, min(max_length, self._config.max_draft_length, room))
 
-    def _take_round(self, session: Session) -> UnansweredRound | None:
+    def _take_round(self, session: Session) -> Round | None:
         """Take a session's round from it, where it has one: nobody answers it any more."""
         unanswered, session.round = session.round, None
         if unanswered is not None:
-            del self._asked[unanswered.ask_id]
+            del self._asked[unanswered.ask.ask_id]
         return unanswered
 
     def _ask_for_resync(self, key: SessionKey, *, lost_tensors: bool = False) -> None:
@@ -271,21 +275,6 @@ class DraftEngine:
         self.counters.num_drafts += 1
         self.counters.num_draft_tokens += len(draft.token_ids)
         self._outbox.append((session.key.peer, draft))
-
-    def _ask_of(self, session: Session) -> Ask:
-        assert session.round is not None
-        return Ask(
-            key=session.key,
-            ask_id=session.round.ask_id,
-            token_ids=session.token_ids,
-            sampling=GREEDY if self._config.drafts_greedily else session.sampling,
-            length=session.round.length,
-            max_nodes=session.round.max_nodes,
-            cache_salt=session.cache_salt,
-            states=session.states.tensor,
-            predicted_ids=session.round.predicted_ids,
-            forced_ids=session.round.forced_ids,
-        )
 
     def _reply_empty(self, key: SessionKey, round_id: int, position: int) -> None:
         draft = Draft(request_id=key.request_id, round_id=round_id, position=position, token_ids=())

@@ -129,11 +129,12 @@ class PagedDrafter(Generic[StateT]):
 
     def _state_of(self, ask: Ask, max_num_tokens: int) -> StateT:
         """Return the session's state; where the ask is new, the state takes it up."""
-        state = self._states.setdefault(ask.key, self._forward.new_state())
-        if state.ask is not None and state.ask.ask_id == ask.ask_id:
+        state = self._states.get(ask.key)
+        if state is not None and state.ask is not None and state.ask.ask_id == ask.ask_id:
             return state
         self.forget_outcomes(ask.key)
-        self._states[ask.key] = self._states.pop(ask.key)  # most recently asked
+        state = self._states.pop(ask.key, None) or self._forward.new_state()
+        self._states[ask.key] = state  # most recently asked
         growth = self._cache.start(ask) if self._cache is not None and can_branch(ask) else None
         self._forward.begin(state, ask, max_num_tokens=max_num_tokens, growth=growth)
         self._trim(state)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from outrider.drafter_service.engine.drafter import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.state_buffer import StateBuffer
 from outrider.verifier_service.messages.draft import DraftSampling
 
@@ -26,17 +27,12 @@ class RunningMean:
         self.value = value if self.value is None else self.value + SMOOTHING * (value - self.value)
 
 
-@dataclass(slots=True)
-class UnansweredRound:
-    """One unanswered ask of a session."""
+class Round(NamedTuple):
+    """An unanswered ask, and the verifier's number of it."""
 
-    ask_id: int  # the engine's own number
-    round_id: int  # the verifier's
-    length: int  # fixed here, before any token of it is drawn
+    ask: Ask  # its length is fixed before any token of the draft is drawn
+    round_id: int
     asked_s: float
-    max_nodes: int = 0
-    predicted_ids: tuple[int, ...] = ()
-    forced_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -47,7 +43,7 @@ class Session:
     sampling: DraftSampling
     token_ids: list[int]
     last_used_s: float
-    round: UnansweredRound | None = None
+    round: Round | None = None
     cache_salt: str = ""
     states: StateBuffer = field(default_factory=StateBuffer)
     refusal: str | None = None  # why nothing can be drafted for it: its asks are answered by empty drafts
