@@ -18,6 +18,7 @@ from outrider.drafter_service.engine.product_tree import best_of_product
 from outrider.drafter_service.engine.tree_growth import (
     DEFAULT_TREES,
     ChainGrowth,
+    DraftRules,
     DrawnGrowth,
     Growing,
     Growth,
@@ -75,23 +76,18 @@ class _Place(NamedTuple):
     level: int  # of the row, after the forced tokens
 
 
-def grow_rows(
-    drafts: Sequence[Growing], rows: Sequence[torch.Tensor], rng: torch.Generator, *, vocab_size: int, top_n: int
-) -> None:
-    """Grow drafts to their end: rows are float32 logits [num_guesses, >= vocab_size] of each.
-
-    Drafts are made in the first `vocab_size` ids; rows on the wire have `top_n` tokens.
-    """
+def grow_rows(drafts: Sequence[Growing], rows: Sequence[torch.Tensor], rules: DraftRules) -> None:
+    """Grow drafts to their end: rows are float32 logits [num_guesses, model_vocab_size] of each."""
 
     def choose(places: Sequence[_Place]) -> list[Children]:
         found = launch_children(
             torch.stack([place.row for place in places]),
             [place.draft.ask.sampling for place in places],
             [place.draft.first_position + len(place.draft.ask.forced_ids) + place.level for place in places],
-            rng,
-            vocab_size=vocab_size,
+            rules.rng,
+            vocab_size=rules.vocab_size,
             num_children=max(place.draft.growth.num_children for place in places),
-            top_n=top_n,
+            top_n=rules.top_n,
             sampled=places[0].draft.growth.is_drawn,
         )
         return read_children(found)

@@ -86,6 +86,17 @@ class TreeConfig:
 DEFAULT_TREES = TreeConfig()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRules:
+    """How tokens are chosen from logits."""
+
+    rng: torch.Generator  # of the host; it draws unseeded drafts
+    vocab_size: int  # drafts are made of the first ids: those that the target knows, too
+    top_n: int = 32  # tokens of a row on the wire
+    trees: TreeConfig = DEFAULT_TREES
+    read_back: ReadBack = CopyBack  # waits for what lies where the logits are
+
+
 def start_growth(ask: Ask, trees: TreeConfig, *, vocab_size: int, max_nodes: int | None = None) -> Growth:
     """Start a chain, or a tree where the ask allows one.
 
@@ -298,10 +309,8 @@ class Levels:
     that may fork needs its level read before the next level can be laid out.
     """
 
-    def __init__(
-        self, rng: torch.Generator, *, vocab_size: int, top_n: int, read_back: ReadBack = CopyBack
-    ) -> None:
-        self._rng, self._vocab_size, self._top_n, self._read_back = rng, vocab_size, top_n, read_back
+    def __init__(self, rules: DraftRules) -> None:
+        self._rules = rules
         self._levels: list[Sequence[Growing]] = []
         self._found: list[list[ChildrenOnDevice]] = []  # by level
 
@@ -318,10 +327,10 @@ class Levels:
                 select_rows(logits, rows),
                 [owners[row].ask.sampling for row in rows],
                 [positions[row] for row in rows],
-                self._rng,
-                vocab_size=self._vocab_size,
+                self._rules.rng,
+                vocab_size=self._rules.vocab_size,
                 num_children=max(owners[row].growth.num_children for row in rows),
-                top_n=self._top_n,
+                top_n=self._rules.top_n,
                 sampled=is_drawn,
             )
             if len(rows) < len(owners):
@@ -349,7 +358,7 @@ class Levels:
 
     def read(self) -> None:
         """Wait for the device, and let all drafts grow."""
-        for growing, found in zip(self._levels, read_levels(self._found, self._read_back), strict=True):
+        for growing, found in zip(self._levels, read_levels(self._found, self._rules.read_back), strict=True):
             children = iter(found)
             for each in growing:
                 each.growth.grow([next(children) for _ in each.growth.frontier])

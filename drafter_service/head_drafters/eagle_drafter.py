@@ -17,17 +17,16 @@ from functools import partial
 
 import torch
 
-from outrider.drafter_service.engine.draft_sampler import ReadBack, select_rows
+from outrider.drafter_service.engine.draft_sampler import select_rows
 from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.open_tokens import OpenToken, pack_open
-from outrider.drafter_service.engine.paged_drafter import Follow, PagedDrafter
+from outrider.drafter_service.engine.paged_drafter import Follow
 from outrider.drafter_service.engine.paged_state import Step
 from outrider.drafter_service.engine.tree_growth import (
-    DEFAULT_TREES,
+    DraftRules,
     Growing,
     Growth,
     Levels,
-    TreeConfig,
     start_growth,
 )
 from outrider.drafter_service.head_drafters.head_batch import (
@@ -38,7 +37,6 @@ from outrider.drafter_service.head_drafters.head_batch import (
     pack_pairs,
 )
 from outrider.drafter_service.head_drafters.head_runner import HeadRows, HeadRunner
-from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.draft import ROOT, DraftNeeds
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 
@@ -46,24 +44,14 @@ from outrider.verifier_service.messages.graph_counts import GraphCounts
 class HeadForward:
     """A `Forward` over a head: one forward for each parameter set in use."""
 
-    def __init__(
-        self,
-        runner: HeadRunner,
-        rng: torch.Generator,
-        *,
-        vocab_size: int,
-        top_n: int,
-        trees: TreeConfig,
-        read_back: ReadBack,
-    ) -> None:
+    def __init__(self, runner: HeadRunner, rules: DraftRules) -> None:
         self.num_forwards = 0
         self.graph_counts: GraphCounts | None = runner.graph_counts
         self.needs = DraftNeeds(taps=runner.heads.first.taps)
         self.vocab_size, self.max_model_len = runner.vocab_size, runner.max_model_len
         self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
         self._runner = runner
-        self._rng = rng
-        self._draft_vocab_size, self._top_n, self._trees, self._read_back = vocab_size, top_n, trees, read_back
+        self._rules = rules
         self._is_switched = len(runner.heads) > 1
 
     def can_draft(self, ask: Ask) -> bool:
@@ -82,11 +70,13 @@ class HeadForward:
         if ask.max_nodes and self._is_switched:
             shaped = replace(ask, length=min(ask.length, ask.max_nodes), max_nodes=0)
         if growth is None:  # nodes beside each other are computed in one step
-            growth = start_growth(shaped, self._trees, vocab_size=self._draft_vocab_size, max_nodes=max_num_tokens)
+            growth = start_growth(
+                shaped, self._rules.trees, vocab_size=self._rules.vocab_size, max_nodes=max_num_tokens
+            )
         state.begin(ask, growth)
 
     def run(self, step: Step[HeadState], follow: Follow[HeadState]) -> None:
-        levels = Levels(self._rng, vocab_size=self._draft_vocab_size, top_n=self._top_n, read_back=self._read_back)
+        levels = Levels(self._rules)
         chunks = [self._chunk(state, share) for state, share in step.parts]
         growing: list[HeadState] = []
         copies = step.copy_sources, step.copy_targets  # before the first forward
@@ -162,32 +152,6 @@ class HeadForward:
         if growing:
             levels.launch(_drafts_of(growing), select_rows(rows.logits, wanted))
         return growing
-
-
-def eagle_drafter(
-    runner: HeadRunner,
-    rng: torch.Generator,
-    *,
-    vocab_size: int | None = None,
-    top_n: int = 32,
-    trees: TreeConfig = DEFAULT_TREES,
-    num_ahead_branches: int = 0,
-    read_back: ReadBack = CopyBack,
-) -> PagedDrafter[HeadState]:
-    """Make a `Drafter` of a head.
-
-    Drafts are made of the first `vocab_size` ids (the target's vocabulary); None: of all that the head has.
-    `num_ahead_branches` is `PagedDrafter`'s. `read_back` waits for what lies where the runner's logits are.
-    """
-    forward = HeadForward(
-        runner,
-        rng,
-        vocab_size=runner.vocab_size if vocab_size is None else vocab_size,
-        top_n=top_n,
-        trees=trees,
-        read_back=read_back,
-    )
-    return PagedDrafter(forward, num_ahead_branches=num_ahead_branches)
 
 
 def _drafts_of(states: Sequence[HeadState]) -> list[Growing]:

@@ -13,7 +13,7 @@ import torch
 
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.row_drafts import grow_rows, start_rows
-from outrider.drafter_service.engine.tree_growth import Growing, Growth, answer_of
+from outrider.drafter_service.engine.tree_growth import DraftRules, Growing, Growth, answer_of
 from outrider.drafter_service.head_drafters.last_state import (
     LAST_STATE_NEEDS,
     draft_depth,
@@ -47,9 +47,8 @@ class MedusaDrafter:
         if heads.token_map is not None and int(heads.token_map.min()) >= vocab_size:
             raise ValueError(f"vocab_size: no id of the heads' token_map is below {vocab_size}")
         self._heads = heads
-        self._rng = rng
         self.vocab_size, self.max_model_len, self.needs = vocab_size, max_model_len, LAST_STATE_NEEDS
-        self._top_n, self._branching = top_n, branching
+        self._rules, self._branching = DraftRules(rng=rng, vocab_size=vocab_size, top_n=top_n), branching
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Answer as many asks as fit, oldest first, by one forward of the heads over all of them.
@@ -61,7 +60,7 @@ class MedusaDrafter:
         drafts = [Growing(ask, self._start(ask), len(ask.token_ids)) for ask in taken]
         if guessing := [draft for draft in drafts if draft.growth.frontier]:
             rows = self._rows([draft.ask for draft in guessing])
-            grow_rows(guessing, rows, self._rng, vocab_size=self.vocab_size, top_n=self._top_n)
+            grow_rows(guessing, rows, self._rules)
         return [answer_of(draft.ask, draft.growth) for draft in drafts]
 
     def release(self, key: SessionKey) -> None:

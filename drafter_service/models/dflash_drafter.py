@@ -17,12 +17,10 @@ import torch
 import torch.nn.functional as F
 
 from outrider.drafter_service.engine.drafter import Ask
-from outrider.drafter_service.engine.paged_drafter import PagedDrafter
-from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, TreeConfig
 from outrider.drafter_service.heads.dflash import DFlashHead, parse_config
 from outrider.drafter_service.heads.head_files import CONFIG_NAME, read_json
 from outrider.drafter_service.heads.head_layer import Attend, HeadError, make_lean
-from outrider.drafter_service.models.one_pass_drafter import Canvas, CanvasState, Chunk, one_pass_drafter
+from outrider.drafter_service.models.one_pass_drafter import Canvas, Chunk
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.model.attention import KVPool
 from outrider.verifier_service.model.config import ModelConfig
@@ -201,15 +199,3 @@ def load_dflash(
         )
     make_lean(head, fuses_attention=False)  # contexts have keys and values, and no queries
     return DFlashModel.sized_by(head, config)
-
-
-def dflash_drafter(
-    model: DFlashModel,
-    rng: torch.Generator,
-    *,
-    vocab_size: int | None = None,
-    top_n: int = 32,
-    trees: TreeConfig = DEFAULT_TREES,
-) -> PagedDrafter[CanvasState]:
-    """Make a `Drafter` of a DFlash model; the other arguments are those of `one_pass_drafter`."""
-    return one_pass_drafter(model, rng, vocab_size=vocab_size, top_n=top_n, trees=trees)

@@ -17,24 +17,21 @@ from functools import partial
 
 import torch
 
-from outrider.drafter_service.engine.draft_sampler import ReadBack
 from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.kv_budget import num_common
 from outrider.drafter_service.engine.open_tokens import OpenToken, pack_open
-from outrider.drafter_service.engine.paged_drafter import Follow, PagedDrafter
+from outrider.drafter_service.engine.paged_drafter import Follow
 from outrider.drafter_service.engine.paged_state import ForkableState, Step
 from outrider.drafter_service.engine.tree_growth import (
-    DEFAULT_TREES,
+    DraftRules,
     Growing,
     Growth,
     Levels,
-    TreeConfig,
     nodes_to_compute,
     start_growth,
     stem_length,
 )
 from outrider.verifier_service.engine.runners import Runner
-from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.graph_counts import GraphCounts
@@ -120,24 +117,19 @@ class ModelForward:
     """A `Forward` over a model runner."""
 
     def __init__(
-        self,
-        runner: Runner,
-        rng: torch.Generator,
-        *,
-        vocab_size: int,
-        top_n: int,
-        trees: TreeConfig,
-        first_position: Callable[[Ask], int] | None,
-        read_back: ReadBack,
+        self, runner: Runner, rules: DraftRules, *, first_position: Callable[[Ask], int] | None = None
     ) -> None:
+        """`first_position` says where in the target's sequence an ask's draft begins: seeded noise depends on it.
+
+        None: after the ask's tokens, which are the target's.
+        """
         self.num_forwards = 0
         self.graph_counts: GraphCounts | None = None
         self.needs = DraftNeeds()
         self.vocab_size, self.max_model_len = runner.vocab_size, runner.max_model_len
         self.num_blocks, self.block_size = runner.num_blocks, runner.block_size
         self._runner = runner
-        self._rng = rng
-        self._draft_vocab_size, self._top_n, self._trees, self._read_back = vocab_size, top_n, trees, read_back
+        self._rules = rules
         self._first_position = first_position or (lambda ask: len(ask.token_ids))
 
     def can_draft(self, ask: Ask) -> bool:
@@ -148,7 +140,7 @@ class ModelForward:
 
     def begin(self, state: ModelState, ask: Ask, *, max_num_tokens: int, growth: Growth | None) -> None:
         if growth is None:  # nodes beside each other are computed in one step
-            growth = start_growth(ask, self._trees, vocab_size=self._draft_vocab_size, max_nodes=max_num_tokens)
+            growth = start_growth(ask, self._rules.trees, vocab_size=self._rules.vocab_size, max_nodes=max_num_tokens)
         state.begin(ask, growth)
 
     def run(self, step: Step[ModelState], follow: Follow[ModelState]) -> None:
@@ -158,7 +150,7 @@ class ModelForward:
             state.num_cached += min(share, state.num_tokens_pending)
         self.num_forwards += 1
         logits = self._runner.execute(batch)  # [num_frontier_nodes, vocab_size]
-        levels = Levels(self._rng, vocab_size=self._draft_vocab_size, top_n=self._top_n, read_back=self._read_back)
+        levels = Levels(self._rules)
         growing = [Growing(state.asked, state.draft, self._first_position(state.asked)) for state in whole]
         levels.launch(growing, logits)
         num_following = follow(whole)
@@ -178,36 +170,6 @@ class ModelForward:
             tokens.append(OpenToken(token_id, place, states[index].block_table, place))
         self.num_forwards += 1
         return self._runner.execute(pack_open(tokens, self.block_size), numbers)
-
-
-def model_drafter(
-    runner: Runner,
-    rng: torch.Generator,
-    *,
-    vocab_size: int | None = None,
-    top_n: int = 32,
-    trees: TreeConfig = DEFAULT_TREES,
-    first_position: Callable[[Ask], int] | None = None,
-    num_ahead_branches: int = 0,
-    read_back: ReadBack = CopyBack,
-) -> PagedDrafter[ModelState]:
-    """Make a `Drafter` of a draft model.
-
-    Drafts are made of the first `vocab_size` ids (the target's vocabulary); None: of all that the model has.
-    `first_position` says where in the target's sequence an ask's draft begins, which the noise of seeded requests
-    depends on; None: after the ask's tokens, which are the target's. `num_ahead_branches` is `PagedDrafter`'s.
-    `read_back` waits for what lies where the runner's logits are.
-    """
-    forward = ModelForward(
-        runner,
-        rng,
-        vocab_size=runner.vocab_size if vocab_size is None else vocab_size,
-        top_n=top_n,
-        trees=trees,
-        first_position=first_position,
-        read_back=read_back,
-    )
-    return PagedDrafter(forward, num_ahead_branches=num_ahead_branches)
 
 
 def _pack(step: Step[ModelState], block_size: int) -> ScheduledBatch:

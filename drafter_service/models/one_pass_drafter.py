@@ -18,10 +18,10 @@ import torch
 
 from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.kv_budget import num_common
-from outrider.drafter_service.engine.paged_drafter import Follow, PagedDrafter
+from outrider.drafter_service.engine.paged_drafter import Follow
 from outrider.drafter_service.engine.paged_state import PagedState, Step
 from outrider.drafter_service.engine.row_drafts import grow_rows, start_rows
-from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, Growing, Growth, TreeConfig
+from outrider.drafter_service.engine.tree_growth import DraftRules, Growing, Growth
 from outrider.verifier_service.messages.batch import slots_of
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.messages.graph_counts import GraphCounts
@@ -143,16 +143,13 @@ class CanvasState(PagedState):
 class CanvasForward:
     """A `Forward` over a one-pass model."""
 
-    def __init__(
-        self, model: OnePassModel, rng: torch.Generator, *, vocab_size: int, top_n: int, trees: TreeConfig
-    ) -> None:
+    def __init__(self, model: OnePassModel, rules: DraftRules) -> None:
         self.num_forwards = 0
         self.graph_counts: GraphCounts | None = None
         self.vocab_size, self.max_model_len, self.needs = model.vocab_size, model.max_model_len, model.needs
         self.num_blocks, self.block_size = model.num_blocks, model.block_size
         self._model = model
-        self._rng = rng
-        self._draft_vocab_size, self._top_n, self._trees = vocab_size, top_n, trees
+        self._rules = rules
 
     def can_draft(self, ask: Ask) -> bool:
         return True  # where nothing can be guessed, the forced tokens alone are the draft
@@ -162,10 +159,10 @@ class CanvasForward:
 
     def begin(self, state: CanvasState, ask: Ask, *, max_num_tokens: int, growth: Growth | None) -> None:
         assert growth is None, "a canvas is drafted at once: nobody starts its draft elsewhere"
-        known = itertools.takewhile(lambda token_id: token_id < self._draft_vocab_size, ask.forced_ids[: ask.length])
+        known = itertools.takewhile(lambda token_id: token_id < self._rules.vocab_size, ask.forced_ids[: ask.length])
         state.ask = ask = replace(ask, token_ids=list(ask.token_ids), forced_ids=tuple(known))
         state.canvas, state.context = self._model.canvas(ask), self._model.context(ask)
-        state.growth = start_rows(ask, len(state.canvas.rows), trees=self._trees)
+        state.growth = start_rows(ask, len(state.canvas.rows), trees=self._rules.trees)
         num_tokens = len(state.canvas.token_ids)
         state.num_together = min(num_tokens, max_num_tokens)
         state.num_canvas_slots = num_tokens if self._model.pages_canvas else 0
@@ -181,20 +178,4 @@ class CanvasForward:
             state.cached_ids.extend(chunk.ask.token_ids[chunk.begin : chunk.end])
         ready = [state for state, chunk in zip(step.states, chunks, strict=True) if chunk.canvas is not None]
         drafts = [Growing(state.asked, state.draft, len(state.asked.token_ids)) for state in ready]
-        grow_rows(drafts, rows, self._rng, vocab_size=self._draft_vocab_size, top_n=self._top_n)
-
-
-def one_pass_drafter(
-    model: OnePassModel,
-    rng: torch.Generator,
-    *,
-    vocab_size: int | None = None,
-    top_n: int = 32,
-    trees: TreeConfig = DEFAULT_TREES,
-) -> PagedDrafter[CanvasState]:
-    """Make a `Drafter` of a one-pass model.
-
-    Drafts are made of the first `vocab_size` ids (the target's vocabulary); None: of all that the model has.
-    """
-    size = model.vocab_size if vocab_size is None else vocab_size
-    return PagedDrafter(CanvasForward(model, rng, vocab_size=size, top_n=top_n, trees=trees))
+        grow_rows(drafts, rows, self._rules)

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from outrider.drafter_service.engine.drafter import Ask
-from outrider.drafter_service.engine.paged_drafter import PagedDrafter
-from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, TreeConfig
-from outrider.drafter_service.models.one_pass_drafter import Canvas, CanvasState, Chunk, one_pass_drafter
+from outrider.drafter_service.models.one_pass_drafter import Canvas, Chunk
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import DraftNeeds
@@ -60,20 +58,6 @@ class MaskedModel:
     def execute(self, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         logits = self._runner.execute(_pack(chunks, self.block_size))  # [num_rows, vocab_size]
         return list(logits.split([len(chunk.canvas.rows) for chunk in chunks if chunk.canvas is not None]))
-
-
-def parallel_drafter(
-    runner: Runner,
-    rng: torch.Generator,
-    *,
-    mask_token_id: int,
-    vocab_size: int | None = None,
-    top_n: int = 32,
-    trees: TreeConfig = DEFAULT_TREES,
-) -> PagedDrafter[CanvasState]:
-    """Make a `Drafter` of an adapted draft model; the other arguments are those of `one_pass_drafter`."""
-    model = MaskedModel(runner, mask_token_id)
-    return one_pass_drafter(model, rng, vocab_size=vocab_size, top_n=top_n, trees=trees)
 
 
 def _pack(chunks: Sequence[Chunk], block_size: int) -> ScheduledBatch:

@@ -19,8 +19,9 @@ import torch
 
 from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
 from outrider.drafter_service.engine.kv_budget import num_common
-from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, TreeConfig
-from outrider.drafter_service.models.model_drafter import model_drafter
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
+from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, DraftRules, TreeConfig
+from outrider.drafter_service.models.model_drafter import ModelForward
 from outrider.drafter_service.models.vocabulary_map import MappedRunner, TextTokenizer, VocabularyMap
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.draft import Draft, DraftNeeds, DraftSampling
@@ -209,13 +210,9 @@ class IntersectionDrafter:
         self._target, self._draft = target_tokenizer, draft_tokenizer
         self._first_ids = [self.vocab_size + token_id for token_id in first_ids]
         self._sessions: dict[SessionKey, _Mapped] = {}
-        self._inner = model_drafter(
-            mapped,
-            rng,
-            vocab_size=self.vocab_size,
-            top_n=top_n,
-            trees=trees,
-            first_position=lambda ask: len(self._sessions[ask.key].target_ids),
+        rules = DraftRules(rng=rng, vocab_size=self.vocab_size, top_n=top_n, trees=trees)
+        self._inner = PagedDrafter(
+            ModelForward(mapped, rules, first_position=lambda ask: len(self._sessions[ask.key].target_ids))
         )
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:

@@ -18,6 +18,7 @@ import torch
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.tree_growth import (
     DEFAULT_TREES,
+    DraftRules,
     Growing,
     Growth,
     Levels,
@@ -74,10 +75,9 @@ class SelfDrafter:
         self.vocab_size, self.max_model_len = view.vocab_size, view.max_model_len
         self.needs = DraftNeeds()
         self._view = view
-        self._rng = rng
         self._num_layers = num_layers
         self._choose_blocks = choose_blocks or _all_blocks
-        self._trees, self._top_n = trees, top_n
+        self._rules = DraftRules(rng=rng, vocab_size=view.vocab_size, top_n=top_n, trees=trees)
 
     def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Draft for as many asks, oldest first, as there is scratch for, from the first token to the last.
@@ -120,7 +120,7 @@ class SelfDrafter:
         shared = self._choose_blocks(self._view, request)
         return _Draft(
             ask=ask,
-            growth=start_growth(ask, self._trees, vocab_size=self.vocab_size),
+            growth=start_growth(ask, self._rules.trees, vocab_size=self.vocab_size),
             block_table=[*shared, *scratch],
             num_prefix_tokens=len(shared) * size + num_partial,
             copy=(request.block_table[num_whole], scratch[0]) if num_partial else None,
@@ -132,7 +132,7 @@ class SelfDrafter:
         for draft in drafts:
             draft.num_kept = 1 + stem_length(draft.growth.tree)
         growing = [Growing(draft.ask, draft.growth, len(draft.ask.token_ids)) for draft in drafts]
-        level = Levels(self._rng, vocab_size=self.vocab_size, top_n=self._top_n)
+        level = Levels(self._rules)
         level.launch(growing, logits)
         level.read()
 

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
-from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
@@ -26,6 +25,7 @@ from outrider.verifier_service.model.step_graphs import GraphBackend
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from tiny.drafters import model_drafter
 from tiny.models import make_model
 
 BLOCK_SIZE = 4

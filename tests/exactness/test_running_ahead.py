@@ -22,7 +22,7 @@ from exactness.small_engines import NoDrafts, generate, load, make_engine, pertu
 from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
-from outrider.drafter_service.models.model_drafter import ModelState, model_drafter
+from outrider.drafter_service.models.model_drafter import ModelState
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
@@ -34,6 +34,7 @@ from outrider.verifier_service.messages.request import (
     SpeculationPlan,
     VerificationMode,
 )
+from tiny.drafters import model_drafter
 from tiny.models import make_model, random_sequences
 
 NUM_BRANCHES = 6

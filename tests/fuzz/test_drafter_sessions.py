@@ -21,7 +21,6 @@ from fuzz.tally import TALLY
 from outrider.drafter_service.engine.drafter import DraftEngineConfig, Drafter
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.tree_growth import TreeConfig
-from outrider.drafter_service.head_drafters.eagle_drafter import eagle_drafter
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
 from outrider.drafter_service.head_drafters.mlp_drafter import MlpDrafter
@@ -32,9 +31,7 @@ from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.drafter_service.lookup.lookahead_drafter import LookaheadDrafter
 from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
 from outrider.drafter_service.lookup.suffix_drafter import SuffixDrafter
-from outrider.drafter_service.models.dflash_drafter import DFlashModel, dflash_drafter
-from outrider.drafter_service.models.model_drafter import model_drafter
-from outrider.drafter_service.models.parallel_drafter import parallel_drafter
+from outrider.drafter_service.models.dflash_drafter import DFlashModel
 from outrider.drafter_service.models.translated_drafter import IntersectionDrafter, TextDrafter
 from outrider.drafter_service.models.vocabulary_map import VocabularyMap
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
@@ -52,6 +49,7 @@ from outrider.verifier_service.messages.draft import (
 )
 from outrider.verifier_service.messages.wire import decode, encode
 from tiny.dflash import dflash_head
+from tiny.drafters import eagle_drafter, model_drafter, one_pass_drafter, parallel_drafter
 from tiny.heads import VOCAB_SIZE, eagle3_head, eagle_head
 
 MAX_LENGTH, MAX_NODES = 5, 9
@@ -151,7 +149,7 @@ KINDS = {
     "eagle": Kind(lambda: eagle(eagle_head()), width=eagle_head().state_size),
     "eagle3": Kind(lambda: eagle(eagle3_head()), width=eagle3_head().state_size),
     "dflash": Kind(
-        lambda: dflash_drafter(DFlashModel(dflash_head(), num_blocks=24, block_size=4, max_model_len=64), rng()),
+        lambda: one_pass_drafter(DFlashModel(dflash_head(), num_blocks=24, block_size=4, max_model_len=64), rng()),
         width=dflash_head().state_size,
     ),
 }

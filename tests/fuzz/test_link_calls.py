@@ -21,7 +21,6 @@ from fuzz.servers import CALL_TIMEOUT_S, Loop, kept_open, status_of
 from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
 from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
-from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.engine.engine import failure
@@ -39,6 +38,7 @@ from outrider.verifier_service.messages.link import (
 )
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams
 from outrider.verifier_service.messages.wire import decode, encode
+from tiny.drafters import model_drafter
 
 VOCAB_SIZE = 97
 IDENTITY = DrafterIdentity(

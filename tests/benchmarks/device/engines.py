@@ -26,7 +26,6 @@ from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.messages import DrafterReady
 from outrider.drafter_service.engine.warm_up import warm_up as warm_up_drafter
-from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.service.rank_main import DraftLoop
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
@@ -42,6 +41,7 @@ from outrider.verifier_service.model.ranks import PipeListener, RankSpec, connec
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from tiny.drafters import model_drafter
 
 DRAFT_LENGTH = 4
 PROMPT_LENGTH = 64

@@ -9,9 +9,9 @@ from fakes.runner import TimedRunner
 from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.forward_cost import ForwardCost, MeteredRunner
-from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import Commit, DraftSampling, Open
+from tiny.drafters import model_drafter
 
 CONTEXT_S = 1e-5
 

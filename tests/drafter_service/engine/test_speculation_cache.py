@@ -16,7 +16,6 @@ from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, Sess
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.speculation_cache import BranchingChain
 from outrider.drafter_service.engine.tree_growth import Growth
-from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,
     Close,
@@ -27,6 +26,7 @@ from outrider.verifier_service.messages.draft import (
     SparseRow,
     check_draft,
 )
+from tiny.drafters import model_drafter
 
 GREEDY = DraftSampling(temperature=0.0)
 DRAWN = DraftSampling(temperature=1.0)

@@ -10,11 +10,10 @@ from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.tree_growth import TreeConfig
 from outrider.drafter_service.engine.warm_up import NUM_ACCEPTED, PROMPT_LENGTH, warm_up
-from outrider.drafter_service.head_drafters.eagle_drafter import eagle_drafter
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.heads.switched import SwitchedHeads
-from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.verifier_service.messages.draft import DraftNeeds
+from tiny.drafters import eagle_drafter, model_drafter
 from tiny.heads import eagle3_head
 
 LENGTH = 4

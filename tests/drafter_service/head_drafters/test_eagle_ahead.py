@@ -13,12 +13,12 @@ import torch
 from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.spare_time import TRIED_ANSWERS
-from outrider.drafter_service.head_drafters.eagle_drafter import eagle_drafter
 from outrider.drafter_service.head_drafters.head_runner import LAYER_INDEX, HeadRunner
 from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, States, check_draft
+from tiny.drafters import eagle_drafter
 from tiny.heads import VOCAB_SIZE, SlowDrafting, eagle3_head, eagle_head, greedy_chain, mtp_head, states_of
 
 GREEDY = DraftSampling(temperature=0.0)

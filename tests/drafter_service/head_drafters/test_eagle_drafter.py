@@ -10,7 +10,6 @@ import torch
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.engine.tree_growth import TreeConfig
-from outrider.drafter_service.head_drafters.eagle_drafter import eagle_drafter
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
@@ -18,6 +17,7 @@ from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.draft import FINAL_TAP, ROOT, Draft, DraftSampling, check_draft
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.sampler import target_probs
+from tiny.drafters import eagle_drafter
 from tiny.heads import VOCAB_SIZE, SlowDrafting, eagle3_head, eagle_head, greedy_chain, mtp_head, states_of
 from tiny.played_graphs import played_backend
 

@@ -19,7 +19,6 @@ from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.kv_budget import num_common, share_budget
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.engine.tree_growth import Growth, TreeConfig, start_growth
-from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import (
@@ -34,6 +33,7 @@ from outrider.verifier_service.messages.draft import (
     check_draft,
 )
 from outrider.verifier_service.sampling.sampler import target_probs
+from tiny.drafters import model_drafter
 from tiny.models import full_logits, make_model, random_sequences
 
 GREEDY = DraftSampling(temperature=0.0)

@@ -19,7 +19,7 @@ from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, Sess
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.engine.tree_growth import TreeConfig, fixed_shape
-from outrider.drafter_service.models.parallel_drafter import parallel_drafter, parse_mask_token_id
+from outrider.drafter_service.models.parallel_drafter import parse_mask_token_id
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
@@ -39,6 +39,7 @@ from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
 from outrider.verifier_service.sampling.sampler import target_probs
+from tiny.drafters import parallel_drafter
 from tiny.models import VOCAB_SIZE, full_logits, make_checkpoint, make_model, random_sequences
 
 MASK_ID = 255

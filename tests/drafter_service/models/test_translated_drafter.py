@@ -13,12 +13,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from exactness.small_engines import Limits, NoDrafts, generate, load, make_engine
 from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, Drafter, SessionKey
 from outrider.drafter_service.engine.engine import DraftEngine
-from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.models.translated_drafter import IntersectionDrafter, TextDrafter
 from outrider.drafter_service.models.vocabulary_map import FileTokenizer, VocabularyMap
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftNeeds, DraftSampling
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
+from tiny.drafters import model_drafter
 from tiny.models import make_model
 
 TEXT = (

@@ -70,7 +70,7 @@ def test_a_method_is_built_as_its_drafter_within_the_targets_limits(folder: Path
     assert isinstance(drafter, kind)
     assert drafter.vocab_size == (300 if method is Method.DRAFT_MODEL else VOCAB_SIZE), "the one that it knows"
     if method is Method.DRAFT_MODEL:
-        assert drafter._forward._draft_vocab_size == VOCAB_SIZE, "it drafts nothing that the target does not know"
+        assert drafter._forward._rules.vocab_size == VOCAB_SIZE, "it drafts nothing that the target does not know"
     assert drafter.max_model_len == (128 if method is Method.DRAFT_MODEL else 99)
 
 
@@ -97,7 +97,7 @@ def test_options_reach_the_drafter(folder: Path):
     with pytest.raises(ValueError, match="exit_layer"):
         build_drafter(spec_of(folder, method=Method.EARLY_EXIT, exit_layer=4), view=VIEW)
     trees = build_drafter(spec_of(folder, method=Method.SPARSE, tree_method="top_k"), view=VIEW)
-    assert trees._trees.method == "top_k"
+    assert trees._rules.trees.method == "top_k"
 
 
 def test_a_hybrid_looks_up_what_is_free_and_drafts_with_the_rest(folder: Path):

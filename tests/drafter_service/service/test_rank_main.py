@@ -21,7 +21,6 @@ from fakes.runner import FakeRunner, continuation
 from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE
-from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.rank_main import DraftLoop, build_draft_engine
 from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
@@ -30,6 +29,7 @@ from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.config import ModelConfig
+from tiny.drafters import model_drafter
 from tiny.heads import HIDDEN_SIZE, eagle_head
 from tiny.models import make_checkpoint
 

@@ -16,7 +16,6 @@ from fakes.in_process_port import InProcessPort
 from fakes.runner import FakeRunner, confidence, continuation
 from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
-from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.service.service import (
     DrafterLinkServicer,
     EngineDeadError,
@@ -40,6 +39,7 @@ from outrider.verifier_service.messages.link import (
     vocab_fingerprint,
 )
 from outrider.verifier_service.messages.wire import decode, encode
+from tiny.drafters import model_drafter
 
 IDENTITY = DrafterIdentity(drafter_id="d", vocab_size=97, vocab_fingerprint="abc", max_draft_length=8, max_model_len=64)
 HELLO = Hello(verifier_id="v", epoch=3, vocab_size=97, vocab_fingerprint="abc")

@@ -5,7 +5,6 @@ import torch
 
 from fakes.backend import build_tokenizer
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
-from outrider.drafter_service.head_drafters.eagle_drafter import eagle_drafter
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
 from outrider.drafter_service.heads.eagle3 import Eagle3Head
@@ -30,6 +29,7 @@ from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource
 from tiny.dflash import slow_block
+from tiny.drafters import eagle_drafter
 from tiny.models import make_model
 from tiny.training import (
     DRAFT_VOCAB_SIZE,

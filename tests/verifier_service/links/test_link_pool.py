@@ -15,7 +15,6 @@ from fakes.in_process_port import InProcessPort
 from fakes.runner import FakeRunner, confidence, continuation
 from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
-from outrider.drafter_service.models.model_drafter import model_drafter
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
 from outrider.verifier_service.links.link_pool import LinkPool
@@ -23,6 +22,7 @@ from outrider.verifier_service.messages.draft import Commit, Draft, DraftSamplin
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterEndpoint, DrafterIdentity, Hello, frame_of
 from outrider.verifier_service.messages.wire import decode, encode
+from tiny.drafters import model_drafter
 
 HELLO = Hello(verifier_id="v", epoch=1, vocab_size=97)
 OPEN = Open(request_id="r", sampling=DraftSampling(temperature=0.0), token_ids=(1, 2))
