@@ -108,7 +108,8 @@ class CanvasState(PagedState):
         return len(self.cached_ids)
 
     def num_slots_after(self, share: int) -> int:
-        return self.num_slots + min(share, self.num_missing) + self.num_canvas_slots * (share > self.num_missing)
+        missing = self.num_missing
+        return len(self.cached_ids) + min(share, missing) + self.num_canvas_slots * (share > missing)
 
     @property
     def num_pending(self) -> int:
@@ -125,11 +126,12 @@ class CanvasState(PagedState):
 
     def chunk(self, share: int) -> Chunk:
         """Return what `share` of the pending tokens are: the canvas comes once the context is complete."""
+        begin, missing = self.cached_end, self.num_missing
         return Chunk(
             ask=self.asked,
-            begin=self.cached_end,
-            end=self.cached_end + min(share, self.num_missing),
-            canvas=self.canvas if share > self.num_missing else None,
+            begin=begin,
+            end=begin + min(share, missing),
+            canvas=self.canvas if share > missing else None,
             block_table=list(self.block_table),
             num_cached=len(self.cached_ids),
         )
