@@ -3,7 +3,7 @@
 The package has an entry point of the group `outrider.drafters`, a function of one `PluginContext` that returns a
 `Drafter`; `{"method": NAME, "plugin_config": {...}}` asks for it, in a pool or in the verifier (`location`).
 
-- `draft` answers each `Ask` once by its key and `ask_id`, with an empty draft where it has no guess, in this call or
+- `draft` answers each `Ask` once, by `ask.answer(token_ids)`, without tokens where it has no guess, in this call or
   in a later one, to which the ask is passed again; 1,000 calls in a row without an answer count as a failure. A draft
   is a chain of at most `length` tokens; only where `max_nodes` is not 0 it may be a tree of so many (`parents`). What
   breaks these bounds the verifier drops and counts. `max_num_tokens` bounds one forward of a model: who has none may
@@ -29,12 +29,12 @@ See examples/drafter_plugin for a whole one.
 
 from __future__ import annotations
 
-from outrider.drafter_service.engine.engine import Ask, Drafter, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
 from outrider.drafter_service.service.plugins import PluginContext
 from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,
     ROOT,
+    Draft,
     DraftNeeds,
     DraftSampling,
     SparseRow,
@@ -44,8 +44,8 @@ __all__ = [
     "DRAFT_PROB_SCALE",
     "ROOT",
     "Ask",
+    "Draft",
     "DraftNeeds",
-    "DraftResult",
     "DraftSampling",
     "Drafter",
     "PluginContext",

@@ -44,8 +44,7 @@ ROOMS = {
         "engine heads verifier_service/messages verifier_service/gpu verifier_service/model"
     ),
     "drafter_service/models": (
-        "engine heads verifier_service/messages verifier_service/gpu verifier_service/model "
-        "verifier_service/scheduling verifier_service/engine"
+        "engine heads verifier_service/messages verifier_service/gpu verifier_service/model verifier_service/engine"
     ),
     "drafter_service/target": "engine verifier_service/messages verifier_service/model verifier_service/engine",
     "drafter_service/service": (

@@ -42,10 +42,10 @@ class EngineShell:
         os.set_blocking(self._pipe.fileno(), True)
 
     def send(self, message: Any) -> None:
-        """Send a message; raises `ConnectionError` once the engine is gone."""
+        """Send a message, or the bytes of an encoded one; raises `ConnectionError` once the engine is gone."""
         if self.failure is not None:
             raise ConnectionError(self.failure)
-        self._writer.write(encode(message))
+        self._writer.write(message if isinstance(message, bytes) else encode(message))
 
     def close(self) -> None:
         """Close the pipe: the engine reads end of file and stops."""

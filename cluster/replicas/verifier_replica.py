@@ -28,9 +28,9 @@ from outrider.proto import link_pb2_grpc
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.links.link_pool import LinkPool
 from outrider.verifier_service.messages.draft import LOCAL_DRAFTER_ID
-from outrider.verifier_service.messages.engine import FROM_ENGINE, EngineLoad, EngineReady, EngineUpdate
+from outrider.verifier_service.messages.engine import FROM_ENGINE, Cancel, EngineLoad, EngineReady, EngineUpdate
 from outrider.verifier_service.messages.link import Hello
-from outrider.verifier_service.messages.request import GenerationRequest, SpeculationPlan
+from outrider.verifier_service.messages.request import SpeculationPlan
 from outrider.verifier_service.start_phases import begin_phases
 
 logger = logging.getLogger(__name__)
@@ -106,9 +106,9 @@ class VerifierReplica:
             config.links.server_credentials,
         )
 
-    def _send(self, message: Any) -> None:
-        if self._is_closed and isinstance(message, GenerationRequest):
-            raise ConnectionError("the verifier is stopping")  # the gateway retries at another verifier
+    def _send(self, message: bytes | Cancel) -> None:
+        if self._is_closed and isinstance(message, bytes):  # a request
+            raise ConnectionError("the verifier is stopping")  # the gateway goes to another one
         self._host.send(message)
 
     def _on_update(self, update: EngineUpdate) -> None:

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from outrider.cluster.vllm_engine.answers import answer_of
 from outrider.cluster.vllm_engine.load import VllmLoad
-from outrider.verifier_service.messages.engine import TO_ENGINE, Cancel, EngineUpdate, RequestLoad
+from outrider.verifier_service.messages.engine import BadRequest, Cancel, EngineUpdate, RequestLoad, read_frame
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
-from outrider.verifier_service.messages.wire import decode, encode
+from outrider.verifier_service.messages.wire import encode
 from outrider.verifier_service.model.pipe_writer import PipeWriter
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class VllmLoop:
     def _read(self) -> None:
         try:
             while self._pipe.poll(0):
-                self._dispatch(decode(self._pipe.recv_bytes(), TO_ENGINE))
+                self._dispatch(read_frame(self._pipe.recv_bytes()))
         except (EOFError, OSError):
             self._ended.set()
         except Exception:  # a frame is lost: a failed engine is better than a silent stream
@@ -81,6 +81,8 @@ class VllmLoop:
 
     def _dispatch(self, message: Any) -> None:
         match message:
+            case BadRequest(request_id=request_id, error=error):
+                self._publish(RequestOutput.failed(request_id, error))
             case GenerationRequest(request_id=request_id):
                 task = asyncio.create_task(self._serve(message))
                 self._running[request_id] = message, task

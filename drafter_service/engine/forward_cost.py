@@ -1,7 +1,7 @@
-"""What a drafter's next forward takes, by its own cost model: profiled at start, refitted to the forwards that run.
+"""The time of a drafter's next forward, by a cost model that is profiled at start and refitted by every forward.
 
-A drafter's forwards over a draft model are steps like a verifier's, and have a model of the same kind. Heads, whose
-forwards nobody has profiled, are taken to need what they needed lately.
+Forwards of a draft model are steps like a verifier's, and have a cost model of the same kind. Heads are not profiled:
+the estimate is the median of their recent forwards.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from outrider.verifier_service.engine.runners import Runner
     from outrider.verifier_service.messages.batch import ScheduledBatch
 
-NUM_TIMED_FORWARDS = 15  # whose median is the time of one: a few long prefills among them do not count
-MAX_PROFILED_TOKENS = 64  # a drafter reads a prompt once, and then forwards a token or two of each session
+NUM_TIMED_FORWARDS = 15  # in the median, which a few long prefills do not move
+MAX_PROFILED_TOKENS = 64  # steps of a drafter are small: a token or two of each session, once the prompt is computed
 
 
 class MeteredRunner:
-    """A draft model's runner that keeps the shapes of what it ran since somebody asked."""
+    """A draft model's runner that keeps the shapes of the forwards since `take_shapes`."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -41,16 +41,16 @@ class MeteredRunner:
         return self._runner.execute(batch, chosen)
 
     def take_shapes(self) -> list[StepShape]:
-        """Return those of the forwards since the last call."""
+        """Return the shapes of the forwards since the last call."""
         shapes, self._shapes = self._shapes, []
         return shapes
 
 
 class ForwardCost:
-    """Times forwards, and says what the next one is expected to take."""
+    """Times forwards and estimates the next one."""
 
     def __init__(self, clock: Callable[[], float], runner: MeteredRunner | None = None) -> None:
-        """With a `runner`, which must have nothing to do yet, its steps are profiled."""
+        """Profile the steps of `runner`, which must be idle; None: there is no cost model, only recent times."""
         self._clock = clock
         self._runner = runner
         self._recent_s: deque[float] = deque(maxlen=NUM_TIMED_FORWARDS)
@@ -64,9 +64,9 @@ class ForwardCost:
 
     @contextlib.contextmanager
     def timed(self, count: Callable[[], int] | None = None) -> Iterator[None]:
-        """Take the time of forwards that are read together, all that the drafter does for them included.
+        """Time forwards that are read together, with all that the drafter does for them.
 
-        `count` says how many it has run so far; None: it runs one.
+        `count` returns how many forwards have run so far; None: this is one.
         """
         before = 0 if count is None else count()
         begin_s = self._clock()
@@ -78,11 +78,11 @@ class ForwardCost:
         if self._model is None or not shapes:
             return
         expected_s = [self._model.seconds(shape) for shape in shapes]
-        for shape, own_s in zip(shapes, expected_s, strict=True):  # each has its share of what they took
+        for shape, own_s in zip(shapes, expected_s, strict=True):  # the time is split as the model expected it
             self._model.observe(shape, seconds * own_s / sum(expected_s))
 
     def next_s(self, num_context_tokens: int) -> float | None:
-        """Return the time of a forward for one session of so many tokens; None: nothing is known."""
+        """Return the time of a forward for one session of `num_context_tokens`; None: no forward was timed yet."""
         if self._model is not None:
             return self._model.seconds(StepShape(1, num_context_tokens))
         return statistics.median(self._recent_s) if self._recent_s else None

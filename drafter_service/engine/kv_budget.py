@@ -1,4 +1,4 @@
-"""Share a drafter's KV pool and steps among sessions: what one gives up it computes again when it is asked for."""
+"""Share a drafter's KV pool and steps among sessions. A session whose KV is taken computes it again when asked."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def reserve(
     all_states: Iterable[HolderT],
     asked: Sequence[HolderT],
     younger: Sequence[HolderT],
-    give_up: Callable[[HolderT], None],
+    take_kv: Callable[[HolderT], None],
 ) -> bool:
-    """Give a session blocks for `num_tokens` in all, at others' cost if need be; False: it has to wait.
+    """Give a session blocks for `num_tokens` in all, if need be those of other sessions; False: it has to wait.
 
-    Those nobody asks for give up their KV first, in the order of `all_states`; then the youngest asks, which are not
-    scheduled yet. `give_up` takes a session's KV away.
+    Sessions that are not `asked` lose their KV first, in the order of `all_states`, then the `younger` asks from the
+    youngest on, which must not be scheduled yet. `take_kv` takes a session's KV away.
     """
     needed = pool.num_blocks_for(num_tokens) - len(holder.block_table)
     if needed > pool.num_free_blocks:
@@ -44,16 +44,17 @@ def reserve(
             victim = next(victims, None)
             if victim is None:
                 return False
-            give_up(victim)
+            take_kv(victim)
     holder.block_table.extend(pool.allocate(max(0, needed)))
     return True
 
 
 def share_budget(num_pending: Sequence[int], max_num_tokens: int, num_together: Sequence[int] = ()) -> list[int]:
-    """Divide a step's tokens among asks (oldest first): shortest first, so that drafting never waits for a prefill.
+    """Divide a step's tokens among asks, which come oldest first; return each one's share of its pending tokens.
 
-    The oldest ask gets its part before the others, so that a stream of short ones cannot starve it. The last
-    `num_together` tokens of an ask (at most `max_num_tokens`; none: all zero) are computed in one step or not yet.
+    The shortest ask is served first, so that drafting never waits for a prefill. But a part of the step is reserved for
+    the oldest, so that a stream of short asks cannot starve it. The last `num_together` pending tokens of an ask (at
+    most `max_num_tokens`; empty: all zero) are computed in one step or not yet.
     """
     together = num_together or [0] * len(num_pending)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.verifier_service.messages.draft import DraftNeeds
+from outrider.verifier_service.messages.draft import DrafterMessage, DraftNeeds
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import PeerState, Relay
+
+Addressed = tuple[str, DrafterMessage]  # the peer that a message goes to, and the message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

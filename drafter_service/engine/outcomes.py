@@ -1,12 +1,12 @@
-"""What a verification may end in, and which of it is worth drafting for before it is known. Pure Python.
+"""Which outcomes a verification may have, and which are worth drafting for while it runs. Pure Python.
 
-A verification of a draft of K tokens ends in (number of accepted tokens, next token). The next token is one that might
-have stood in the place of the first rejected one, or after the last one. *Speculative speculative decoding* (Kumar et
-al. 2026) spends a budget of guesses over the places as a capped geometric series of the chance to get there; to take
-the likeliest outcomes one by one does the same wherever acceptance is the same at every place, and better elsewhere.
+An outcome is (number of accepted tokens, next token). The next token stands in the place of the first rejected token,
+or after the last one. *Speculative speculative decoding* (Kumar et al. 2026) spreads a budget of guesses over the
+places, as a capped geometric series of the chance that verification gets there. Taking the likeliest outcomes one by
+one does the same where acceptance is the same at every place, and better elsewhere.
 
-Which outcomes are drafted for is decided by the draft, its rows and what earlier drafts came to: never by what is then
-drawn for an outcome. So a draft that waits for an outcome has the law of one that is drawn when the outcome is known.
+The draft, its rows and what became of earlier drafts decide which outcomes are drafted for; tokens drawn for an outcome
+never do. So a draft that was made ahead has the same law as one that is drawn when the outcome is known.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 NUM_BINS = 10  # of confidence in [0, 1]
-PRIOR_WEIGHT = 4.0  # judged tokens that a bin's own confidence counts for
-MEMORY = 0.995  # of a bin's earlier tokens, for each new one: about the last 200 count
+PRIOR_WEIGHT = 4.0  # judged tokens that the prior counts for: the confidence itself
+MEMORY = 0.995  # weight of a bin's earlier tokens with each new one: about the last 200 count
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One place of a draft: its token, how sure the drafter is of it, and what might stand there, likeliest first."""
+    """One place of a draft: its token, the drafter's confidence in it, and the place's candidates, likeliest first."""
 
     token_id: int
     confidence: float
     candidates: tuple[tuple[int, float], ...]  # (token, chance), the place's own token among them or not
-    is_drawn: bool = False  # its own token was drawn from the candidates: the target draws another
+    is_drawn: bool = False  # the token was drawn from the candidates: the target draws one of its own
 
     @property
     def others(self) -> list[tuple[int, float]]:
-        """Return what may come in the place of its own token, with the chances once that one is rejected."""
+        """Return the candidates besides the place's own token, with their chances given that it is rejected."""
         found = [(token_id, chance) for token_id, chance in self.candidates if token_id != self.token_id]
         left = 1.0 - sum(chance for token_id, chance in self.candidates if token_id == self.token_id)
         return [(token_id, chance / left) for token_id, chance in found] if left > 0.0 else []
 
     def guesses(self, acceptance: float) -> list[tuple[int, float]]:
-        """Return what may come here where nothing is drafted, its own token being right with a chance of `acceptance`.
+        """Return candidates, with their chances, for a place that was not part of the answered draft.
 
-        A point mass stands for the target's own choice; of a drawn token that is no more than a draw.
+        A point mass guesses the target's choice, and is right with a chance of `acceptance`. A drawn token says no more
+        than the row it was drawn from.
         """
         if self.is_drawn:
             return list(self.candidates)
@@ -58,13 +59,13 @@ class LikelyOutcome:
 
 @dataclass(slots=True)
 class AcceptanceMemory:
-    """How often tokens of a certain confidence were accepted lately: what a drafter believes is seldom what comes."""
+    """The recent acceptance of tokens by their confidence: a drafter's confidences are seldom calibrated."""
 
     _num_accepted: list[float] = field(default_factory=lambda: [0.0] * NUM_BINS)
     _num_judged: list[float] = field(default_factory=lambda: [0.0] * NUM_BINS)
 
     def observe(self, confidence: float, is_accepted: bool) -> None:
-        """Take in what became of one token that was verified."""
+        """Note whether one token was accepted."""
         index = _bin_of(confidence)
         self._num_accepted[index] = MEMORY * self._num_accepted[index] + is_accepted
         self._num_judged[index] = MEMORY * self._num_judged[index] + 1.0
@@ -102,16 +103,17 @@ def likely_outcomes(
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a drafter has measured: of its own forwards, and of the time from its answers to the next ask."""
+    """Times that a drafter has measured: of its next forward, and from its answers to the verifier's next ask."""
 
     step_s: float
     round_s: float
 
 
 def length_worth_waiting_for(length: int, acceptance: float, pace: Pace | None) -> int:
-    """Return how many tokens to draft while the verifier waits: those with the most tokens per second, maybe none.
+    """Return the draft length with the most tokens per second, maybe 0, where the verifier waits for the draft.
 
-    m tokens bring 1 + a + ... + a^m tokens in expectation and take m forwards before the round. Equal gains: longer.
+    With acceptance a, m drafted tokens win 1 + a + ... + a^m tokens in expectation, and take m forwards before the
+    round. Of equal lengths the longest.
     """
     if pace is None:
         return length

@@ -1,127 +1,110 @@
-"""Make drafts of rows that do not see each other: one law for each position, whatever stands at those before it.
+"""Drafts from rows that do not see each other's guesses: one row for each depth, all of them there at once.
 
-A chain drawn from such rows has exactly these rows as its law. In a tree all nodes of one depth share their row: its
-best nodes are the best part of the rows' Cartesian product, as point masses; a drawn tree draws anew for every node.
+Every node of a depth has the same law. So a chain drawn from the rows has exactly these as its law, a drawn tree draws
+each node's children anew from the row of its depth, and the best tree is part of the product of the rows' best tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from outrider.drafter_service.engine.draft_sampler import Children, launch_children, read_children
-from outrider.drafter_service.engine.engine import Ask, DraftResult
+from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
+from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.product_tree import best_of_product
 from outrider.drafter_service.engine.tree_growth import (
     DEFAULT_TREES,
+    ChainGrowth,
+    DraftRules,
     DrawnGrowth,
+    Growing,
+    Growth,
     TreeConfig,
-    answer_of,
     chain_growth,
     draws_rows,
-    result_of,
 )
+from outrider.verifier_service.messages.draft import ROOT, SparseRow
 
 BRANCHING = 10  # the most children that a node of a best tree has: the product is deep in its likeliest tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowDrafts:
-    """Drafts in the first `vocab_size` ids; rows on the wire have `top_n` tokens."""
+class ProductGrowth:
+    """The best nodes of the tree in which every node of a depth has the same children; one node stands for all."""
 
-    rng: torch.Generator
-    vocab_size: int
-    top_n: int = 32
-    trees: TreeConfig = DEFAULT_TREES
+    is_drawn = is_chain = False
+    chain_left = 0
 
-    def make(self, asks: Sequence[Ask], rows: Sequence[torch.Tensor]) -> list[DraftResult]:
-        """Answer each ask by its forced tokens, then guesses from its rows, float32 logits [num_guesses, vocab_size].
+    def __init__(self, forced_ids: Sequence[int], *, num_guesses: int, max_nodes: int, branching: int) -> None:
+        self.tree = DraftTree()
+        self.num_children = branching
+        self.frontier = [ROOT] if num_guesses else []
+        self._forced_ids, self._num_guesses, self._max_nodes = forced_ids, num_guesses, max_nodes
+        self._levels: list[Children] = []
 
-        An ask without rows gets its forced tokens alone.
-        """
-        kinds: tuple[Callable[[Sequence[Ask], Sequence[torch.Tensor]], list[DraftResult]], ...]
-        kinds = (self._chains, self._best_trees, self._drawn_trees)
-        results: dict[int, DraftResult] = {}
-        for kind in kinds:
-            chosen = [index for index, ask in enumerate(asks) if self._kind(ask) == kind]
-            if chosen:
-                made = kind([asks[index] for index in chosen], [rows[index] for index in chosen])
-                results |= zip(chosen, made, strict=True)
-        return [results[index] for index in range(len(asks))]
+    def grow(self, found: Sequence[Children]) -> None:
+        self._levels += found
+        if len(self._levels) == self._num_guesses:
+            self.frontier = []
 
-    def _kind(self, ask: Ask) -> Callable[[Sequence[Ask], Sequence[torch.Tensor]], list[DraftResult]]:
-        if not ask.max_nodes:
-            return self._chains
-        return self._drawn_trees if draws_rows(ask) and self.trees.method == "sampled" else self._best_trees
+    def chosen(self) -> ChosenNodes:
+        return best_of_product(self._levels, self._forced_ids, max_nodes=self._max_nodes)
 
-    def _chains(self, asks: Sequence[Ask], rows: Sequence[torch.Tensor]) -> list[DraftResult]:
-        results: list[DraftResult] = []
-        for ask, levels in zip(asks, self._levels(asks, rows, num_children=1, sampled=True), strict=True):
-            chain = chain_growth(ask, len(ask.forced_ids) + len(levels))
-            for children in levels:
-                chain.grow([children])
-            results.append(answer_of(ask, chain))
-        return results
+    def rows(self) -> tuple[SparseRow, ...]:
+        return ()
 
-    def _best_trees(self, asks: Sequence[Ask], rows: Sequence[torch.Tensor]) -> list[DraftResult]:
-        levels = self._levels(asks, rows, num_children=BRANCHING, sampled=False)
-        return [
-            result_of(ask, best_of_product(own, ask.forced_ids, max_nodes=ask.max_nodes))
-            for ask, own in zip(asks, levels, strict=True)
-        ]
 
-    def _drawn_trees(self, asks: Sequence[Ask], rows: Sequence[torch.Tensor]) -> list[DraftResult]:
-        """Grow trees level by level, all of them at once."""
-        growths = [
-            DrawnGrowth(
-                ask.forced_ids,
-                depth=len(ask.forced_ids) + len(own),
-                max_nodes=ask.max_nodes,
-                branching=self.trees.branching,
-                has_rows=True,
-            )
-            for ask, own in zip(asks, rows, strict=True)
-        ]
-        level = 0
-        while growing := [index for index, growth in enumerate(growths) if growth.frontier]:
-            places = [(index, level) for index in growing for _ in growths[index].frontier]
-            num_children = max(growths[index].num_children for index in growing)
-            children = iter(self._choose(asks, rows, places, num_children=num_children, sampled=True))
-            for index in growing:
-                growths[index].grow([next(children) for _ in growths[index].frontier])
-            level += 1
-        return [answer_of(ask, growth) for ask, growth in zip(asks, growths, strict=True)]
+def start_rows(ask: Ask, num_guesses: int, *, trees: TreeConfig = DEFAULT_TREES, branching: int = BRANCHING) -> Growth:
+    """Start a draft of the forced tokens and of `num_guesses` rows after them; `branching` is that of best trees."""
+    forced_ids = ask.forced_ids[: ask.length]
+    depth = len(forced_ids) + num_guesses
+    if not ask.max_nodes:
+        return chain_growth(ask, depth)
+    if not draws_rows(ask) or trees.method != "sampled":
+        return ProductGrowth(forced_ids, num_guesses=num_guesses, max_nodes=ask.max_nodes, branching=branching)
+    shape = {"depth": depth, "max_nodes": ask.max_nodes, "branching": trees.branching}
+    return DrawnGrowth(forced_ids, has_rows=True, **shape)
 
-    def _levels(
-        self, asks: Sequence[Ask], rows: Sequence[torch.Tensor], *, num_children: int, sampled: bool
-    ) -> list[list[Children]]:
-        """Return the candidates at each depth after the forced tokens, by ask."""
-        places = [(index, level) for index, own in enumerate(rows) for level in range(len(own))]
-        levels: list[list[Children]] = [[] for _ in asks]
-        chosen = self._choose(asks, rows, places, num_children=num_children, sampled=sampled) if places else []
-        for (index, _), children in zip(places, chosen, strict=True):
-            levels[index].append(children)
-        return levels
 
-    def _choose(
-        self,
-        asks: Sequence[Ask],
-        rows: Sequence[torch.Tensor],
-        places: Sequence[tuple[int, int]],  # ask and level
-        *,
-        num_children: int,
-        sampled: bool,
-    ) -> list[Children]:
+class _Place(NamedTuple):
+    """A node whose children are wanted."""
+
+    draft: Growing
+    row: torch.Tensor  # float32 [vocab_size]
+    level: int  # of the row, after the forced tokens
+
+
+def grow_rows(drafts: Sequence[Growing], rows: Sequence[torch.Tensor], rules: DraftRules) -> None:
+    """Grow drafts to their end: rows are float32 logits [num_guesses, model_vocab_size] of each."""
+
+    def choose(places: Sequence[_Place]) -> list[Children]:
         found = launch_children(
-            torch.stack([rows[index][level] for index, level in places]),
-            [asks[index].sampling for index, _ in places],
-            [len(asks[index].token_ids) + len(asks[index].forced_ids) + level for index, level in places],
-            self.rng,
-            vocab_size=self.vocab_size,
-            num_children=num_children,
-            top_n=self.top_n,
-            sampled=sampled,
+            torch.stack([place.row for place in places]),
+            [place.draft.ask.sampling for place in places],
+            [place.draft.first_position + len(place.draft.ask.forced_ids) + place.level for place in places],
+            rules.rng,
+            vocab_size=rules.vocab_size,
+            num_children=max(place.draft.growth.num_children for place in places),
+            top_n=rules.top_n,
+            sampled=places[0].draft.growth.is_drawn,
         )
         return read_children(found)
+
+    for kind in (ChainGrowth, ProductGrowth):  # one node for each row: all rows at once
+        places = [
+            _Place(draft, row, level)
+            for draft, own in zip(drafts, rows, strict=True)
+            if isinstance(draft.growth, kind)
+            for level, row in enumerate(own)
+        ]
+        for place, children in zip(places, choose(places) if places else (), strict=True):
+            place.draft.growth.grow([children])
+    trees = [(draft, own) for draft, own in zip(drafts, rows, strict=True) if isinstance(draft.growth, DrawnGrowth)]
+    level = 0
+    while trees := [(draft, own) for draft, own in trees if draft.growth.frontier]:
+        found = iter(choose([_Place(draft, own[level], level) for draft, own in trees for _ in draft.growth.frontier]))
+        for draft, _ in trees:
+            draft.growth.grow([next(found) for _ in draft.growth.frontier])
+        level += 1

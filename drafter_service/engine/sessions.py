@@ -1,39 +1,38 @@
-"""What a drafter remembers of the requests it drafts for: all of it disposable.
+"""What a drafting engine remembers of the requests that it drafts for: all of it disposable.
 
-A session is known by (peer, request), where a peer is one connection of one incarnation of a verifier. Its tokens are
-the committed ones alone; what was drafted, and any KV, belongs to the drafter that drafts.
+A session's tokens are the committed ones. Drafted tokens, and any KV, belong to the drafter.
 """
 
 from __future__ import annotations
 
 import collections
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.state_buffer import StateBuffer
 from outrider.verifier_service.messages.draft import DraftSampling
 
 SMOOTHING = 1 / 8  # gain of mean times, as TCP's retransmission timer uses it (RFC 6298)
 
 
-class SessionKey(NamedTuple):
-    peer: str
-    request_id: str
-
-
 @dataclass(slots=True)
-class UnansweredRound:
-    """One unanswered ask of a session."""
+class RunningMean:
+    """A mean of which the latest values count most; None before the first."""
 
-    ask_id: int  # the engine's own number
-    round_id: int  # the verifier's
-    length: int  # fixed here, before any token of it is drawn
+    value: float | None = None
+
+    def observe(self, value: float) -> None:
+        self.value = value if self.value is None else self.value + SMOOTHING * (value - self.value)
+
+
+class Round(NamedTuple):
+    """An unanswered ask, and the verifier's number of it."""
+
+    ask: Ask  # its length is fixed before any token of the draft is drawn
+    round_id: int
     asked_s: float
-    max_nodes: int = 0
-    predicted_ids: tuple[int, ...] = ()
-    forced_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -44,18 +43,18 @@ class Session:
     sampling: DraftSampling
     token_ids: list[int]
     last_used_s: float
-    round: UnansweredRound | None = None
+    round: Round | None = None
     cache_salt: str = ""
     states: StateBuffer = field(default_factory=StateBuffer)
     refusal: str | None = None  # why nothing can be drafted for it: its asks are answered by empty drafts
-    answered_s: float | None = None  # when, if the verifier has not come back since
-    pause_s: float | None = None  # smoothed time from an answer to what the verifier says next
+    answered_s: float | None = None  # when its last draft was; None: the verifier has come back since
+    pause_s: RunningMean = field(default_factory=RunningMean)  # from an answer to what the verifier says next
 
     def take_pause(self, now_s: float) -> None:
-        """Note how long the verifier took with the last answer."""
+        """Note how long the verifier took to come back after the last answer."""
         if self.answered_s is not None:
-            pause_s, self.answered_s = now_s - self.answered_s, None
-            self.pause_s = pause_s if self.pause_s is None else self.pause_s + SMOOTHING * (pause_s - self.pause_s)
+            self.pause_s.observe(now_s - self.answered_s)
+            self.answered_s = None
 
 
 @dataclass(slots=True)
@@ -104,10 +103,10 @@ class SessionTable:
         return idle
 
     def surplus(self) -> list[Session]:
-        """Return the least recently used sessions beyond `max_sessions`, those without an unanswered round first.
+        """Return the sessions beyond `max_sessions`: the least recently used, those without an unanswered round first.
 
-        A verifier that has more than its share loses its own before anybody else's. The newest session is never among
-        them: it is the one that the others make room for.
+        A verifier with more than its share loses sessions before other verifiers do. The newest session is never
+        returned: the others make room for it.
         """
         num_surplus = len(self._sessions) - self.max_sessions
         if num_surplus <= 0:
@@ -121,7 +120,7 @@ class SessionTable:
     def surplus_states(self, max_bytes: int, *, spared: Session) -> list[Session]:
         """Return the least recently used sessions whose hidden states exceed `max_bytes`, in the order of `surplus`.
 
-        `spared` is never among them: it is the one that the others make room for.
+        `spared` is never returned: the others make room for it.
         """
         num_bytes = sum(session.states.num_bytes for session in self)
         others = [session for session in self if session is not spared and session.states.num_bytes]
@@ -144,22 +143,10 @@ class SessionTable:
 
 
 def in_turns(sessions: Iterable[Session]) -> list[Session]:
-    """Return them in their order, but the first of every verifier before anybody's second: none crowds out another."""
+    """Return sessions with the first of every verifier before any verifier's second: none crowds out another."""
     num_before: collections.Counter[str] = collections.Counter()
     turns: list[tuple[int, Session]] = []
     for session in sessions:
         turns.append((num_before[session.key.peer], session))
         num_before[session.key.peer] += 1
     return [session for _, session in sorted(turns, key=lambda turn: turn[0])]
-
-
-def first_bad_token(token_ids: Sequence[int], vocab_size: int) -> int | None:
-    """Return the first id outside [0, vocab_size), or None."""
-    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        return None
-    return next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-
-
-def known_prefix(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids before the first one outside [0, vocab_size)."""
-    return tuple(itertools.takewhile(lambda token_id: 0 <= token_id < vocab_size, token_ids))

@@ -1,40 +1,41 @@
 """What a drafting engine does with the time in which nothing is asked of it: it lets its drafter run ahead.
 
-What is prepared answers at once, and what is being prepared holds up whoever asks meanwhile. Which of both weighs more
-depends on the load, so it is tried: some answers with running ahead, some without, and then the quicker way for long.
+A prepared draft answers at once. But an ask that arrives during a forward in spare time waits for that forward. Which
+effect is larger depends on the load. So both ways are timed, each for some answers, and the quicker way is kept for
+long.
 """
 
 from __future__ import annotations
 
 import enum
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.forward_cost import ForwardCost
 from outrider.drafter_service.engine.outcomes import Pace
+from outrider.verifier_service.messages.draft import Draft
+from outrider.verifier_service.messages.drafter_load import DrafterCounters
 
-if TYPE_CHECKING:  # the engine is built on this module
-    from outrider.drafter_service.engine.engine import Ask, DraftResult
-    from outrider.drafter_service.engine.sessions import SessionKey
-    from outrider.verifier_service.messages.drafter_load import DrafterCounters
-
-TRIED_ANSWERS = 32  # of each way …
-KEPT_ANSWERS = 1024  # … and of the one that was quicker, until both are tried again
-MAX_AHEAD_TOKENS = 64  # of one forward in spare time, which an ask that has just come has to wait for
+TRIED_ANSWERS = 32  # that are timed with running ahead, and then as many without
+KEPT_ANSWERS = 1024  # of the quicker way, until both are timed again
+MAX_AHEAD_TOKENS = 64  # of one forward in spare time: an ask that arrives meanwhile waits for it
 
 
 class RunsAhead(Protocol):
-    """A drafter that uses its spare time to draft for what the verification of an answered draft may end in."""
+    """A drafter that drafts in its spare time for the outcomes of the verifications that run."""
 
-    num_forwards: int  # that it has run so far
+    @property
+    def num_forwards(self) -> int:
+        """Return how many forwards it has run so far."""
 
     def expects(self, key: SessionKey) -> bool:
-        """Tell whether there was time to prepare for a session's next ask."""
+        """Return whether there was time to prepare for a session's next ask."""
 
-    def take(self, ask: Ask, pace: Pace | None) -> DraftResult | None:
-        """Answer an ask from what was prepared, or, with nothing, where drafting it now is not worth the time.
+    def take(self, ask: Ask, pace: Pace | None) -> Draft | None:
+        """Answer an ask by a prepared draft, or by an empty one where drafting now is not worth the time.
 
-        None: it is to be drafted as any other.
+        None: the ask is to be drafted as any other.
         """
 
     def forget_outcomes(self, key: SessionKey) -> None:
@@ -47,7 +48,7 @@ class RunsAhead(Protocol):
 
 
 class _Phase(enum.Enum):
-    """Which way is tried, or that the quicker one is kept."""
+    """Which way is timed; or the quicker one is kept."""
 
     AHEAD = enum.auto()
     WITHOUT = enum.auto()
@@ -55,21 +56,21 @@ class _Phase(enum.Enum):
 
 
 class SpareTime:
-    """The spare time of one drafter; one that cannot run ahead (None) has no use for it."""
+    """The spare time of one drafter; None: the drafter cannot run ahead."""
 
     def __init__(self, drafter: RunsAhead | None, *, cost: ForwardCost, counters: DrafterCounters) -> None:
-        """`cost` says what drafting after a miss takes."""
+        """`cost` estimates the forwards that drafting after a miss takes."""
         self._drafter = drafter
         self._cost = cost
         self._counters = counters
         self._phase = _Phase.AHEAD
         self._is_on = True
-        self._num_left = TRIED_ANSWERS  # of the phase
-        self._waited_s = 0.0  # for the answers of the phase …
-        self._ahead_s = 0.0  # … and of the one with running ahead before it
+        self._num_left = TRIED_ANSWERS  # answers until the phase ends
+        self._waited_s = 0.0  # for the answers of this phase
+        self._ahead_s = 0.0  # for those of the last phase AHEAD
 
     def timed(self) -> AbstractContextManager[None]:
-        """Take the time of what the drafter does."""
+        """Time what the drafter does."""
         drafter = self._drafter
         return self._cost.timed(None if drafter is None else lambda: drafter.num_forwards)
 
@@ -77,7 +78,7 @@ class SpareTime:
         return self._drafter is not None and self._is_on and self._drafter.has_spare_work()
 
     def observe_answer(self, seconds: float) -> None:
-        """Take in how long an ask was waited for."""
+        """Note how long an ask waited for its answer, and move to the next phase after the last answer of this one."""
         self._waited_s += seconds
         self._num_left -= 1
         if self._num_left:
@@ -93,19 +94,19 @@ class SpareTime:
                 self._phase, self._is_on, self._num_left = _Phase.AHEAD, True, TRIED_ANSWERS
 
     def spend(self, max_num_tokens: int) -> None:
-        """Run one forward over what is prepared."""
+        """Run one forward ahead."""
         assert self._drafter is not None, "nothing is prepared"
         with self.timed():
             self._counters.num_ahead_tokens += self._drafter.run_ahead(max_num_tokens=max_num_tokens)
 
     def expects(self, key: SessionKey) -> bool:
-        """Tell whether there was time to prepare for a session's next ask."""
+        """Return whether there was time to prepare for a session's next ask."""
         return self._drafter is not None and self._drafter.expects(key)
 
-    def answer(self, ask: Ask, pause_s: float | None) -> DraftResult | None:
-        """Answer an ask that was prepared for, and count how that went; None: it has to be drafted.
+    def answer(self, ask: Ask, pause_s: float | None) -> Draft | None:
+        """Answer an ask that was prepared for, and count the hit or miss; None: it has to be drafted.
 
-        `pause_s` is the time that its verifier takes between an answer and its next ask.
+        `pause_s` is the time from an answer to the verifier's next ask.
         """
         assert self._drafter is not None, "nothing is prepared"
         step_s = self._cost.next_s(len(ask.token_ids))

@@ -1,7 +1,8 @@
 """The target's hidden states of one session, as they arrive.
 
-A row that begins with NaN says that a state is not known any more, which only the first ones may be. What is not finite
-is refused here: in a drafter's KV it would spread to every session that is computed beside it, masked or not.
+A row that begins with NaN marks a state that the target no longer has; only the first rows may be so marked. Other
+values that are not finite are refused here: in a drafter's KV they would spread to every session of the same forward,
+masked or not.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ MAX_STATE = 1e9  # beyond what any model makes; products of a few such numbers a
 
 
 class UnusableStatesError(ValueError):
-    """States that would be the same if they were said again."""
+    """States that are no better when sent again."""
 
 
 class StateBuffer:
@@ -33,11 +34,11 @@ class StateBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """What is held, room to grow included."""
+        """Bytes held, with the room to grow."""
         return 0 if self._states is None else self._states.nbytes
 
     def append(self, message: States, needs: DraftNeeds) -> None:
-        """Take in a message; raises `ValueError` naming the field when it does not fit what is here."""
+        """Append a message's states; raises `ValueError` naming the field that does not fit the states before."""
         states = _decoded(message)
         if needs.last_state_only:
             last = states[-1:]
@@ -57,7 +58,7 @@ class StateBuffer:
         self._num_states = stop
 
     def _ends_missing(self) -> bool:
-        """Tell whether no state is known so far."""
+        """Return whether the last state so far is missing, so that all are."""
         return self._states is None or bool(self._states[self._num_states - 1, 0].isnan())
 
 
@@ -72,7 +73,7 @@ def _decoded(message: States) -> torch.Tensor:
 
 
 def _num_missing(states: torch.Tensor) -> int:
-    """Count the first rows that say nothing; raises `UnusableStatesError` unless all others are usable."""
+    """Count the first rows, which are missing; raises `UnusableStatesError` unless all others are usable."""
     is_usable = states.abs().amax(dim=1) <= MAX_STATE  # [num_tokens]; NaN is not
     num_missing = int((~is_usable).sum())
     if num_missing and not (is_usable[num_missing:].all() and states[:num_missing, 0].isnan().all()):

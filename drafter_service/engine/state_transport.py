@@ -14,8 +14,8 @@ import socket
 from dataclasses import dataclass, replace
 from typing import cast
 
+from outrider.drafter_service.engine.drafter import SessionKey
 from outrider.drafter_service.engine.engine import DraftEngine
-from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.verifier_service.links.tensor_channel import (
     ChannelLimits,
     OpenPair,

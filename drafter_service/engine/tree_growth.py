@@ -30,10 +30,10 @@ from outrider.drafter_service.engine.draft_sampler import (
     select_rows,
 )
 from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
-from outrider.drafter_service.engine.engine import Ask, DraftResult
+from outrider.drafter_service.engine.drafter import Ask
 from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.batch import open_token
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, SparseRow, require
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow, require
 from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
 from outrider.verifier_service.messages.tree import chain_parents
 
@@ -84,6 +84,17 @@ class TreeConfig:
 
 
 DEFAULT_TREES = TreeConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRules:
+    """How tokens are chosen from logits."""
+
+    rng: torch.Generator  # of the host; it draws unseeded drafts
+    vocab_size: int  # drafts are made of the first ids: those that the target knows, too
+    top_n: int = 32  # tokens of a row on the wire
+    trees: TreeConfig = DEFAULT_TREES
+    read_back: ReadBack = CopyBack  # waits for what lies where the logits are
 
 
 def start_growth(ask: Ask, trees: TreeConfig, *, vocab_size: int, max_nodes: int | None = None) -> Growth:
@@ -255,26 +266,19 @@ def fixed_shape(depth: int, max_nodes: int, branching: int) -> dict[int, tuple[i
     return {place: tuple(found) for place, found in children.items()}
 
 
-def result_of(ask: Ask, chosen: ChosenNodes, rows: tuple[SparseRow, ...] = ()) -> DraftResult:
+def result_of(ask: Ask, chosen: ChosenNodes, rows: tuple[SparseRow, ...] = ()) -> Draft:
     """Answer an ask by a tree where it asks for one, else by the same nodes as a chain."""
-    return DraftResult(
-        key=ask.key,
-        ask_id=ask.ask_id,
-        token_ids=chosen.token_ids,
+    return ask.answer(
+        chosen.token_ids,
         draft_probs=rows or None,
         parents=chosen.parents if ask.max_nodes else None,
         confidences=chosen.confidences,
     )
 
 
-def answer_of(ask: Ask, growth: Growth) -> DraftResult:
+def answer_of(ask: Ask, growth: Growth) -> Draft:
     """Answer an ask by what its draft has grown to."""
     return result_of(ask, growth.chosen(), growth.rows())
-
-
-def empty_answer(ask: Ask) -> DraftResult:
-    """Answer an ask for which there is nothing."""
-    return DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=())
 
 
 @dataclass(slots=True)
@@ -299,14 +303,14 @@ OpenForward = Callable[[dict[int, int], torch.Tensor, int], torch.Tensor]
 
 
 class Levels:
-    """Levels of drafts that are launched one after another where the logits are, and read together.
+    """Levels of drafts that are launched one after another on the logits' device, and read together.
 
-    A chain's next token follows the one before it, whatever that is: the next forward finds it on the device, as an
-    open token. Where a draft may fork its level must be read before the next can be laid out.
+    A chain's next forward needs no token value on the host: it finds the token on the device, as an open token. A draft
+    that may fork needs its level read before the next level can be laid out.
     """
 
-    def __init__(self, rng: torch.Generator, *, vocab_size: int, top_n: int, read_back: ReadBack = CopyBack) -> None:
-        self._rng, self._vocab_size, self._top_n, self._read_back = rng, vocab_size, top_n, read_back
+    def __init__(self, rules: DraftRules) -> None:
+        self._rules = rules
         self._levels: list[Sequence[Growing]] = []
         self._found: list[list[ChildrenOnDevice]] = []  # by level
 
@@ -323,10 +327,10 @@ class Levels:
                 select_rows(logits, rows),
                 [owners[row].ask.sampling for row in rows],
                 [positions[row] for row in rows],
-                self._rng,
-                vocab_size=self._vocab_size,
+                self._rules.rng,
+                vocab_size=self._rules.vocab_size,
                 num_children=max(owners[row].growth.num_children for row in rows),
-                top_n=self._top_n,
+                top_n=self._rules.top_n,
                 sampled=is_drawn,
             )
             if len(rows) < len(owners):
@@ -336,7 +340,7 @@ class Levels:
         self._found.append(found)
 
     def follow(self, chains: Sequence[Growing], num_following: Sequence[int], forward: OpenForward) -> None:
-        """Take chains, which are the last level, so many tokens further each, one forward for every level."""
+        """Take the chains of the last level `num_following` tokens further each, one forward for every level."""
         last, num_open = list(range(len(chains))), 0  # the chains of the last level
         while any(num_following[index] > num_open for index in last):
             numbers, places = first_ids(self._found[-1])
@@ -354,7 +358,7 @@ class Levels:
 
     def read(self) -> None:
         """Wait for the device, and let all drafts grow."""
-        for growing, found in zip(self._levels, read_levels(self._found, self._read_back), strict=True):
+        for growing, found in zip(self._levels, read_levels(self._found, self._rules.read_back), strict=True):
             children = iter(found)
             for each in growing:
                 each.growth.grow([next(children) for _ in each.growth.frontier])

@@ -1,7 +1,7 @@
-"""Draft once in every shape before anybody asks: the first call of a kernel, or of a shape, is dear.
+"""Draft once in every shape before anybody asks: the first call of a kernel, or of a shape, is slow.
 
-What runs is the drafting engine itself, over sessions of a peer that nobody is: openings, rounds after some tokens were
-accepted, chains and trees, greedy, seeded and drawn, for one session and for more and more of them.
+The drafting engine itself runs, over sessions of an invented peer: openings, and rounds after some tokens were
+accepted; chains and trees; greedy, seeded and drawn; for one session, then for 2, 4 and more.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SAMPLINGS = (DraftSampling(temperature=0.0), DraftSampling(temperature=1.0, seed
 
 
 def warm_up(engine: DraftEngine, *, state_width: int, patience_s: float, clock: Callable[[], float]) -> int:
-    """Draft for 1, 2, 4 … sessions as long as that takes less than `patience_s` in all; return for how many at most.
+    """Draft for 1, 2, 4 … sessions within `patience_s`; return the largest number of sessions that were drafted for.
 
-    `engine` must be used for nothing else. `state_width` is that of the target's states, all that it reads together.
+    `engine` must be used for nothing else. `state_width` is that of one token's states, all taps together.
     """
     config = engine.config
     length = min(config.max_draft_length, engine.max_model_len - PROMPT_LENGTH - NUM_ACCEPTED - 2)
@@ -49,7 +49,7 @@ def _draft(
     state_width: int,
     rounds: Iterator[int],
 ) -> None:
-    """Open so many sessions and ask twice for a draft of each."""
+    """Open `count` sessions and ask twice for a draft of each."""
     token_ids = tuple(place % engine.vocab_size for place in range(PROMPT_LENGTH))
     accepted = tuple(place % engine.vocab_size for place in range(NUM_ACCEPTED))
     names = [str(index) for index in range(count)]

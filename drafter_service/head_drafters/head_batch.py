@@ -1,4 +1,4 @@
-"""What one step of a head computes: drafts in the making, and the packed batch of their next pairs.
+"""What a head has computed of a session, and the packed batch of its next pairs.
 
 tokens   x0  x1 ... x[n-1]  |<- drafted ->|
 states   h0  h1 ... h[n-2]  of the target
@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.drafter import Ask
+from outrider.drafter_service.engine.kv_budget import num_common
+from outrider.drafter_service.engine.paged_state import ForkableState
 from outrider.drafter_service.engine.tree_growth import Growth, nodes_to_compute, stem_length
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.messages.draft import ROOT
@@ -25,33 +27,23 @@ from outrider.verifier_service.messages.tree import is_chain
 
 
 @dataclass(slots=True)
-class HeadState:
-    """One session's KV and the draft in the making."""
+class HeadState(ForkableState):
+    """A session's committed tokens, and the pairs that are computed of them and of the draft."""
 
-    block_table: list[int] = field(default_factory=list)
     first: int = 0  # pairs before this one are not there: the target no longer had their states
     num_true: int = 0  # pairs [first, num_true) began from the target's states
     num_cached: int = 0  # pairs [first, num_cached) of committed tokens have their KV in the blocks, then …
     num_stem: int = 0  # … those of so many drafted tokens
     tokens: list[int] = field(default_factory=list)  # committed
     num_states: int = 0  # the target's
-    ask: Ask | None = None
-    growth: Growth | None = None  # of the draft that is asked for
     feedback: dict[int, torch.Tensor] = field(default_factory=dict)  # [hidden_size] that follows ROOT and each node
 
     @property
-    def draft(self) -> Growth:
-        assert self.growth is not None, "nothing was asked for"
-        return self.growth
-
-    @property
     def num_slots(self) -> int:
-        """Count the KV slots in use."""
         return self.num_cached - self.first + self.num_stem
 
     def num_slots_after(self, share: int) -> int:
-        """Count them once so much of what is pending is computed."""
-        if self.has_states_to_take:  # some may take the place of what was computed from own states
+        if self.has_states_to_take:  # pairs that began from own states are computed again, in the same slots
             return max(self.num_slots, self.num_true - self.first + share)
         return self.num_slots + share
 
@@ -74,11 +66,15 @@ class HeadState:
             return max(1, self.num_states - self.num_true)  # own states come one by one
         return len(self.next_nodes())
 
-    def next_nodes(self) -> list[int]:
-        """Return the drafted tokens whose pairs come next, parents first; none while committed ones are missing.
+    @property
+    def num_together(self) -> int:
+        return len(self.next_nodes())
 
-        The stem goes one by one, since each pair starts from what the one before gives; what forks goes level by level,
-        each time with all that lies between it and the stem.
+    def next_nodes(self) -> list[int]:
+        """Return the drafted tokens whose pairs come next, parents first; none while committed pairs are pending.
+
+        The stem's pairs are computed one by one, since each starts from the state that follows the one before. Beyond a
+        fork a level is computed at once, with all nodes between it and the stem.
         """
         if self.is_catching_up:
             return []
@@ -87,39 +83,73 @@ class HeadState:
             return [self.num_stem]
         return nodes_to_compute(tree, frontier, self.num_stem)
 
-    def rest(self) -> None:
-        """Have nothing in the making, and keep what can be forked."""
-        self.ask, self.growth = None, None
+    def begin(self, ask: Ask, growth: Growth) -> None:
+        """Take an ask up, from the pairs of the target's own states that it has in common with the ask before."""
+        assert ask.states is not None
+        tokens = list(ask.token_ids)
+        num_states = num_usable_states(ask)
+        # the last of the target's states is taken in (again): what follows from it is wanted
+        num_kept = min(self.num_true, num_common(self.tokens, tokens) - 1, num_states - 1)
+        if num_kept <= self.first or is_missing(ask.states, num_kept):
+            num_kept = self.first = _num_missing(ask.states)
+        self.ask, self.growth, self.tokens, self.num_states, self.feedback = ask, growth, tokens, num_states, {}
+        self._keep(num_kept)
+
+    def lose_kv(self) -> None:
+        """Begin again; pairs whose states the ask no longer has cannot be computed again."""
+        if self.ask is not None and self.ask.states is not None:
+            self.first = max(self.first, _num_missing(self.ask.states))
+        self._keep(self.first)
+
+    def _keep(self, num_kept: int) -> None:
+        """Keep the KV of the pairs before `num_kept`; what was drafted is computed again where it is needed."""
+        self.num_true, self.num_cached, self.num_stem = num_kept, num_kept, 0
+
+    def settle(self) -> None:
+        self.ask, self.growth, self.feedback, self.num_stem = None, None, {}, 0
 
     def fork(self, ask: Ask, num_accepted: int, growth: Growth) -> HeadState:
-        """Start the draft of an ask that goes on from `num_accepted` tokens of this one, whose KV it shares.
-
-        What the target's states of those tokens are is not known yet: the head's own stand for them.
-        """
+        """As in `ForkableState`; the head's own states stand for the target's, which are not known yet."""
         return HeadState(
+            ask=ask,
+            growth=growth,
             first=self.first,
             num_true=self.num_true,
             num_cached=self.num_cached + num_accepted,
             tokens=list(ask.token_ids),
             num_states=self.num_states,
-            ask=ask,
-            growth=growth,
             feedback={ROOT: self.feedback[num_accepted - 1 if num_accepted else ROOT]},
         )
+
+    def continues(self, ask: Ask) -> bool:
+        """Return whether an ask brings the target's states that follow those taken in, as far as any do."""
+        assert ask.states is not None
+        return self.num_true >= len(ask.states) or not is_missing(ask.states, self.num_true)
+
+    def adopt(self, ask: Ask) -> None:
+        """As in `ForkableState`; the target's states are taken in when there is time."""
+        self.ask, self.num_states = ask, num_usable_states(ask)
+
+    def cut(self) -> None:
+        self.num_stem = min(self.num_stem, max(0, len(self.draft.tree) - 1))
+
+    def check_integrity(self) -> None:
+        assert self.first <= self.num_true <= self.num_cached < len(self.tokens), "pairs without tokens"
+        assert self.ask is not None or not (self.num_stem or self.feedback), "remains of a draft"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadChunk:
-    """What of a session goes into this step's forward: pairs of committed tokens, or of drafted ones."""
+    """A session's part of one forward: pairs of committed tokens, or of drafted ones."""
 
     state: HeadState
     num_tokens: int
-    nodes: list[int]  # the drafted ones; none while it is catching up
-    set_index: int  # the parameters they are computed with
+    nodes: list[int]  # the drafted tokens; none while the session is catching up
+    set_index: int  # of the parameters that the pairs are computed with
 
     @property
     def outlets(self) -> list[int]:
-        """Return the nodes whose outputs are read, ROOT standing for the last committed pair."""
+        """Return the nodes whose outputs are read; ROOT: that of the last committed pair."""
         state = self.state
         if not self.nodes:
             is_last = state.next_pair + self.num_tokens >= max(state.num_states, state.num_cached)
@@ -133,21 +163,20 @@ class HeadChunk:
 
     @property
     def target_states(self) -> torch.Tensor:
-        """The target's states that its pairs start from: [num_tokens, state_size]."""
-        ask, begin = self.state.ask, self.state.next_pair
-        assert ask is not None
-        assert ask.states is not None
-        return ask.states[begin : begin + self.num_tokens]
+        """Return the target's states that the pairs start from: [num_tokens, state_size]."""
+        states, begin = self.state.asked.states, self.state.next_pair
+        assert states is not None
+        return states[begin : begin + self.num_tokens]
 
     @property
     def own_states(self) -> torch.Tensor:
-        """What the pairs of drafted tokens, or of a committed one beyond the target's states, start from."""
+        """Return the head's own states that the pairs start from, beyond the target's: [num_tokens, hidden_size]."""
         state = self.state
         parents = [state.draft.tree.parents[node] for node in self.nodes] or [ROOT]
         return torch.stack([state.feedback[parent] for parent in parents])
 
     def keep(self) -> None:
-        """Keep the KV of committed pairs and of the stem; that of nodes beyond a fork has served."""
+        """Count the KV of committed pairs and of the stem as computed; KV of nodes beyond a fork is dropped."""
         state = self.state
         if self.starts_from_target:
             state.num_true += self.num_tokens
@@ -156,6 +185,22 @@ class HeadChunk:
             state.num_cached += self.num_tokens
         elif self.nodes == [state.num_stem] and state.num_stem < stem_length(state.draft.tree):
             state.num_stem += 1
+
+
+def num_usable_states(ask: Ask) -> int:
+    """Count the target's states that pairs begin from: the last committed token begins none."""
+    assert ask.states is not None
+    return min(len(ask.states), len(ask.token_ids) - 1)
+
+
+def is_missing(states: torch.Tensor, index: int) -> bool:
+    """Return whether the target no longer had a token's state: [num_states, width]."""
+    return bool(states[index, 0].isnan())
+
+
+def _num_missing(states: torch.Tensor) -> int:
+    """Count the first tokens whose states the target no longer had; the last token's is there."""
+    return int(states[:, 0].isnan().logical_not().nonzero()[0])
 
 
 def pack_pairs(chunks: Sequence[HeadChunk], block_size: int) -> ScheduledBatch:

@@ -1,10 +1,9 @@
-"""What drafters of a few steps after the target's last hidden state share: Medusa's heads, the MLP speculator.
+"""What Medusa's heads and the MLP speculator share: both draft from the target's last hidden state alone.
 
-The last committed token has not been computed by the target yet, so the state that it drafts from is that of the token
-before:
+The target has not computed the last committed token yet. So the state is that of the token before:
 
 tokens   |<- committed, n of them ->|<- drafted ->|
-state                          n-2     the heads know what follows it: token n-1, which was drawn from it, and guess on
+state                          n-2     token n-1 was drawn from it; the heads guess the tokens after n-1
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.drafter_service.engine.engine import Ask
+from outrider.drafter_service.engine.drafter import Ask
 from outrider.verifier_service.messages.draft import FINAL_TAP, DraftNeeds
 
 LAST_STATE_NEEDS = DraftNeeds(taps=(FINAL_TAP,), last_state_only=True)
 
 
 def has_state(ask: Ask, width: int) -> bool:
-    """Say whether a head of a certain width can draft for an ask."""
+    """Return whether an ask brings a state of the width that a head reads."""
     return ask.states is not None and len(ask.states) > 0 and ask.states.shape[1] == width
 
 
@@ -33,11 +32,11 @@ def last_states(asks: Sequence[Ask], like: torch.Tensor) -> torch.Tensor:
 
 
 def draft_depth(ask: Ask, num_guesses: int) -> int:
-    """Return how deep a draft gets of which the drafter can guess `num_guesses` tokens; forced ones may go further."""
+    """Return the depth of a draft whose drafter can guess `num_guesses` tokens; forced tokens may go deeper."""
     return max(min(ask.length, num_guesses), min(ask.length, len(ask.forced_ids)))
 
 
 def first_within(num_tokens: Sequence[int], max_num_tokens: int) -> int:
-    """Count the first drafts that fit a budget together; the first of all fits any."""
+    """Count the first drafts that fit a budget together; the very first always counts."""
     totals = itertools.accumulate(num_tokens)
     return max(1, sum(1 for total in totals if total <= max_num_tokens))

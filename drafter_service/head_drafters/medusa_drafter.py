@@ -7,16 +7,13 @@ best nodes are found one by one with a heap; the product itself is never made.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 import torch
 
-from outrider.drafter_service.engine.draft_sampler import Children, launch_children, read_children
-from outrider.drafter_service.engine.engine import Ask, DraftResult
-from outrider.drafter_service.engine.product_tree import best_of_product
-from outrider.drafter_service.engine.sessions import SessionKey
-from outrider.drafter_service.engine.tree_growth import answer_of, chain_growth, result_of
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
+from outrider.drafter_service.engine.row_drafts import grow_rows, start_rows
+from outrider.drafter_service.engine.tree_growth import DraftRules, Growing, Growth, answer_of
 from outrider.drafter_service.head_drafters.last_state import (
     LAST_STATE_NEEDS,
     draft_depth,
@@ -25,7 +22,7 @@ from outrider.drafter_service.head_drafters.last_state import (
     last_states,
 )
 from outrider.drafter_service.heads.medusa import MedusaHeads
-from outrider.verifier_service.gpu.transfers import upload_rows
+from outrider.verifier_service.messages.draft import Draft
 
 
 class MedusaDrafter:
@@ -50,19 +47,21 @@ class MedusaDrafter:
         if heads.token_map is not None and int(heads.token_map.min()) >= vocab_size:
             raise ValueError(f"vocab_size: no id of the heads' token_map is below {vocab_size}")
         self._heads = heads
-        self._rng = rng
         self.vocab_size, self.max_model_len, self.needs = vocab_size, max_model_len, LAST_STATE_NEEDS
-        self._top_n, self._branching = top_n, branching
+        self._rules, self._branching = DraftRules(rng=rng, vocab_size=vocab_size, top_n=top_n), branching
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Answer as many asks as fit, oldest first, by one forward of the heads over all of them.
 
         Drafts are no longer than there are heads. An ask without a state gets its forced tokens alone.
         """
         depths = [draft_depth(ask, self._num_guesses(ask)) for ask in asks]
         taken = asks[: first_within(depths, max_num_tokens)]
-        guesses = self._guess([ask for ask in taken if self._num_guesses(ask) > len(ask.forced_ids)])
-        return [_answer(ask, depth, guesses[ask.ask_id]) for ask, depth in zip(taken, depths, strict=False)]
+        drafts = [Growing(ask, self._start(ask), len(ask.token_ids)) for ask in taken]
+        if guessing := [draft for draft in drafts if draft.growth.frontier]:
+            rows = self._rows([draft.ask for draft in guessing])
+            grow_rows(guessing, rows, self._rules)
+        return [answer_of(draft.ask, draft.growth) for draft in drafts]
 
     def release(self, key: SessionKey) -> None:
         """Do nothing: nothing is kept."""
@@ -73,42 +72,12 @@ class MedusaDrafter:
     def _num_guesses(self, ask: Ask) -> int:
         return min(ask.length, self._heads.num_heads) if has_state(ask, self._heads.hidden_size) else 0
 
+    def _start(self, ask: Ask) -> Growth:
+        return start_rows(ask, max(0, self._num_guesses(ask) - len(ask.forced_ids)), branching=self._branching)
+
     @torch.inference_mode()
-    def _guess(self, asks: Sequence[Ask]) -> dict[int, list[Children]]:
-        """Return the candidates at each depth after the forced tokens, by ask_id."""
-        guesses: dict[int, list[Children]] = defaultdict(list)
-        if not asks:
-            return guesses
+    def _rows(self, asks: Sequence[Ask]) -> list[torch.Tensor]:
+        """Return the logits after the forced tokens of each ask: float32 [num_guesses, vocab_size]."""
         states = last_states(asks, next(self._heads.parameters()))  # [num_asks, hidden_size]
         logits = self._heads(states, max(map(self._num_guesses, asks))).float()  # [num_heads, num_asks, vocab_size]
-        for is_tree in (False, True):
-            places = [
-                (depth, index)
-                for index, ask in enumerate(asks)
-                if bool(ask.max_nodes) == is_tree
-                for depth in range(len(ask.forced_ids), self._num_guesses(ask))
-            ]
-            if not places:
-                continue
-            found = launch_children(
-                logits[tuple(upload_rows(rows, logits.device) for rows in zip(*places, strict=True))],
-                [asks[index].sampling for _, index in places],
-                [len(asks[index].token_ids) + depth for depth, index in places],
-                self._rng,
-                vocab_size=self.vocab_size,
-                num_children=self._branching if is_tree else 1,
-                top_n=self._top_n,
-                sampled=not is_tree,
-            )
-            for (_, index), children in zip(places, read_children(found), strict=True):
-                guesses[asks[index].ask_id].append(children)
-        return guesses
-
-
-def _answer(ask: Ask, depth: int, guesses: Sequence[Children]) -> DraftResult:
-    if ask.max_nodes:
-        return result_of(ask, best_of_product(guesses, ask.forced_ids[: ask.length], max_nodes=ask.max_nodes))
-    chain = chain_growth(ask, depth)
-    for children in guesses:
-        chain.grow([children])
-    return answer_of(ask, chain)
+        return [logits[len(ask.forced_ids) : self._num_guesses(ask), index] for index, ask in enumerate(asks)]

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from outrider.drafter_service.engine.draft_sampler import Children, launch_children, read_children
-from outrider.drafter_service.engine.engine import Ask, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.tree_growth import BestFirstGrowth, Growth, answer_of, chain_growth
 from outrider.drafter_service.head_drafters.last_state import (
     LAST_STATE_NEEDS,
@@ -29,7 +28,7 @@ from outrider.drafter_service.head_drafters.last_state import (
 )
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.verifier_service.gpu.transfers import upload_rows
-from outrider.verifier_service.messages.draft import ROOT
+from outrider.verifier_service.messages.draft import ROOT, Draft
 
 
 @dataclass(slots=True)
@@ -83,7 +82,7 @@ class MlpDrafter:
         self.vocab_size, self.max_model_len, self.needs = vocab_size, max_model_len, LAST_STATE_NEEDS
         self._top_n, self._branching = top_n, branching
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Answer as many asks as fit, oldest first, level by level, each level of all of them in one forward.
 
         Drafts are no longer than the speculator has steps. An ask without a state, or whose last token the speculator

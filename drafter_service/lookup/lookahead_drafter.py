@@ -18,8 +18,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from outrider.drafter_service.engine.engine import Ask, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.lookup.token_history import (
     UNBOUNDED_MODEL_LEN,
     AcceptanceEstimate,
@@ -27,7 +26,7 @@ from outrider.drafter_service.lookup.token_history import (
     GuessTree,
     TokenHistory,
 )
-from outrider.verifier_service.messages.draft import ROOT, DraftNeeds, require
+from outrider.verifier_service.messages.draft import ROOT, Draft, DraftNeeds, require
 
 POOL_PRIOR = 0.3  # prior acceptance
 WINDOW_PRIOR = 0.1
@@ -105,7 +104,7 @@ class LookaheadDrafter:
         self._estimate = AcceptanceEstimate()
         self._sessions: dict[SessionKey, _Session] = {}
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Answer every ask at once; `max_num_tokens` is ignored, since no model runs."""
         return [self._answer(ask) for ask in asks]
 
@@ -168,7 +167,7 @@ class LookaheadDrafter:
 
     # --- the next draft ---
 
-    def _answer(self, ask: Ask) -> DraftResult:
+    def _answer(self, ask: Ask) -> Draft:
         session = self._follow(ask)
         tree = GuessTree()
         forced = ask.forced_ids[: ask.length]
@@ -186,10 +185,8 @@ class LookaheadDrafter:
         if not forced:
             session.guesses = tree.guesses()
         chosen = tree.first(max_nodes)
-        return DraftResult(
-            key=ask.key,
-            ask_id=ask.ask_id,
-            token_ids=chosen.token_ids,
+        return ask.answer(
+            chosen.token_ids,
             parents=chosen.parents if ask.max_nodes else None,
             confidences=chosen.confidences,
         )

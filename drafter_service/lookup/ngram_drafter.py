@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from outrider.drafter_service.engine.engine import Ask, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.lookup.ngram_index import VOTE_SIZES, Kind, NgramIndex, match_length
 from outrider.drafter_service.lookup.token_history import (
     UNBOUNDED_MODEL_LEN,
@@ -20,7 +19,7 @@ from outrider.drafter_service.lookup.token_history import (
     GuessTree,
     TokenHistory,
 )
-from outrider.verifier_service.messages.draft import NO_NEEDS, ROOT, DraftNeeds
+from outrider.verifier_service.messages.draft import NO_NEEDS, ROOT, Draft, DraftNeeds
 
 PRIOR = 0.5  # prior acceptance of a kind
 
@@ -65,7 +64,7 @@ class NgramDrafter:
         self._estimate = AcceptanceEstimate()
         self._sessions: dict[SessionKey, _Session] = {}
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Answer every ask at once; `max_num_tokens` is ignored, since no model runs."""
         return [self._answer(ask) for ask in asks]
 
@@ -79,7 +78,7 @@ class NgramDrafter:
 
     # --- one ask ---
 
-    def _answer(self, ask: Ask) -> DraftResult:
+    def _answer(self, ask: Ask) -> Draft:
         session = self._follow(ask)
         forced = list(ask.forced_ids[: ask.length])
         places = self._places(session, forced)
@@ -110,7 +109,7 @@ class NgramDrafter:
         """Return the last tokens before a draft, as many as the longest n-gram has."""
         return [*session.history.token_ids[-max(self._sizes[-1], VOTE_SIZES[-1]) :], *forced]
 
-    def _chain(self, ask: Ask, session: _Session, forced: Sequence[int], place: tuple[int, int] | None) -> DraftResult:
+    def _chain(self, ask: Ask, session: _Session, forced: Sequence[int], place: tuple[int, int] | None) -> Draft:
         copied: Sequence[int] = ()
         kinds: list[Kind] = []
         if place is not None and len(forced) < ask.length:
@@ -122,16 +121,12 @@ class NgramDrafter:
         if not forced:
             session.guesses = Guesses(copied, None, kinds)
         rates = {kind: self._estimate.rate(kind, PRIOR) for kind in set(kinds)}
-        return DraftResult(
-            key=ask.key,
-            ask_id=ask.ask_id,
-            token_ids=(*forced, *copied),
+        return ask.answer(
+            (*forced, *copied),
             confidences=(*[1.0] * len(forced), *[rates[kind] for kind in kinds]),
         )
 
-    def _tree(
-        self, ask: Ask, session: _Session, forced: Sequence[int], places: Iterator[tuple[int, int]]
-    ) -> DraftResult:
+    def _tree(self, ask: Ask, session: _Session, forced: Sequence[int], places: Iterator[tuple[int, int]]) -> Draft:
         """Branch if longer and shorter n-grams continue differently."""
         tokens = session.history.token_ids
         guesses = GuessTree()
@@ -148,10 +143,8 @@ class NgramDrafter:
         if not forced:
             session.guesses = guesses.guesses()
         chosen = guesses.best(ask.max_nodes)
-        return DraftResult(
-            key=ask.key,
-            ask_id=ask.ask_id,
-            token_ids=chosen.token_ids,
+        return ask.answer(
+            chosen.token_ids,
             parents=chosen.parents,
             confidences=chosen.confidences,
         )

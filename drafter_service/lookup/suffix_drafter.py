@@ -13,8 +13,7 @@ import heapq
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.drafter_service.engine.engine import Ask, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.lookup.suffix_tree import Follower, Place, SuffixTree
 from outrider.drafter_service.lookup.token_history import (
     UNBOUNDED_MODEL_LEN,
@@ -23,7 +22,7 @@ from outrider.drafter_service.lookup.token_history import (
     GuessTree,
     TokenHistory,
 )
-from outrider.verifier_service.messages.draft import NO_NEEDS, ROOT, DraftNeeds, require
+from outrider.verifier_service.messages.draft import NO_NEEDS, ROOT, Draft, DraftNeeds, require
 
 MAX_BRANCHES = 8  # children of one node of a draft tree
 
@@ -137,7 +136,7 @@ class SuffixDrafter:
         self._estimate = AcceptanceEstimate()
         self._sessions: dict[SessionKey, _Session] = {}
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Answer every ask at once; `max_num_tokens` is ignored, since no model runs."""
         return [self._answer(ask) for ask in asks]
 
@@ -156,7 +155,7 @@ class SuffixDrafter:
 
     # --- one ask ---
 
-    def _answer(self, ask: Ask) -> DraftResult:
+    def _answer(self, ask: Ask) -> Draft:
         session = self._follow(ask)
         forced = list(ask.forced_ids[: ask.length])
         places = self._places(session, forced)
@@ -187,13 +186,11 @@ class SuffixDrafter:
         places = (own, None if past is None else past.longest_match(tail))
         return [place for place in places if place is not None]
 
-    def _chain(self, ask: Ask, session: _Session, forced: list[int], places: Sequence[Place]) -> DraftResult:
+    def _chain(self, ask: Ask, session: _Session, forced: list[int], places: Sequence[Place]) -> Draft:
         chain = self._best_chain(session, forced, places, ask.length)
         if not forced:
             session.guesses = Guesses(chain.token_ids, None, chain.kinds)
-        return DraftResult(
-            key=ask.key, ask_id=ask.ask_id, token_ids=tuple(chain.token_ids), confidences=tuple(chain.rates)
-        )
+        return ask.answer(tuple(chain.token_ids), confidences=tuple(chain.rates))
 
     def _best_chain(self, session: _Session, forced: list[int], places: Sequence[Place], length: int) -> _Chain:
         """Return the chain with the most expected tokens; every chain begins with the forced ones."""
@@ -224,7 +221,7 @@ class SuffixDrafter:
             place = follower.place
         return chain
 
-    def _tree(self, ask: Ask, session: _Session, forced: list[int], places: Sequence[Place]) -> DraftResult:
+    def _tree(self, ask: Ask, session: _Session, forced: list[int], places: Sequence[Place]) -> Draft:
         """Draft the best chain and other likely tokens, from both trees."""
         guesses = GuessTree()
         chain = self._best_chain(session, forced, places, ask.length)
@@ -237,10 +234,8 @@ class SuffixDrafter:
         if not forced:
             session.guesses = guesses.guesses()
         chosen = guesses.best(ask.max_nodes)
-        return DraftResult(
-            key=ask.key,
-            ask_id=ask.ask_id,
-            token_ids=chosen.token_ids,
+        return ask.answer(
+            chosen.token_ids,
             parents=chosen.parents,
             confidences=chosen.confidences,
         )

@@ -1,8 +1,8 @@
 """Draft with DFlash: contexts of the target's states in paged KV, blocks of mask tokens that are never cached.
 
-A session's context is the keys and values that the drafter's layers make of the target's states; each round adds those
-of the tokens that were committed since, and they are the target's truth for good. A block attends to them and to
-itself, both ways, so that it takes no slots of the pool. It always has the size that the drafter was trained with.
+A session's context is the keys and values that the drafter's layers make of the target's states. Each round adds those
+of the tokens that were committed since; they never change. A block attends to the context and to itself in both
+directions, and takes no slots of the pool. Its size is the one that the drafter was trained with.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from outrider.drafter_service.engine.engine import Ask
-from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, TreeConfig
+from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.heads.dflash import DFlashHead, parse_config
 from outrider.drafter_service.heads.head_files import CONFIG_NAME, read_json
 from outrider.drafter_service.heads.head_layer import Attend, HeadError, make_lean
-from outrider.drafter_service.models.one_pass_drafter import Canvas, Chunk, OnePassDrafter
+from outrider.drafter_service.models.one_pass_drafter import Canvas, Chunk
 from outrider.verifier_service.messages.draft import DraftNeeds
 from outrider.verifier_service.model.attention import KVPool
 from outrider.verifier_service.model.config import ModelConfig
@@ -200,15 +199,3 @@ def load_dflash(
         )
     make_lean(head, fuses_attention=False)  # contexts have keys and values, and no queries
     return DFlashModel.sized_by(head, config)
-
-
-def dflash_drafter(
-    model: DFlashModel,
-    rng: torch.Generator,
-    *,
-    vocab_size: int | None = None,
-    top_n: int = 32,
-    trees: TreeConfig = DEFAULT_TREES,
-) -> OnePassDrafter:
-    """Make a `Drafter` of a DFlash model; the other arguments are those of `OnePassDrafter`."""
-    return OnePassDrafter(model, rng, vocab_size=vocab_size, top_n=top_n, trees=trees)

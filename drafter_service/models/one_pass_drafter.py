@@ -1,8 +1,7 @@
-"""Draft all positions in one pass: what drafters share whose guesses do not see each other.
+"""Draft all positions in one forward: guesses do not see each other.
 
-A canvas (the last committed token, forced ones, masks) is laid after a cached context, and one forward gives a row for
-each token to guess, from which `row_drafts` makes chains and trees. A canvas is never cached: what was guessed is no
-truth, and a mask is no token.
+A canvas (the last committed token, forced tokens, masks) follows a cached context. One forward gives a row for each
+token to guess, and `row_drafts` makes chains and trees of the rows. A canvas is never cached: it is guesses and masks.
 
 tokens   |<- context: computed once, cached ----->| last one |<- forced ->|<- masks ->|
 KV       |<- num_cached ->|<- this step's part ->|<- canvas: for one forward -------->|
@@ -11,28 +10,29 @@ KV       |<- num_cached ->|<- this step's part ->|<- canvas: for one forward ---
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
-from outrider.drafter_service.engine.engine import Ask, DraftResult
-from outrider.drafter_service.engine.kv_budget import num_common, reserve, share_budget
-from outrider.drafter_service.engine.row_drafts import RowDrafts
-from outrider.drafter_service.engine.sessions import SessionKey
-from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, TreeConfig, empty_answer
+from outrider.drafter_service.engine.drafter import Ask
+from outrider.drafter_service.engine.kv_budget import num_common
+from outrider.drafter_service.engine.paged_drafter import Follow
+from outrider.drafter_service.engine.paged_state import PagedState, Step
+from outrider.drafter_service.engine.row_drafts import grow_rows, start_rows
+from outrider.drafter_service.engine.tree_growth import DraftRules, Growing, Growth
 from outrider.verifier_service.messages.batch import slots_of
 from outrider.verifier_service.messages.draft import DraftNeeds
-from outrider.verifier_service.scheduling.kv_cache import BlockPool
+from outrider.verifier_service.messages.graph_counts import GraphCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canvas:
-    """What is computed together after the context, starting at the last committed token."""
+    """The tokens that are computed together after the context, from the last committed one on."""
 
     token_ids: list[int]
-    rows: range  # the tokens of it whose logits are wanted, one for each guess; none: nothing can be guessed
+    rows: range  # the canvas tokens whose logits are wanted, one for each guess; empty: nothing can be guessed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Chunk:
 
 
 class OnePassModel(Protocol):
-    """What computes contexts and canvases."""
+    """A model that computes contexts and canvases."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -74,174 +74,110 @@ class OnePassModel(Protocol):
         """Whether a canvas takes slots of the KV pool while it is computed."""
 
     def context(self, ask: Ask) -> range:
-        """Return the committed tokens before the last one that a context can be made of: a gap may precede them."""
+        """Return the committed tokens that a context can be made of, all before the last; a gap may precede them."""
 
     def canvas(self, ask: Ask) -> Canvas:
-        """Lay out what is to be computed together."""
+        """Lay out an ask's canvas."""
 
     def execute(self, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         """Run one forward: for each chunk with a canvas the float32 logits [num_rows, vocab_size] of its rows."""
 
 
 @dataclass(slots=True)
-class _State:
-    """One session's cached context and its unanswered ask."""
+class CanvasState(PagedState):
+    """A session's cached context, and the canvas of its ask."""
 
-    block_table: list[int] = field(default_factory=list)
-    first: int = 0  # the context begins here: what is before it was not to be had
+    first: int = 0  # token at which the context begins: the model cannot compute those before it
     cached_ids: list[int] = field(default_factory=list)  # the tokens whose KV is in the blocks
-    ask: Ask | None = None
     canvas: Canvas = Canvas(token_ids=[], rows=range(0))  # of the ask
     context: range = range(0)  # of the ask
+    num_together: int = 0  # tokens of a step that the canvas takes
+    num_canvas_slots: int = 0  # that the canvas takes while it is computed
 
     @property
     def cached_end(self) -> int:
         return self.first + len(self.cached_ids)
 
+    @property
+    def num_missing(self) -> int:
+        """Count the context tokens that are not cached yet."""
+        return max(0, self.context.stop - self.cached_end)
 
-class OnePassDrafter:
-    """A `Drafter` over a one-pass model; many sessions in each forward."""
+    @property
+    def num_slots(self) -> int:
+        return len(self.cached_ids)
 
-    def __init__(
-        self,
-        model: OnePassModel,
-        rng: torch.Generator,
-        *,
-        vocab_size: int | None = None,
-        top_n: int = 32,
-        trees: TreeConfig = DEFAULT_TREES,
-    ) -> None:
-        """Propose the first `vocab_size` ids (the target's vocabulary); None: all that the model has."""
+    def num_slots_after(self, share: int) -> int:
+        missing = self.num_missing
+        return len(self.cached_ids) + min(share, missing) + self.num_canvas_slots * (share > missing)
+
+    @property
+    def num_pending(self) -> int:
+        return self.num_missing + self.num_together
+
+    def roll_back(self, num_kept: int) -> None:
+        """Keep the KV of the first `num_kept` context tokens."""
+        del self.cached_ids[num_kept:]
+        if not num_kept:
+            self.first = self.context.start
+
+    def lose_kv(self) -> None:
+        self.roll_back(0)
+
+    def chunk(self, share: int) -> Chunk:
+        """Return what `share` of the pending tokens are: the canvas comes once the context is complete."""
+        begin, missing = self.cached_end, self.num_missing
+        return Chunk(
+            ask=self.asked,
+            begin=begin,
+            end=begin + min(share, missing),
+            canvas=self.canvas if share > missing else None,
+            block_table=list(self.block_table),
+            num_cached=len(self.cached_ids),
+        )
+
+    def check_integrity(self) -> None:
+        if self.ask is not None:
+            known = list(self.ask.token_ids[self.first : self.cached_end])
+            assert self.cached_ids == known, "KV of other tokens"
+
+
+class CanvasForward:
+    """A `Forward` over a one-pass model."""
+
+    def __init__(self, model: OnePassModel, rules: DraftRules) -> None:
+        self.num_forwards = 0
+        self.graph_counts: GraphCounts | None = None
         self.vocab_size, self.max_model_len, self.needs = model.vocab_size, model.max_model_len, model.needs
+        self.num_blocks, self.block_size = model.num_blocks, model.block_size
         self._model = model
-        self._draft_vocab_size = model.vocab_size if vocab_size is None else vocab_size
-        self._drafts = RowDrafts(rng=rng, vocab_size=self._draft_vocab_size, top_n=top_n, trees=trees)
-        self._pool = BlockPool(model.num_blocks, model.block_size, enable_prefix_caching=False)
-        self._states: dict[SessionKey, _State] = {}  # least recently asked first
+        self._rules = rules
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
-        """Run one forward and answer the asks whose canvas was in it; contexts come in chunks, a canvas never does.
+    def can_draft(self, ask: Ask) -> bool:
+        return True  # where nothing can be guessed, the forced tokens alone are the draft
 
-        Where nothing can be guessed the answer is the forced tokens alone; an ask that does not fit even with the KV
-        pool to itself gets an empty draft.
-        """
-        states = [self._state_of(ask) for ask in asks]
-        if hopeless := [state for state in states if not state.canvas.rows]:
-            return self._answers(hopeless, [torch.empty(0, self.vocab_size)] * len(hopeless))
-        num_together = [min(len(state.canvas.token_ids), max_num_tokens) for state in states]
-        num_pending = [_num_missing(state) + num for state, num in zip(states, num_together, strict=True)]
-        shares = share_budget(num_pending, max_num_tokens, num_together)
-        chunks: list[Chunk] = []
-        scheduled: list[_State] = []
-        for index, (state, share) in enumerate(zip(states, shares, strict=True)):
-            chunk = self._schedule(state, share, asked=states, younger=states[index + 1 :])
-            if chunk is not None:
-                chunks.append(chunk)
-                scheduled.append(state)
-            elif index == 0:
-                return [self._give_up(state)]
-        return self._execute(chunks, scheduled)
+    def new_state(self) -> CanvasState:
+        return CanvasState()
 
-    def release(self, key: SessionKey) -> None:
-        state = self._states.pop(key, None)
-        if state is not None:
-            self._pool.release(state.block_table)
-
-    def check_integrity(self, keys: Collection[SessionKey]) -> None:
-        assert self._states.keys() <= set(keys), "KV of a session that is gone"
-        self._pool.check_integrity([state.block_table for state in self._states.values()])
-        for state in self._states.values():
-            assert len(state.block_table) == self._pool.num_blocks_for(len(state.cached_ids)), "blocks without tokens"
-            if state.ask is not None:
-                known = list(state.ask.token_ids[state.first : state.cached_end])
-                assert state.cached_ids == known, "KV of other tokens"
-
-    # --- state ---
-
-    def _state_of(self, ask: Ask) -> _State:
-        """Return the session's state, rolled back to the context that its new ask shares."""
-        state = self._states.setdefault(ask.key, _State())
-        if state.ask is None or state.ask.ask_id != ask.ask_id:
-            self._states[ask.key] = self._states.pop(ask.key)  # most recently asked
-            self._begin(state, ask)
-        return state
-
-    def _begin(self, state: _State, ask: Ask) -> None:
-        known = itertools.takewhile(lambda token_id: token_id < self._draft_vocab_size, ask.forced_ids[: ask.length])
+    def begin(self, state: CanvasState, ask: Ask, *, max_num_tokens: int, growth: Growth | None) -> None:
+        assert growth is None, "a canvas is drafted at once: nobody starts its draft elsewhere"
+        known = itertools.takewhile(lambda token_id: token_id < self._rules.vocab_size, ask.forced_ids[: ask.length])
         state.ask = ask = replace(ask, token_ids=list(ask.token_ids), forced_ids=tuple(known))
         state.canvas, state.context = self._model.canvas(ask), self._model.context(ask)
-        shared = list(ask.token_ids[state.first : state.context.stop])
-        num_kept = num_common(state.cached_ids, shared)
-        can_go_on = state.context.start <= state.first + num_kept  # what comes next is to be had
-        self._roll_back(state, num_kept if can_go_on else 0)
+        state.growth = start_rows(ask, len(state.canvas.rows), trees=self._rules.trees)
+        num_tokens = len(state.canvas.token_ids)
+        state.num_together = min(num_tokens, max_num_tokens)
+        state.num_canvas_slots = num_tokens if self._model.pages_canvas else 0
+        num_kept = num_common(state.cached_ids, ask.token_ids[state.first : state.context.stop])
+        can_go_on = state.context.start <= state.first + num_kept  # the model can compute the token after those kept
+        state.roll_back(num_kept if can_go_on else 0)
 
-    def _roll_back(self, state: _State, num_kept: int) -> None:
-        del state.cached_ids[num_kept:]
-        if not num_kept:
-            state.first = state.context.start
-        self._pool.trim(state.block_table, num_kept)
-
-    def _schedule(
-        self, state: _State, share: int, *, asked: Sequence[_State], younger: Sequence[_State]
-    ) -> Chunk | None:
-        """Plan a session's part of the step in `share` tokens; None: it has to wait.
-
-        One whose KV an older ask has just taken begins again; what that left cannot hold all of its context.
-        """
-        missing = _num_missing(state)
-        canvas = state.canvas if share > missing else None
-        num_context = min(share, missing)
-        paged = len(canvas.token_ids) if canvas is not None and self._model.pages_canvas else 0
-        if share == 0 or not self._reserve(state, num_context + paged, asked=asked, younger=younger):
-            return None
-        assert state.ask is not None
-        return Chunk(
-            ask=state.ask,
-            begin=state.cached_end,
-            end=state.cached_end + num_context,
-            canvas=canvas,
-            block_table=list(state.block_table),
-            num_cached=len(state.cached_ids),
-        )
-
-    def _reserve(self, state: _State, num_tokens: int, *, asked: Sequence[_State], younger: Sequence[_State]) -> bool:
-        return reserve(
-            self._pool,
-            state,
-            len(state.cached_ids) + num_tokens,
-            all_states=self._states.values(),
-            asked=asked,
-            younger=younger,
-            give_up=lambda victim: self._roll_back(victim, 0),
-        )
-
-    # --- the step ---
-
-    def _execute(self, chunks: Sequence[Chunk], states: Sequence[_State]) -> list[DraftResult]:
+    def run(self, step: Step[CanvasState], follow: Follow[CanvasState]) -> None:
+        chunks = [state.chunk(share) for state, share in step.parts]
+        self.num_forwards += 1
         rows = self._model.execute(chunks)
-        complete: list[_State] = []
-        for chunk, state in zip(chunks, states, strict=True):
+        for state, chunk in zip(step.states, chunks, strict=True):
             state.cached_ids.extend(chunk.ask.token_ids[chunk.begin : chunk.end])
-            self._roll_back(state, len(state.cached_ids))  # the canvas
-            if chunk.canvas is not None:
-                complete.append(state)
-        return self._answers(complete, rows)
-
-    def _answers(self, states: Sequence[_State], rows: Sequence[torch.Tensor]) -> list[DraftResult]:
-        asks: list[Ask] = []
-        for state in states:
-            assert state.ask is not None
-            asks.append(state.ask)
-            state.ask = None
-        return self._drafts.make(asks, rows)
-
-    def _give_up(self, state: _State) -> DraftResult:
-        ask = state.ask
-        assert ask is not None
-        self.release(ask.key)
-        return empty_answer(ask)
-
-
-def _num_missing(state: _State) -> int:
-    """Count the context tokens that are not cached yet."""
-    return max(0, state.context.stop - state.cached_end)
+        ready = [state for state, chunk in zip(step.states, chunks, strict=True) if chunk.canvas is not None]
+        drafts = [Growing(state.asked, state.draft, len(state.asked.token_ids)) for state in ready]
+        grow_rows(drafts, rows, self._rules)

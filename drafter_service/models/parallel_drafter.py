@@ -1,8 +1,8 @@
 """Draft with a causal language model that was taught to guess ahead over mask tokens: all positions in one forward.
 
-PARD (An et al. 2025, arXiv 2504.18583): an ordinary draft model, adapted so that what follows the last committed token
-and K - 1 masks after it are the laws of the next K tokens. The masks are one and the same token, named by the
-checkpoint's config; vLLM serves the same checkpoints as `parallel_drafting`.
+PARD (An et al. 2025, arXiv 2504.18583): an ordinary draft model, adapted to guess the next K tokens from the rows of
+the last committed token and K - 1 masks. All masks are one token, which the checkpoint's config names. vLLM serves
+the same checkpoints as `parallel_drafting`.
 
 canvas   last committed   forced ...   mask   mask   mask
 row      next token       ...          +1     +2     +3     of each, the law of the token after it
@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from outrider.drafter_service.engine.engine import Ask
-from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, TreeConfig
-from outrider.drafter_service.models.one_pass_drafter import Canvas, Chunk, OnePassDrafter
+from outrider.drafter_service.engine.drafter import Ask
+from outrider.drafter_service.models.one_pass_drafter import Canvas, Chunk
 from outrider.verifier_service.engine.runners import Runner
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import DraftNeeds
@@ -37,7 +36,7 @@ def parse_mask_token_id(config: Mapping[str, Any], vocab_size: int) -> int:
 
 
 class MaskedModel:
-    """A `OnePassModel` over a model runner; the canvas is causal, so it is the end of the sequence like any other."""
+    """A `OnePassModel` over a model runner; the canvas is causal, so it is an ordinary end of the sequence."""
 
     needs = DraftNeeds()
     pages_canvas = True
@@ -59,20 +58,6 @@ class MaskedModel:
     def execute(self, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         logits = self._runner.execute(_pack(chunks, self.block_size))  # [num_rows, vocab_size]
         return list(logits.split([len(chunk.canvas.rows) for chunk in chunks if chunk.canvas is not None]))
-
-
-def parallel_drafter(
-    runner: Runner,
-    rng: torch.Generator,
-    *,
-    mask_token_id: int,
-    vocab_size: int | None = None,
-    top_n: int = 32,
-    trees: TreeConfig = DEFAULT_TREES,
-) -> OnePassDrafter:
-    """Make a `Drafter` of an adapted draft model; the other arguments are those of `OnePassDrafter`."""
-    model = MaskedModel(runner, mask_token_id)
-    return OnePassDrafter(model, rng, vocab_size=vocab_size, top_n=top_n, trees=trees)
 
 
 def _pack(chunks: Sequence[Chunk], block_size: int) -> ScheduledBatch:

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from outrider.drafter_service.engine.engine import Ask, Drafter, DraftResult
+from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
 from outrider.drafter_service.engine.kv_budget import num_common
-from outrider.drafter_service.engine.sessions import SessionKey
-from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, TreeConfig, empty_answer
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
+from outrider.drafter_service.engine.tree_growth import DEFAULT_TREES, DraftRules, TreeConfig
+from outrider.drafter_service.models.model_drafter import ModelForward
 from outrider.drafter_service.models.vocabulary_map import MappedRunner, TextTokenizer, VocabularyMap
 from outrider.verifier_service.engine.runners import Runner
-from outrider.verifier_service.messages.draft import DraftNeeds, DraftSampling
+from outrider.verifier_service.messages.draft import Draft, DraftNeeds, DraftSampling
 
 GREEDY = DraftSampling(temperature=0.0)  # a guess that is compared as text is best the likeliest one
 CUT_CHARACTER = "\ufffd"  # what decoders put where the bytes of a character are not all there
@@ -80,12 +80,13 @@ class TextDrafter:
         self._texts: dict[SessionKey, _Text] = {}
         self._asked: dict[SessionKey, _Translated] = {}
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         translated = [self._translated(ask) for ask in asks]
         if hopeless := [each for each in translated if each.inner.length < 1 or not each.inner.token_ids]:
             return [self._answer(each, each.forced_ids) for each in hopeless]
-        results = self._inner.draft([each.inner for each in translated], max_num_tokens=max_num_tokens)
-        return [self._complete(self._asked[result.key], result.token_ids) for result in results]
+        asked = {each.ask.ask_id: each for each in translated}
+        drafts = self._inner.draft([each.inner for each in translated], max_num_tokens=max_num_tokens)
+        return [self._complete(asked[draft.round_id], draft.token_ids) for draft in drafts]
 
     def release(self, key: SessionKey) -> None:
         self._texts.pop(key, None)
@@ -142,7 +143,7 @@ class TextDrafter:
 
     # --- drafted inner tokens to text to target tokens ---
 
-    def _complete(self, translated: _Translated, drafted: Sequence[int]) -> DraftResult:
+    def _complete(self, translated: _Translated, drafted: Sequence[int]) -> Draft:
         context = translated.inner.token_ids[-CONTEXT_LENGTHS[0] :]
         before, after = self._draft.decode(context), self._draft.decode([*context, *drafted])
         new_text = after[len(before) :].rstrip(CUT_CHARACTER) if after.startswith(before) else ""
@@ -164,11 +165,11 @@ class TextDrafter:
         is_cut = self._target.decode(committed).endswith(CUT_CHARACTER)
         return [] if is_cut else self._target.encode(new_text)
 
-    def _answer(self, translated: _Translated, token_ids: Sequence[int]) -> DraftResult:
+    def _answer(self, translated: _Translated, token_ids: Sequence[int]) -> Draft:
         ask = translated.ask
         del self._asked[ask.key]
         known = itertools.takewhile(lambda token_id: token_id < self.vocab_size, token_ids)
-        return DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=tuple(known)[: ask.length])
+        return ask.answer(tuple(known)[: ask.length])
 
 
 @dataclass(slots=True)
@@ -209,19 +210,15 @@ class IntersectionDrafter:
         self._target, self._draft = target_tokenizer, draft_tokenizer
         self._first_ids = [self.vocab_size + token_id for token_id in first_ids]
         self._sessions: dict[SessionKey, _Mapped] = {}
-        self._inner = ModelDrafter(
-            mapped,
-            rng,
-            vocab_size=self.vocab_size,
-            top_n=top_n,
-            trees=trees,
-            first_position=lambda ask: len(self._sessions[ask.key].target_ids),
+        rules = DraftRules(rng=rng, vocab_size=self.vocab_size, top_n=top_n, trees=trees)
+        self._inner = PagedDrafter(
+            ModelForward(mapped, rules, first_position=lambda ask: len(self._sessions[ask.key].target_ids))
         )
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         mapped = [self._mapped(ask) for ask in asks]
         if hopeless := [ask for ask in mapped if ask.length < 1 or not ask.token_ids]:
-            return [empty_answer(ask) for ask in hopeless]
+            return [ask.answer() for ask in hopeless]
         return self._inner.draft(mapped, max_num_tokens=max_num_tokens)
 
     def release(self, key: SessionKey) -> None:

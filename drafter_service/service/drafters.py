@@ -16,14 +16,16 @@ from types import MappingProxyType
 
 import torch
 
-from outrider.drafter_service.engine.engine import Drafter
-from outrider.drafter_service.engine.tree_growth import TreeConfig
+from outrider.drafter_service.engine.drafter import Drafter
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
+from outrider.drafter_service.engine.tree_growth import DraftRules, TreeConfig
 from outrider.drafter_service.heads.head_files import CONFIG_NAME, read_json
 from outrider.drafter_service.lookup.lookahead_drafter import LookaheadConfig, LookaheadDrafter
 from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
 from outrider.drafter_service.lookup.suffix_drafter import SuffixConfig, SuffixDrafter
-from outrider.drafter_service.models.model_drafter import ModelDrafter
-from outrider.drafter_service.models.parallel_drafter import parallel_drafter, parse_mask_token_id
+from outrider.drafter_service.models.model_drafter import ModelForward
+from outrider.drafter_service.models.one_pass_drafter import CanvasForward
+from outrider.drafter_service.models.parallel_drafter import MaskedModel, parse_mask_token_id
 from outrider.drafter_service.models.translated_drafter import IntersectionDrafter, TextDrafter
 from outrider.drafter_service.models.vocabulary_map import FileTokenizer, VocabularyMap
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
@@ -94,7 +96,8 @@ class _Maker:
         self._max_model_len: int = spec.target.max_model_len or description.max_position_embeddings
         self._limits = {"vocab_size": self._vocab_size, "max_model_len": self._max_model_len}
         self._trees = TreeConfig(method=self._config.tree_method)
-        self._num_ahead_branches = 0 if view is not None else self._config.num_ahead_branches  # it has no spare time
+        self._rules = DraftRules(rng=rng, vocab_size=self._vocab_size, trees=self._trees)
+        self._num_ahead_branches = 0 if view is not None else self._config.num_ahead_branches  # no time of its own
 
         # a draft over a link takes time, and trees are priced as other drafts
         self._lookup_needs = DraftNeeds(is_found=view is not None and not self._config.num_tree_nodes)
@@ -126,17 +129,12 @@ class _Maker:
             case "intersect":
                 return self._in_shared_tokens(self._runner)
         shared = min(self._runner.vocab_size, self._vocab_size)
-        return ModelDrafter(
-            self._runner,
-            self._rng,
-            vocab_size=shared,
-            trees=self._trees,
-            num_ahead_branches=self._num_ahead_branches,
-        )
+        forward = ModelForward(self._runner, replace(self._rules, vocab_size=shared))
+        return PagedDrafter(forward, num_ahead_branches=self._num_ahead_branches)
 
     def _by_way_of_text(self, runner: Runner) -> Drafter:
         target, draft = self._tokenizers()
-        inner = ModelDrafter(runner, self._rng, trees=self._trees)
+        inner = PagedDrafter(ModelForward(runner, replace(self._rules, vocab_size=runner.vocab_size)))
         return TextDrafter(inner, target_tokenizer=target, draft_tokenizer=draft, target_vocab_size=self._vocab_size)
 
     def _in_shared_tokens(self, runner: Runner) -> Drafter:
@@ -165,13 +163,8 @@ class _Maker:
         assert self._runner is not None, "the draft model is not loaded"
         vocab_size = self._runner.vocab_size
         mask_token_id = parse_mask_token_id(read_json(self._head_folder() / CONFIG_NAME), vocab_size)
-        return parallel_drafter(
-            self._runner,
-            self._rng,
-            mask_token_id=mask_token_id,
-            vocab_size=min(vocab_size, self._vocab_size),
-            trees=self._trees,
-        )
+        rules = replace(self._rules, vocab_size=min(vocab_size, self._vocab_size))
+        return PagedDrafter(CanvasForward(MaskedModel(self._runner, mask_token_id), rules))
 
     def _ngram(self) -> Drafter:
         return NgramDrafter(
@@ -233,7 +226,7 @@ class _Maker:
             return None if name is None else target.read(name)
 
     def _eagle(self, method: Method) -> Drafter:
-        from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
+        from outrider.drafter_service.head_drafters.eagle_drafter import HeadForward
         from outrider.drafter_service.head_drafters.head_runner import HeadRunner, load_heads
 
         is_with_target = method is Method.MTP and (self._spec.model is None or bool(self._config.methods))
@@ -248,16 +241,10 @@ class _Maker:
         )
         runner = HeadRunner.sized_by(heads, model)
         runner.capture()
-        return EagleDrafter(
-            runner,
-            self._rng,
-            vocab_size=self._vocab_size,
-            trees=self._trees,
-            num_ahead_branches=self._num_ahead_branches,
-        )
+        return PagedDrafter(HeadForward(runner, self._rules), num_ahead_branches=self._num_ahead_branches)
 
     def _dflash(self) -> Drafter:
-        from outrider.drafter_service.models.dflash_drafter import dflash_drafter, load_dflash
+        from outrider.drafter_service.models.dflash_drafter import load_dflash
 
         assert self._spec.model is not None, "the drafter has no checkpoint"
         model = load_dflash(
@@ -266,7 +253,7 @@ class _Maker:
             target=resolve_folder(self._spec.target),
             num_target_layers=self._spec.num_target_layers(),
         )
-        return dflash_drafter(model, self._rng, vocab_size=self._vocab_size, trees=self._trees)
+        return PagedDrafter(CanvasForward(model, self._rules))
 
     def _plugin(self) -> Drafter:
         name, options = self._config.plugin, json.loads(self._config.plugin_config or "{}")

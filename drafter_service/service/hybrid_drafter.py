@@ -15,9 +15,8 @@ import collections
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outrider.drafter_service.engine.engine import Ask, Drafter, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
-from outrider.verifier_service.messages.draft import ROOT, DraftNeeds
+from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
+from outrider.verifier_service.messages.draft import ROOT, Draft, DraftNeeds
 
 GAIN = 1 / 8  # step size of the running means
 PRIOR_TOKENS = 1.0  # prior of accepted tokens per draft of a model
@@ -40,14 +39,14 @@ class _Used:
 
     name: str
     num_committed: int
-    result: DraftResult
+    draft: Draft
 
     def num_accepted(self, token_ids: Sequence[int]) -> int:
         """Return how many of its tokens were committed since."""
         node = ROOT
-        parents = self.result.parents or range(ROOT, len(self.result.token_ids) - 1)
+        parents = self.draft.parents or range(ROOT, len(self.draft.token_ids) - 1)
         position = self.num_committed
-        for index, (token_id, parent) in enumerate(zip(self.result.token_ids, parents, strict=True)):
+        for index, (token_id, parent) in enumerate(zip(self.draft.token_ids, parents, strict=True)):
             if parent == node and position < len(token_ids) and token_ids[position] == token_id:
                 node, position = index, position + 1
         return position - self.num_committed
@@ -99,28 +98,29 @@ class HybridDrafter:
         """The drafters with a model."""
         return tuple(self._models.values())
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Answer asks at once for which a lookup is best; run one step of the others' models."""
         for ask in asks:
             self._learn(ask)
         fresh = [ask for ask in asks if self._is_fresh(ask)]
         looked_up = self._look_up(fresh, max_num_tokens)
-        results: list[DraftResult] = []
+        results: list[Draft] = []
         waiting: dict[str, list[Ask]] = {name: [] for name in self._models}
         for ask in asks:
             session = self._sessions[ask.key]
             if self._is_fresh(ask):
                 name, model = self._choose(ask, session, looked_up)
                 if model is None:
-                    results.append(self._answered(name, looked_up[ask.key][name]))
+                    results.append(self._answered(ask, name, looked_up[ask.key][name]))
                     continue
                 session.pending = (ask.ask_id, name)
             assert session.pending is not None
             waiting[session.pending[1]].append(ask)
         for name, model_asks in waiting.items():
             if model_asks:
+                by_id = {ask.ask_id: ask for ask in model_asks}
                 drafted = self._models[name].draft(model_asks, max_num_tokens=max_num_tokens)
-                results += [self._answered(name, result) for result in drafted]
+                results += [self._answered(by_id[draft.round_id], name, draft) for draft in drafted]
         return results
 
     def release(self, key: SessionKey) -> None:
@@ -153,22 +153,22 @@ class HybridDrafter:
             session.wins[used.name].observe(num_accepted)
             self._prior[used.name].observe(num_accepted)
 
-    def _look_up(self, asks: Sequence[Ask], max_num_tokens: int) -> dict[SessionKey, dict[str, DraftResult]]:
+    def _look_up(self, asks: Sequence[Ask], max_num_tokens: int) -> dict[SessionKey, dict[str, Draft]]:
         """Return every lookup's answers, by session."""
-        found: dict[SessionKey, dict[str, DraftResult]] = {ask.key: {} for ask in asks}
+        found: dict[SessionKey, dict[str, Draft]] = {ask.key: {} for ask in asks}
         for name, drafter in self._lookups.items():
             left = list(asks)
             while left:
-                results = drafter.draft(left, max_num_tokens=max_num_tokens)
-                answered = {result.key for result in results}
+                answered = {draft.round_id: draft for draft in drafter.draft(left, max_num_tokens=max_num_tokens)}
                 assert answered, "a lookup that makes no progress"
-                for result in results:
-                    found[result.key][name] = result
-                left = [ask for ask in left if ask.key not in answered]
+                for ask in left:
+                    if ask.ask_id in answered:
+                        found[ask.key][name] = answered[ask.ask_id]
+                left = [ask for ask in left if ask.ask_id not in answered]
         return found
 
     def _choose(
-        self, ask: Ask, session: _Session, looked_up: Mapping[SessionKey, Mapping[str, DraftResult]]
+        self, ask: Ask, session: _Session, looked_up: Mapping[SessionKey, Mapping[str, Draft]]
     ) -> tuple[str, Drafter | None]:
         """Return the name of the drafter with the most expected tokens, and its model; None: a lookup."""
         session.num_drafts += 1
@@ -181,18 +181,18 @@ class HybridDrafter:
         session.last_used[name] = session.num_drafts
         return name, self._models.get(name)
 
-    def _answered(self, name: str, result: DraftResult) -> DraftResult:
-        session = self._sessions[result.key]
+    def _answered(self, ask: Ask, name: str, draft: Draft) -> Draft:
+        session = self._sessions[ask.key]
         session.pending = None
-        session.used = _Used(name, session.num_committed, result)
+        session.used = _Used(name, session.num_committed, draft)
         self.counts.num_drafts[name] += 1
-        return result
+        return draft
 
 
-def expected_tokens(result: DraftResult) -> float:
+def expected_tokens(draft: Draft) -> float:
     """Return a draft's expected accepted tokens: the sum over nodes of the product of confidences on the path."""
     survivals: list[float] = []
-    parents = result.parents or range(ROOT, len(result.token_ids) - 1)
-    for parent, confidence in zip(parents, result.confidences or (), strict=False):
+    parents = draft.parents or range(ROOT, len(draft.token_ids) - 1)
+    for parent, confidence in zip(parents, draft.confidences or (), strict=False):
         survivals.append(confidence * (1.0 if parent == ROOT else survivals[parent]))
     return sum(survivals)

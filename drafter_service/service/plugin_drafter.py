@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.metadata import EntryPoint
 from typing import Any
 
-from outrider.drafter_service.engine.engine import Ask, Drafter, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
 from outrider.drafter_service.service.plugins import PluginContext, described, load_factory
 from outrider.verifier_service.messages.draft import Draft, DraftNeeds
 from outrider.verifier_service.messages.wire import decode, encode
@@ -63,7 +61,7 @@ class PluginDrafter:
         self._drafter = drafter
         self._num_silent_calls = 0
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         with self._blamed():
             results = _checked(asks, self._drafter.draft(asks, max_num_tokens=max_num_tokens))
             self._num_silent_calls = 0 if results else self._num_silent_calls + 1
@@ -86,31 +84,14 @@ class PluginDrafter:
             raise PluginFailedError(f"plugin {self._name!r}: {described(error)}") from error
 
 
-def _checked(asks: Sequence[Ask], results: Iterable[DraftResult]) -> list[DraftResult]:
+def _checked(asks: Sequence[Ask], drafts: Iterable[Draft]) -> list[Draft]:
     """Return the answers, checked: at most one per ask, of the declared types, as if decoded from a link."""
-    unanswered = {(ask.key, ask.ask_id) for ask in asks}
-    checked: list[DraftResult] = []
-    for result in results:
-        if (result.key, result.ask_id) not in unanswered:
-            raise ValueError(f"an answer to {result.key}, {result.ask_id}, which was not asked or is answered already")
-        unanswered.discard((result.key, result.ask_id))
-        draft = Draft(
-            request_id="",
-            round_id=0,
-            position=0,
-            token_ids=result.token_ids,
-            draft_probs=result.draft_probs,
-            parents=result.parents,
-            confidences=result.confidences,
-        )
-        typed = decode(encode(draft), (Draft,))
-        checked.append(
-            replace(
-                result,
-                token_ids=typed.token_ids,
-                draft_probs=typed.draft_probs,
-                parents=typed.parents,
-                confidences=typed.confidences,
-            )
-        )
+    unanswered = {(ask.key.request_id, ask.ask_id) for ask in asks}
+    checked: list[Draft] = []
+    for draft in drafts:
+        answered = draft.request_id, draft.round_id
+        if answered not in unanswered:
+            raise ValueError(f"an answer to {answered}, which was not asked or is answered already")
+        unanswered.discard(answered)
+        checked.append(decode(encode(draft), (Draft,)))
     return checked

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
-from outrider.drafter_service.engine.ahead_drafter import AheadDrafter
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig, Drafter, handle_payload
+from outrider.drafter_service.engine.drafter import DraftEngineConfig, Drafter
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.forward_cost import ForwardCost, MeteredRunner
 from outrider.drafter_service.engine.messages import TO_DRAFT_ENGINE, DrafterReady, DrafterUpdate
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
+from outrider.drafter_service.engine.payloads import handle_payload
 from outrider.drafter_service.engine.state_transport import StateTransport
 from outrider.drafter_service.engine.warm_up import warm_up
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
@@ -60,12 +62,12 @@ def build_draft_engine(
     before = rng.get_state()
     for cold in _cold(spec, drafter):
         _warm_up(spec, cold, config)
-    rng.set_state(before)  # draws depend on the seed, not on the warm-up
-    ahead = drafter if isinstance(drafter, AheadDrafter) and drafter.runs_ahead else None
+    rng.set_state(before)  # what is drawn follows from the seed, however much was warmed up
+    paged = drafter if isinstance(drafter, PagedDrafter) else None
+    ahead = paged if paged is not None and paged.runs_ahead else None
     engine = DraftEngine(drafter, clock=time.monotonic, config=config, ahead=ahead, cost=cost)
-    graphs = getattr(drafter, "graph_counts", None)  # of a head whose runner captures steps
-    if graphs is not None:
-        engine.counters.graphs = graphs
+    if paged is not None and paged.graph_counts is not None:
+        engine.counters.graphs = paged.graph_counts
     return engine
 
 

@@ -1,8 +1,8 @@
-"""How many KV blocks of its own a target that drafts for itself needs; knowing it needs no model code."""
+"""How many scratch blocks a target needs to draft for itself: no model code is needed to say so."""
 
 from __future__ import annotations
 
-MAX_DRAFTS_TOGETHER = 32  # that a target drafts for itself in one go: scratch blocks for more would lie idle
+MAX_DRAFTS_TOGETHER = 32  # of one forward: scratch blocks for more would seldom be used
 
 
 def scratch_blocks_per_draft(num_nodes: int, block_size: int) -> int:

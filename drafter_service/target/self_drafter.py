@@ -1,11 +1,11 @@
-"""Let the target draft for itself, cheaper than it verifies: with part of its layers, or part of its KV.
+"""Let the target draft for itself with part of its layers, or part of its KV: cheaper than verification.
 
-A draft reads the request's own KV in place and writes into scratch blocks, so that nothing of it outlives the draft:
+A draft reads the request's own KV in place and writes its own into scratch blocks, which end with the draft:
 
 table    |<- whole blocks: the request's own, or some of them ->|<- scratch ------------------------------>|
 tokens   |<- committed and computed ------------------------------- copied | the last one |<- drafted ->|
 
-What the first layers have computed for committed tokens is what verification computed: early exit shares their KV.
+Early exit shares the KV of the first layers: verification computed the same for committed tokens.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.drafter_service.engine.engine import Ask, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.tree_growth import (
     DEFAULT_TREES,
+    DraftRules,
     Growing,
     Growth,
     Levels,
     TreeConfig,
     answer_of,
-    empty_answer,
     nodes_to_compute,
     start_growth,
     stem_length,
@@ -32,7 +31,7 @@ from outrider.drafter_service.engine.tree_growth import (
 from outrider.drafter_service.target.scratch_blocks import scratch_blocks_per_draft
 from outrider.drafter_service.target.target_view import TargetView
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
-from outrider.verifier_service.messages.draft import ROOT, DraftNeeds
+from outrider.verifier_service.messages.draft import ROOT, Draft, DraftNeeds
 from outrider.verifier_service.messages.request import Request
 
 # chooses which of a request's whole blocks a draft attends to, in their order
@@ -76,12 +75,11 @@ class SelfDrafter:
         self.vocab_size, self.max_model_len = view.vocab_size, view.max_model_len
         self.needs = DraftNeeds()
         self._view = view
-        self._rng = rng
         self._num_layers = num_layers
         self._choose_blocks = choose_blocks or _all_blocks
-        self._trees, self._top_n = trees, top_n
+        self._rules = DraftRules(rng=rng, vocab_size=view.vocab_size, top_n=top_n, trees=trees)
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         """Draft for as many asks, oldest first, as there is scratch for, from the first token to the last.
 
         A request that holds no KV now (it was preempted, or has gone) is answered by an empty draft.
@@ -98,15 +96,15 @@ class SelfDrafter:
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         """Nothing is kept."""
 
-    def _begin(self, asks: Sequence[Ask]) -> tuple[list[_Draft], list[DraftResult]]:
+    def _begin(self, asks: Sequence[Ask]) -> tuple[list[_Draft], list[Draft]]:
         drafts: list[_Draft] = []
-        unable: list[DraftResult] = []
+        unable: list[Draft] = []
         scratch = iter(self._view.scratch_blocks)
         num_left = len(self._view.scratch_blocks)
         for ask in asks:
             request = self._view.request(ask.key.request_id)
             if request is None or request.num_computed_tokens != len(ask.token_ids) - 1:
-                unable.append(empty_answer(ask))
+                unable.append(ask.answer())
                 continue
             num_scratch = scratch_blocks_per_draft(max(ask.length, ask.max_nodes), self._view.block_size)
             if num_scratch > num_left:
@@ -122,7 +120,7 @@ class SelfDrafter:
         shared = self._choose_blocks(self._view, request)
         return _Draft(
             ask=ask,
-            growth=start_growth(ask, self._trees, vocab_size=self.vocab_size),
+            growth=start_growth(ask, self._rules.trees, vocab_size=self.vocab_size),
             block_table=[*shared, *scratch],
             num_prefix_tokens=len(shared) * size + num_partial,
             copy=(request.block_table[num_whole], scratch[0]) if num_partial else None,
@@ -134,7 +132,7 @@ class SelfDrafter:
         for draft in drafts:
             draft.num_kept = 1 + stem_length(draft.growth.tree)
         growing = [Growing(draft.ask, draft.growth, len(draft.ask.token_ids)) for draft in drafts]
-        level = Levels(self._rng, vocab_size=self.vocab_size, top_n=self._top_n)
+        level = Levels(self._rules)
         level.launch(growing, logits)
         level.read()
 

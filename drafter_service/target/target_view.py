@@ -1,4 +1,4 @@
-"""What a drafter inside the verifier's process sees of the target: its KV, its layers, blocks to scribble in."""
+"""What a drafter inside the verifier's process sees of the target: its KV, its layers, scratch blocks."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class TargetView:
         self._engine = engine
 
     def request(self, request_id: str) -> Request | None:
-        """Return the engine's record of a request, to be read only; None when it is gone."""
+        """Return the engine's record of a request, to be read only; None: the request is gone."""
         assert self._engine is not None, "the view is not attached to an engine"
         return self._engine.requests.get(request_id)
 
     def execute(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Run a batch of the drafter's own, which must write into scratch blocks alone: the logits of its rows."""
+        """Run a drafter's batch, which must write into scratch blocks alone; return the logits of its rows."""
         assert self._engine is not None, "the view is not attached to an engine"
-        moves = self._engine.scheduler.take_moves()  # of accepted tree paths: the drafter reads that KV now
+        moves = self._engine.scheduler.take_moves()  # KV of accepted tree paths, which the drafter reads now
         moved = replace(
             batch, move_sources=[source for source, _ in moves], move_targets=[target for _, target in moves]
         )

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.drafter_service.engine.engine import Ask, Drafter
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.service.speculative_config import Location, SpeculativeConfig

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from outrider.drafter_service.plugin import Ask, DraftNeeds, DraftResult, PluginContext, SessionKey
+from outrider.drafter_service.plugin import Ask, Draft, DraftNeeds, PluginContext, SessionKey
 
 
 @dataclass
@@ -26,8 +26,8 @@ class BigramDrafter:
         self._min_count = min_count
         self._sessions: defaultdict[SessionKey, Session] = defaultdict(Session)
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
-        return [DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=self._guess(ask)) for ask in asks]
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
+        return [ask.answer(self._guess(ask)) for ask in asks]
 
     def release(self, key: SessionKey) -> None:
         self._sessions.pop(key, None)

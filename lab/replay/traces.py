@@ -26,11 +26,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outrider.drafter_service.engine.engine import Ask, Drafter, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
 from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
 from outrider.drafter_service.lookup.suffix_drafter import SuffixConfig, SuffixDrafter
-from outrider.verifier_service.messages.draft import ROOT, DraftNeeds, DraftSampling
+from outrider.verifier_service.messages.draft import ROOT, Draft, DraftNeeds, DraftSampling
 
 NUM_POSITIONS = 6  # of acceptance by position
 GREEDY = DraftSampling(temperature=0.0)
@@ -203,7 +202,7 @@ def _replay_one(
     drafter.release(key)
 
 
-def count_accepted(draft: DraftResult, coming: Sequence[int]) -> int:
+def count_accepted(draft: Draft, coming: Sequence[int]) -> int:
     """Return how many tokens of a draft, chain or tree, a greedy target accepts that goes on with `coming`."""
     depths = {ROOT: 0}  # of the accepted nodes
     for index, token_id in enumerate(draft.token_ids):
@@ -221,7 +220,7 @@ class SuffixElseNgram:
         self.vocab_size, self.max_model_len = vocab_size, self._drafters[0].max_model_len
         self.needs = DraftNeeds()
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         answers = [drafter.draft(asks, max_num_tokens=max_num_tokens) for drafter in self._drafters]
         return [max(pair, key=expected_accepted) for pair in zip(*answers, strict=True)]
 
@@ -234,7 +233,7 @@ class SuffixElseNgram:
             drafter.check_integrity(keys)
 
 
-def expected_accepted(draft: DraftResult) -> float:
+def expected_accepted(draft: Draft) -> float:
     """Return how many tokens a chain expects to be accepted, by its confidences."""
     expected, survival = 0.0, 1.0
     for confidence in draft.confidences or ():

@@ -21,8 +21,9 @@ from exactness.drafter_checkpoints import head_folder, masked_draft_model
 from exactness.small_engines import Generated
 from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.offline.engine import NoDrafters, PipeDraftClient, RankProcesses
-from outrider.drafter_service.engine.engine import DraftEngine, handle_payload
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.messages import DrafterReady
+from outrider.drafter_service.engine.payloads import handle_payload
 from outrider.drafter_service.service.colocated import open_local_drafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.rank_main import build_draft_engine, run_drafter_rank

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.engine.drafter import DraftEngineConfig
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
@@ -25,6 +25,7 @@ from outrider.verifier_service.model.step_graphs import GraphBackend
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from tiny.drafters import model_drafter
 from tiny.models import make_model
 
 BLOCK_SIZE = 4
@@ -136,7 +137,7 @@ class ModelDrafts:
     """A draft model in this process, lost for good after `num_polls_alive` polls where that is given."""
 
     def __init__(self, runner: Runner, *, num_polls_alive: int | None = None) -> None:
-        drafter = ModelDrafter(runner, torch.Generator().manual_seed(3))
+        drafter = model_drafter(runner, torch.Generator().manual_seed(3))
         self.engine = DraftEngine(drafter, clock=lambda: 0.0, config=DraftEngineConfig(max_draft_length=8))
         self._client = LocalDraftClient(self.engine)
         self._num_polls_left = num_polls_alive

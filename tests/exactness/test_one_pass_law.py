@@ -19,10 +19,10 @@ from transformers import PreTrainedModel, Qwen3Config
 
 from exactness import law
 from exactness.small_engines import load
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig, Drafter
+from outrider.drafter_service.engine.drafter import DraftEngineConfig, Drafter
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.heads.dflash import DFlashConfig, DFlashHead
-from outrider.drafter_service.models.dflash_drafter import DFlashModel, dflash_drafter
-from outrider.drafter_service.models.parallel_drafter import parallel_drafter
+from outrider.drafter_service.models.dflash_drafter import DFlashModel
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
 from outrider.verifier_service.engine.engine import VerifierEngine
@@ -33,6 +33,7 @@ from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from tiny.drafters import one_pass_drafter, parallel_drafter
 from tiny.heads import randomised
 from tiny.models import full_logits, make_model
 
@@ -83,7 +84,7 @@ def diffusing_drafter(folder: Path) -> Drafter:
     head = DFlashHead(DFlashConfig(layer=layer, mask_token_id=MASK_ID, **shape))
     randomised(head, 3)
     model = DFlashModel(head, num_blocks=512, block_size=4, max_model_len=64)
-    return dflash_drafter(model, torch.Generator().manual_seed(3))
+    return one_pass_drafter(model, torch.Generator().manual_seed(3))
 
 
 class Drafts:

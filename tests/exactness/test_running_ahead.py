@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ from exactness.drafter_cells import CELLS, Bench, Place, Shape
 from exactness.drafter_runs import ALPHA, MarkovRuns, Run, law_requests
 from exactness.small_engines import Limits as EngineLimits
 from exactness.small_engines import NoDrafts, generate, load, make_engine, perturbed_copy
-from outrider.drafter_service.engine.draft_batch import DraftState
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig
-from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig
+from outrider.drafter_service.engine.engine import DraftEngine
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
+from outrider.drafter_service.models.model_drafter import ModelState
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
@@ -33,6 +34,7 @@ from outrider.verifier_service.messages.request import (
     SpeculationPlan,
     VerificationMode,
 )
+from tiny.drafters import model_drafter
 from tiny.models import make_model, random_sequences
 
 NUM_BRANCHES = 6
@@ -92,7 +94,7 @@ def test_tokens_are_those_without_a_drafter(sampling: dict[str, float], tmp_path
     target = load(make_model("llama"), folder / "target")
     draft = load(perturbed_copy("llama", 0.05), folder / "draft")
     plain = generate(make_engine(target, NoDrafts(), EngineLimits()), NoDrafts(), requests(**sampling))
-    drafter = ModelDrafter(draft, torch.Generator().manual_seed(3), num_ahead_branches=NUM_BRANCHES)
+    drafter = model_drafter(draft, torch.Generator().manual_seed(3), num_ahead_branches=NUM_BRANCHES)
     engine = DraftEngine(drafter, clock=lambda: 0.0, config=DraftEngineConfig(), ahead=drafter)
     drafts = AheadDrafts(engine, max_spare=12)
     limits = EngineLimits(num_blocks=48, max_num_batched_tokens=32)  # some are preempted on the way
@@ -112,11 +114,8 @@ def markov(tmp_path_factory) -> Iterator[MarkovRuns]:
     bench.close()
 
 
-Ahead = ModelDrafter | EagleDrafter
-
-
 def run_law(
-    markov: MarkovRuns, method: Method, spoil: Callable[[Ahead], None] | None = None
+    markov: MarkovRuns, method: Method, spoil: Callable[[PagedDrafter[Any]], None] | None = None
 ) -> tuple[Run, DraftEngine]:
     """Draw from the target through a drafter that runs ahead."""
     cells = (cell for cell in CELLS if cell.variant.name == method)
@@ -127,7 +126,7 @@ def run_law(
         speculative = replace(spec.speculative, ahead_branches=NUM_BRANCHES)
         spec = replace(spec, speculative=speculative)
         drafter = build_drafter(spec, runner=markov._bench.draft_model(spec))
-        assert isinstance(drafter, Ahead)
+        assert isinstance(drafter, PagedDrafter)
         if spoil is not None:
             spoil(drafter)
         # no time passes, so that a run is the same wherever it runs
@@ -167,7 +166,7 @@ def test_the_law_is_the_targets(markov: MarkovRuns, method: Method) -> None:
 def test_a_drafter_that_looks_at_what_it_drew_is_found_out(markov: MarkovRuns, method: Method) -> None:
     """A prepared draft begins with its row's unlikeliest token, as if it were chosen from many that were drawn."""
 
-    def spoil(drafter: Ahead) -> None:
+    def spoil(drafter: PagedDrafter[Any]) -> None:
         honest = drafter._cache.take
 
         def take(ask: Ask):
@@ -176,7 +175,7 @@ def test_a_drafter_that_looks_at_what_it_drew_is_found_out(markov: MarkovRuns, m
             if rows:
                 chosen, first = rows[0].token_ids[-1], len(branch.ask.token_ids)
                 branch.growth.tree.token_ids[0] = chosen
-                if isinstance(branch, DraftState):  # a model's knows the draft's tokens by heart
+                if isinstance(branch, ModelState):  # a model's knows the draft's tokens by heart
                     branch.tokens[first] = chosen
             return branch
 

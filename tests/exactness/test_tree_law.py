@@ -25,10 +25,10 @@ from exactness.drafter_runs import (
     law_requests,
 )
 from fakes.scripted import random_laws, sparse_row
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.local_client import LocalDraftClient
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, DraftNeeds, SparseRow
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, DraftNeeds, SparseRow
 from outrider.verifier_service.messages.request import AcceptanceRule
 from tiny.markov_target import VOCAB_SIZE, count_transitions, transition_p_value
 
@@ -174,7 +174,7 @@ class TreeDrafter:
         self._draw, self._report = draw, report
         self._rng = np.random.default_rng(0)
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         return [self._answer(ask) for ask in asks]
 
     def release(self, key: SessionKey) -> None:
@@ -183,17 +183,15 @@ class TreeDrafter:
     def check_integrity(self, keys: Collection[SessionKey]) -> None:
         """Nothing is kept."""
 
-    def _answer(self, ask: Ask) -> DraftResult:
+    def _answer(self, ask: Ask) -> Draft:
         is_tree = ask.max_nodes >= NUM_NODES
         tree = self._tree(ask.token_ids[-2:]) if is_tree else self._chain(ask.token_ids[-2:])
         if ask.sampling.temperature == 0.0 or ask.sampling.seed is not None:
             tree = replace(tree, rows=None)
         elif is_tree:
             tree = self._report(tree)
-        return DraftResult(
-            key=ask.key,
-            ask_id=ask.ask_id,
-            token_ids=tree.token_ids,
+        return ask.answer(
+            tree.token_ids,
             draft_probs=tree.rows,
             parents=tree.parents if is_tree else None,
         )

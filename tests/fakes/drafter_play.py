@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.drafter_service.engine.engine import Ask, Drafter, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
-from outrider.verifier_service.messages.draft import ROOT, DraftSampling
+from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
+from outrider.verifier_service.messages.draft import ROOT, Draft, DraftSampling
 
 GREEDY = DraftSampling(temperature=0.0)
 KEY = SessionKey("peer", "request")
@@ -20,7 +19,7 @@ def ask_of(token_ids: Sequence[int], *, length: int = 8, **fields: object) -> As
     return Ask(token_ids=token_ids, length=length, **values)  # type: ignore[arg-type]
 
 
-def draft_after(drafter: Drafter, token_ids: Sequence[int], **fields: object) -> DraftResult:
+def draft_after(drafter: Drafter, token_ids: Sequence[int], **fields: object) -> Draft:
     """Return a drafter's answer to one ask, checked for its form."""
     ask = ask_of(token_ids, **fields)
     (result,) = drafter.draft([ask], max_num_tokens=1)
@@ -28,9 +27,9 @@ def draft_after(drafter: Drafter, token_ids: Sequence[int], **fields: object) ->
     return result
 
 
-def check_form(ask: Ask, result: DraftResult) -> None:
+def check_form(ask: Ask, result: Draft) -> None:
     """Assert what every draft without probabilities keeps to."""
-    assert (result.key, result.ask_id) == (ask.key, ask.ask_id)
+    assert (result.request_id, result.round_id) == (ask.key.request_id, ask.ask_id)
     assert result.draft_probs is None
     assert result.confidences is not None
     assert len(result.confidences) == len(result.token_ids)
@@ -42,7 +41,7 @@ def check_form(ask: Ask, result: DraftResult) -> None:
     assert len({tuple(path) for path in paths}) == len(paths), "two nodes of one path"
 
 
-def paths_of(result: DraftResult) -> list[list[int]]:
+def paths_of(result: Draft) -> list[list[int]]:
     """Return, for each drafted token, the tokens from the root to it."""
     paths: dict[int, list[int]] = {ROOT: []}
     for index, token_id in enumerate(result.token_ids):
@@ -54,7 +53,7 @@ def paths_of(result: DraftResult) -> list[list[int]]:
 @dataclass
 class Played:
     token_ids: list[int]
-    drafts: list[DraftResult] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
     num_accepted: list[int] = field(default_factory=list)
 
     @property

@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from outrider.drafter_service.engine.engine import DraftEngine, handle_payload
+from outrider.drafter_service.engine.engine import DraftEngine
+from outrider.drafter_service.engine.payloads import handle_payload
 from outrider.drafter_service.service.service import EngineDeadError
 from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.tensor_route import TensorRoute

@@ -172,14 +172,15 @@ class EngineVerifier(VerifierLinkServicer):
         self._is_dead = False
         self._stepping: asyncio.Task[None] | None = None
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: bytes | Cancel) -> None:
         if self._is_dead:
             raise ConnectionError("the engine is gone")
         if isinstance(message, Cancel):
             self._bench.engine.cancel(message.request_id)
             return
-        self.requests.append(message)
-        if (failure := self._bench.engine.add(message)) is not None:
+        request = decode(message, (GenerationRequest,))
+        self.requests.append(request)
+        if (failure := self._bench.engine.add(request)) is not None:
             self.table.deliver([failure])
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.ensure_future(self._run())

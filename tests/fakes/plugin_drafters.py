@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import EntryPoint
 
-from outrider.drafter_service.plugin import Ask, Drafter, DraftNeeds, DraftResult, PluginContext, SessionKey
+from outrider.drafter_service.plugin import Ask, Draft, Drafter, DraftNeeds, PluginContext, SessionKey
 from outrider.drafter_service.service.plugins import PLUGIN_GROUP
 
-Answer = Callable[[Sequence[Ask]], list[DraftResult]]
+Answer = Callable[[Sequence[Ask]], list[Draft]]
 
 
-def answer(ask: Ask, *token_ids: int, **fields: object) -> DraftResult:
-    return DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=token_ids, **fields)  # type: ignore[arg-type]
+def answer(ask: Ask, *token_ids: int, **fields: object) -> Draft:
+    return ask.answer(token_ids, **fields)  # type: ignore[arg-type]
 
 
-def repeat_first(asks: Sequence[Ask]) -> list[DraftResult]:
+def repeat_first(asks: Sequence[Ask]) -> list[Draft]:
     """Guess that everything is the first token again."""
     return [answer(ask, *[ask.token_ids[0]] * ask.length) for ask in asks]
 
@@ -38,7 +38,7 @@ class FakeDrafter:
         self._answer_all = answer_all
         self._release_error = release_error
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         return self._answer_all(asks)
 
     def release(self, key: SessionKey) -> None:

@@ -18,9 +18,9 @@ from fakes.runner import FakeRunner
 from fuzz.budget import examples
 from fuzz.frames import values_of
 from fuzz.tally import TALLY
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig, Drafter
+from outrider.drafter_service.engine.drafter import DraftEngineConfig, Drafter
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.tree_growth import TreeConfig
-from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
 from outrider.drafter_service.head_drafters.mlp_drafter import MlpDrafter
@@ -31,9 +31,7 @@ from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.drafter_service.lookup.lookahead_drafter import LookaheadDrafter
 from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
 from outrider.drafter_service.lookup.suffix_drafter import SuffixDrafter
-from outrider.drafter_service.models.dflash_drafter import DFlashModel, dflash_drafter
-from outrider.drafter_service.models.model_drafter import ModelDrafter
-from outrider.drafter_service.models.parallel_drafter import parallel_drafter
+from outrider.drafter_service.models.dflash_drafter import DFlashModel
 from outrider.drafter_service.models.translated_drafter import IntersectionDrafter, TextDrafter
 from outrider.drafter_service.models.vocabulary_map import VocabularyMap
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
@@ -51,6 +49,7 @@ from outrider.verifier_service.messages.draft import (
 )
 from outrider.verifier_service.messages.wire import decode, encode
 from tiny.dflash import dflash_head
+from tiny.drafters import eagle_drafter, model_drafter, one_pass_drafter, parallel_drafter
 from tiny.heads import VOCAB_SIZE, eagle3_head, eagle_head
 
 MAX_LENGTH, MAX_NODES = 5, 9
@@ -88,7 +87,7 @@ def fake_runner() -> FakeRunner:
 
 def eagle(head: DraftHead) -> Drafter:
     runner = HeadRunner(SwitchedHeads([head]), num_blocks=24, block_size=4, max_model_len=64)
-    return EagleDrafter(runner, rng(), trees=DRAWN)
+    return eagle_drafter(runner, rng(), trees=DRAWN)
 
 
 def seeded(make: Callable[[], torch.nn.Module]) -> Any:
@@ -115,7 +114,7 @@ def intersection() -> Drafter:
 
 
 def text() -> Drafter:
-    inner, letters = ModelDrafter(fake_runner(), rng()), Letters()
+    inner, letters = model_drafter(fake_runner(), rng()), Letters()
     return TextDrafter(inner, target_tokenizer=letters, draft_tokenizer=letters, target_vocab_size=VOCAB_SIZE)
 
 
@@ -141,7 +140,7 @@ KINDS = {
         width=eagle_head().state_size,
         learns=True,
     ),
-    "model": Kind(lambda: ModelDrafter(fake_runner(), rng(), trees=DRAWN)),
+    "model": Kind(lambda: model_drafter(fake_runner(), rng(), trees=DRAWN)),
     "intersection": Kind(intersection),
     "text": Kind(text),
     "parallel": Kind(lambda: parallel_drafter(fake_runner(), rng(), mask_token_id=60)),
@@ -150,7 +149,7 @@ KINDS = {
     "eagle": Kind(lambda: eagle(eagle_head()), width=eagle_head().state_size),
     "eagle3": Kind(lambda: eagle(eagle3_head()), width=eagle3_head().state_size),
     "dflash": Kind(
-        lambda: dflash_drafter(DFlashModel(dflash_head(), num_blocks=24, block_size=4, max_model_len=64), rng()),
+        lambda: one_pass_drafter(DFlashModel(dflash_head(), num_blocks=24, block_size=4, max_model_len=64), rng()),
         width=dflash_head().state_size,
     ),
 }

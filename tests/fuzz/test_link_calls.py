@@ -19,13 +19,14 @@ from fuzz.budget import examples
 from fuzz.frames import FRAMES, INTEGERS, spoilt_frames, values_of
 from fuzz.servers import CALL_TIMEOUT_S, Loop, kept_open, status_of
 from outrider.cluster.api.malformed_calls import MalformedCallInterceptor
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.engine.drafter import DraftEngineConfig
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.verifier_service.engine.engine import failure
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, States
-from outrider.verifier_service.messages.engine import Cancel
+from outrider.verifier_service.messages.engine import BadRequest, Cancel, read_frame
 from outrider.verifier_service.messages.link import (
     ACCEPTED,
     CHANNEL_OPTIONS,
@@ -37,6 +38,7 @@ from outrider.verifier_service.messages.link import (
 )
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput, SamplingParams
 from outrider.verifier_service.messages.wire import decode, encode
+from tiny.drafters import model_drafter
 
 VOCAB_SIZE = 97
 IDENTITY = DrafterIdentity(
@@ -115,7 +117,7 @@ async def serving(servicer: DrafterLinkServicer | VerifierLinkServicer) -> Async
 def drafter() -> Iterator[Server]:
     runner = FakeRunner(vocab_size=VOCAB_SIZE, num_blocks=512)
     engine = DraftEngine(
-        ModelDrafter(runner, torch.Generator().manual_seed(0)), clock=lambda: 0.0, config=DraftEngineConfig()
+        model_drafter(runner, torch.Generator().manual_seed(0)), clock=lambda: 0.0, config=DraftEngineConfig()
     )
     port = InProcessPort(engine, idle_s=0.05)
     try:
@@ -186,11 +188,16 @@ class SteppedEngine:
         self._bench = EngineBench(drafters=())
         self.table = RequestTable(self._send)
 
-    def _send(self, message: GenerationRequest | Cancel) -> None:
-        if isinstance(message, Cancel):
-            self._bench.engine.cancel(message.request_id)
-        elif (failure := self._bench.engine.add(message)) is not None:
-            self.table.deliver([failure])
+    def _send(self, message: bytes | Cancel) -> None:
+        read = read_frame(message) if isinstance(message, bytes) else message
+        match read:
+            case Cancel():
+                self._bench.engine.cancel(read.request_id)
+            case BadRequest():
+                self.table.deliver([failure(read.request_id, read.error)])
+            case GenerationRequest():
+                if (refusal := self._bench.engine.add(read)) is not None:
+                    self.table.deliver([refusal])
 
     async def run(self) -> None:
         while True:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.drafter_service.engine.engine import Ask
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.heads.dflash import DFlashHead
 from outrider.drafter_service.models.dflash_drafter import DFlashModel
 from outrider.drafter_service.models.one_pass_drafter import Canvas, Chunk

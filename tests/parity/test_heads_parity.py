@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.drafter_service.engine.engine import Ask
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
 from outrider.drafter_service.head_drafters.mlp_drafter import MlpDrafter
 from outrider.drafter_service.heads.medusa import MedusaHeads

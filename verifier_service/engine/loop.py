@@ -16,7 +16,7 @@ from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.step_stats import RecentRates
 from outrider.verifier_service.links.relay_client import RelayDraftClient
 from outrider.verifier_service.messages.engine import (
-    TO_ENGINE,
+    BadRequest,
     Cancel,
     EngineLoad,
     EngineUpdate,
@@ -25,9 +25,10 @@ from outrider.verifier_service.messages.engine import (
     RequestLoad,
     SetPlans,
     ToEngine,
+    read_frame,
 )
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
-from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES, decode, encode
+from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES, encode
 from outrider.verifier_service.model.ranks import arrived
 from outrider.verifier_service.sampling.grammar import GrammarQueue
 
@@ -55,7 +56,7 @@ class EngineLoop:
         self._checks_integrity = check_integrity
         self._failures: list[RequestOutput] = []
         self._unpublished: list[RequestOutput] = []  # outputs of steps
-        self._unhandled: list[ToEngine] = []  # messages that were read while a step ran
+        self._unhandled: list[ToEngine | BadRequest] = []  # messages that were read while a step ran
         self._compiling = None if engine.grammars is None else GrammarQueue(engine.grammars)
         self._next_load_s = 0.0
         self._num_reported = 0  # running requests in the last load report
@@ -84,7 +85,7 @@ class EngineLoop:
     def _meanwhile(self) -> None:
         """While a step runs, publish the outputs of the last one and read the pipe."""
         self._publish()
-        self._unhandled += (decode(frame, TO_ENGINE) for frame in arrived(self._pipe, 0.0))
+        self._unhandled += (read_frame(frame) for frame in arrived(self._pipe, 0.0))
 
     def _wait(self) -> None:
         """Sleep on the pipe, since nothing could run; with requests, that time is lost to waiting for drafts."""
@@ -105,7 +106,7 @@ class EngineLoop:
         for message in unhandled:
             self._dispatch(message)
         for frame in arrived(self._pipe, 0.0 if unhandled else patience_s):
-            self._dispatch(decode(frame, TO_ENGINE))
+            self._dispatch(read_frame(frame))
         if self._compiling is not None:
             for message, error in self._compiling.take_ready():
                 if error is None:
@@ -117,8 +118,10 @@ class EngineLoop:
         if (refusal := self._engine.add(message)) is not None:
             self._failures.append(refusal)
 
-    def _dispatch(self, message: ToEngine) -> None:
+    def _dispatch(self, message: ToEngine | BadRequest) -> None:
         match message:
+            case BadRequest():
+                self._failures.append(RequestOutput.failed(message.request_id, message.error))
             case GenerationRequest():
                 if message.sampling.structured is None or self._compiling is None:
                     self._add(message)

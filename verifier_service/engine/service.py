@@ -1,6 +1,7 @@
 """The verifier's gRPC service for gateways: one call per request; cancelling the call stops the request.
 
-It only translates: requests go to the engine as messages, outputs come back through one queue per request.
+Only translates: a request's bytes pass to the engine unopened but for its id, outputs come back per request through a
+queue.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from typing import Any
 
 import grpc
 
@@ -16,7 +16,7 @@ from outrider.proto import link_pb2, link_pb2_grpc
 from outrider.verifier_service.messages.engine import Cancel
 from outrider.verifier_service.messages.link import ACCEPTED
 from outrider.verifier_service.messages.request import FinishReason, GenerationRequest, RequestOutput
-from outrider.verifier_service.messages.wire import WireError, decode, encode
+from outrider.verifier_service.messages.wire import encode, request_id_of
 
 
 class EngineLostError(ConnectionError):
@@ -26,21 +26,24 @@ class EngineLostError(ConnectionError):
 class RequestTable:
     """The requests of all open calls."""
 
-    def __init__(self, send: Callable[[Any], None]) -> None:
+    def __init__(self, send: Callable[[bytes | Cancel], None]) -> None:
+        """`send` hands the engine an encoded `GenerationRequest`, or what cancels one."""
         self._send = send
         self._queues: dict[str, asyncio.Queue[RequestOutput | EngineLostError]] = {}
 
     def __len__(self) -> int:
         return len(self._queues)
 
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput | None]:
+    async def stream(self, request: bytes) -> AsyncGenerator[RequestOutput | None]:
         """Yield None once the engine has the request, then its outputs; closing the generator early cancels it.
 
-        Raises `ConnectionError` without an engine.
+        Raises `WireError` for what is no request, `ValueError` for an id that is running already, `ConnectionError`
+        when there is no engine. A request whose other fields are wrong the engine answers by the error.
         """
-        if request.request_id in self._queues:
-            raise ValueError(f"request_id: {request.request_id!r} is already running")
-        queue = self._queues[request.request_id] = asyncio.Queue()
+        request_id = request_id_of(request, GenerationRequest)
+        if request_id in self._queues:
+            raise ValueError(f"request_id: {request_id!r} is already running")
+        queue = self._queues[request_id] = asyncio.Queue()
         is_finished = False
         try:
             self._send(request)
@@ -53,10 +56,10 @@ class RequestTable:
                 is_finished = output.finish_reason is not None
                 yield output
         finally:
-            del self._queues[request.request_id]
+            del self._queues[request_id]
             if not is_finished:
-                with contextlib.suppress(ConnectionError):  # without an engine there is nothing to cancel
-                    self._send(Cancel(request_id=request.request_id))
+                with contextlib.suppress(ConnectionError):  # no engine, nothing to cancel in it
+                    self._send(Cancel(request_id=request_id))
 
     def deliver(self, outputs: Iterable[RequestOutput]) -> None:
         """Queue outputs for their calls; drop those of closed calls."""
@@ -78,8 +81,7 @@ class VerifierLinkServicer(link_pb2_grpc.VerifierLinkServicer):
 
     async def Generate(self, frame: link_pb2.Frame, context: grpc.aio.ServicerContext) -> AsyncIterator[link_pb2.Frame]:
         try:
-            request = decode(frame.payload, (GenerationRequest,))
-            async with contextlib.aclosing(self._table.stream(request)) as outputs:
+            async with contextlib.aclosing(self._table.stream(frame.payload)) as outputs:
                 async for output in outputs:
                     if output is None:
                         yield link_pb2.Frame(payload=ACCEPTED)
@@ -87,7 +89,7 @@ class VerifierLinkServicer(link_pb2_grpc.VerifierLinkServicer):
                     if output.finish_reason is FinishReason.ERROR:
                         raise ValueError(output.error)
                     yield link_pb2.Frame(payload=encode(output))
-        except (WireError, ValueError) as error:
+        except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except ConnectionError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))

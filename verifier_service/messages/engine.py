@@ -10,6 +10,7 @@ from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.messages.histogram import NO_VALUES, HistogramCounts
 from outrider.verifier_service.messages.request import GenerationRequest, Request, RequestOutput, SpeculationPlan
 from outrider.verifier_service.messages.tensor_route import TensorRoute
+from outrider.verifier_service.messages.wire import WireError, decode, request_id_of
 
 NEVER = 1.0  # the price of a draft token at which none pays: no survival exceeds it
 
@@ -187,3 +188,24 @@ class EngineUpdate:
 ToEngine = GenerationRequest | Cancel | SetPlans | Relay | PeerState
 TO_ENGINE = (GenerationRequest, Cancel, SetPlans, Relay, PeerState)
 FROM_ENGINE = (EngineReady, EngineUpdate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadRequest:
+    """A request that does not decode: the error, which names the field, is its answer."""
+
+    request_id: str
+    error: str
+
+
+def read_frame(frame: bytes) -> ToEngine | BadRequest:
+    """Decode a frame to an engine.
+
+    A gateway's request passes the shell unopened, so its fields are checked here. Whatever else does not decode was
+    said by the shell itself: raises `WireError`.
+    """
+    try:
+        message: ToEngine = decode(frame, TO_ENGINE)
+    except WireError as error:
+        return BadRequest(request_id=request_id_of(frame, GenerationRequest), error=str(error))
+    return message

@@ -7,7 +7,8 @@ nothing (no pickle); its errors name the field.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,14 @@ MAX_FRAME_BYTES = 64 << 20
 
 _encoder = msgspec.msgpack.Encoder()
 _envelope_decoder = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+
+
+@dataclass(frozen=True, slots=True)
+class _RequestId:
+    request_id: str
+
+
+_id_decoder = msgspec.msgpack.Decoder(_RequestId)
 
 
 class WireError(ValueError):
@@ -30,13 +39,22 @@ def encode(message: Any) -> bytes:
 
 def decode(payload: bytes, message_types: Sequence[type]) -> Any:
     """Unpack one of `message_types`, or raise `WireError`. Unknown fields are ignored."""
+    return _decoded(payload, _decoders(tuple(message_types)))
+
+
+def request_id_of(payload: bytes, message_type: type) -> str:
+    """Return the `request_id` of an encoded `message_type`, whose other fields stay unread, or raise `WireError`."""
+    request_id: str = _decoded(payload, {message_type.__name__: _id_decoder}).request_id
+    return request_id
+
+
+def _decoded(payload: bytes, decoders: Mapping[str, msgspec.msgpack.Decoder[Any]]) -> Any:
     if len(payload) > MAX_FRAME_BYTES:
         raise WireError(f"frame of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
     try:
         name, fields = _envelope_decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"frame is no message: {error}") from error
-    decoders = _decoders(tuple(message_types))
     if name not in decoders:
         raise WireError(f"unexpected message type {name[:80]!r}; expected one of {sorted(decoders)}")
     try:

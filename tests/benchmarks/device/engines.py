@@ -22,10 +22,10 @@ from benchmarks.device.played import (
     WallClock,
 )
 from outrider.cluster.offline.engine import NoDrafters, PipeDraftClient, RankProcesses
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.engine.drafter import DraftEngineConfig
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.messages import DrafterReady
 from outrider.drafter_service.engine.warm_up import warm_up as warm_up_drafter
-from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.service.rank_main import DraftLoop
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
@@ -41,6 +41,7 @@ from outrider.verifier_service.model.ranks import PipeListener, RankSpec, connec
 from outrider.verifier_service.pricing.draft_pricing import DraftPricing
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
+from tiny.drafters import model_drafter
 
 DRAFT_LENGTH = 4
 PROMPT_LENGTH = 64
@@ -65,7 +66,7 @@ def draft_engine(pair: Pair, device: PlayedDevice) -> DraftEngine:
     """Return the engine of the pair's draft model."""
     model = PlayedDraftModel(device, pair.draft, share_right=pair.share_right)
     num_branches = pair.num_ahead_branches
-    drafter = ModelDrafter(model, torch.Generator(), num_ahead_branches=num_branches, read_back=model.read_back)
+    drafter = model_drafter(model, torch.Generator(), num_ahead_branches=num_branches, read_back=model.read_back)
     limits = {"max_sessions": pair.max_requests, "max_num_batched_tokens": 2048}
     config = DraftEngineConfig(max_draft_length=DRAFT_LENGTH, **limits)
     if pair.is_warm:

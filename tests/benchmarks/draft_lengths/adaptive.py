@@ -19,7 +19,6 @@ import numpy as np
 
 from benchmarks.draft_lengths.recorded_drafters import OTHER_TOKEN, RecordedPool
 from benchmarks.draft_lengths.replay import MAX_LENGTH, NGRAM, Batch, Drafts, MachineFit, StepOutcome
-from outrider.drafter_service.engine.engine import DraftResult
 from outrider.drafter_service.lookup.ngram_drafter import PRIOR
 from outrider.drafter_service.lookup.token_history import AcceptanceEstimate
 from outrider.verifier_service.messages.draft import Draft
@@ -117,10 +116,10 @@ class Adaptive:
                 del self._running[request_id]
 
 
-def _as_sent(result: DraftResult, position: int) -> Draft:
+def _as_sent(result: Draft, position: int) -> Draft:
     return Draft(
-        request_id=result.key.request_id,
-        round_id=result.ask_id,
+        request_id=result.request_id,
+        round_id=result.round_id,
         position=position,
         token_ids=result.token_ids,
         confidences=result.confidences,

@@ -10,10 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.draft_lengths.replay import EAGLE, NGRAM
-from outrider.drafter_service.engine.engine import Ask, Drafter, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
-from outrider.verifier_service.messages.draft import DraftNeeds, DraftSampling
+from outrider.verifier_service.messages.draft import Draft, DraftNeeds, DraftSampling
 
 OTHER_TOKEN = -1  # stands where no draft token was right
 GREEDY = DraftSampling(temperature=0.0)
@@ -30,17 +29,15 @@ class RecordedDrafter:
     max_model_len: int = 1 << 31
     needs: DraftNeeds = field(default_factory=DraftNeeds)
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         return [self._result(ask) for ask in asks]
 
-    def _result(self, ask: Ask) -> DraftResult:
+    def _result(self, ask: Ask) -> Draft:
         request_id, begin = ask.key.request_id, len(ask.token_ids)
         length = min(ask.length, self.offered[request_id])
         claims = self.claims.get(request_id)
-        return DraftResult(
-            key=ask.key,
-            ask_id=ask.ask_id,
-            token_ids=tuple(range(begin, begin + length)),
+        return ask.answer(
+            tuple(range(begin, begin + length)),
             confidences=None if claims is None else tuple(claims[:length]),
         )
 
@@ -70,7 +67,7 @@ class RecordedPool:
             if name == NGRAM:
                 self._parts[name].claims[request_id] = claims
 
-    def draft(self, request_id: str, token_ids: Sequence[int], length: int) -> tuple[int, DraftResult]:
+    def draft(self, request_id: str, token_ids: Sequence[int], length: int) -> tuple[int, Draft]:
         """Return a draft of at most `length` tokens and the place of its drafter among the names."""
         self._num_asks += 1
         ask = Ask(

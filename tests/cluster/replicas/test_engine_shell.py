@@ -34,6 +34,8 @@ async def test_messages_pass_both_ways_in_order():
     assert engine.messages == updates
     engine.shell.send(Cancel(request_id="a"))
     assert decode(engine.pipe.recv_bytes(), TO_ENGINE) == Cancel(request_id="a")
+    engine.shell.send(b"\xc1 is no message")
+    assert engine.pipe.recv_bytes() == b"\xc1 is no message", "what is encoded already passes unopened"
     engine.shell.close()
 
 

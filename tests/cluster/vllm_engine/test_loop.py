@@ -59,7 +59,7 @@ class Shell:
 
     def send(self, *messages: Any) -> None:
         for message in messages:
-            self._pipe.send_bytes(encode(message))
+            self._pipe.send_bytes(message if isinstance(message, bytes) else encode(message))
 
     def take(self) -> None:
         while self._pipe.poll(0):
@@ -171,6 +171,16 @@ async def test_a_request_that_fails_ends_with_why_and_the_next_is_served(error: 
         vllm.error = None
         shell.send(request("b", 2))
         await shell.until(lambda: shell.ended.get("b") is FinishReason.STOP)
+
+
+async def test_a_request_that_does_not_decode_is_answered_by_the_field():
+    vllm = PlayedVllm()
+    vllm.may_end.set()
+    async with hosting(vllm) as (shell, _):
+        shell.send(encode(request("a", 1)).replace(b"priority\x00", b"priority\xc0"), request("b", 2))
+        await shell.until(lambda: shell.ended == {"a": FinishReason.ERROR, "b": FinishReason.STOP})
+        (refused,) = [output for output in shell.outputs if output.request_id == "a"]
+        assert "priority" in refused.error
 
 
 async def test_the_loop_ends_with_vllm_and_says_nothing_of_its_requests():

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult, handle_payload
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
+from outrider.drafter_service.engine.payloads import handle_payload
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.verifier_service.messages.draft import (
     LOCAL_DRAFTER_ID,
@@ -43,16 +44,16 @@ class CountingDrafter:
     asks: list[Ask] = field(default_factory=list)
     released: list[SessionKey] = field(default_factory=list)
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         self.calls.append([ask.key for ask in asks])
         self.asks = list(asks)
         for ask in asks:
             self.age[ask.ask_id] = self.age.get(ask.ask_id, 0) + 1
         return [self._result(ask) for ask in asks if self.age[ask.ask_id] >= self.num_steps]
 
-    def _result(self, ask: Ask) -> DraftResult:
+    def _result(self, ask: Ask) -> Draft:
         tokens = tuple((ask.token_ids[-1] + 1 + i) % VOCAB_SIZE for i in range(ask.length))
-        return DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=tokens)
+        return ask.answer(tokens)
 
     def release(self, key: SessionKey) -> None:
         self.released.append(key)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from fakes.runner import TimedRunner
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.engine.drafter import DraftEngineConfig
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.forward_cost import ForwardCost, MeteredRunner
-from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import Commit, DraftSampling, Open
+from tiny.drafters import model_drafter
 
 CONTEXT_S = 1e-5
 
@@ -78,7 +79,7 @@ def test_the_meter_is_a_runner_like_the_one_under_it():
 
 def test_an_engines_drafts_and_its_spare_time_are_what_it_learns_from():
     timed, metered, cost = profiled()
-    drafter = ModelDrafter(metered, torch.Generator().manual_seed(0), num_ahead_branches=2)
+    drafter = model_drafter(metered, torch.Generator().manual_seed(0), num_ahead_branches=2)
     engine = DraftEngine(drafter, clock=lambda: timed.now_s, config=DraftEngineConfig(), ahead=drafter, cost=cost)
     at_start_s = cost.next_s(1)
     assert at_start_s is not None

@@ -2,19 +2,20 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.sessions import (
+    Round,
     Session,
-    SessionKey,
     SessionTable,
-    UnansweredRound,
-    first_bad_token,
     in_turns,
-    known_prefix,
 )
+from outrider.drafter_service.engine.tokens import first_bad_token, known_prefix
 from outrider.verifier_service.messages.draft import DraftNeeds, DraftSampling, States
 
 GREEDY = DraftSampling(temperature=0.0)
-ROUND = UnansweredRound(ask_id=1, round_id=1, length=1, asked_s=0.0)
+ROUND = Round(
+    Ask(key=SessionKey("v", "r"), ask_id=1, token_ids=[1], sampling=GREEDY, length=1), round_id=1, asked_s=0.0
+)
 
 
 def session(name: str, used_s: float = 0.0, *, peer: str = "v", asked: bool = False) -> Session:

@@ -4,12 +4,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outrider.drafter_service.engine.engine import Ask, DraftResult
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.forward_cost import ForwardCost
 from outrider.drafter_service.engine.outcomes import Pace
-from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.spare_time import KEPT_ANSWERS, TRIED_ANSWERS, SpareTime
-from outrider.verifier_service.messages.draft import DraftSampling
+from outrider.verifier_service.messages.draft import Draft, DraftSampling
 from outrider.verifier_service.messages.drafter_load import DrafterCounters
 
 KEY = SessionKey("v", "r")
@@ -20,7 +19,7 @@ ASK = Ask(key=KEY, ask_id=1, token_ids=[1], sampling=DraftSampling(temperature=0
 class Ahead:
     """A drafter that answers by `result`; a forward takes `step_s`."""
 
-    result: DraftResult | None = None
+    result: Draft | None = None
     step_s: float = 0.25
     now_s: float = 0.0
     num_forwards: int = 0
@@ -31,7 +30,7 @@ class Ahead:
     def expects(self, key: SessionKey) -> bool:
         return key == KEY
 
-    def take(self, ask: Ask, pace: Pace | None) -> DraftResult | None:
+    def take(self, ask: Ask, pace: Pace | None) -> Draft | None:
         self.paces.append(pace)
         return self.result
 
@@ -63,7 +62,7 @@ def test_a_drafter_that_cannot_run_ahead_has_no_use_for_it():
     ("token_ids", "hits", "misses"), [((4, 5), 1, 0), ((), 0, 1), (None, 0, 1)], ids=["hit", "empty", "to be drafted"]
 )
 def test_hits_and_misses_are_counted(token_ids: tuple[int, ...] | None, hits: int, misses: int):
-    result = None if token_ids is None else DraftResult(key=KEY, ask_id=1, token_ids=token_ids)
+    result = None if token_ids is None else ASK.answer(token_ids)
     spare_time, counters = Ahead(result).spare_time()
     assert spare_time.answer(ASK, None) == result
     assert (counters.num_cache_hits, counters.num_cache_misses) == (hits, misses)

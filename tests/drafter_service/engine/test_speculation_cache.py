@@ -12,11 +12,10 @@ import torch
 
 from fakes.runner import FakeRunner, continuation
 from outrider.drafter_service.engine.draft_sampler import Children
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig
-from outrider.drafter_service.engine.sessions import SessionKey
-from outrider.drafter_service.engine.speculation_cache import WatchedChain
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
+from outrider.drafter_service.engine.speculation_cache import BranchingChain
 from outrider.drafter_service.engine.tree_growth import Growth
-from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.verifier_service.messages.draft import (
     DRAFT_PROB_SCALE,
     Close,
@@ -27,6 +26,7 @@ from outrider.verifier_service.messages.draft import (
     SparseRow,
     check_draft,
 )
+from tiny.drafters import model_drafter
 
 GREEDY = DraftSampling(temperature=0.0)
 DRAWN = DraftSampling(temperature=1.0)
@@ -64,7 +64,7 @@ class Table:
         self.clock = Clock()
         self.runner = TimedRunner(self.clock, step_s, **options)
         rng = torch.Generator().manual_seed(0)
-        self.drafter = ModelDrafter(self.runner, rng, num_ahead_branches=num_branches)
+        self.drafter = model_drafter(self.runner, rng, num_ahead_branches=num_branches)
         config = DraftEngineConfig(max_num_batched_tokens=budget, max_draft_length=8, max_tree_nodes=6)
         self.engine = DraftEngine(self.drafter, clock=self.clock, config=config, ahead=self.drafter)
         self.tokens: dict[str, list[int]] = {}
@@ -124,8 +124,8 @@ class Table:
 
     def outcomes(self) -> list[tuple[int, ...]]:
         """Return what the one session's next commit may be that is prepared for, likeliest first."""
-        (outlook,) = self.drafter._cache._outlooks.values()
-        return list(outlook.branches)
+        (trunk,) = self.drafter._cache._trunks.values()
+        return list(trunk.branches)
 
     @property
     def hits_and_misses(self) -> tuple[int, int]:
@@ -374,10 +374,10 @@ def test_a_seeded_draft_is_the_same_whether_prepared_or_not():
 
 
 def test_a_chain_notes_what_might_stand_in_each_place():
-    def chain_of(sampling: DraftSampling) -> WatchedChain:
+    def chain_of(sampling: DraftSampling) -> BranchingChain:
         ask = Ask(key=SessionKey("v", "r"), ask_id=1, token_ids=[1], sampling=sampling, length=2)
-        chain: Growth = WatchedChain(ask, num_candidates=3)
-        assert isinstance(chain, WatchedChain)
+        chain: Growth = BranchingChain(ask, num_candidates=3)
+        assert isinstance(chain, BranchingChain)
         return chain
 
     greedy = chain_of(GREEDY)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from fakes.by_channel import ByChannel
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE
-from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.engine.state_transport import StateTransport
 from outrider.drafter_service.service.rank_main import DraftLoop
 from outrider.verifier_service.links.relay_client import RelayDraftClient
@@ -61,12 +61,9 @@ class SumDrafter:
     vocab_size, max_model_len = 1000, 64
     needs = DraftNeeds(taps=(1,))
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         sums = [0 if ask.states is None else int(ask.states.sum()) for ask in asks]
-        return [
-            DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=(total,))
-            for ask, total in zip(asks, sums, strict=True)
-        ]
+        return [ask.answer((total,)) for ask, total in zip(asks, sums, strict=True)]
 
     def release(self, key: SessionKey) -> None: ...
 

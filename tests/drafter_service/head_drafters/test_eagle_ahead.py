@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.engine.drafter import DraftEngineConfig
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.spare_time import TRIED_ANSWERS
-from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
 from outrider.drafter_service.head_drafters.head_runner import LAYER_INDEX, HeadRunner
 from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.messages.batch import ScheduledBatch, slots_of
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, States, check_draft
+from tiny.drafters import eagle_drafter
 from tiny.heads import VOCAB_SIZE, SlowDrafting, eagle3_head, eagle_head, greedy_chain, mtp_head, states_of
 
 GREEDY = DraftSampling(temperature=0.0)
@@ -65,7 +66,7 @@ class Table:
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_model_len": max_model_len}
         self.runner = CountingRunner(SwitchedHeads(heads), **sizes)
         rng = torch.Generator().manual_seed(0)
-        self.drafter = EagleDrafter(self.runner, rng, vocab_size=vocab_size, num_ahead_branches=num_branches)
+        self.drafter = eagle_drafter(self.runner, rng, vocab_size=vocab_size, num_ahead_branches=num_branches)
         config = DraftEngineConfig(max_num_batched_tokens=budget, max_draft_length=8, max_tree_nodes=6)
         self.engine = DraftEngine(self.drafter, clock=lambda: 0.0, config=config, ahead=self.drafter)
         self.tokens: dict[str, list[int]] = {}
@@ -148,8 +149,8 @@ class Table:
 
     def outcomes(self) -> list[tuple[int, ...]]:
         """Return what the one session's next commit may be that is prepared for, likeliest first."""
-        (outlook,) = self.drafter._cache._outlooks.values()
-        return list(outlook.branches)
+        (trunk,) = self.drafter._cache._trunks.values()
+        return list(trunk.branches)
 
     def surprise(self) -> int:
         """Return a token that, were it to come next in the one session, nobody has thought of."""
@@ -292,8 +293,8 @@ def test_drafts_at_different_positions_with_different_parameters_are_prepared_to
         table.idle(1)
     table.idle()
     for name, prompt in prompts.items():
-        outlook = next(o for key, o in table.drafter._cache._outlooks.items() if key.request_id == name)
-        for outcome, branch in outlook.branches.items():
+        trunk = next(o for key, o in table.drafter._cache._trunks.items() if key.request_id == name)
+        for outcome, branch in trunk.branches.items():
             expected = table.chain_of(table.drafting_of(prompt, outcome), len(prompt) + len(outcome))
             assert branch.growth.chosen().token_ids == expected
 
@@ -302,8 +303,8 @@ def test_the_winners_kv_is_kept_and_the_others_are_freed() -> None:
     table = prepared_table([eagle3_head()], num_branches=8, num_blocks=64)
     table.idle()
     winner = table.outcomes()[0]
-    (outlook,) = table.drafter._cache._outlooks.values()
-    blocks = list(outlook.branches[winner].block_table)
+    (trunk,) = table.drafter._cache._trunks.values()
+    blocks = list(trunk.branches[winner].block_table)
     table.ask(*winner)
     (state,) = table.drafter._states.values()
     assert state.block_table == blocks

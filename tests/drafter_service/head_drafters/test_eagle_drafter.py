@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.drafter_service.engine.engine import Ask, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.engine.tree_growth import TreeConfig
-from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.heads.head_layer import DraftHead
 from outrider.drafter_service.heads.switched import SwitchedHeads
 from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.draft import FINAL_TAP, ROOT, Draft, DraftSampling, check_draft
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
+from tiny.drafters import eagle_drafter
 from tiny.heads import VOCAB_SIZE, SlowDrafting, eagle3_head, eagle_head, greedy_chain, mtp_head, states_of
 from tiny.played_graphs import played_backend
 from tiny.verified import target_probs
@@ -25,15 +25,15 @@ GREEDY = DraftSampling(temperature=0.0)
 PROMPT = [5, 17, 3, 40, 22, 9, 31]
 
 
-def drafter_of(*heads: DraftHead, num_blocks: int = 64, **options: Any) -> EagleDrafter:
+def drafter_of(*heads: DraftHead, num_blocks: int = 64, **options: Any) -> PagedDrafter[Any]:
     runner = HeadRunner(SwitchedHeads(heads), num_blocks=num_blocks, block_size=4, max_model_len=64)
-    return EagleDrafter(runner, torch.Generator().manual_seed(0), **options)
+    return eagle_drafter(runner, torch.Generator().manual_seed(0), **options)
 
 
 class Sessions:
     """Asks a drafter until it has answered, checking its books after every step."""
 
-    def __init__(self, drafter: EagleDrafter, head: DraftHead) -> None:
+    def __init__(self, drafter: PagedDrafter[Any], head: DraftHead) -> None:
         self._drafter, self._head, self._num_asks = drafter, head, 0
         self._keys: set[SessionKey] = set()
 
@@ -51,12 +51,12 @@ class Sessions:
         )
         return replace(ask, **fields)
 
-    def run(self, *asks: Ask, budget: int = 64, max_steps: int = 400) -> list[DraftResult]:
+    def run(self, *asks: Ask, budget: int = 64, max_steps: int = 400) -> list[Draft]:
         """Return the answers in the order of the asks."""
         waiting, results = list(asks), {}
         for _ in range(max_steps):
             for result in self._drafter.draft(waiting, max_num_tokens=budget):
-                results[result.ask_id] = result
+                results[result.round_id] = result
             self._drafter.check_integrity(self._keys)
             waiting = [ask for ask in waiting if ask.ask_id not in results]
             if not waiting:
@@ -64,7 +64,7 @@ class Sessions:
         raise AssertionError("drafts do not become complete")
 
 
-def problem_of(result: DraftResult, length: int, max_nodes: int) -> str | None:
+def problem_of(result: Draft, length: int, max_nodes: int) -> str | None:
     draft = Draft(
         request_id="r",
         round_id=1,
@@ -101,7 +101,7 @@ def test_a_captured_head_drafts_what_an_eager_one_does(kind: str) -> None:
     head = HEADS[kind]()
     runner = HeadRunner(SwitchedHeads([head]), num_blocks=64, block_size=4, max_model_len=64, backend=played_backend())
     answers = []
-    for drafter in (drafter_of(head), EagleDrafter(runner, torch.Generator().manual_seed(0))):
+    for drafter in (drafter_of(head), eagle_drafter(runner, torch.Generator().manual_seed(0))):
         sessions = Sessions(drafter, head)
         first = sessions.run(sessions.ask(PROMPT, 4), sessions.ask(PROMPT[::-1], 3, "tree", max_nodes=8))
         tokens = [*PROMPT, *first[0].token_ids[:2], 12]
@@ -130,7 +130,7 @@ def test_long_prompts_come_in_chunks(budget: int) -> None:
 def test_after_a_verification_the_targets_states_replace_its_own(num_accepted: int) -> None:
     head = eagle3_head()
     runner = HeadRunner(SwitchedHeads([head]), num_blocks=64, block_size=4, max_model_len=64)
-    drafter = EagleDrafter(runner, torch.Generator().manual_seed(0))
+    drafter = eagle_drafter(runner, torch.Generator().manual_seed(0))
     sessions = Sessions(drafter, head)
     (first,) = sessions.run(sessions.ask(PROMPT, 4))
     grown = [*PROMPT, *first.token_ids[:num_accepted], 1]
@@ -149,7 +149,7 @@ def test_a_chain_is_read_once() -> None:
 
     head = eagle3_head()
     drafter = drafter_of(head, read_back=read_back)
-    counts = count_pairs(drafter._runner)
+    counts = count_pairs(drafter._forward._runner)
     sessions = Sessions(drafter, head)
     (result,) = drafter.draft([sessions.ask(PROMPT, 4)], max_num_tokens=64)
     assert list(result.token_ids) == greedy_chain([head], PROMPT, states_of(PROMPT, head), 4)
@@ -329,7 +329,7 @@ def slow_tree(
     return dict(best)
 
 
-def paths_of(result: DraftResult) -> dict[tuple[int, ...], float]:
+def paths_of(result: Draft) -> dict[tuple[int, ...], float]:
     assert result.parents is not None
     assert result.confidences is not None
     paths: list[tuple[int, ...]] = []

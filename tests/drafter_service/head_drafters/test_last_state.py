@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.drafter_service.engine.engine import Ask
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.head_drafters.last_state import draft_depth, first_within, has_state, last_states
 from outrider.verifier_service.messages.draft import DraftSampling
 

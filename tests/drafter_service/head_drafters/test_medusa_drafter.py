@@ -10,9 +10,9 @@ import torch
 
 from exactness.law import p_value
 from outrider.drafter_service.engine.draft_sampler import Children, quantised_rows
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.product_tree import best_of_product
-from outrider.drafter_service.engine.sessions import SessionKey
 from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
 from outrider.drafter_service.heads.medusa import MedusaHeads
 from outrider.verifier_service.messages.draft import (
@@ -52,9 +52,9 @@ def make_ask(index: int = 0, *, sampling: DraftSampling = GREEDY, length: int = 
     return Ask(key=SessionKey("v", str(index)), ask_id=index + 7, sampling=sampling, length=length, **values)
 
 
-def draft_one(ask: Ask, drafter: MedusaDrafter | None = None) -> DraftResult:
+def draft_one(ask: Ask, drafter: MedusaDrafter | None = None) -> Draft:
     (result,) = (drafter or make_drafter()).draft([ask], max_num_tokens=64)
-    assert (result.key, result.ask_id) == (ask.key, ask.ask_id)
+    assert (result.request_id, result.round_id) == (ask.key.request_id, ask.ask_id)
     return result
 
 
@@ -68,7 +68,7 @@ def head_probs(ask: Ask) -> torch.Tensor:
     return target_probs(head_logits(ask), [ask.sampling] * NUM_HEADS)
 
 
-def require_valid(result: DraftResult, ask: Ask) -> None:
+def require_valid(result: Draft, ask: Ask) -> None:
     draft = Draft(
         request_id="r",
         round_id=1,
@@ -152,7 +152,7 @@ def all_paths(levels: list[list[tuple[int, float]]]) -> dict[tuple[int, ...], fl
     return paths
 
 
-def paths_of(result: DraftResult) -> list[tuple[int, ...]]:
+def paths_of(result: Draft) -> list[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = []
     for token_id, parent in zip(result.token_ids, result.parents, strict=True):
         paths.append((() if parent == ROOT else paths[parent]) + (token_id,))
@@ -265,15 +265,15 @@ def test_asks_of_all_kinds_share_one_forward():
     assert shapes == [(NUM_HEADS, 6, VOCAB_SIZE)]
     for ask, result in zip(asks, together, strict=True):
         alone = draft_one(ask)
-        assert (result.key, result.ask_id) == (ask.key, ask.ask_id)
+        assert (result.request_id, result.round_id) == (ask.key.request_id, ask.ask_id)
         assert (result.token_ids, result.parents) == (alone.token_ids, alone.parents)
 
 
 def test_the_budget_holds_back_younger_asks():
     asks = [make_ask(index) for index in range(4)]
     drafter = make_drafter()
-    assert [result.ask_id for result in drafter.draft(asks, max_num_tokens=2 * NUM_HEADS)] == [7, 8]
-    assert [result.ask_id for result in drafter.draft(asks, max_num_tokens=1)] == [7], "every call makes progress"
+    assert [result.round_id for result in drafter.draft(asks, max_num_tokens=2 * NUM_HEADS)] == [7, 8]
+    assert [result.round_id for result in drafter.draft(asks, max_num_tokens=1)] == [7], "every call makes progress"
 
 
 # --- the shift ---

@@ -11,8 +11,8 @@ import torch
 
 from exactness.law import p_value
 from outrider.drafter_service.engine.draft_sampler import quantised_rows
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.head_drafters.mlp_drafter import MlpDrafter
 from outrider.drafter_service.heads.mlp_speculator import MlpSpeculator
 from outrider.verifier_service.messages.draft import (
@@ -56,9 +56,9 @@ def make_ask(index: int = 0, *, sampling: DraftSampling = GREEDY, length: int = 
     return Ask(key=SessionKey("v", str(index)), ask_id=index + 7, sampling=sampling, length=length, **values)
 
 
-def draft_one(ask: Ask, drafter: MlpDrafter | None = None) -> DraftResult:
+def draft_one(ask: Ask, drafter: MlpDrafter | None = None) -> Draft:
     (result,) = (drafter or make_drafter()).draft([ask], max_num_tokens=64)
-    assert (result.key, result.ask_id) == (ask.key, ask.ask_id)
+    assert (result.request_id, result.round_id) == (ask.key.request_id, ask.ask_id)
     return result
 
 
@@ -77,7 +77,7 @@ def probs_after(ask: Ask, path: tuple[int, ...]) -> torch.Tensor:
     return logits.softmax(dim=0) if ask.sampling is GREEDY else target_probs(logits[None], [ask.sampling])[0]
 
 
-def require_valid(result: DraftResult, ask: Ask) -> None:
+def require_valid(result: Draft, ask: Ask) -> None:
     draft = Draft(
         request_id="r",
         round_id=1,
@@ -158,7 +158,7 @@ def test_drafts_are_no_longer_than_asked_for_nor_than_there_are_steps(sampling: 
 # --- trees ---
 
 
-def paths_of(result: DraftResult) -> list[tuple[int, ...]]:
+def paths_of(result: Draft) -> list[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = []
     for token_id, parent in zip(result.token_ids, result.parents, strict=True):
         paths.append((() if parent == ROOT else paths[parent]) + (token_id,))
@@ -282,15 +282,15 @@ def test_asks_of_all_kinds_share_one_forward_per_level():
     assert levels == [0, 1, 2]
     for ask, result in zip(asks, together, strict=True):
         alone = draft_one(ask)
-        assert (result.key, result.ask_id) == (ask.key, ask.ask_id)
+        assert (result.request_id, result.round_id) == (ask.key.request_id, ask.ask_id)
         assert (result.token_ids, result.parents) == (alone.token_ids, alone.parents)
 
 
 def test_the_budget_holds_back_younger_asks():
     asks = [make_ask(0), make_ask(1, max_nodes=6), make_ask(2)]
     drafter = make_drafter()
-    assert [result.ask_id for result in drafter.draft(asks, max_num_tokens=N_PREDICT + 6)] == [7, 8]
-    assert [result.ask_id for result in drafter.draft(asks, max_num_tokens=1)] == [7], "every call makes progress"
+    assert [result.round_id for result in drafter.draft(asks, max_num_tokens=N_PREDICT + 6)] == [7, 8]
+    assert [result.round_id for result in drafter.draft(asks, max_num_tokens=1)] == [7], "every call makes progress"
 
 
 # --- the shift ---

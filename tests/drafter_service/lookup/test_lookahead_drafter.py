@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from fakes.drafter_play import KEY, draft_after, paths_of, play
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import SessionKey
 from outrider.drafter_service.lookup.lookahead_drafter import LookaheadConfig, LookaheadDrafter, NgramPool
 from outrider.verifier_service.messages.draft import ROOT, DraftSampling
 

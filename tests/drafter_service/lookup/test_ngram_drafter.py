@@ -5,8 +5,8 @@ import random
 import pytest
 
 from fakes.drafter_play import KEY, draft_after, paths_of, play
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import DraftEngineConfig, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter, copy_on
 from outrider.verifier_service.messages.draft import ROOT, Commit, Draft, DraftSampling, Open
 

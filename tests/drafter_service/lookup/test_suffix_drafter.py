@@ -6,10 +6,9 @@ from collections.abc import Sequence
 import pytest
 
 from fakes.drafter_play import KEY, ask_of, draft_after, paths_of, play
-from outrider.drafter_service.engine.engine import DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import SessionKey
 from outrider.drafter_service.lookup.suffix_drafter import SuffixConfig, SuffixDrafter
-from outrider.verifier_service.messages.draft import DraftSampling
+from outrider.verifier_service.messages.draft import Draft, DraftSampling
 
 
 def make(**limits: float) -> SuffixDrafter:
@@ -190,7 +189,7 @@ def test_sessions_are_answered_together_and_apart():
     drafter = make(min_token_prob=0.0)
     texts = {"a": [1, 2, 3, 1], "b": [1, 7, 8, 1], "c": [4]}
     asks = [ask_of(tokens, key=key(name), length=1) for name, tokens in texts.items()]
-    results: list[DraftResult] = drafter.draft(asks, max_num_tokens=1)
+    results: list[Draft] = drafter.draft(asks, max_num_tokens=1)
     assert [result.token_ids for result in results] == [(2,), (7,), ()]
     drafter.check_integrity([key(name) for name in texts])
 

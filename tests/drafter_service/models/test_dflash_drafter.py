@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen3Config
 
 from exactness.small_engines import Generated, generate
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.heads.dflash import DFlashConfig, DFlashHead
-from outrider.drafter_service.models.dflash_drafter import DFlashModel, dflash_drafter, load_dflash
-from outrider.drafter_service.models.one_pass_drafter import OnePassDrafter
+from outrider.drafter_service.models.dflash_drafter import DFlashModel, load_dflash
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, state_taps
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
@@ -32,6 +32,7 @@ from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, g
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 from tiny.dflash import BLOCK_SIZE, MASK_ID, dflash_head, slow_block
+from tiny.drafters import one_pass_drafter
 from tiny.heads import VOCAB_SIZE, randomised, states_of
 from tiny.models import make_checkpoint, make_model, random_sequences
 from tiny.verified import target_probs
@@ -43,9 +44,9 @@ PROMPT = [5, 17, 3, 40, 22, 9, 31]
 LENGTH = BLOCK_SIZE - 1
 
 
-def drafter_of(head: DFlashHead, *, num_blocks: int = 64, **options: Any) -> OnePassDrafter:
+def drafter_of(head: DFlashHead, *, num_blocks: int = 64, **options: Any) -> PagedDrafter[Any]:
     model = DFlashModel(head, num_blocks=num_blocks, block_size=4, max_model_len=128)
-    return dflash_drafter(model, torch.Generator().manual_seed(0), **options)
+    return one_pass_drafter(model, torch.Generator().manual_seed(0), **options)
 
 
 def ask_of(head: DFlashHead, tokens: Sequence[int], name: str = "r", ask_id: int = 1, **fields: Any) -> Ask:
@@ -60,12 +61,12 @@ def ask_of(head: DFlashHead, tokens: Sequence[int], name: str = "r", ask_id: int
     return replace(ask, **fields)
 
 
-def run(drafter: OnePassDrafter, *asks: Ask, budget: int = 64, max_steps: int = 200) -> list[DraftResult]:
+def run(drafter: PagedDrafter[Any], *asks: Ask, budget: int = 64, max_steps: int = 200) -> list[Draft]:
     """Ask until all is answered, checking the books after every step; return the answers in the order of the asks."""
     waiting, results = list(asks), {}
     for _ in range(max_steps):
         for result in drafter.draft(waiting, max_num_tokens=budget):
-            results[result.ask_id] = result
+            results[result.round_id] = result
         drafter.check_integrity([ask.key for ask in asks])
         waiting = [ask for ask in waiting if ask.ask_id not in results]
         if not waiting:
@@ -243,7 +244,7 @@ def test_a_loaded_drafter_drafts_as_its_head(tmp_path: Path) -> None:
     config = ModelConfig(path=str(folder), device="cpu", num_kv_blocks=16, block_size=4, max_model_len=40)
     model = load_dflash(folder, config, target=target, num_target_layers=4)
     assert (model.num_blocks, model.block_size, model.max_model_len) == (16, 4, 40)
-    (result,) = run(dflash_drafter(model, torch.Generator()), ask_of(head, PROMPT))
+    (result,) = run(one_pass_drafter(model, torch.Generator()), ask_of(head, PROMPT))
     assert list(result.token_ids) == greedy_chain(head, PROMPT)
     with pytest.raises(ValueError, match=r"'embed_tokens\.weight' is missing"):
         load_dflash(folder, config)

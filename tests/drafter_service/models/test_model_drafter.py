@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from exactness.small_engines import load
 from fakes.runner import FakeRunner, closed, continuation
 from outrider.drafter_service.engine.draft_sampler import launch_children, quantised_rows, read_children
 from outrider.drafter_service.engine.draft_tree import DraftTree
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.kv_budget import num_common, share_budget
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.engine.tree_growth import Growth, TreeConfig, start_growth
-from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.verifier_service.gpu.transfers import CopyBack
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.draft import (
@@ -31,6 +32,7 @@ from outrider.verifier_service.messages.draft import (
     SparseRow,
     check_draft,
 )
+from tiny.drafters import model_drafter
 from tiny.models import full_logits, make_model, random_sequences
 from tiny.verified import target_probs
 
@@ -38,7 +40,7 @@ GREEDY = DraftSampling(temperature=0.0)
 
 
 def engine_over(runner: FakeRunner, *, budget: int = 64) -> DraftEngine:
-    drafter = ModelDrafter(runner, torch.Generator().manual_seed(0))
+    drafter = model_drafter(runner, torch.Generator().manual_seed(0))
     config = DraftEngineConfig(max_num_batched_tokens=budget, max_draft_length=8)
     return DraftEngine(drafter, clock=lambda: 0.0, config=config)
 
@@ -111,7 +113,7 @@ def test_chains_go_on_where_they_are_and_are_read_once(sampling: DraftSampling):
         for name, length in (("a", 5), ("b", 3), ("c", 1))
     ]
     runner = TreeRunner()
-    drafter = ModelDrafter(runner, torch.Generator().manual_seed(0), read_back=read_back)
+    drafter = model_drafter(runner, torch.Generator().manual_seed(0), read_back=read_back)
     (*found,) = drafter.draft(asks, max_num_tokens=64)
     assert [len(result.token_ids) for result in found] == [5, 3, 1]
     assert len(reads) == 1
@@ -174,6 +176,15 @@ def test_a_superseded_round_half_drafted_leaves_no_trace():
     engine.step()
     ask(engine, 3, [1, 2], length=2, round_id=2)
     assert run(engine)["r"].token_ids == continuation([5, 6, 7, 1, 2], 2, runner.vocab_size)
+
+
+def test_a_superseded_tree_leaves_no_nodes_to_the_chain_after_it():
+    drafter = drafter_over(TreeRunner())
+    tree = tree_ask([5, 6, 7], length=4, max_nodes=8)
+    for _ in range(2):
+        assert drafter.draft([tree], max_num_tokens=64) == []
+    chain = tree_ask([5, 6, 7, 1], length=3, max_nodes=0, ask_id=2)
+    assert_point_masses_are_right(chain, answers(drafter, [chain])["r"], TreeConfig(branching=1))
 
 
 def test_opening_again_with_another_prefix_keeps_only_what_is_common():
@@ -343,9 +354,9 @@ class TreeRunner(FakeRunner):
         return torch.stack(rows) if rows else torch.zeros(0, VOCAB_SIZE)
 
 
-def drafter_over(runner: TreeRunner, method: str = "top_k", branching: int = 3) -> ModelDrafter:
+def drafter_over(runner: TreeRunner, method: str = "top_k", branching: int = 3) -> PagedDrafter[Any]:
     trees = TreeConfig(method=method, branching=branching)
-    return ModelDrafter(runner, torch.Generator().manual_seed(0), trees=trees)
+    return model_drafter(runner, torch.Generator().manual_seed(0), trees=trees)
 
 
 def tree_ask(tokens: Sequence[int], *, length: int, max_nodes: int, name: str = "r", ask_id: int = 1, **more) -> Ask:
@@ -353,16 +364,16 @@ def tree_ask(tokens: Sequence[int], *, length: int, max_nodes: int, name: str = 
     return Ask(key=SessionKey("v", name), ask_id=ask_id, token_ids=tokens, length=length, max_nodes=max_nodes, **more)
 
 
-def answers(drafter: ModelDrafter, asks: Sequence[Ask], budget: int = 64) -> dict[str, DraftResult]:
+def answers(drafter: PagedDrafter[Any], asks: Sequence[Ask], budget: int = 64) -> dict[str, Draft]:
     """Let the drafter draft to the end."""
     open_asks = {ask.key: ask for ask in asks}
-    found: dict[str, DraftResult] = {}
+    found: dict[str, Draft] = {}
     for _ in range(500):
         if not open_asks:
             return found
         for result in drafter.draft(list(open_asks.values()), max_num_tokens=budget):
-            assert open_asks.pop(result.key).ask_id == result.ask_id
-            found[result.key.request_id] = result
+            assert open_asks.pop(SessionKey("v", result.request_id)).ask_id == result.round_id
+            found[result.request_id] = result
         drafter.check_integrity({ask.key for ask in asks})
     raise AssertionError("drafts do not become complete")
 
@@ -393,7 +404,7 @@ def grown_by_hand(
     return growth
 
 
-def assert_point_masses_are_right(ask: Ask, result: DraftResult, trees: TreeConfig) -> None:
+def assert_point_masses_are_right(ask: Ask, result: Draft, trees: TreeConfig) -> None:
     expected = grown_by_hand(ask, trees).chosen()
     assert result.token_ids == expected.token_ids
     assert result.parents == (expected.parents if ask.max_nodes else None)
@@ -401,7 +412,7 @@ def assert_point_masses_are_right(ask: Ask, result: DraftResult, trees: TreeConf
     assert result.draft_probs is None
 
 
-def assert_rows_are_right(ask: Ask, result: DraftResult) -> None:
+def assert_rows_are_right(ask: Ask, result: Draft) -> None:
     """Every row is the law after its path, every child is in its row, and none is missing."""
     parents = result.parents or tuple(range(-1, len(result.token_ids) - 1))
     assert result.draft_probs is not None
@@ -463,7 +474,7 @@ def test_the_sampled_method_draws_nothing_without_need(sampling: DraftSampling):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])  # full attention, and a window of 8
 def test_trees_of_a_real_model_are_those_of_its_whole_sequences(architecture: str, tmp_path):
     model = make_model(architecture)
-    drafter = ModelDrafter(load(model, tmp_path), torch.Generator().manual_seed(0))
+    drafter = model_drafter(load(model, tmp_path), torch.Generator().manual_seed(0))
     [prompt] = random_sequences((21,))
     ask_ = tree_ask(prompt, length=3, max_nodes=10)
     result = answers(drafter, [ask_, tree_ask(prompt[:9], length=4, max_nodes=0, name="chain", ask_id=2)], 16)["r"]
@@ -575,7 +586,7 @@ def test_mixed_asks_draft_as_each_would_alone(seed: int, num_blocks: int, budget
             known[name] += [*_a_path(result, rng), rng.randrange(VOCAB_SIZE)]
 
 
-def _a_path(result: DraftResult, rng: random.Random) -> list[int]:
+def _a_path(result: Draft, rng: random.Random) -> list[int]:
     """Return the tokens from the root to some node, or none."""
     parents = result.parents or tuple(range(-1, len(result.token_ids) - 1))
     node, path = rng.randrange(-1, len(result.token_ids)), []

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +15,11 @@ from exactness.law import p_value
 from exactness.small_engines import Drafts, Generated, Limits, generate, load, make_engine, perturbed_copy
 from fakes.runner import FakeRunner, next_token
 from outrider.drafter_service.engine.draft_sampler import quantised_rows
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.engine.tree_growth import TreeConfig, fixed_shape
-from outrider.drafter_service.models.one_pass_drafter import OnePassDrafter
-from outrider.drafter_service.models.parallel_drafter import parallel_drafter, parse_mask_token_id
+from outrider.drafter_service.models.parallel_drafter import parse_mask_token_id
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.service.local_client import LocalDraftClient
@@ -37,6 +38,7 @@ from outrider.verifier_service.messages.request import GenerationRequest, Sampli
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.runner import ModelRunner
 from outrider.verifier_service.sampling.coupled_sampler import coupled_choice, gumbel_noise
+from tiny.drafters import parallel_drafter
 from tiny.models import VOCAB_SIZE, full_logits, make_checkpoint, make_model, random_sequences
 from tiny.verified import target_probs
 
@@ -66,7 +68,7 @@ def runner(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> 
     return load(model, tmp_path_factory.mktemp("masked"))
 
 
-def drafter_of(runner: ModelRunner | FakeRunner, *, mask_token_id: int = MASK_ID, seed: int = 0) -> OnePassDrafter:
+def drafter_of(runner: ModelRunner | FakeRunner, *, mask_token_id: int = MASK_ID, seed: int = 0) -> PagedDrafter[Any]:
     return parallel_drafter(runner, torch.Generator().manual_seed(seed), mask_token_id=mask_token_id)
 
 
@@ -75,12 +77,12 @@ def ask_of(tokens: Sequence[int], length: int, name: str = "r", ask_id: int = 1,
     return replace(ask, **fields)  # type: ignore[arg-type]
 
 
-def run(drafter: OnePassDrafter, *asks: Ask, budget: int = 256, max_steps: int = 200) -> list[DraftResult]:
+def run(drafter: PagedDrafter[Any], *asks: Ask, budget: int = 256, max_steps: int = 200) -> list[Draft]:
     """Ask until all is answered, checking the books after every step; return the answers in the order of the asks."""
     waiting, results = list(asks), {}
     for _ in range(max_steps):
         for result in drafter.draft(waiting, max_num_tokens=budget):
-            results[result.ask_id] = result
+            results[result.round_id] = result
         drafter.check_integrity([ask.key for ask in asks])
         waiting = [ask for ask in waiting if ask.ask_id not in results]
         if not waiting:
@@ -93,7 +95,7 @@ def rows_of(model: PreTrainedModel, tokens: Sequence[int], length: int) -> torch
     return full_logits(model, [*tokens, *[MASK_ID] * (length - 1)])[len(tokens) - 1 :]
 
 
-def require_valid(ask: Ask, result: DraftResult) -> None:
+def require_valid(ask: Ask, result: Draft) -> None:
     draft = Draft(
         request_id="r",
         round_id=1,

@@ -11,14 +11,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from exactness.small_engines import Limits, NoDrafts, generate, load, make_engine
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, Drafter, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, Drafter, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.models.translated_drafter import IntersectionDrafter, TextDrafter
 from outrider.drafter_service.models.vocabulary_map import FileTokenizer, VocabularyMap
 from outrider.drafter_service.service.local_client import LocalDraftClient
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, DraftNeeds, DraftSampling
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftNeeds, DraftSampling
 from outrider.verifier_service.messages.request import GenerationRequest, SamplingParams, SpeculationPlan
+from tiny.drafters import model_drafter
 from tiny.models import make_model
 
 TEXT = (
@@ -51,13 +51,13 @@ def ask(token_ids: Sequence[int], *, length: int = 6, ask_id: int = 1, **more) -
     return Ask(key=KEY, ask_id=ask_id, token_ids=list(token_ids), length=length, **{"sampling": GREEDY, **more})
 
 
-def answer(drafter: Drafter, one: Ask) -> DraftResult:
+def answer(drafter: Drafter, one: Ask) -> Draft:
     for _ in range(200):
         results = drafter.draft([one], max_num_tokens=64)
         drafter.check_integrity([KEY])
         if results:
             [result] = results
-            assert (result.key, result.ask_id) == (one.key, one.ask_id)
+            assert (result.request_id, result.round_id) == (one.key.request_id, one.ask_id)
             return result
     raise AssertionError("the draft does not become complete")
 
@@ -74,9 +74,9 @@ class TextReader:
         self.asks: list[Ask] = []
         self.released: list[SessionKey] = []
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         self.asks += asks
-        return [DraftResult(key=a.key, ask_id=a.ask_id, token_ids=tuple(self._after(a))) for a in asks]
+        return [a.answer(tuple(self._after(a))) for a in asks]
 
     def _after(self, one: Ask) -> list[int]:
         shown = DRAFT.decode(one.token_ids)
@@ -290,7 +290,7 @@ def test_tokens_are_those_of_plain_decoding(target, draft, twin, mode: str, seed
     sampling = SamplingParams(temperature=0.0 if seed is None else 0.7, seed=seed, max_tokens=20, ignore_eos=True)
     plain = generate(make_engine(target, NoDrafts(), Limits()), NoDrafts(), requests_of(sampling))
     drafters = {
-        "text": lambda: text_drafter(ModelDrafter(draft, torch.Generator().manual_seed(0))),
+        "text": lambda: text_drafter(model_drafter(draft, torch.Generator().manual_seed(0))),
         "intersection": lambda: intersection_drafter(draft),
         "twin": lambda: intersection_drafter(twin, TWIN_MAP),
     }
@@ -306,7 +306,7 @@ def test_rows_are_the_models_law_on_the_shared_tokens(draft) -> None:
     drafter = intersection_drafter(draft)
     prompt = [token_id for token_id in TARGET.encode(TEXT)[:60] if MAP.is_shared(token_id)]
     result = answer(drafter, ask(prompt, length=3, sampling=DraftSampling(temperature=1.0)))
-    plain = ModelDrafter(draft, torch.Generator().manual_seed(0), top_n=400)
+    plain = model_drafter(draft, torch.Generator().manual_seed(0), top_n=400)
     draft_prompt = [MAP.draft_ids[token_id] for token_id in prompt]
     full = answer(plain, ask(draft_prompt, length=1, ask_id=2, sampling=DraftSampling(temperature=1.0)))
     assert result.draft_probs is not None

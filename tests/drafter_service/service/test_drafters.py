@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoConfig
 
 from fakes.drafter_play import ask_of
+from outrider.drafter_service.engine.paged_drafter import PagedDrafter
 from outrider.drafter_service.lookup.lookahead_drafter import LookaheadDrafter
 from outrider.drafter_service.lookup.ngram_drafter import NgramDrafter
 from outrider.drafter_service.lookup.suffix_drafter import SuffixDrafter
-from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.drafter_service.service.drafter_spec import (
     DrafterSpec,
     num_scratch_blocks,
@@ -62,7 +62,7 @@ VIEW = SimpleNamespace(vocab_size=VOCAB_SIZE, max_model_len=99, num_layers=4, bl
         (Method.LOOKAHEAD, LookaheadDrafter),
         (Method.EARLY_EXIT, SelfDrafter),
         (Method.SPARSE, SelfDrafter),
-        (Method.DRAFT_MODEL, ModelDrafter),
+        (Method.DRAFT_MODEL, PagedDrafter),
     ],
 )
 def test_a_method_is_built_as_its_drafter_within_the_targets_limits(folder: Path, method: Method, kind: type):
@@ -70,7 +70,7 @@ def test_a_method_is_built_as_its_drafter_within_the_targets_limits(folder: Path
     assert isinstance(drafter, kind)
     assert drafter.vocab_size == (300 if method is Method.DRAFT_MODEL else VOCAB_SIZE), "the one that it knows"
     if method is Method.DRAFT_MODEL:
-        assert drafter._draft_vocab_size == VOCAB_SIZE, "it drafts nothing that the target does not know"
+        assert drafter._forward._rules.vocab_size == VOCAB_SIZE, "it drafts nothing that the target does not know"
     assert drafter.max_model_len == (128 if method is Method.DRAFT_MODEL else 99)
 
 
@@ -90,14 +90,14 @@ def test_options_reach_the_drafter(folder: Path):
     drafter = build_drafter(spec_of(folder, method=Method.NGRAM, prompt_lookup_min=3, prompt_lookup_max=4))
     for tokens, num_drafted in (([5, 6, 7, 8, 5, 6], 0), ([4, 5, 6, 7, 8, 4, 5, 6], 2)):
         (result,) = drafter.draft([ask_of(tokens, length=2)], max_num_tokens=1)
-        drafter.release(result.key)
+        drafter.release(ask_of(tokens, length=2).key)
         assert len(result.token_ids) == num_drafted
     exits = build_drafter(spec_of(folder, method=Method.EARLY_EXIT, exit_layer=3), view=VIEW)
     assert exits._num_layers == 3
     with pytest.raises(ValueError, match="exit_layer"):
         build_drafter(spec_of(folder, method=Method.EARLY_EXIT, exit_layer=4), view=VIEW)
     trees = build_drafter(spec_of(folder, method=Method.SPARSE, tree_method="top_k"), view=VIEW)
-    assert trees._trees.method == "top_k"
+    assert trees._rules.trees.method == "top_k"
 
 
 def test_a_hybrid_looks_up_what_is_free_and_drafts_with_the_rest(folder: Path):

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from fakes.drafter_play import ask_of, draft_after, play
-from outrider.drafter_service.engine.engine import Ask, Drafter, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, Drafter, SessionKey
 from outrider.drafter_service.service.hybrid_drafter import EXPLORE_EVERY, HybridDrafter, expected_tokens
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, DraftNeeds, SparseRow
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftNeeds, SparseRow
 
 PROMPT = [1, 2, 3]
 
@@ -37,21 +36,19 @@ class KnownDrafter:
     age: dict[int, int] = field(default_factory=dict)
     released: list[SessionKey] = field(default_factory=list)
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         self.num_asked += len(asks)
         for ask in asks:
             self.age[ask.ask_id] = self.age.get(ask.ask_id, 0) + 1
         return [self._result(ask) for ask in asks if self.age[ask.ask_id] % self.num_steps == 0]
 
-    def _result(self, ask: Ask) -> DraftResult:
+    def _result(self, ask: Ask) -> Draft:
         last = ask.token_ids[-1]
         places = range(min(self.length, ask.length))
         tokens = tuple(last + 1 + place + (0 if place < self.num_right else 500) for place in places)
         rows = tuple(SparseRow(token_ids=(token,), weights=(DRAFT_PROB_SCALE,)) for token in tokens)
-        return DraftResult(
-            key=ask.key,
-            ask_id=ask.ask_id,
-            token_ids=tokens,
+        return ask.answer(
+            tokens,
             draft_probs=rows if self.sampled else None,
             confidences=(self.confidence,) * len(tokens),
         )
@@ -144,20 +141,20 @@ def test_a_superseded_ask_is_chosen_for_anew():
     assert drafter.draft([ask_of(PROMPT, ask_id=1)], max_num_tokens=1) == []
     lookup.confidence = 1.0
     (result,) = drafter.draft([ask_of([*PROMPT, 4], ask_id=2)], max_num_tokens=1)
-    assert (result.ask_id, result.token_ids[0]) == (2, 5)
+    assert (result.round_id, result.token_ids[0]) == (2, 5)
     assert drafter.counts.num_drafts == {"suffix": 1}
 
 
 def test_many_sessions_choose_for_themselves_in_one_call():
     @dataclass
     class Picky(KnownDrafter):
-        def _result(self, ask: Ask) -> DraftResult:
+        def _result(self, ask: Ask) -> Draft:
             self.confidence = 1.0 if ask.key.request_id == "repeats" else 0.0
             return super()._result(ask)
 
     drafter = hybrid({"suffix": Picky()}, model=KnownDrafter(num_right=0))
     asks = [ask_of(PROMPT, key=SessionKey("p", name), ask_id=n) for n, name in enumerate(("new", "repeats", "other"))]
-    results = {result.key.request_id: result for result in drafter.draft(asks, max_num_tokens=9)}
+    results = {result.request_id: result for result in drafter.draft(asks, max_num_tokens=9)}
     assert results.keys() == {"new", "repeats", "other"}
     assert {name for name, result in results.items() if result.token_ids[0] == 4} == {"repeats"}
 
@@ -192,11 +189,9 @@ def test_a_draft_asked_for_again_is_not_judged_before_anything_was_committed():
 def test_what_a_tree_won_is_counted_along_the_committed_path():
     @dataclass
     class TreeDrafter(KnownDrafter):
-        def _result(self, ask: Ask) -> DraftResult:
-            return DraftResult(
-                key=ask.key,
-                ask_id=ask.ask_id,
-                token_ids=(9, 4, 9, 5, 6),
+        def _result(self, ask: Ask) -> Draft:
+            return ask.answer(
+                (9, 4, 9, 5, 6),
                 parents=(-1, -1, 1, 1, 3),
                 confidences=(0.9,) * 5,
             )
@@ -210,11 +205,12 @@ def test_what_a_tree_won_is_counted_along_the_committed_path():
 
 
 def test_expected_tokens_of_chains_and_trees():
-    def result(confidences: tuple[float, ...] | None, parents: tuple[int, ...] | None = None) -> DraftResult:
+    def result(confidences: tuple[float, ...] | None, parents: tuple[int, ...] | None = None) -> Draft:
         num_tokens = len(confidences or (1, 2))
-        return DraftResult(
-            key=SessionKey("p", "r"),
-            ask_id=1,
+        return Draft(
+            request_id="r",
+            round_id=1,
+            position=0,
             token_ids=tuple(range(num_tokens)),
             parents=parents,
             confidences=confidences,

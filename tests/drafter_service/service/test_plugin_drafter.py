@@ -11,7 +11,8 @@ import pytest
 from fakes.drafter_play import KEY, ask_of, draft_after
 from fakes.engine_bench import MemoryDrafts
 from fakes.plugin_drafters import Answer, FakeDrafter, MadeEntryPoint, answer, entry_point, repeat_first
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, Drafter, DraftResult
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, Drafter
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, num_scratch_blocks, state_taps
 from outrider.drafter_service.service.drafters import build_drafter
 from outrider.drafter_service.service.hybrid_drafter import HybridDrafter
@@ -25,6 +26,7 @@ from outrider.verifier_service.engine.verifier_spec import VerifierSpec
 from outrider.verifier_service.messages.draft import (
     LOCAL_DRAFTER_ID,
     Commit,
+    Draft,
     DraftClient,
     DraftNeeds,
     DraftSampling,
@@ -143,39 +145,39 @@ def test_answers_and_releases_pass_through():
 def test_an_ask_may_be_answered_in_a_later_call():
     drafter = PluginDrafter("mine", FakeDrafter(CONTEXT, lambda asks: [answer(asks[-1], 7)]))
     first, second = ask_of([1], ask_id=1), ask_of([2], ask_id=2)
-    assert [result.ask_id for result in drafter.draft([first, second], max_num_tokens=1)] == [2]
-    assert [result.ask_id for result in drafter.draft([first], max_num_tokens=1)] == [1]
+    assert [result.round_id for result in drafter.draft([first, second], max_num_tokens=1)] == [2]
+    assert [result.round_id for result in drafter.draft([first], max_num_tokens=1)] == [1]
 
 
-def raising(asks: Sequence[Ask]) -> list[DraftResult]:
+def raising(asks: Sequence[Ask]) -> list[Draft]:
     raise ZeroDivisionError("no idea")
 
 
-def to_nobody(asks: Sequence[Ask]) -> list[DraftResult]:
+def to_nobody(asks: Sequence[Ask]) -> list[Draft]:
     return [answer(ask_of([1], ask_id=99), 7)]
 
 
-def twice(asks: Sequence[Ask]) -> list[DraftResult]:
+def twice(asks: Sequence[Ask]) -> list[Draft]:
     return repeat_first(asks) * 2
 
 
-def as_numpy(asks: Sequence[Ask]) -> list[DraftResult]:
+def as_numpy(asks: Sequence[Ask]) -> list[Draft]:
     return [answer(ask, *np.full(ask.length, 7)) for ask in asks]
 
 
-def as_numbers(asks: Sequence[Ask]) -> list[DraftResult]:
+def as_numbers(asks: Sequence[Ask]) -> list[Draft]:
     return [answer(ask, 7.0) for ask in asks]  # type: ignore[arg-type]
 
 
-def as_text(asks: Sequence[Ask]) -> list[DraftResult]:
+def as_text(asks: Sequence[Ask]) -> list[Draft]:
     return ["seven" for _ in asks]  # type: ignore[misc]
 
 
-def silent(asks: Sequence[Ask]) -> list[DraftResult]:
+def silent(asks: Sequence[Ask]) -> list[Draft]:
     return []
 
 
-def nothing(asks: Sequence[Ask]) -> list[DraftResult]:
+def nothing(asks: Sequence[Ask]) -> list[Draft]:
     return None  # type: ignore[return-value]
 
 
@@ -213,27 +215,27 @@ def test_in_a_process_of_its_own_a_failure_ends_its_steps():
 # --- beside a target ---
 
 
-def too_long(asks: Sequence[Ask]) -> list[DraftResult]:
+def too_long(asks: Sequence[Ask]) -> list[Draft]:
     return [answer(ask, *[7] * (ask.length + 1)) for ask in asks]
 
 
-def unknown_token(asks: Sequence[Ask]) -> list[DraftResult]:
+def unknown_token(asks: Sequence[Ask]) -> list[Draft]:
     return [answer(ask, VOCAB_SIZE) for ask in asks]
 
 
-def a_tree(asks: Sequence[Ask]) -> list[DraftResult]:
+def a_tree(asks: Sequence[Ask]) -> list[Draft]:
     return [answer(ask, 7, 8, parents=(-1, -1)) for ask in asks]
 
 
-def not_its_row(asks: Sequence[Ask]) -> list[DraftResult]:
+def not_its_row(asks: Sequence[Ask]) -> list[Draft]:
     return [answer(ask, 7, draft_probs=(SparseRow(token_ids=(8,), weights=(1 << 16,)),)) for ask in asks]
 
 
-def row_of_too_much(asks: Sequence[Ask]) -> list[DraftResult]:
+def row_of_too_much(asks: Sequence[Ask]) -> list[Draft]:
     return [answer(ask, 7, draft_probs=(SparseRow(token_ids=(7,), weights=(1 << 17,)),)) for ask in asks]
 
 
-def too_confident(asks: Sequence[Ask]) -> list[DraftResult]:
+def too_confident(asks: Sequence[Ask]) -> list[Draft]:
     return [answer(ask, 7, confidences=(2.0,)) for ask in asks]
 
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from fakes.runner import FakeRunner, continuation
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
+from outrider.drafter_service.engine.drafter import DraftEngineConfig
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.messages import FROM_DRAFT_ENGINE
-from outrider.drafter_service.models.model_drafter import ModelDrafter
 from outrider.drafter_service.service.drafter_spec import DrafterSpec
 from outrider.drafter_service.service.rank_main import DraftLoop, build_draft_engine
 from outrider.drafter_service.service.speculative_config import Method, SpeculativeConfig
@@ -29,6 +29,7 @@ from outrider.verifier_service.messages.drafter_load import DrafterLoad
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.wire import decode, encode
 from outrider.verifier_service.model.config import ModelConfig
+from tiny.drafters import model_drafter
 from tiny.heads import HIDDEN_SIZE, eagle_head
 from tiny.models import make_checkpoint
 
@@ -66,7 +67,7 @@ class Loop:
         self.pipe, far = Pipe()
         self.runner = FakeRunner()
         rng = torch.Generator().manual_seed(0)
-        drafter = ModelDrafter(self.runner, rng, num_ahead_branches=num_ahead_branches)
+        drafter = model_drafter(self.runner, rng, num_ahead_branches=num_ahead_branches)
         ahead = drafter if num_ahead_branches else None
         self.engine = DraftEngine(drafter, clock=time.monotonic, config=DraftEngineConfig(), ahead=ahead)
         self.answers: list[tuple[str, Any]] = []

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from fakes.in_process_port import InProcessPort
 from fakes.runner import FakeRunner, confidence, continuation
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.engine.drafter import DraftEngineConfig
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.service import (
     DrafterLinkServicer,
     EngineDeadError,
@@ -39,6 +39,7 @@ from outrider.verifier_service.messages.link import (
     vocab_fingerprint,
 )
 from outrider.verifier_service.messages.wire import decode, encode
+from tiny.drafters import model_drafter
 
 IDENTITY = DrafterIdentity(drafter_id="d", vocab_size=97, vocab_fingerprint="abc", max_draft_length=8, max_model_len=64)
 HELLO = Hello(verifier_id="v", epoch=3, vocab_size=97, vocab_fingerprint="abc")
@@ -132,7 +133,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def running_engine(runner: FakeRunner):
-    drafter = ModelDrafter(runner, torch.Generator().manual_seed(0))
+    drafter = model_drafter(runner, torch.Generator().manual_seed(0))
     port = InProcessPort(DraftEngine(drafter, clock=lambda: 0.0, config=DraftEngineConfig()), idle_s=0.05)
     try:
         yield port

@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from fakes.drafter_play import GREEDY, ask_of, check_form, paths_of
-from outrider.drafter_service.engine.engine import Ask, DraftEngine, DraftEngineConfig, Drafter, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, DraftEngineConfig, Drafter, SessionKey
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.engine.tree_growth import TreeConfig
 from outrider.drafter_service.service.local_client import LocalDraftClient
 from outrider.drafter_service.target.early_exit_drafter import early_exit_drafter
@@ -25,7 +25,7 @@ from outrider.drafter_service.target.target_view import TargetView
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.factory import build_engine
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
-from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, DraftNeeds, DraftSampling
+from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, Draft, DraftNeeds, DraftSampling
 from outrider.verifier_service.messages.request import (
     GenerationRequest,
     Request,
@@ -93,7 +93,7 @@ class Watched:
 
     inner: Drafter
     runner: ParallelRunner
-    results: list[tuple[list[int], Ask, DraftResult]] = field(default_factory=list)
+    results: list[tuple[list[int], Ask, Draft]] = field(default_factory=list)
     engine: VerifierEngine | None = None
     num_moved: int = 0
 
@@ -109,7 +109,7 @@ class Watched:
     def needs(self) -> DraftNeeds:
         return self.inner.needs
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         before = self._own_kv()
         for source, target in self.engine.scheduler.moves if self.engine else ():
             self.num_moved += 1
@@ -119,8 +119,8 @@ class Watched:
         assert results, "no progress"
         if self.engine is not None and not self.engine.scheduler.moves:
             assert all(torch.equal(cache[: len(kept)], kept) for cache, kept in before), "written outside of scratch"
-        by_key = {ask.key: ask for ask in asks}
-        self.results += [(list(by_key[result.key].token_ids), by_key[result.key], result) for result in results]
+        by_id = {ask.ask_id: ask for ask in asks}
+        self.results += [(list(by_id[result.round_id].token_ids), by_id[result.round_id], result) for result in results]
         return results
 
     def _own_kv(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -271,7 +271,7 @@ def test_as_many_are_drafted_together_as_there_is_scratch_for(target, runner, le
     engine, drafter = started(target, runner, early, 5)
     asks = [ask_for(engine, str(index), length=length) for index in range(5)]
     first = drafter.draft(asks, max_num_tokens=1)
-    assert [result.key.request_id for result in first] == [str(index) for index in range(num_at_once)]
+    assert [result.request_id for result in first] == [str(index) for index in range(num_at_once)]
     second = drafter.draft(asks[num_at_once:], max_num_tokens=1)
     second += drafter.draft(asks[num_at_once + len(second) :], max_num_tokens=1) if num_at_once == 2 else []
     alone = [drafter.draft([ask], max_num_tokens=1)[0].token_ids for ask in asks]
@@ -301,7 +301,7 @@ def test_requests_without_kv_are_answered_by_empty_drafts_and_take_no_scratch(ta
     gone = ask_of([1, 2, 3], key=SessionKey("local", "gone"), length=LENGTH)
     asks = [gone, *(ask_for(engine, str(index)) for index in range(3))]
     engine.requests["0"].num_computed_tokens = 0  # preempted
-    results = {result.key.request_id: result for result in drafter.draft(asks, max_num_tokens=1)}
+    results = {result.request_id: result for result in drafter.draft(asks, max_num_tokens=1)}
     engine.requests["0"].num_computed_tokens = 9
     assert {name: len(result.token_ids) for name, result in results.items()} == {"gone": 0, "0": 0, "1": 4, "2": 4}
 

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from fakes.backend import build_tokenizer
-from outrider.drafter_service.engine.engine import Ask
-from outrider.drafter_service.engine.sessions import SessionKey
-from outrider.drafter_service.head_drafters.eagle_drafter import EagleDrafter
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.head_drafters.head_runner import HeadRunner
 from outrider.drafter_service.head_drafters.medusa_drafter import MedusaDrafter
 from outrider.drafter_service.heads.eagle3 import Eagle3Head
@@ -31,6 +29,7 @@ from outrider.verifier_service.model.runner import ModelRunner, ParallelRunner
 from outrider.verifier_service.model.tensor_parallel import TensorParallelGroup
 from outrider.verifier_service.model.weights import StateDictSource
 from tiny.dflash import slow_block
+from tiny.drafters import eagle_drafter
 from tiny.models import make_model
 from tiny.training import (
     DRAFT_VOCAB_SIZE,
@@ -96,7 +95,7 @@ def served_eagle(pupil, tmp_path):
     target = StateDictSource(dict(pupil.teacher.model.state_dict()))
     head = Eagle3Head.from_folder(tmp_path / "head", target=target, num_target_layers=4)
     runner = HeadRunner(SwitchedHeads([head]), num_blocks=8, block_size=4, max_model_len=64)
-    return EagleDrafter(runner, torch.Generator(), vocab_size=VOCAB_SIZE)
+    return eagle_drafter(runner, torch.Generator(), vocab_size=VOCAB_SIZE)
 
 
 def served_medusa(pupil, tmp_path):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from outrider.drafter_service.engine.engine import DraftResult
 from outrider.drafter_service.training.served import continue_greedily, play_greedily
 from outrider.verifier_service.messages.draft import FINAL_TAP, DraftNeeds
 from tiny.training import make_teacher
@@ -28,7 +27,7 @@ class ScriptedDrafter:
         for index in range(ask.length):
             likeliest = int(self.teacher.lesson(torch.tensor([tokens])).logits()[0, -1].argmax())
             tokens.append(likeliest if index < self.num_right else (likeliest + 1) % 300)
-        return [DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=tuple(tokens[len(ask.token_ids) :]))]
+        return [ask.answer(tuple(tokens[len(ask.token_ids) :]))]
 
     def release(self, key):
         self.released.append(key)

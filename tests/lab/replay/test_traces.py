@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from fakes.drafter_play import KEY, ask_of
-from outrider.drafter_service.engine.engine import Ask, DraftResult
-from outrider.drafter_service.engine.sessions import SessionKey
+from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.lab.replay.traces import (
     Arm,
     Figures,
@@ -23,7 +22,7 @@ from outrider.lab.replay.traces import (
     recorded_figures,
     replay_arm,
 )
-from outrider.verifier_service.messages.draft import ROOT, DraftNeeds
+from outrider.verifier_service.messages.draft import ROOT, Draft, DraftNeeds
 
 
 class ConstantDrafter:
@@ -39,11 +38,11 @@ class ConstantDrafter:
         self.asks: list[Ask] = []
         self.released: list[SessionKey] = []
 
-    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[DraftResult]:
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
         self.asks += asks
         self.texts += [list(ask.token_ids) for ask in asks]
         token_ids, parents = self.answer
-        return [DraftResult(key=ask.key, ask_id=ask.ask_id, token_ids=token_ids, parents=parents) for ask in asks]
+        return [ask.answer(token_ids, parents=parents) for ask in asks]
 
     def release(self, key: SessionKey) -> None:
         self.released.append(key)
@@ -66,8 +65,8 @@ def trace(prompt: Sequence[int], generated: Sequence[int], **recorded: list[int]
     return Trace(prompt_ids=list(prompt), generated_ids=list(generated), recorded=recorded)
 
 
-def result(*token_ids: int, parents: tuple[int, ...] | None = None, **fields: tuple[float, ...]) -> DraftResult:
-    return DraftResult(key=KEY, ask_id=1, token_ids=token_ids, parents=parents, **fields)  # type: ignore[arg-type]
+def result(*token_ids: int, parents: tuple[int, ...] | None = None, **fields: tuple[float, ...]) -> Draft:
+    return Draft(request_id="r", round_id=1, position=1, token_ids=token_ids, parents=parents, **fields)  # type: ignore[arg-type]
 
 
 def replay(drafter: ConstantDrafter, traces: list[Trace], length: int = 3) -> Figures:

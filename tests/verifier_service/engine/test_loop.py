@@ -107,7 +107,7 @@ class Loop:
 
     def say(self, *messages: Any) -> None:
         for message in messages:
-            self.pipe.send_bytes(encode(message))
+            self.pipe.send_bytes(message if isinstance(message, bytes) else encode(message))
 
     def hear_until(self, condition: Callable[[], Any]) -> None:
         """Read updates until `condition()` holds."""
@@ -215,6 +215,18 @@ def test_a_request_that_cannot_run_is_answered_though_no_step_runs():
         loop.say(make_request("good", max_tokens=1))
         loop.hear_until(lambda: "good" in loop.finished())
         assert sum(output.request_id == "bad" for output in loop.outputs) == 1, "told once"
+
+
+def test_a_request_that_does_not_decode_is_answered_by_the_field_and_the_loop_goes_on():
+    bad = encode(make_request("bad", max_tokens=77)).replace(b"max_tokens\x4d", b"max_tokens\x00")
+    with looping() as loop:
+        loop.say(make_request("before", max_tokens=30))
+        loop.hear_until(lambda: loop.outputs)  # what arrives now may be read beside a step
+        loop.say(bad, make_request("good", max_tokens=1))
+        loop.hear_until(lambda: loop.finished() == {"before", "bad", "good"})
+        (output,) = [output for output in loop.outputs if output.request_id == "bad"]
+        assert output.finish_reason is FinishReason.ERROR
+        assert "max_tokens" in output.error
 
 
 def test_asks_are_relayed_and_drafts_taken_in():

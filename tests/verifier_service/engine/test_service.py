@@ -12,8 +12,9 @@ import pytest
 
 from fakes.engine_bench import make_request
 from outrider.proto import link_pb2, link_pb2_grpc
+from outrider.verifier_service.engine.engine import failure
 from outrider.verifier_service.engine.service import EngineLostError, RequestTable, VerifierLinkServicer
-from outrider.verifier_service.messages.engine import Cancel
+from outrider.verifier_service.messages.engine import BadRequest, Cancel, read_frame
 from outrider.verifier_service.messages.link import ACCEPTED, CHANNEL_OPTIONS
 from outrider.verifier_service.messages.request import FinishReason, RequestOutput, SpeculationMetrics
 from outrider.verifier_service.messages.wire import decode, encode
@@ -27,10 +28,13 @@ class ScriptedEngine:
         self.is_dead = False
         self.table = RequestTable(self._send)
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: bytes | Cancel) -> None:
         if self.is_dead:
             raise ConnectionError("the engine is gone")
-        self.received.append(message)
+        read = read_frame(message) if isinstance(message, bytes) else message
+        self.received.append(read)
+        if isinstance(read, BadRequest):
+            self.table.deliver([failure(read.request_id, read.error)])
 
     def say(self, request_id: str, *token_ids: int, end: FinishReason | None = None) -> None:
         self.table.deliver([RequestOutput(request_id=request_id, token_ids=token_ids, finish_reason=end)])
@@ -67,7 +71,7 @@ async def calling(engine: ScriptedEngine) -> AsyncIterator[Callable[[Any], Any]]
 
 async def begin(engine: ScriptedEngine, request_id: str) -> Any:
     """Start a request's stream at the table; return it once the engine has the request."""
-    stream = engine.table.stream(make_request(request_id))
+    stream = engine.table.stream(encode(make_request(request_id)))
     assert await anext(stream) is None
     return stream
 
@@ -149,7 +153,7 @@ async def test_a_request_that_cannot_be_handed_over_is_forgotten():
     engine = ScriptedEngine()
     engine.is_dead = True
     with pytest.raises(ConnectionError, match="gone"):
-        await anext(engine.table.stream(make_request("a")))
+        await anext(engine.table.stream(encode(make_request("a"))))
     assert len(engine.table) == 0
 
 
@@ -246,9 +250,8 @@ async def test_a_lost_engine_is_unavailable_to_running_and_to_new_calls():
         (b"\xc1", "MessagePack"),
         (encode(Cancel(request_id="a")), "Cancel"),
         (encode(make_request("a")).replace(b"request_id", b"rEquest_id"), "request_id"),
-        (encode(make_request("a", max_tokens=77)).replace(b"max_tokens\x4d", b"max_tokens\x00"), "max_tokens"),
     ],
-    ids=["empty", "no msgpack", "another message", "missing field", "bad value"],
+    ids=["empty", "no msgpack", "another message", "no id"],
 )
 async def test_a_frame_that_is_no_request_is_an_invalid_argument(payload: bytes, named: str):
     engine = ScriptedEngine()
@@ -258,6 +261,30 @@ async def test_a_frame_that_is_no_request_is_an_invalid_argument(payload: bytes,
         assert details
         assert named in details
         assert engine.received == []
+
+
+@pytest.mark.parametrize(
+    ("field", "spoilt", "named"),
+    [(b"max_tokens\x4d", b"max_tokens\x00", "max_tokens"), (b"prompt_", b"prompT_", "prompt_token_ids")],
+    ids=["bad value", "missing field"],
+)
+async def test_a_request_that_the_engine_cannot_read_is_an_invalid_argument(field: bytes, spoilt: bytes, named: str):
+    engine = ScriptedEngine()
+    async with calling(engine) as call:
+        code, details = await status_of(call(encode(make_request("a", max_tokens=77)).replace(field, spoilt)))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert named in details
+        assert [type(message) for message in engine.received] == [BadRequest], "there is nothing to cancel"
+        assert len(engine.table) == 0
+
+
+async def test_a_requests_bytes_pass_unopened():
+    sent: list[bytes | Cancel] = []
+    frame = encode(make_request("a"))
+    stream = RequestTable(sent.append).stream(frame)
+    assert await anext(stream) is None
+    assert sent[0] is frame
+    await stream.aclose()
 
 
 async def test_a_duplicate_id_is_refused_and_the_first_call_goes_on():

@@ -60,7 +60,8 @@ TESTS = Path(__file__).resolve().parents[2]
 CHILD = """
 import asyncio, sys
 import grpc
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig, DraftResult
+from outrider.drafter_service.engine.engine import DraftEngine
+from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from fakes.in_process_port import InProcessPort
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
@@ -71,7 +72,7 @@ class Scripted:
     vocab_size, max_model_len = 9, 64
     needs = DraftNeeds()
     def draft(self, asks, *, max_num_tokens):
-        return [DraftResult(key=a.key, ask_id=a.ask_id, token_ids=(1, 2, 3)[: a.length]) for a in asks]
+        return [a.answer((1, 2, 3)[: a.length]) for a in asks]
     def release(self, key): pass
     def check_integrity(self, keys): pass
 

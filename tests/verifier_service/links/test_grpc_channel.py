@@ -45,8 +45,9 @@ async def verifier(tls: TlsConfig) -> AsyncIterator[str]:
     table: RequestTable
 
     def engine(message: object) -> None:
-        if isinstance(message, GenerationRequest):
-            finished = RequestOutput(request_id=message.request_id, token_ids=(7,), finish_reason=FinishReason.LENGTH)
+        if isinstance(message, bytes):
+            request = decode(message, (GenerationRequest,))
+            finished = RequestOutput(request_id=request.request_id, token_ids=(7,), finish_reason=FinishReason.LENGTH)
             table.deliver([finished])
 
     table = RequestTable(engine)

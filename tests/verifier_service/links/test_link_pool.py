@@ -13,8 +13,8 @@ import torch
 
 from fakes.in_process_port import InProcessPort
 from fakes.runner import FakeRunner, confidence, continuation
-from outrider.drafter_service.engine.engine import DraftEngine, DraftEngineConfig
-from outrider.drafter_service.models.model_drafter import ModelDrafter
+from outrider.drafter_service.engine.drafter import DraftEngineConfig
+from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto.link_pb2_grpc import add_DrafterLinkServicer_to_server
 from outrider.verifier_service.links.link_pool import LinkPool
@@ -22,6 +22,7 @@ from outrider.verifier_service.messages.draft import Commit, Draft, DraftSamplin
 from outrider.verifier_service.messages.engine import PeerState, Relay
 from outrider.verifier_service.messages.link import CHANNEL_OPTIONS, DrafterEndpoint, DrafterIdentity, Hello, frame_of
 from outrider.verifier_service.messages.wire import decode, encode
+from tiny.drafters import model_drafter
 
 HELLO = Hello(verifier_id="v", epoch=1, vocab_size=97)
 OPEN = Open(request_id="r", sampling=DraftSampling(temperature=0.0), token_ids=(1, 2))
@@ -34,7 +35,7 @@ class Drafter:
     def __init__(self, drafter_id: str, *, vocab_size: int = 97) -> None:
         self.drafter_id = drafter_id
         self.vocab_size = vocab_size
-        drafter = ModelDrafter(FakeRunner(vocab_size=vocab_size), torch.Generator().manual_seed(0))
+        drafter = model_drafter(FakeRunner(vocab_size=vocab_size), torch.Generator().manual_seed(0))
         self.engine = DraftEngine(drafter, clock=lambda: 0.0, config=DraftEngineConfig())
         self.port = InProcessPort(self.engine, idle_s=0.05)
 

@@ -23,7 +23,7 @@ from outrider.verifier_service.messages.request import (
     SpeculationMetrics,
     SpeculationPlan,
 )
-from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES, WireError, decode, encode
+from outrider.verifier_service.messages.wire import MAX_FRAME_BYTES, WireError, decode, encode, request_id_of
 
 INT64_MAX = (1 << 63) - 1
 INT64_MIN = -(1 << 63)
@@ -302,3 +302,17 @@ def test_fuzz_one_flipped_byte(message: Any, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, len(payload) - 1))
     payload[index] = data.draw(st.integers(0, 255))
     _decodes_or_is_refused(bytes(payload))
+
+
+def test_the_id_of_a_request_is_read_whatever_else_is_wrong():
+    frame = encode(GenerationRequest(request_id="a", prompt_token_ids=(1,)))
+    assert request_id_of(frame, GenerationRequest) == "a"
+    assert request_id_of(frame.replace(b"prompt_", b"prompT_"), GenerationRequest) == "a"
+    for payload, named in (
+        (frame.replace(b"request_id", b"rEquest_id"), "request_id"),
+        (encode(Close(request_id="a")), "Close"),
+        (frame[:-1], "truncated"),
+        (b"\x00" * (MAX_FRAME_BYTES + 1), "exceeds the limit"),
+    ):
+        with pytest.raises(WireError, match=named):
+            request_id_of(payload, GenerationRequest)

@@ -1,0 +1,104 @@
+"""What a drafter is: the asks that it gets, the drafts that it answers, the limits that it is run within."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from outrider.verifier_service.messages.draft import Draft, DraftNeeds, DraftSampling, SparseRow
+
+GREEDY = DraftSampling(temperature=0.0)
+
+
+class SessionKey(NamedTuple):
+    """One request of one peer: a peer is one connection of one incarnation of a verifier."""
+
+    peer: str
+    request_id: str
+
+
+@dataclass(slots=True, kw_only=True)  # this and the answer are made for each request and round: not frozen
+class Ask:
+    """Draft `length` tokens after `token_ids`; a new `ask_id` for a session replaces its older ask."""
+
+    key: SessionKey
+    ask_id: int  # the engine's own number of the round: verifiers number theirs as they like
+    token_ids: Sequence[int]  # committed; the session's own list, to be read only
+    sampling: DraftSampling
+    length: int  # at least 1; of a tree: its depth
+    max_nodes: int = 0  # a tree of so many tokens; 0: a chain
+    cache_salt: str = ""  # sessions of different salts share nothing
+    states: torch.Tensor | None = None  # [num_states, width] of the first tokens; of the last one alone if so needed
+    predicted_ids: Sequence[int] = ()  # as in `Commit`
+    forced_ids: Sequence[int] = ()  # as in `Commit`
+
+    def answer(
+        self,
+        token_ids: tuple[int, ...] = (),
+        *,
+        draft_probs: tuple[SparseRow, ...] | None = None,
+        parents: tuple[int, ...] | None = None,
+        confidences: tuple[float, ...] | None = None,
+    ) -> Draft:
+        """Return the complete answer, whose fields are those of `Draft`; its round is `ask_id`.
+
+        A draft has fewer tokens than `length` only where they are point masses, or none at all.
+        """
+        return Draft(
+            request_id=self.key.request_id,
+            round_id=self.ask_id,
+            position=len(self.token_ids),
+            token_ids=token_ids,
+            draft_probs=draft_probs,
+            parents=parents,
+            confidences=confidences,
+        )
+
+
+class Drafter(Protocol):
+    """Anything that drafts: one signature for models, heads, n-grams."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def needs(self) -> DraftNeeds: ...
+
+    def draft(self, asks: Sequence[Ask], *, max_num_tokens: int) -> list[Draft]:
+        """Advance the asks by one batched step of at most `max_num_tokens` tokens.
+
+        They come in turns of their verifiers, each one's oldest first and the oldest of all before any other. Returns
+        the answers (`Ask.answer`) that became complete. The other asks are passed again, so that new asks join a
+        running batch. Every call makes progress on at least one ask.
+        """
+
+    def release(self, key: SessionKey) -> None:
+        """Forget whatever is kept for a session; unknown keys are no error."""
+
+    def check_integrity(self, keys: Collection[SessionKey]) -> None:
+        """Raise `AssertionError` if its own state is inconsistent, or holds anything for a session not in `keys`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftEngineConfig:
+    """Limits of one drafter."""
+
+    max_sessions: int = 256
+    session_ttl_s: float = 300.0
+    max_num_batched_tokens: int = 512
+    max_draft_length: int = 16
+    max_tree_nodes: int = 64
+    max_state_bytes: int = 4 << 30  # of the target's hidden states, all sessions together
+    drafts_greedily: bool = False  # whatever the request's sampling, as point masses
+
+    def __post_init__(self) -> None:
+        if min(self.max_sessions, self.max_num_batched_tokens, self.max_draft_length) < 1 or self.session_ttl_s <= 0:
+            raise ValueError("max_sessions, session_ttl_s, max_num_batched_tokens, max_draft_length must be positive")
+        if min(self.max_tree_nodes, self.max_state_bytes) < 0:
+            raise ValueError("max_tree_nodes and max_state_bytes must be 0 or positive")
