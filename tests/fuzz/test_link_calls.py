@@ -23,7 +23,6 @@ from outrider.drafter_service.engine.drafter import DraftEngineConfig
 from outrider.drafter_service.engine.engine import DraftEngine
 from outrider.drafter_service.service.service import DrafterLinkServicer
 from outrider.proto import link_pb2, link_pb2_grpc
-from outrider.verifier_service.engine.engine import failure
 from outrider.verifier_service.engine.service import RequestTable, VerifierLinkServicer
 from outrider.verifier_service.messages.draft import Close, Commit, Draft, DraftSampling, Open, States
 from outrider.verifier_service.messages.engine import BadRequest, Cancel, read_frame
@@ -194,7 +193,7 @@ class SteppedEngine:
             case Cancel():
                 self._bench.engine.cancel(read.request_id)
             case BadRequest():
-                self.table.deliver([failure(read.request_id, read.error)])
+                self.table.deliver([RequestOutput.failed(read.request_id, read.error)])
             case GenerationRequest():
                 if (refusal := self._bench.engine.add(read)) is not None:
                     self.table.deliver([refusal])

@@ -12,7 +12,6 @@ import pytest
 
 from fakes.engine_bench import make_request
 from outrider.proto import link_pb2, link_pb2_grpc
-from outrider.verifier_service.engine.engine import failure
 from outrider.verifier_service.engine.service import EngineLostError, RequestTable, VerifierLinkServicer
 from outrider.verifier_service.messages.engine import BadRequest, Cancel, read_frame
 from outrider.verifier_service.messages.link import ACCEPTED, CHANNEL_OPTIONS
@@ -34,7 +33,7 @@ class ScriptedEngine:
         read = read_frame(message) if isinstance(message, bytes) else message
         self.received.append(read)
         if isinstance(read, BadRequest):
-            self.table.deliver([failure(read.request_id, read.error)])
+            self.table.deliver([RequestOutput.failed(read.request_id, read.error)])
 
     def say(self, request_id: str, *token_ids: int, end: FinishReason | None = None) -> None:
         self.table.deliver([RequestOutput(request_id=request_id, token_ids=token_ids, finish_reason=end)])
