@@ -14,11 +14,13 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
 
 NUM_BINS = 10  # of confidence in [0, 1]
-PRIOR_WEIGHT = 4.0  # judged tokens that the prior counts for: the confidence itself
-MEMORY = 0.995  # weight of a bin's earlier tokens with each new one: about the last 200 count
+PRIOR_WEIGHT = 4.0  # tokens that a confidence itself counts for
+MEMORY = 200  # tokens of a bin after which its counts are halved
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,46 +59,28 @@ class LikelyOutcome:
     chance: float
 
 
-@dataclass(slots=True)
-class AcceptanceMemory:
-    """The recent acceptance of tokens by their confidence: a drafter's confidences are seldom calibrated."""
-
-    _num_accepted: list[float] = field(default_factory=lambda: [0.0] * NUM_BINS)
-    _num_judged: list[float] = field(default_factory=lambda: [0.0] * NUM_BINS)
-
-    def observe(self, confidence: float, is_accepted: bool) -> None:
-        """Note whether one token was accepted."""
-        index = _bin_of(confidence)
-        self._num_accepted[index] = MEMORY * self._num_accepted[index] + is_accepted
-        self._num_judged[index] = MEMORY * self._num_judged[index] + 1.0
-
-    def chance(self, confidence: float) -> float:
-        """Return the chance of a token to be accepted where all before it are."""
-        index = _bin_of(confidence)
-        return (self._num_accepted[index] + PRIOR_WEIGHT * confidence) / (self._num_judged[index] + PRIOR_WEIGHT)
-
-    @property
-    def overall(self) -> float:
-        """Return the share of verified tokens that were accepted, one half where nothing is known."""
-        return (sum(self._num_accepted) + 0.5) / (sum(self._num_judged) + 1.0)
+def acceptance_by_confidence() -> AcceptanceEstimate:
+    """Return an estimate whose kinds are bins of confidence: a drafter's confidences are seldom calibrated."""
+    return AcceptanceEstimate(prior_weight=PRIOR_WEIGHT, memory=MEMORY)
 
 
-def _bin_of(confidence: float) -> int:
+def bin_of(confidence: float) -> int:
+    """Return the kind of a token with this confidence."""
     return min(int(confidence * NUM_BINS), NUM_BINS - 1)
 
 
 def likely_outcomes(
-    places: Sequence[Place], after: Place, memory: AcceptanceMemory, num_outcomes: int
+    places: Sequence[Place], after: Place, known: AcceptanceEstimate, num_outcomes: int
 ) -> list[LikelyOutcome]:
     """Return the likeliest ends of a draft's verification; `after` is the place that follows its last token."""
     outcomes: list[LikelyOutcome] = []
     survival = 1.0
     for index, place in enumerate(places):
-        acceptance = memory.chance(place.confidence)
+        acceptance = known.rate(bin_of(place.confidence), place.confidence)
         rejection = survival * (1.0 - acceptance)
         outcomes += [LikelyOutcome(index, token_id, rejection * chance) for token_id, chance in place.others]
         survival *= acceptance
-    guesses = after.guesses(memory.chance(after.confidence))
+    guesses = after.guesses(known.rate(bin_of(after.confidence), after.confidence))
     outcomes += [LikelyOutcome(len(places), token_id, survival * chance) for token_id, chance in guesses]
     return heapq.nsmallest(num_outcomes, outcomes, key=lambda outcome: -outcome.chance)
 

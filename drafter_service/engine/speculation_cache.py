@@ -29,10 +29,11 @@ from outrider.drafter_service.engine.draft_tree import DraftTree
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.engine.kv_budget import num_common
 from outrider.drafter_service.engine.outcomes import (
-    AcceptanceMemory,
     LikelyOutcome,
     Pace,
     Place,
+    acceptance_by_confidence,
+    bin_of,
     length_worth_waiting_for,
     likely_outcomes,
 )
@@ -123,7 +124,7 @@ class SpeculationCache(Generic[StateT]):
         self._pool = pool
         self._num_branches = num_branches
         self._max_model_len = max_model_len
-        self._memory = AcceptanceMemory()
+        self._acceptance = acceptance_by_confidence()
         self._trunks: dict[SessionKey, _Trunk[StateT]] = {}  # answered longest ago first
 
     def start(self, ask: Ask) -> BranchingChain:
@@ -166,7 +167,7 @@ class SpeculationCache(Generic[StateT]):
     def shorten(self, state: StateT, pace: Pace | None) -> None:
         """Cut a chain to the asked length, and to what is worth drafting while its verifier waits."""
         chain, length = _chain(state), state.asked.length
-        worth = length_worth_waiting_for(length, self._memory.overall, pace)
+        worth = length_worth_waiting_for(length, self._acceptance.overall, pace)
         chain.stop_at(min(length, max(len(chain), worth)))
         state.cut()
 
@@ -180,9 +181,9 @@ class SpeculationCache(Generic[StateT]):
         drafted_ids, places = trunk.drafted_ids, trunk.chain.places
         num_right = num_common(drafted_ids, list(new))  # lists, as the drafted ones
         for place in places[:num_right]:
-            self._memory.observe(place.confidence, is_accepted=True)
+            self._acceptance.observe(bin_of(place.confidence), is_accepted=True)
         if num_right < min(len(drafted_ids), len(new)):
-            self._memory.observe(places[num_right].confidence, is_accepted=False)
+            self._acceptance.observe(bin_of(places[num_right].confidence), is_accepted=False)
 
     def drop(self, key: SessionKey) -> None:
         """Free a session's branches: its state is no trunk any more."""
@@ -220,7 +221,7 @@ class SpeculationCache(Generic[StateT]):
             if trunk.is_computed and trunk.planned is None:
                 trunk.state.ask = trunk.ask
                 *drafted, last = trunk.chain.places
-                trunk.planned = likely_outcomes(drafted, last, self._memory, self._num_branches)
+                trunk.planned = likely_outcomes(drafted, last, self._acceptance, self._num_branches)
 
     def _take_further(self, trunk: _Trunk[StateT], step: Step[StateT], max_num_tokens: int) -> None:
         """Take each branch one token further, then begin new branches."""

@@ -18,10 +18,10 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.lookup.token_history import (
     UNBOUNDED_MODEL_LEN,
-    AcceptanceEstimate,
     Guesses,
     GuessTree,
     TokenHistory,

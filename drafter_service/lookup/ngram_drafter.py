@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.lookup.ngram_index import VOTE_SIZES, Kind, NgramIndex, match_length
 from outrider.drafter_service.lookup.token_history import (
     UNBOUNDED_MODEL_LEN,
-    AcceptanceEstimate,
     Guesses,
     GuessTree,
     TokenHistory,

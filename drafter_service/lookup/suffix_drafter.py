@@ -13,11 +13,11 @@ import heapq
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
+from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
 from outrider.drafter_service.engine.drafter import Ask, SessionKey
 from outrider.drafter_service.lookup.suffix_tree import Follower, Place, SuffixTree
 from outrider.drafter_service.lookup.token_history import (
     UNBOUNDED_MODEL_LEN,
-    AcceptanceEstimate,
     Guesses,
     GuessTree,
     TokenHistory,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
 from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
 from outrider.verifier_service.messages.draft import ROOT
 
@@ -39,29 +40,6 @@ class TokenHistory:
         self.token_ids += new_ids
         self._source = token_ids
         return new_ids
-
-
-class AcceptanceEstimate:
-    """Running acceptance rates by kind of guess, shrunk towards a prior.
-
-    rate = (accepted + prior_weight · prior) / (seen + prior_weight). After `memory` outcomes the counts are halved, so
-    that the rate follows a changing load.
-    """
-
-    def __init__(self, *, prior_weight: float = 8.0, memory: int = 1024) -> None:
-        self._prior_weight = prior_weight
-        self._memory = memory
-        self._outcomes: dict[Hashable, tuple[float, float]] = {}  # kind: (accepted, seen)
-
-    def rate(self, kind: Hashable, prior: float) -> float:
-        accepted, seen = self._outcomes.get(kind, (0.0, 0.0))
-        return (accepted + self._prior_weight * prior) / (seen + self._prior_weight)
-
-    def observe(self, kind: Hashable, *, is_accepted: bool) -> None:
-        accepted, seen = self._outcomes.get(kind, (0.0, 0.0))
-        if seen >= self._memory:
-            accepted, seen = accepted / 2, seen / 2
-        self._outcomes[kind] = (accepted + is_accepted, seen + 1)
 
 
 @dataclass(slots=True)

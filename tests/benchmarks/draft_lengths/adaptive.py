@@ -19,8 +19,8 @@ import numpy as np
 
 from benchmarks.draft_lengths.recorded_drafters import OTHER_TOKEN, RecordedPool
 from benchmarks.draft_lengths.replay import MAX_LENGTH, NGRAM, Batch, Drafts, MachineFit, StepOutcome
+from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
 from outrider.drafter_service.lookup.ngram_drafter import PRIOR
-from outrider.drafter_service.lookup.token_history import AcceptanceEstimate
 from outrider.verifier_service.messages.draft import Draft
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import Request, SamplingParams, SpeculationPlan

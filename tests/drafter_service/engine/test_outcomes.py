@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 
 from outrider.drafter_service.engine.outcomes import (
-    AcceptanceMemory,
     LikelyOutcome,
     Pace,
     Place,
+    acceptance_by_confidence,
+    bin_of,
     length_worth_waiting_for,
     likely_outcomes,
 )
@@ -29,11 +30,11 @@ def test_what_replaces_a_token_is_another_one():
 def test_outcomes_come_by_their_chance():
     places = [place(7, 0.5, (1, 0.4), (2, 0.1)), place(8, 0.5, (3, 0.5))]
     after = place(9, 0.6, (4, 0.4))
-    outcomes = likely_outcomes(places, after, AcceptanceMemory(), 10)
+    outcomes = likely_outcomes(places, after, acceptance_by_confidence(), 10)
     # rejected at once: 1/2, of which 4/5 and 1/5; then 1/4, all of it token 3; all accepted: 1/4
     assert keys(outcomes) == [(0, 1), (1, 3), (2, 9), (0, 2), (2, 4)]
     assert [outcome.chance for outcome in outcomes] == pytest.approx([0.4, 0.25, 0.15, 0.1, 0.1])
-    assert keys(likely_outcomes(places, after, AcceptanceMemory(), 2)) == [(0, 1), (1, 3)]
+    assert keys(likely_outcomes(places, after, acceptance_by_confidence(), 2)) == [(0, 1), (1, 3)]
 
 
 def test_what_follows_the_draft_is_guessed_as_its_tokens_are():
@@ -41,16 +42,16 @@ def test_what_follows_the_draft_is_guessed_as_its_tokens_are():
     assert after.guesses(0.9) == [(9, 0.9), (4, pytest.approx(0.1 * 2 / 3)), (5, pytest.approx(0.1 / 3))]
     drawn = Place(9, 0.5, ((4, 0.5), (9, 0.25)), is_drawn=True)
     assert drawn.guesses(0.9) == [(4, 0.5), (9, 0.25)], "what one draws says little of what the other will draw"
-    memory = AcceptanceMemory()
+    known = acceptance_by_confidence()
     for _ in range(50):
-        memory.observe(0.25, is_accepted=True)
-    assert keys(likely_outcomes([], after, memory, 1)) == [(0, 9)]
+        known.observe(bin_of(0.25), is_accepted=True)
+    assert keys(likely_outcomes([], after, known, 1)) == [(0, 9)]
 
 
 def test_equal_acceptance_gives_a_falling_series_of_guesses_and_more_at_the_end():
     guesses = tuple((token_id, 0.5**token_id) for token_id in range(1, 9))
     places = [Place(0, 0.7, guesses) for _ in range(4)]
-    outcomes = likely_outcomes(places, Place(0, 0.7, guesses, is_drawn=True), AcceptanceMemory(), 12)
+    outcomes = likely_outcomes(places, Place(0, 0.7, guesses, is_drawn=True), acceptance_by_confidence(), 12)
     numbers = [sum(outcome.num_accepted == k for outcome in outcomes) for k in range(5)]
     assert numbers[:4] == sorted(numbers[:4], reverse=True)
     assert numbers[3] < numbers[0]
@@ -58,28 +59,28 @@ def test_equal_acceptance_gives_a_falling_series_of_guesses_and_more_at_the_end(
 
 
 def test_an_empty_draft_has_outcomes_too():
-    assert keys(likely_outcomes([], place(9, 0.6, (4, 0.4)), AcceptanceMemory(), 3)) == [(0, 9), (0, 4)]
+    assert keys(likely_outcomes([], place(9, 0.6, (4, 0.4)), acceptance_by_confidence(), 3)) == [(0, 9), (0, 4)]
 
 
 def test_acceptance_is_learned_by_confidence():
-    memory = AcceptanceMemory()
-    assert memory.chance(0.9) == pytest.approx(0.9)
+    known = acceptance_by_confidence()
+    assert known.rate(bin_of(0.9), 0.9) == pytest.approx(0.9)
     for _ in range(100):
-        memory.observe(0.95, is_accepted=False)
-        memory.observe(0.25, is_accepted=True)
-    assert memory.chance(0.95) < 0.1
-    assert memory.chance(0.25) > 0.9
-    assert memory.chance(0.55) == pytest.approx(0.55), "another bin"
-    assert memory.overall == pytest.approx(0.5)
+        known.observe(bin_of(0.95), is_accepted=False)
+        known.observe(bin_of(0.25), is_accepted=True)
+    assert known.rate(bin_of(0.95), 0.95) < 0.1
+    assert known.rate(bin_of(0.25), 0.25) > 0.9
+    assert known.rate(bin_of(0.55), 0.55) == pytest.approx(0.55), "another bin"
+    assert known.overall == pytest.approx(0.5)
 
 
 def test_what_is_long_past_is_forgotten():
-    memory = AcceptanceMemory()
+    known = acceptance_by_confidence()
     for _ in range(1000):
-        memory.observe(0.5, is_accepted=True)
+        known.observe(bin_of(0.5), is_accepted=True)
     for _ in range(600):
-        memory.observe(0.5, is_accepted=False)
-    assert memory.chance(0.5) < 0.1
+        known.observe(bin_of(0.5), is_accepted=False)
+    assert known.rate(bin_of(0.5), 0.5) < 0.1
 
 
 @pytest.mark.parametrize(

@@ -294,17 +294,17 @@ def test_drafts_end_at_the_models_context_in_advance_too():
 def test_acceptance_is_learned_from_what_is_committed(num_accepted: int):
     table = prepared()
     table.idle()
-    memory = table.drafter._cache._memory
+    acceptance = table.drafter._cache._acceptance
     table.commit(*table.expected()[:num_accepted], 90)
     num_judged = min(num_accepted + 1, LENGTH)
-    assert memory.overall == pytest.approx((num_accepted + 0.5) / (num_judged + 1.0), abs=0.01)
+    assert acceptance.overall == pytest.approx((num_accepted + 0.5) / (num_judged + 1.0), abs=0.01)
 
 
 def test_a_token_that_was_cut_off_is_judged_by_what_the_target_chose_there_and_those_after_it_are_not():
     table = prepared()
     table.idle()
     table.commit(*table.expected()[:2])  # the verifier cut the draft after its first token, and chose the second itself
-    assert table.drafter._cache._memory.overall == pytest.approx(2.5 / 3.0, abs=0.01)
+    assert table.drafter._cache._acceptance.overall == pytest.approx(2.5 / 3.0, abs=0.01)
 
 
 def play_misses(step_s: float, round_s: float, *, num_spare: int = 1) -> list[int]:

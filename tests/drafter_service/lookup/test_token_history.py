@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.drafter_service.lookup.token_history import AcceptanceEstimate, Guesses, GuessTree, TokenHistory
+from outrider.drafter_service.engine.acceptance import AcceptanceEstimate
+from outrider.drafter_service.lookup.token_history import Guesses, GuessTree, TokenHistory
 from outrider.verifier_service.messages.draft import ROOT
 
 
