@@ -45,7 +45,7 @@ class PolicyMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierReport:
-    """A verifier's state, sent a few times a second."""
+    """What a verifier tells the router a few times a second: its engine's load report and how to reach it."""
 
     verifier_id: str
     endpoint: str  # "host:port" of its gateway-facing gRPC
@@ -73,7 +73,7 @@ class VerifierReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterReport:
-    """A drafter's state, sent a few times a second."""
+    """What a drafter tells the router a few times a second."""
 
     drafter_id: str
     endpoint: str
@@ -107,7 +107,9 @@ class Directive:
     """The router's answer to a verifier's report."""
 
     plans: dict[str, SpeculationPlan]  # running requests whose plan changed
-    default_plan: SpeculationPlan  # of requests that the router has not seen in a report yet
+    # of requests that the router has not seen in a report yet. vLLM's plug-in applies it; our verifiers get a plan with
+    # each request, and only count by it whether they lack drafters
+    default_plan: SpeculationPlan
     drafters: tuple[DrafterEndpoint, ...]  # to hold links to
 
 

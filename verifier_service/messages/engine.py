@@ -158,7 +158,7 @@ class EngineCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The verifier's load report, sent a few times a second."""
+    """The engine's load report to its replica, sent a few times a second."""
 
     num_running: int
     num_waiting: int
