@@ -13,7 +13,7 @@ from outrider.cluster.common.security import LinkTls
 from outrider.cluster.common.server_options import CONTEXT_SETTINGS
 from outrider.cluster.config.config_file import read_speculative_config
 
-LOOKUPS = ("ngram", "suffix")  # that a pool can do without any checkpoint of its own
+LOOKUPS = ("ngram", "suffix")  # that a pool does without a checkpoint; lookahead, too, but is slower than suffix
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)

@@ -92,11 +92,11 @@ class Plugin:
         self._metrics.begin_again()
         self._connection.begin_again()
 
-    def _report(self, drafters_up: tuple[str, ...]) -> VerifierReport | None:
+    def _report(self, linked_drafters: tuple[str, ...]) -> VerifierReport | None:
         drafting = self._drafting
         if (load := drafting.refresh_load(self._known_ids)) is None:
             return None
-        self._metrics.observe(load, drafting.num_undrafted, len(drafters_up))
+        self._metrics.observe(load, drafting.num_undrafted, len(linked_drafters))
         return VerifierReport(
             verifier_id=self._hello.verifier_id,
             endpoint="",  # gateways send it no requests
@@ -104,5 +104,5 @@ class Plugin:
             load=load,
             max_model_len=self._config.max_model_len,
             step_times=drafting.step_times,
-            linked_drafters=drafters_up,
+            linked_drafters=linked_drafters,
         )

@@ -65,8 +65,8 @@ class PoolConnection:
         self._thread = threading.Thread(target=self._run, name="outrider pool connection", daemon=True)
 
     @property
-    def drafters_up(self) -> tuple[str, ...]:
-        return () if self._links is None else self._links.drafters_up
+    def linked_drafters(self) -> tuple[str, ...]:
+        return () if self._links is None else self._links.linked_drafters
 
     def start(self) -> None:
         self._thread.start()
@@ -169,7 +169,7 @@ class PoolConnection:
         """Send reports; yield the directory's answers."""
         try:
             while True:
-                if (report := self._report(self.drafters_up)) is not None:
+                if (report := self._report(self.linked_drafters)) is not None:
                     async with asyncio.timeout(ANSWER_TIMEOUT_S):
                         await call.write(self._frame(encode(report)))
                         frame = await call.read()

@@ -159,9 +159,9 @@ class VerifierReplica:
         """Return the engine's last reported load."""
         return self._load
 
-    async def drafters_up(self) -> tuple[str, ...]:
+    async def linked_drafters(self) -> tuple[str, ...]:
         """Return the drafters with a live link."""
-        return self._drafters.drafters_up
+        return self._drafters.linked_drafters
 
     async def pid(self) -> int:
         """Return the pid of this replica's shell process."""

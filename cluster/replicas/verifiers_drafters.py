@@ -23,7 +23,7 @@ class Drafters(Protocol):
     """The drafters of one verifier."""
 
     @property
-    def drafters_up(self) -> tuple[str, ...]:
+    def linked_drafters(self) -> tuple[str, ...]:
         """The drafters with a live link."""
 
     async def follow(self, directive: Directive) -> None:
@@ -51,8 +51,8 @@ class LinkedDrafters:
         self.send, self.check, self.close = links.send, links.check, links.close
 
     @property
-    def drafters_up(self) -> tuple[str, ...]:
-        return self._links.drafters_up
+    def linked_drafters(self) -> tuple[str, ...]:
+        return self._links.linked_drafters
 
     async def follow(self, directive: Directive) -> None:
         if directive.plans:
@@ -60,8 +60,8 @@ class LinkedDrafters:
         await self._links.hold(directive.drafters)
 
     def complete(self, report: VerifierReport) -> VerifierReport:
-        links = self._links
-        return dataclasses.replace(report, linked_drafters=links.drafters_up, num_bad_link_frames=links.num_bad_frames)
+        bad = self._links.num_bad_frames
+        return dataclasses.replace(report, linked_drafters=self.linked_drafters, num_bad_link_frames=bad)
 
 
 class PluginsDrafters:
@@ -88,7 +88,7 @@ class PluginsDrafters:
         """Do nothing: the report of a plug-in whose stream has ended expires."""
 
     @property
-    def drafters_up(self) -> tuple[str, ...]:
+    def linked_drafters(self) -> tuple[str, ...]:
         return self._seen.linked_drafters if self._seen is not None and self._is_fresh else ()
 
     @property

@@ -32,7 +32,7 @@ from outrider.drafter_service.engine.draft_sampler import (
 from outrider.drafter_service.engine.draft_tree import ChosenNodes, DraftTree
 from outrider.drafter_service.engine.drafter import Ask
 from outrider.verifier_service.gpu.transfers import CopyBack
-from outrider.verifier_service.messages.batch import open_token
+from outrider.verifier_service.messages.batch import placeholder_token
 from outrider.verifier_service.messages.draft import DRAFT_PROB_SCALE, ROOT, Draft, SparseRow, require
 from outrider.verifier_service.messages.request import GREEDY_TEMPERATURE
 from outrider.verifier_service.messages.tree import chain_parents
@@ -292,20 +292,20 @@ class Growing:
 
     @property
     def positions(self) -> list[int]:
-        """Where the children of the frontier stand, or those of the open tokens after it."""
+        """Where the children of the frontier stand, or those of the placeholders after it."""
         depths, first = self.growth.tree.depths, self.first_position + self.num_open
         return [first + (0 if node == ROOT else depths[node] + 1) for node in self.growth.frontier]
 
 
-# Of open tokens, by the index of their chain, the numbers that they are among, and how many open ones precede them in
-# their chains; returns float32 logits [num_tokens, draft_vocab_size].
-OpenForward = Callable[[dict[int, int], torch.Tensor, int], torch.Tensor]
+# Takes placeholders by the index of their chain, the numbers that they are among, and how many placeholders precede
+# them in their chains; returns float32 logits [num_tokens, draft_vocab_size].
+PlaceholderForward = Callable[[dict[int, int], torch.Tensor, int], torch.Tensor]
 
 
 class Levels:
     """Levels of drafts that are launched one after another on the logits' device, and read together.
 
-    A chain's next forward needs no token value on the host: it finds the token on the device, as an open token. A draft
+    A chain's next forward needs no token value on the host: it finds the token on the device, as a placeholder. A draft
     that may fork needs its level read before the next level can be laid out.
     """
 
@@ -339,13 +339,13 @@ class Levels:
         self._levels.append(growing)
         self._found.append(found)
 
-    def follow(self, chains: Sequence[Growing], num_following: Sequence[int], forward: OpenForward) -> None:
+    def follow(self, chains: Sequence[Growing], num_following: Sequence[int], forward: PlaceholderForward) -> None:
         """Take the chains of the last level `num_following` tokens further each, one forward for every level."""
         last, num_open = list(range(len(chains))), 0  # the chains of the last level
         while any(num_following[index] > num_open for index in last):
             numbers, places = first_ids(self._found[-1])
             opened = {
-                index: open_token(place)
+                index: placeholder_token(place)
                 for index, place in zip(last, places, strict=True)
                 if num_following[index] > num_open
             }

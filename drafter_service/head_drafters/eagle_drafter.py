@@ -19,9 +19,9 @@ import torch
 
 from outrider.drafter_service.engine.draft_sampler import select_rows
 from outrider.drafter_service.engine.drafter import Ask
-from outrider.drafter_service.engine.open_tokens import OpenToken, pack_open
 from outrider.drafter_service.engine.paged_drafter import Follow
 from outrider.drafter_service.engine.paged_state import Step
+from outrider.drafter_service.engine.placeholders import Placeholder, pack_placeholders
 from outrider.drafter_service.engine.tree_growth import (
     DraftRules,
     Growing,
@@ -116,17 +116,17 @@ class HeadForward:
     def _run_open(
         self, states: Sequence[HeadState], opened: dict[int, int], numbers: torch.Tensor, num_open: int
     ) -> torch.Tensor:
-        """Run one forward of the pairs of the states' open tokens; see `OpenForward`."""
-        tokens: list[OpenToken] = []
+        """Run one forward of the pairs of the states' placeholders; see `PlaceholderForward`."""
+        tokens: list[Placeholder] = []
         hidden: list[torch.Tensor] = []
         nodes = {index: len(states[index].draft.tree) + num_open for index in opened}
         for index, token_id in opened.items():
             state, node = states[index], nodes[index]
             place = state.num_slots + num_open
-            tokens.append(OpenToken(token_id, state.num_cached + node, state.block_table, place))
+            tokens.append(Placeholder(token_id, state.num_cached + node, state.block_table, place))
             hidden.append(state.feedback[node - 1 if node else ROOT])
         self.num_forwards += 1
-        found = self._runner.execute(pack_open(tokens, self.block_size), torch.stack(hidden), chosen=numbers)
+        found = self._runner.execute(pack_placeholders(tokens, self.block_size), torch.stack(hidden), chosen=numbers)
         for (index, node), own in zip(nodes.items(), found.feedback, strict=True):
             states[index].feedback[node] = own
         return found.logits

@@ -23,7 +23,7 @@ from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.model.attention import AttentionHandler, AttentionOptions, KVPool, packed
 from outrider.verifier_service.model.config import ModelConfig
-from outrider.verifier_service.model.paged_metadata import close_tokens
+from outrider.verifier_service.model.paged_metadata import fill_placeholders
 from outrider.verifier_service.model.runner import attention_context, graph_backend
 from outrider.verifier_service.model.settled import limit_to_pool, resolve_device, resolve_dtype, resolve_num_blocks
 from outrider.verifier_service.model.step_graphs import TOKEN_BUCKETS, GraphBackend, StepGraphs
@@ -119,7 +119,7 @@ class HeadRunner:
     ) -> HeadRows:
         """Run one parameter set over packed pairs: token ids of the batch, states [num_tokens, hidden_size].
 
-        `chosen` are the numbers among which the batch's open tokens are, int64 on the head's device.
+        `chosen` are the numbers among which the batch's placeholders are, int64 on the head's device.
         Keys and values are written to the batch's slots; `logits_indices` names the pairs that are wanted.
         """
         assert hidden.shape[0] == batch.num_tokens, (hidden.shape, batch.num_tokens)
@@ -130,7 +130,7 @@ class HeadRunner:
         if replayed is None:
             model = self._models[set_index]
             if chosen is not None:
-                close_tokens(token_ids, chosen)
+                fill_placeholders(token_ids, chosen)
             output, feedback = model.of_pairs(token_ids, hidden, positions, attention_context(batch, self.pool))
             replayed = model.logits(output.index_select(0, rows)), feedback
         logits, feedback = replayed

@@ -6,7 +6,7 @@ KV       |<- num_cached ->|<- of nodes beyond the stem: for one forward ->|
 A draft that has not forked is a stem: its tokens are computed once, and keep their KV if they are accepted. Nodes
 beyond a fork are computed under a tree mask, again in each level's forward, and their KV ends with it.
 
-Chains go on from level to level on the device, as open tokens, and are read at their end.
+Chains go on from level to level on the device, as placeholders, and are read at their end.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 
 from outrider.drafter_service.engine.drafter import Ask
 from outrider.drafter_service.engine.kv_budget import num_common
-from outrider.drafter_service.engine.open_tokens import OpenToken, pack_open
 from outrider.drafter_service.engine.paged_drafter import Follow
 from outrider.drafter_service.engine.paged_state import ForkableState, Step
+from outrider.drafter_service.engine.placeholders import Placeholder, pack_placeholders
 from outrider.drafter_service.engine.tree_growth import (
     DraftRules,
     Growing,
@@ -163,13 +163,13 @@ class ModelForward:
     def _run_open(
         self, states: Sequence[ModelState], opened: dict[int, int], numbers: torch.Tensor, num_open: int
     ) -> torch.Tensor:
-        """Run one forward of the states' open tokens; see `OpenForward`."""
-        tokens: list[OpenToken] = []
+        """Run one forward of the states' placeholders; see `PlaceholderForward`."""
+        tokens: list[Placeholder] = []
         for index, token_id in opened.items():
             place = states[index].num_cached + num_open
-            tokens.append(OpenToken(token_id, place, states[index].block_table, place))
+            tokens.append(Placeholder(token_id, place, states[index].block_table, place))
         self.num_forwards += 1
-        return self._runner.execute(pack_open(tokens, self.block_size), numbers)
+        return self._runner.execute(pack_placeholders(tokens, self.block_size), numbers)
 
 
 def _pack(step: Step[ModelState], block_size: int) -> ScheduledBatch:

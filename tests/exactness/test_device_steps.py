@@ -99,13 +99,13 @@ def test_tokens_of_steps_launched_early_are_the_eager_targets(tmp_path: Path, mo
     plain = load(target, tmp_path / "plain")
     expected = generate(make_engine(plain, nobody, LIMITS), nobody, prompts)
     runner = load(target, tmp_path / "target", played_backend())
-    sizes = count_open_tokens(runner)
+    sizes = count_placeholders(runner)
     got = generate(make_engine(runner, nobody, LIMITS, **ASYNC), nobody, prompts)
     assert got.token_ids == expected.token_ids
     assert sum(sizes) > 40
 
 
-def count_open_tokens(runner) -> list[int]:
+def count_placeholders(runner) -> list[int]:
     """Note how many tokens of each step stand open."""
     sizes: list[int] = []
     execute = runner.execute
@@ -132,7 +132,7 @@ def counts_of(kinds: Sequence[str], num_draws: int, num_together: int) -> tuple[
     """Return the triples of the first kind of requests, and how many tokens stood open in all steps."""
     torch.set_num_threads(1)
     runner = ScriptedTarget(TARGET_LAWS, num_blocks=10 * num_together, block_size=4)
-    sizes = count_open_tokens(runner)
+    sizes = count_placeholders(runner)
     engine = make_engine(runner, NoDrafts(), Limits(num_blocks=runner.num_blocks, max_num_seqs=num_together), **ASYNC)
     tokens: dict[str, list[int]] = {}
     names = itertools.count()

@@ -11,7 +11,7 @@ import torch
 
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.tree import VerifiedTokens
-from outrider.verifier_service.model.paged_metadata import close_tokens
+from outrider.verifier_service.model.paged_metadata import fill_placeholders
 from outrider.verifier_service.model.state_pool import StatePool
 from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.verification import PendingVerification, Verification, begin, draw_uniforms
@@ -42,11 +42,11 @@ def confidence(vocab_size: int) -> float:
 
 
 def closed(batch: ScheduledBatch, chosen: torch.Tensor | None) -> ScheduledBatch:
-    """Return a batch whose open tokens are those that were chosen."""
+    """Return a batch whose placeholders are those that were chosen."""
     if chosen is None:
         return batch
     token_ids = torch.tensor(batch.token_ids)
-    close_tokens(token_ids, chosen)
+    fill_placeholders(token_ids, chosen)
     return replace(batch, token_ids=token_ids.tolist())
 
 
@@ -127,7 +127,7 @@ class LateRunner(FakeRunner):
 
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         assert len(self._steps) < 3, "more than two steps, and one that nobody waits for any more"
-        assert (min(batch.token_ids) < 0) <= (chosen is not None and self.is_running), "nobody closes the open tokens"
+        assert (min(batch.token_ids) < 0) <= (chosen is not None and self.is_running), "nobody closes the placeholders"
         self.num_early += self.is_running
         late = torch.full((len(batch.logits_indices), self.vocab_size), float("nan"))
         sent = copy.deepcopy(batch)  # what the scheduler does to its lists later is too late

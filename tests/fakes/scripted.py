@@ -40,7 +40,7 @@ from outrider.verifier_service.messages.link import (
 )
 from outrider.verifier_service.messages.request import GenerationRequest, RequestOutput
 from outrider.verifier_service.messages.wire import decode, encode
-from outrider.verifier_service.model.paged_metadata import close_tokens
+from outrider.verifier_service.model.paged_metadata import fill_placeholders
 from outrider.verifier_service.scheduling.kv_cache import BlockPool
 from outrider.verifier_service.scheduling.scheduler import Scheduler, SchedulerConfig
 
@@ -94,7 +94,7 @@ class ScriptedTarget:
         """Look the logits up: float32 [num_rows, vocab_size]."""
         if chosen is not None:
             token_ids = torch.tensor(batch.token_ids)
-            close_tokens(token_ids, chosen)
+            fill_placeholders(token_ids, chosen)
             batch = dataclasses.replace(batch, token_ids=token_ids.tolist())
         blocks = self._kv.reshape(-1, self.block_size)
         self._kv[batch.move_targets] = self._kv[batch.move_sources]

@@ -142,7 +142,7 @@ class LocalVerifier:
 
     def wait_for_fleet(self, num_verifiers: int, num_drafters: int) -> None:
         assert num_verifiers == 1
-        wait_for(lambda: len(self._links.drafters_up) == num_drafters, CALL_TIMEOUT_S)
+        wait_for(lambda: len(self._links.linked_drafters) == num_drafters, CALL_TIMEOUT_S)
 
     def wait_for_drafts(self) -> None:
         wait_for(lambda: self.stream("import os\n", max_tokens=8).speculation["num_drafts"] > 0, CALL_TIMEOUT_S)

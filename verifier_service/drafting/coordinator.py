@@ -38,7 +38,7 @@ from outrider.verifier_service.messages.draft import (
 from outrider.verifier_service.messages.engine import NEVER, BreakerState, DrafterPerformance
 from outrider.verifier_service.messages.histogram import Histogram
 from outrider.verifier_service.messages.request import AcceptanceRule, DisabledReason, Request
-from outrider.verifier_service.pricing.draft_pricing import Ask, DraftPricing
+from outrider.verifier_service.pricing.draft_pricing import AskLength, DraftPricing
 
 ROUND_TRIP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0)
 LATENESS_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -353,7 +353,7 @@ class DraftCoordinator:
         able = [item for item in self._drafters.items() if item[1].breaker.would_allow(now_s)]
         return min(able, key=lambda item: (len(item[1].session_ids), item[0]))[0] if able else None
 
-    def _ask_of(self, request: Request, drafter_id: str | None) -> Ask:
+    def _ask_of(self, request: Request, drafter_id: str | None) -> AskLength:
         """Begin the request's priced round: decide how many tokens to ask for, by counts and never by drawn tokens."""
         bound, reason = self._bound_of(request)
         if bound > 0 and drafter_id is None:
@@ -361,26 +361,26 @@ class DraftCoordinator:
             reason = DisabledReason.DRAFTER_TIMEOUT if is_known else DisabledReason.DRAFTER_UNAVAILABLE
             bound = 0
         if self._pricing is None:
-            return Ask(bound, reason)
+            return AskLength(bound, reason)
         needs = NO_NEEDS if drafter_id is None else self._drafters[drafter_id].needs
         length, price_reason = self._pricing.ask(request, drafter_id or "", bound, needs)
-        return Ask(length, reason or price_reason)
+        return AskLength(length, reason or price_reason)
 
-    def _bound_of(self, request: Request) -> Ask:
+    def _bound_of(self, request: Request) -> AskLength:
         """Return the longest draft that plan, request and remaining places allow; if it is 0, with the reason."""
         sampling = request.sampling
         if sampling.num_speculative_tokens == 0:
-            return Ask(0, DisabledReason.REQUEST_OPT_OUT)
+            return AskLength(0, DisabledReason.REQUEST_OPT_OUT)
         length = request.plan.draft_length
         if length == 0:
-            return Ask(0, request.plan.disabled_reason)
+            return AskLength(0, request.plan.disabled_reason)
         if sampling.num_speculative_tokens is not None:
             length = min(length, sampling.num_speculative_tokens)
         # one place is left for the bonus token
         remaining_output = sampling.max_tokens - request.num_output_tokens - 1
         remaining_context = self._config.max_model_len - request.num_tokens - 1
-        bound = min(length, remaining_output, remaining_context)
-        return Ask(bound) if bound > 0 else Ask(0, request.metrics.disabled_reason)  # no place left: no new reason
+        bound = max(0, min(length, remaining_output, remaining_context))
+        return AskLength(bound, None if bound else request.metrics.disabled_reason)  # no place left: no new reason
 
     def _ensure_session(self, request: Request, drafter_id: str, outbox: Outbox) -> DraftSession:
         session = self._sessions.get(request.request_id)

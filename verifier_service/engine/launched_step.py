@@ -24,8 +24,8 @@ _NO_TOKENS = VerifiedTokens([], ())
 class LaunchedStep:
     """One step between its launch and its end.
 
-    A step is *pipelined* if the next one is planned before its tokens are read. Each of its sampling requests then ends
-    in a placeholder for the step's token.
+    A step is *pipelined* if placeholders for its tokens were committed before these are read. The next step is launched
+    then, unless a draft is to be asked for.
     """
 
     schedule: Schedule

@@ -15,7 +15,7 @@ from typing import Any
 
 from outrider.verifier_service.engine.engine import VerifierEngine
 from outrider.verifier_service.engine.launched_step import LaunchedStep
-from outrider.verifier_service.messages.batch import open_token
+from outrider.verifier_service.messages.batch import placeholder_token
 from outrider.verifier_service.messages.request import FinishReason, Request, RequestOutput
 from outrider.verifier_service.pricing.offer import PricedStep
 from outrider.verifier_service.scheduling.outcome import Outcome
@@ -85,7 +85,7 @@ class PipelinedEngine(VerifierEngine):
         outcome = Outcome(
             item=item,
             first_row=0,
-            committed=[] if place is None else [open_token(place)],
+            committed=[] if place is None else [placeholder_token(place)],
             path=(),
             follows_leaf=False,
             finish_reason=FinishReason.LENGTH if is_last else None,

@@ -23,5 +23,5 @@ class Runner(Protocol):
     def execute(self, batch: ScheduledBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
         """Return float32 logits [len(batch.logits_indices), vocab_size].
 
-        `chosen` int64 [num_chosen], on the model's device: the tokens that placeholders (`open_token`) index.
+        `chosen` int64 [num_chosen], on the model's device: the tokens that placeholders (`placeholder_token`) index.
         """

@@ -34,7 +34,7 @@ class LinkPool:
         return self._num_old_bad_frames + sum(link.counters.num_bad_frames for link in self._links.values())
 
     @property
-    def drafters_up(self) -> tuple[str, ...]:
+    def linked_drafters(self) -> tuple[str, ...]:
         return tuple(link.drafter_id for link in self._links.values() if link.is_up)
 
     async def hold(self, drafters: Iterable[DrafterEndpoint]) -> None:

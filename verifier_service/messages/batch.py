@@ -14,7 +14,7 @@ class ScheduledBatch:
     the blocks of `block_tables[i]`. Prefill chunk, decode and verification differ only in these numbers.
     """
 
-    token_ids: list[int]  # [num_tokens] a negative id is a placeholder: see `open_token`
+    token_ids: list[int]  # [num_tokens] a negative id is a placeholder: see `placeholder_token`
     positions: list[int]  # [num_tokens] absolute position of each token in its sequence
     slot_mapping: list[int]  # [num_tokens] block_id * block_size + offset: where the token's KV is written
     query_lengths: list[int]  # [num_sequences]
@@ -35,7 +35,7 @@ class ScheduledBatch:
         return len(self.token_ids)
 
 
-def open_token(place: int) -> int:
+def placeholder_token(place: int) -> int:
     """Return the placeholder, a negative id, for token `place` among those that a step in flight chooses."""
     return -1 - place
 

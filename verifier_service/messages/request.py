@@ -336,7 +336,7 @@ class Request:
     token_ids   |<- prompt ->|<- output ->|<- draft (in `draft`, not yet in token_ids) ->|
     KV written  |<- num_computed_tokens ->|
 
-    While a pipelined step is in flight, the last token may be a placeholder (`open_token`).
+    While a pipelined step is in flight, the last token may be a placeholder (`placeholder_token`).
     """
 
     request_id: str

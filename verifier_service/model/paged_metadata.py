@@ -121,8 +121,8 @@ def _tree_parts(batch: ScheduledBatch) -> list[np.ndarray]:
     ]
 
 
-def close_tokens(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Replace placeholders (`open_token`) by the tokens that the last step has chosen, on the device.
+def fill_placeholders(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Replace placeholders (`placeholder_token`) by the tokens that the last step has chosen, on the device.
 
     token_ids int64 [num_tokens], changed in place; chosen int64 [num_chosen].
     """

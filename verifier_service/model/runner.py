@@ -37,7 +37,7 @@ from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.decoder_spec import DecoderSpec, read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
 from outrider.verifier_service.model.library_model import finish, load_library_model, round_linears
-from outrider.verifier_service.model.paged_metadata import close_tokens
+from outrider.verifier_service.model.paged_metadata import fill_placeholders
 from outrider.verifier_service.model.random_weights import read_recipe
 from outrider.verifier_service.model.settled import (
     limit_to_pool,
@@ -226,7 +226,7 @@ def forward_packed(
     numbers = (batch.token_ids, batch.positions, batch.logits_indices)
     token_ids, positions, rows = upload([np.array(each, np.int64) for each in numbers], model.device)
     if chosen is not None:
-        close_tokens(token_ids, chosen)
+        fill_placeholders(token_ids, chosen)
     return model(token_ids, positions, rows, attend, num_layers=batch.num_layers, taps=taps)
 
 

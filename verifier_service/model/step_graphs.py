@@ -29,7 +29,7 @@ from outrider.verifier_service.gpu.transfers import Layout, carved, num_bytes
 from outrider.verifier_service.messages.batch import ScheduledBatch
 from outrider.verifier_service.messages.graph_counts import GraphCounts
 from outrider.verifier_service.model.attention import AttentionHandler, KVPool
-from outrider.verifier_service.model.paged_metadata import WORD_BITS, PagedMetadata, close_tokens, metadata_parts
+from outrider.verifier_service.model.paged_metadata import WORD_BITS, PagedMetadata, fill_placeholders, metadata_parts
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +262,7 @@ class StepGraphs:
             return None
         self._fill(captured.place, bucket, batch)
         if chosen is not None:
-            close_tokens(captured.place.parts[0], chosen)
+            fill_placeholders(captured.place.parts[0], chosen)
         captured.replay()
         self.counts.num_replayed += 1
         states = None if self._states is None else self._states[: batch.num_tokens]

@@ -13,7 +13,8 @@ is worth what it teaches, and holes would hide which prediction belongs to which
 
 While no draft pays, a request drafts a few tokens now and then (probes), so that its survival stays known. Probes have
 a budget, a share of step time. A request that the router has switched off is still priced, so that the price falls when
-its drafts would pay again. Without a profile of step times there is no price: the plan's length holds.
+its drafts would pay again. Without a profile of step times there is no price: the plan's length holds. (Behind a router
+such a plan is off, `warmup`, unless it is pinned.)
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ FIRST_PLAIN_STEPS = 2  # plain steps in a row that are all learnt from: the firs
 PLAIN_STRIDE = 8  # of the plain steps after those, each so manieth is learnt from, for all: pricing costs time
 
 
-class Ask(NamedTuple):
+class AskLength(NamedTuple):
     """How many tokens to ask a drafter for."""
 
     length: int
-    reason: DisabledReason | None = None  # why drafts do not pay; given for a probe, too
+    reason: DisabledReason | None = None  # why it is 0, or why a probe does not pay
 
 
 @dataclass(slots=True)
@@ -123,20 +124,20 @@ class DraftPricing:
         """Return whether a step's requests may ask again before it is learnt from: the load has a price already."""
         return self._levels is None or not self._levels.at(num_requests).price.is_new
 
-    def ask(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> Ask:
+    def ask(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> AskLength:
         """Begin a request's round: decide how many of `bound` tokens to ask its drafter for.
 
-        `bound` 0: the request cannot draft; its round is priced by its usual drafter all the same. Only earlier rounds
-        count, so nothing depends on what the drafter will draw.
+        `bound` 0: the request cannot draft; its round is priced all the same, by the drafter and bound of the last
+        request that could. Only earlier rounds count, so nothing depends on what the drafter will draw.
         """
         if self._level is None:
-            return Ask(bound)
+            return AskLength(bound)
         is_pinned = request.plan.is_pinned
         if needs.is_found and bound and not is_pinned:
             length = self._found.ask_length(self._level, self._base, bound)
             if length is not None:
                 self._begin_decided_round(request, drafter_id, bound, length, RoundKind.FOUND)
-                return Ask(length, None if length else DisabledReason.LOAD)
+                return AskLength(length, None if length else DisabledReason.LOAD)
         if bound:
             self._usual = drafter_id, request.plan.draft_length
         drafter_id, potential = (drafter_id, bound) if bound else self._usual
@@ -145,9 +146,9 @@ class DraftPricing:
         kept.drafter_id = drafter_id
         asked = kept.round = PricedRound(
             drafter_id,
-            potential,
-            bound,
-            RoundKind.PINNED if is_pinned else RoundKind.PRICED,
+            bound=potential,
+            length=bound,
+            kind=RoundKind.PINNED if is_pinned else RoundKind.PRICED,
             has_predictions=needs.predictions,
             is_opening=kept.is_opening,
         )
@@ -162,15 +163,15 @@ class DraftPricing:
                 is_low = kept.survivals[0] < LOW_SURVIVAL
                 reason = DisabledReason.LOW_ACCEPTANCE if is_low else DisabledReason.LOAD
         kept.num_rounds_off = 0 if asked.length else kept.num_rounds_off + 1
-        return Ask(asked.length, reason)
+        return AskLength(asked.length, reason)
 
-    def cut_prediction(self, request: Request, drafter_id: str, survivals: Sequence[float]) -> Ask:
+    def cut_prediction(self, request: Request, drafter_id: str, survivals: Sequence[float]) -> AskLength:
         """Begin a request's round with a guess from its `prediction`: decide how much of it is worth verifying."""
         if self._level is None:
-            return Ask(len(survivals))
+            return AskLength(len(survivals))
         length = self._level.cost.best_length(self._base, survivals)
         self._begin_decided_round(request, drafter_id, len(survivals), length, RoundKind.PREDICTED)
-        return Ask(length, None if length else DisabledReason.LOAD)
+        return AskLength(length, None if length else DisabledReason.LOAD)
 
     def _begin_decided_round(self, request: Request, drafter_id: str, bound: int, length: int, kind: RoundKind) -> None:
         """Begin a round in which the price has no part."""

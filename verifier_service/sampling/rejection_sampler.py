@@ -141,7 +141,10 @@ def _laws(weights: np.ndarray, columns: np.ndarray) -> np.ndarray:
 
 
 def last_uniforms(draft: Draft | None, start: int) -> list[int]:
-    """Return the row whose uniform number draws the last token after each row: the first that no tried token used."""
+    """Return, for each row, the row whose uniform number draws the last token if the path ends there.
+
+    It is the first that no tried token has used: trying a row's n children uses the numbers of n rows.
+    """
     parents = parents_of(draft)
     num_children = [0] * (len(parents) + 1)
     used = [start]  # before a row's own children are tried

@@ -31,7 +31,7 @@ class Judged:
 
     ends: torch.Tensor  # int64 [num_entries] the row in which each path ends
     last: torch.Tensor  # int64 [num_entries] the last tokens
-    is_right: torch.Tensor | None = None  # bool [num_rows] of `LawShapes.probs`
+    laws_are_right: torch.Tensor | None = None  # bool [num_rows] of `LawShapes.probs`
 
 
 Judge = Callable[[torch.Tensor], Judged]  # of float32 logits [num_rows, vocab_size]: pure, and it waits for nothing
@@ -95,7 +95,7 @@ class VerificationPlan:
             group.judge(logits if group.sent_rows is None else logits.index_select(0, group.sent_rows))
             for group in self._groups
         ]
-        are_right = [found.is_right.long() for found in judged if found.is_right is not None]
+        are_right = [found.laws_are_right.long() for found in judged if found.laws_are_right is not None]
         return torch.cat([*(found.ends for found in judged), *(found.last for found in judged), *are_right])
 
     def read(self, numbers: Sequence[int]) -> tuple[list[VerifiedTokens], list[int]]:

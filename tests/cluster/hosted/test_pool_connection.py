@@ -72,11 +72,11 @@ class Side:
             f"127.0.0.1:{port}", HELLO, report=self.report, follow=self.directives.append, max_backoff_s=0.2
         )
 
-    def report(self, drafters_up: tuple[str, ...]) -> VerifierReport | None:
+    def report(self, linked_drafters: tuple[str, ...]) -> VerifierReport | None:
         self.num_asked += 1
         if self.fails:
             raise RuntimeError("the report is broken")
-        return None if self.is_busy else verifier_report("v0", linked_drafters=drafters_up)
+        return None if self.is_busy else verifier_report("v0", linked_drafters=linked_drafters)
 
     def states(self) -> list[bool]:
         """Return whether the drafter came up or went away, each time it did."""
@@ -191,7 +191,7 @@ async def test_without_any_directory_it_goes_on_trying_and_says_so_once(caplog: 
     with caplog.at_level(logging.WARNING):
         async with connected(1) as side:
             await until(lambda: side.connection.num_failures >= 3)
-            assert side.connection.drafters_up == ()
+            assert side.connection.linked_drafters == ()
     assert caplog.text.count("is not reached") == 1
 
 

@@ -53,7 +53,7 @@ def directive(**plans: int) -> Directive:
 
 async def test_before_the_plug_in_has_spoken_there_are_no_drafters(drafters: PluginsDrafters):
     assert drafters.complete(ENGINES) == ENGINES
-    assert drafters.drafters_up == ()
+    assert drafters.linked_drafters == ()
 
 
 async def test_a_plug_in_that_asks_before_the_router_has_spoken_is_told_nothing(drafters: PluginsDrafters):
@@ -76,7 +76,7 @@ async def test_of_a_plug_in_that_fell_silent_only_counters_are_kept(drafters: Pl
     await drafters.answer(PLUGINS)
     clock.now_s += FRESH_S
     found = drafters.complete(ENGINES)
-    assert (found.linked_drafters, found.load.price, drafters.drafters_up) == ((), None, ())
+    assert (found.linked_drafters, found.load.price, drafters.linked_drafters) == ((), None, ())
     assert found.load.counters.num_asks == 80, "counters never fall"
 
 

@@ -35,7 +35,7 @@ from outrider.verifier_service.messages.request import (
     SamplingParams,
     SpeculationPlan,
 )
-from outrider.verifier_service.pricing.draft_pricing import Ask
+from outrider.verifier_service.pricing.draft_pricing import AskLength
 
 VOCAB_SIZE = 100
 
@@ -286,9 +286,9 @@ class HeardPricing:
     def __init__(self) -> None:
         self.heard: list[tuple[str, int, bool]] = []
 
-    def ask(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> Ask:
+    def ask(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> AskLength:
         self.heard.append((drafter_id, bound, needs.predictions))
-        return Ask(bound)
+        return AskLength(bound)
 
 
 @pytest.fixture
@@ -461,8 +461,8 @@ class ClosedPricing:
     def __init__(self) -> None:
         self.probe_length = 0
 
-    def ask(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> Ask:
-        return Ask(self.probe_length)
+    def ask(self, request: Request, drafter_id: str, bound: int, needs: DraftNeeds = NO_NEEDS) -> AskLength:
+        return AskLength(self.probe_length)
 
 
 def test_while_no_draft_pays_only_rounds_with_one_are_counted_and_nothing_is_forgotten(bench: Bench):

@@ -9,7 +9,7 @@ import pytest
 
 from fakes.engine_bench import PROMPT, EngineBench, Pace, greedy_tokens, make_request, tokens_of
 from outrider.verifier_service.engine.launched_step import LaunchedStep
-from outrider.verifier_service.messages.batch import open_token
+from outrider.verifier_service.messages.batch import placeholder_token
 from outrider.verifier_service.messages.draft import DrafterEvent
 from outrider.verifier_service.messages.engine import StepTime
 from outrider.verifier_service.messages.request import (
@@ -366,5 +366,5 @@ def test_without_what_marks_them_rows_that_followed_a_wrong_token_are_seen(monke
     assert tokens[0] != tokens[1]
 
 
-def test_an_open_token_is_no_token():
-    assert [open_token(place) for place in range(3)] == [-1, -2, -3]
+def test_a_placeholder_is_no_token():
+    assert [placeholder_token(place) for place in range(3)] == [-1, -2, -3]

@@ -118,11 +118,11 @@ def draft_of(num_tokens: int, vocab_size: int = 97) -> Draft:
 async def test_a_drafter_that_is_named_comes_up_with_its_vocabulary():
     drafter = Drafter("d", vocab_size=101)
     async with serving(drafter) as scene:
-        assert scene.pool.drafters_up == ()
+        assert scene.pool.linked_drafters == ()
         await scene.pool.hold([drafter.endpoint()])
         await until(lambda: scene.told)
         assert scene.told == [up("d", 101)]
-        assert scene.pool.drafters_up == ("d",)
+        assert scene.pool.linked_drafters == ("d",)
 
 
 async def test_messages_go_to_their_own_peer_and_answers_come_back_named():
@@ -174,7 +174,7 @@ async def test_a_live_link_outlasts_a_router_that_does_not_name_its_drafter():
         await until(lambda: len(scene.told) == 2)
         scene.ask("d", OPEN)
         await scene.pool.hold([])
-        assert sorted(scene.pool.drafters_up) == ["d", "e"]
+        assert sorted(scene.pool.linked_drafters) == ["d", "e"]
         scene.ask("d", COMMIT)
         await until(lambda: scene.answers())
         assert scene.answers() == [("d", draft_of(3))], "and so does its session"
@@ -243,7 +243,7 @@ async def test_a_new_incarnation_gets_a_new_link():
         await scene.pool.hold([drafter.endpoint(epoch=2)])
         await until(lambda: len(scene.told) == 3)
         assert scene.told == [up("d"), down("d"), up("d")]
-        assert scene.pool.drafters_up == ("d",)
+        assert scene.pool.linked_drafters == ("d",)
 
 
 async def test_a_drafter_that_never_came_up_leaves_without_a_word():
@@ -252,7 +252,7 @@ async def test_a_drafter_that_never_came_up_leaves_without_a_word():
         await scene.pool.hold([drafter.endpoint(drafter_id="somebody else")])
         (link,) = scene.pool._links.values()
         await until(lambda: link.counters.num_failures)
-        assert scene.pool.drafters_up == ()
+        assert scene.pool.linked_drafters == ()
         await scene.pool.hold([])
         assert scene.told == []
 
@@ -265,7 +265,7 @@ async def test_a_drafter_that_dies_goes_down():
         await drafter.server.stop(grace=None)
         await until(lambda: len(scene.told) == 2)
         assert scene.told[-1] == down("d")
-        assert scene.pool.drafters_up == ()
+        assert scene.pool.linked_drafters == ()
         scene.ask("d", COMMIT)
         await scene.pool.hold([])
         assert len(scene.told) == 2, "down is told once"
@@ -279,7 +279,7 @@ async def test_closing_lets_go_of_every_link():
         await scene.pool.close()
         assert sorted(state.peer for state in scene.told[2:]) == ["d", "e"]
         assert not any(state.is_up for state in scene.told[2:])
-        assert scene.pool.drafters_up == ()
+        assert scene.pool.linked_drafters == ()
 
 
 class Babbler(DrafterLinkServicer):

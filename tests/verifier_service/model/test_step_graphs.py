@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from outrider.verifier_service.cpu import kernels
 from outrider.verifier_service.gpu.transfers import TORCH_TYPES, num_bytes
-from outrider.verifier_service.messages.batch import ScheduledBatch, open_token, slots_of
+from outrider.verifier_service.messages.batch import ScheduledBatch, placeholder_token, slots_of
 from outrider.verifier_service.messages.draft import FINAL_TAP
 from outrider.verifier_service.model.attention import AttentionContext, KVPool
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.decoder import Decoder
 from outrider.verifier_service.model.decoder_spec import read_decoder_spec
 from outrider.verifier_service.model.decoder_weights import load_decoder
-from outrider.verifier_service.model.paged_metadata import close_tokens
+from outrider.verifier_service.model.paged_metadata import fill_placeholders
 from outrider.verifier_service.model.runner import forward_packed, graph_backend, run_batch
 from outrider.verifier_service.model.step_graphs import (
     REQUEST_BUCKETS,
@@ -219,13 +219,13 @@ def opened(batch: ScheduledBatch) -> tuple[ScheduledBatch, list[int]]:
     token_ids = list(batch.token_ids)
     for place in range(0, batch.num_tokens, 3):
         numbers[-1 - place] = token_ids[place]
-        token_ids[place] = open_token(batch.num_tokens - 1 - place)
+        token_ids[place] = placeholder_token(batch.num_tokens - 1 - place)
     return replace(batch, token_ids=token_ids), numbers
 
 
 @pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_open_tokens_are_closed_by_what_was_chosen(name: str, is_captured: bool) -> None:
+def test_placeholders_are_filled_by_what_was_chosen(name: str, is_captured: bool) -> None:
     model = tiny_decoder()
     pools = make_pool(model), make_pool(model)
     graphs = make_graphs(model, pools[1]) if is_captured else None
@@ -237,9 +237,9 @@ def test_open_tokens_are_closed_by_what_was_chosen(name: str, is_captured: bool)
 
 
 def test_tokens_are_closed_without_a_look_at_them() -> None:
-    token_ids = torch.tensor([5, open_token(2), 0, open_token(0), open_token(2)])
+    token_ids = torch.tensor([5, placeholder_token(2), 0, placeholder_token(0), placeholder_token(2)])
     chosen = torch.tensor([7, 8, 9])
-    without_host(lambda: close_tokens(token_ids, chosen))
+    without_host(lambda: fill_placeholders(token_ids, chosen))
     assert token_ids.tolist() == [5, 9, 0, 7, 9]
 
 
@@ -417,7 +417,7 @@ def test_a_gpus_graphs_replay_the_eager_steps(name: str, taps: tuple[int, ...]) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
-def test_a_gpus_step_by_open_tokens_waits_for_nothing(is_captured: bool) -> None:
+def test_a_gpus_step_by_placeholders_waits_for_nothing(is_captured: bool) -> None:
     device = torch.device("cuda", 0)
     model = tiny_decoder(device=device)
     pool = make_pool(model)

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from outrider.verifier_service.messages.batch import open_token
+from outrider.verifier_service.messages.batch import placeholder_token
 from outrider.verifier_service.model.architectures import ARCHITECTURES, UnsupportedModelError
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.empty_model import build_empty_model
@@ -116,7 +116,7 @@ def test_every_rank_is_told_the_tokens_that_stand_open(pair, tmp_path):
     for batch, rows in scattered_batches(sequences, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE):
         chosen = torch.tensor([0, *batch.token_ids, 0])
         is_open = len(got) % 2  # the second step, the fourth ...
-        token_ids = [open_token(1 + place) for place in range(batch.num_tokens)] if is_open else batch.token_ids
+        token_ids = [placeholder_token(1 + place) for place in range(batch.num_tokens)] if is_open else batch.token_ids
         got.append(parallel.execute(dataclasses.replace(batch, token_ids=token_ids), chosen if is_open else None))
         wanted += [expected[index][position] for index, position in rows]
     parallel.close()

@@ -1,4 +1,4 @@
-"""The batch of chains' open tokens: tokens that were chosen on the device and that the host has not read."""
+"""The batch of chains' placeholders: tokens that were chosen on the device and that the host has not read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from outrider.verifier_service.messages.batch import ScheduledBatch, slot_of
 
 
-class OpenToken(NamedTuple):
+class Placeholder(NamedTuple):
     """The next token of a chain."""
 
     token_id: int  # the placeholder for it
@@ -17,7 +17,7 @@ class OpenToken(NamedTuple):
     place: int  # of its KV in the table
 
 
-def pack_open(tokens: Sequence[OpenToken], block_size: int) -> ScheduledBatch:
+def pack_placeholders(tokens: Sequence[Placeholder], block_size: int) -> ScheduledBatch:
     """Lay out one token of each chain, whose logits are wanted."""
     return ScheduledBatch(
         token_ids=[token.token_id for token in tokens],
