@@ -4,8 +4,8 @@ Closed loop (`concurrency`): so many requests at a time, the next one when one e
 Open loop (`request_rate`): requests begin at the times of a Poisson process, whatever the server does; at an infinite
 rate all at once.
 
-Why our own: guidellm 0.3.1 brings 65 packages (609 MB, 83 s to install), `vllm bench serve` needs vLLM, and neither counts
-drafts by request. Users may take either: both speak to any OpenAI-compatible server (docs/results/vllm_bench.md).
+Why our own: guidellm 0.3.1 brings 65 packages (609 MB, 83 s to install), `vllm bench serve` needs vLLM, and neither
+counts drafts by request. Both speak to any OpenAI-compatible server, ours included (docs/results/vllm_bench.md).
 """
 
 from __future__ import annotations
