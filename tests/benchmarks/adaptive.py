@@ -230,7 +230,7 @@ def _opened(
     )
     with pairs(options) as named, ExitStack() as opening:
         # all arms find the prompts in the cache: what is compared is decoding
-        base = replace(named[-1][1], enable_prefix_caching=True)
+        base = named[-1][1].with_options(enable_prefix_caching=True)
         arm = OutriderArm.open(
             "engine", base, opening, time.perf_counter, drafter_process=not is_near, prices_drafts=True
         )

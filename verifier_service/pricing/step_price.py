@@ -31,7 +31,7 @@ WINDOW_STEPS = 32.0  # the memory: about a second of a large model, in which the
 FADE = 1.0 - 1.0 / WINDOW_STEPS  # per step
 MIN_GAIN = 1e-3  # of tokens per second, that drafts must bring: step times are not known more exactly
 TIE = 2e-4  # of tokens per second: prices within it are equal, and the middle one holds
-Settle = Callable[[float, float], float]
+Settle = Callable[[float, float, bool], float]
 Slot = tuple[float, float]  # survival by the draft, and as estimated before it arrived
 
 
@@ -45,11 +45,12 @@ class StepPrice:
     """The price that was best over recent steps. Before the first step it is 0: all is admitted."""
 
     def __init__(self, cost: CostModel, settle: Settle | None = None) -> None:
-        """`settle` maps the last price and the best one to the next; None: the best."""
+        """`settle` maps the last price, the best one and whether drafts can pay at all to the next price; None: the best."""
         self._cost = cost
         self._settle = settle
         self._gains = [0.0] * len(GRID)  # sums of log (tokens per second at this price / without drafts)
         self._num_steps = 0.0  # the weight of the sums
+        self._can_pay = True  # in the last step with slots, if drafts came at once
         self.value = 0.0  # the survival that a position must exceed in the next step, 0 to 1
 
     @property
@@ -80,13 +81,19 @@ class StepPrice:
         if num_decoding < 1:
             return
         if slots:
+            self._can_pay = self._could_pay(base, max(survival for survival, _ in slots))
             fade, weight = fade_over(num_steps)
             gains = self.gains_at(base, slots, exposed_s)
             self._gains = [fade * old + weight * new for old, new in zip(self._gains, gains, strict=True)]
             self._num_steps = fade * self._num_steps + weight
         if not self.is_new:
             best = self._best()
-            self.value = best if self._settle is None else self._settle(self.value, best)
+            self.value = best if self._settle is None else self._settle(self.value, best, self._can_pay)
+
+    def _could_pay(self, base: StepShape, survival: float) -> bool:
+        """Return whether one slot of this survival would have made a step faster, if its draft came at once."""
+        plain_s, drafted_s = self._cost.seconds_with(base, 1)
+        return drafted_s * base.num_tokens < plain_s * (base.num_tokens + survival)
 
     def gains_at(self, base: StepShape, slots: Sequence[Slot], exposed_s: float) -> list[float]:
         """Return the log throughput gain over no drafts for each price of the grid, by the step costs known now."""

@@ -45,8 +45,11 @@ class Trial:
         """Whether this is a trial: at least a token of each draft is verified, or it would teach nothing."""
         return self._num_left > 0 or self._num_steps_left > 0
 
-    def settle(self, price: float, best: float) -> float:
-        """Return the next price: `price` held so far, `best` is the best one over past steps."""
+    def settle(self, price: float, best: float, can_pay: bool) -> float:
+        """Return the next price: `price` held so far, `best` is the best one over past steps.
+
+        `can_pay`: drafts would pay if they came at once. Otherwise no trial goes on.
+        """
         if not self._is_open:
             if best < NEVER and not self._pause:
                 self._is_open, self._num_left, self._num_steps_left = True, TRIAL_DRAFTS, TRIAL_STEPS
@@ -56,7 +59,7 @@ class Trial:
             self._lost = 0.0
             self._close()
         elif best >= NEVER:
-            if self.goes_on:
+            if self.goes_on and can_pay:
                 return price
             self._close()
         return best if self._is_open else NEVER

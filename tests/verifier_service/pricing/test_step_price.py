@@ -123,6 +123,14 @@ def test_what_was_asked_for_is_verified_only_where_it_pays():
     assert 0.1 <= price.value < 0.5
 
 
+@pytest.mark.parametrize(("points", "can_pay"), [(MEMORY_BOUND, True), (COMPUTE_BOUND, False)])
+def test_whether_drafts_could_pay_at_all_does_not_depend_on_the_wait(points: tuple, can_pay: bool):
+    heard: list[tuple[float, bool]] = []
+    price = StepPrice(cost_of(*points), lambda before, best, pays: (heard.append((best, pays)), best)[1])
+    price.observe(StepShape(4, 0), 4, as_expected(chain(0.9) * 4), exposed_s=10.0)
+    assert heard == [(NEVER, can_pay)]
+
+
 def test_prompts_in_the_step_make_drafts_dear():
     """Their tokens are worth as much as any: with 500 of them a step beyond the knee is better spent on them."""
     cost = cost_of(*KNEE_AT_32)

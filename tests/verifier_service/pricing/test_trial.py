@@ -25,7 +25,7 @@ OPEN = 0.3  # a price that lets drafts through
 def opened(*losses: float) -> Trial:
     """Return a trial with so many drafts behind it, each of which lost so many steps."""
     trial = Trial()
-    assert trial.settle(0.0, OPEN) == OPEN
+    assert trial.settle(0.0, OPEN, True) == OPEN
     for lost in losses:
         trial.observe(1, lost)
     return trial
@@ -34,14 +34,14 @@ def opened(*losses: float) -> Trial:
 def failed() -> Trial:
     """Return one that has lost all it may."""
     trial = opened(FIRST_CREDIT + MAX_LOSS)
-    assert trial.settle(OPEN, OPEN) == NEVER
+    assert trial.settle(OPEN, OPEN, True) == NEVER
     return trial
 
 
 def num_paused(trial: Trial) -> int:
     """Count the steps without drafts until it opens again."""
     count = 0
-    while trial.settle(NEVER, OPEN) == NEVER:
+    while trial.settle(NEVER, OPEN, True) == NEVER:
         trial.observe_plain()
         count += 1
     return count
@@ -49,42 +49,46 @@ def num_paused(trial: Trial) -> int:
 
 def test_dear_first_drafts_do_not_close_it():
     trial = opened(*[0.3] * (TRIAL_DRAFTS - 1))
-    assert trial.settle(OPEN, NEVER) == OPEN
-    assert trial.settle(OPEN, 0.5) == 0.5, "a price that lets some through is followed"
+    assert trial.settle(OPEN, NEVER, True) == OPEN
+    assert trial.settle(OPEN, 0.5, True) == 0.5, "a price that lets some through is followed"
 
 
 def test_after_enough_drafts_what_they_say_counts():
     trial = opened(*[0.0] * TRIAL_DRAFTS)
     assert not trial.goes_on
-    assert trial.settle(OPEN, NEVER) == NEVER
+    assert trial.settle(OPEN, NEVER, True) == NEVER
 
 
 def test_the_drafts_of_one_step_are_no_trial_yet():
     trial = opened()
     for _ in range(TRIAL_STEPS):
-        assert trial.settle(OPEN, NEVER) == OPEN
+        assert trial.settle(OPEN, NEVER, True) == OPEN
         trial.observe(TRIAL_DRAFTS, 0.1)
-    assert trial.settle(OPEN, NEVER) == NEVER
+    assert trial.settle(OPEN, NEVER, True) == NEVER
 
 
 def test_too_much_lost_closes_it_whatever_past_steps_say():
-    assert opened(FIRST_CREDIT + MAX_LOSS - 0.1).settle(OPEN, OPEN) == OPEN
-    assert opened(FIRST_CREDIT + MAX_LOSS).settle(OPEN, OPEN) == NEVER
+    assert opened(FIRST_CREDIT + MAX_LOSS - 0.1).settle(OPEN, OPEN, True) == OPEN
+    assert opened(FIRST_CREDIT + MAX_LOSS).settle(OPEN, OPEN, True) == NEVER
 
 
 def test_what_is_lost_after_a_trial_counts_too():
     trial = opened(*[0.0] * TRIAL_DRAFTS)
     trial.observe(1, FIRST_CREDIT + MAX_LOSS - 0.25)
-    assert trial.settle(OPEN, OPEN) == OPEN
+    assert trial.settle(OPEN, OPEN, True) == OPEN
     trial.observe(1, 0.25)
-    assert trial.settle(OPEN, OPEN) == NEVER
+    assert trial.settle(OPEN, OPEN, True) == NEVER
 
 
 def test_what_was_gained_may_be_lost_up_to_a_credit():
     trial = opened(-1000.0, MAX_CREDIT + MAX_LOSS - 0.25)
-    assert trial.settle(OPEN, OPEN) == OPEN
+    assert trial.settle(OPEN, OPEN, True) == OPEN
     trial.observe(1, 0.25)
-    assert trial.settle(OPEN, OPEN) == NEVER
+    assert trial.settle(OPEN, OPEN, True) == NEVER
+
+
+def test_drafts_that_would_not_pay_if_they_came_at_once_are_not_tried():
+    assert opened().settle(OPEN, NEVER, False) == NEVER
 
 
 def test_pauses_grow_with_every_failure_until_drafting_has_gained():
@@ -92,17 +96,17 @@ def test_pauses_grow_with_every_failure_until_drafting_has_gained():
     for length in (FIRST_PAUSE, FIRST_PAUSE * PAUSE_GROWTH, MAX_PAUSE, MAX_PAUSE):
         assert num_paused(trial) == length
         trial.observe(1, MAX_LOSS)
-        assert trial.settle(OPEN, OPEN) == NEVER, "later trials may lose less than the first"
+        assert trial.settle(OPEN, OPEN, True) == NEVER, "later trials may lose less than the first"
     num_paused(trial)
     trial.observe(1, -2 * MAX_CREDIT)
     trial.observe(1, MAX_CREDIT + MAX_LOSS)
-    assert trial.settle(OPEN, OPEN) == NEVER
+    assert trial.settle(OPEN, OPEN, True) == NEVER
     assert num_paused(trial) == FIRST_PAUSE
 
 
 def test_a_price_that_lets_nothing_through_is_no_failure():
     trial = opened(*[0.0] * TRIAL_DRAFTS)
-    assert trial.settle(OPEN, NEVER) == NEVER
+    assert trial.settle(OPEN, NEVER, True) == NEVER
     assert num_paused(trial) == 0
 
 
@@ -110,17 +114,17 @@ def test_nothing_is_waited_for_while_drafts_go_on():
     trial = opened(FIRST_CREDIT + MAX_LOSS)
     for _ in range(10_000):
         trial.observe_plain()
-    assert trial.settle(OPEN, OPEN) == NEVER
+    assert trial.settle(OPEN, OPEN, True) == NEVER
     assert num_paused(trial) == FIRST_PAUSE
 
 
 def test_accidents_are_pardoned_as_far_as_the_allowance_reaches():
     trial = opened()
     trial.observe(1, MAX_ALLOWANCE, is_accident=True)
-    assert trial.settle(OPEN, OPEN) == OPEN
+    assert trial.settle(OPEN, OPEN, True) == OPEN
     assert trial.allowance == 0.0
     trial.observe(1, FIRST_CREDIT + MAX_LOSS, is_accident=True)
-    assert trial.settle(OPEN, OPEN) == NEVER
+    assert trial.settle(OPEN, OPEN, True) == NEVER
     for _ in range(1000):
         trial.observe_plain()
     assert trial.allowance == pytest.approx(1000 * ALLOWANCE)
