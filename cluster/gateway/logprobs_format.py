@@ -11,9 +11,8 @@ from typing import Any
 
 from outrider.cluster.gateway.detokenizer import REPLACEMENT_CHARACTER
 from outrider.cluster.gateway.text_codec import TextCodec
-from outrider.verifier_service.messages.request import TokenLogprobs
+from outrider.verifier_service.messages.request import LOWEST_LOGPROB, TokenLogprobs
 
-LOWEST_LOGPROB = -9999.0  # JSON has no -inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,7 @@ def context(tokenizer) -> RunContext:
         eos_token_ids=frozenset([2]),
         plan=off(DisabledReason.CONFIG),
         acceptance=AcceptanceRule.STANDARD,
+        logprobs_mode=LogprobsMode.RAW,
         metrics=GatewayMetrics(CollectorRegistry(), model_name="m"),
         clock=lambda: 0.0,
     )
