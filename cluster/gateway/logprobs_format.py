@@ -14,7 +14,6 @@ from outrider.cluster.gateway.text_codec import TextCodec
 from outrider.verifier_service.messages.request import LOWEST_LOGPROB, TokenLogprobs
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownToken:
     """A token within the text; a prompt's first token has no log probability."""

@@ -89,9 +89,7 @@ def _logprobs(logits: torch.Tensor, queries: Sequence[LogprobsQuery]) -> torch.T
     return log_laws(logits, shapes).clamp_(min=LOWEST_LOGPROB)
 
 
-def _entries(
-    logprobs: torch.Tensor, ids: torch.Tensor, wanted: Sequence[tuple[int, int, int]]
-) -> list[TokenLogprobs]:
+def _entries(logprobs: torch.Tensor, ids: torch.Tensor, wanted: Sequence[tuple[int, int, int]]) -> list[TokenLogprobs]:
     """Answer (row, token id, num_top) triples: logprobs [len(wanted), vocab_size], ids int64 [len(wanted)]."""
     chosen = logprobs.gather(1, ids[:, None])  # [len(wanted), 1]
     ranks = (logprobs > chosen).sum(dim=1, keepdim=True) + 1

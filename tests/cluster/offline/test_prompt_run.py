@@ -18,6 +18,7 @@ from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     DisabledReason,
     FinishReason,
+    LogprobsMode,
     SpeculationMetrics,
     TokenLogprobs,
 )

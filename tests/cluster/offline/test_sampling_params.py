@@ -11,6 +11,7 @@ from outrider.cluster.offline.sampling_params import SamplingParams
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     LogitBias,
+    LogprobsMode,
     StructuredKind,
     StructuredOutput,
 )
