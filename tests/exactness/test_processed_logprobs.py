@@ -249,6 +249,16 @@ def test_a_token_that_cannot_be_drawn_has_the_lowest(models):
     assert all(math.isfinite(entry.logprob) for entry in entries)
 
 
+def test_the_speculation_counts_of_a_request_come_with_its_last_output(models):
+    """SGLang's spec_verify_ct, spec_draft_token_num and spec_accept_token_num, in this order."""
+    generated = run(models, ModelDrafts(models.draft), requests_of("drawn"))
+    for outputs in generated.outputs.values():
+        counts, drafted = outputs[-1].speculation, [output for output in outputs if output.num_draft_tokens]
+        assert counts.num_drafts == len(drafted) > 0
+        assert counts.num_draft_tokens == sum(output.num_draft_tokens for output in drafted)
+        assert counts.num_accepted_tokens == sum(output.num_accepted_tokens for output in drafted)
+
+
 # --- mistakes ---
 
 

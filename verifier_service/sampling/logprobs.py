@@ -60,8 +60,8 @@ def shape_of_logprobs(sampling: SamplingParams) -> SamplingShape:
 def token_logprobs(logits: torch.Tensor, queries: Sequence[LogprobsQuery]) -> list[list[TokenLogprobs]]:
     """Return one entry per token of each query, from the rows that are asked for alone.
 
-    logits float32 [num_rows, vocab_size], the model's own. Equal log probabilities have equal ranks; among the likeliest tokens
-    they stand by ascending id.
+    logits float32 [num_rows, vocab_size], the model's own. Tokens of equal log probability have equal ranks; among the
+    likeliest tokens they stand by ascending id.
     """
     assert (logits.dtype, logits.ndim) == (torch.float32, 2), (logits.dtype, logits.shape)
     wanted = [

@@ -135,6 +135,8 @@ def test_stop_is_one_text_or_several(stop: Any, strings: tuple[str, ...]):
         ("detokenize", 0),
         ("logprobs", -1),
         ("prompt_logprobs", 21),
+        ("logprobs_mode", "processed"),
+        ("logprobs_mode", 1),
         ("structured_outputs", {"choices": ["a"]}),
         ("structured_outputs", {"regex": "("}),
         ("num_speculative_tokens", -1),

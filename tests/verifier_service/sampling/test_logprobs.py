@@ -142,7 +142,7 @@ def test_a_law_by_hand(shape, laws):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.5])
 def test_edits_by_hand(temperature):
-    """A bias of log 2 on token 1, token 2 barred, token 3's logit divided; in the second row the grammar bars token 0."""
+    """A bias of log 2 on token 1, token 2 barred, token 3 penalised; in the second row the grammar bars token 0."""
     edits = LogitEdits(
         token_ids=np.array([1, 2, 3]),
         biases=np.array([[math.log(2), -np.inf, 0.0]] * 2, np.float32),
