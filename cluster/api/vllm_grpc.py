@@ -235,6 +235,7 @@ _READERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "target_inter_token_ms": (float, "a number"),
     "session_id": (str, "text"),
     "cache_salt": (str, "text"),
+    "logprobs_mode": (str, "text"),
 }
 
 

@@ -17,7 +17,7 @@ from outrider.cluster.config.pools_config import PoolsConfig
 from outrider.cluster.replies.families import REASONING_FAMILIES, TOOL_FAMILIES
 from outrider.drafter_service.service.drafter_spec import DrafterSpec, common_state_taps, num_scratch_blocks
 from outrider.verifier_service.engine.verifier_spec import VerifierSpec
-from outrider.verifier_service.messages.request import AcceptanceRule
+from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode
 
 APP_NAME = "outrider"
 MODEL_OPTIONS = (  # that say what to load and how, with or without a server
@@ -25,7 +25,7 @@ MODEL_OPTIONS = (  # that say what to load and how, with or without a server
     *("enforce_eager", "max_model_len", "tensor_parallel_size", "draft_tensor_parallel_size", "threads_per_rank"),
     *("num_speculative_tokens", "speculative_config", "seed"),
     *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching"),
-    *("async_scheduling", "check_anew", "check_integrity"),
+    *("async_scheduling", "logprobs_mode", "check_anew", "check_integrity"),
 )
 OUTRIDER: Final = "outrider"  # engines
 VLLM: Final = "vllm"
@@ -49,6 +49,10 @@ class VerifierOptions(Options):
     verifier_labels: Labels = option({}, "Ray label selector of verifiers' nodes.")
     enable_prefix_caching: bool = option(True)
     async_scheduling: bool = option(True, "Launch the next step before one is read; without CUDA, none is.")
+
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = option(
+        "raw_logprobs", "Of requests that name none: the model's own, or of the law that a token was drawn from."
+    )
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
@@ -116,6 +120,19 @@ class ServiceConfig(PoolsConfig):
     def __init__(self, **options: Any) -> None:  # or mypy takes the parts for parameters
         super().__init__(**options)
 
+    @property
+    def logprobs_mode(self) -> LogprobsMode:
+        """Of requests that name none."""
+        return LogprobsMode(self.verifiers.logprobs_mode)
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        """Refuse log probabilities of a law that no token is drawn from."""
+        rule = self.speculative.rejection_sample_method
+        if self.logprobs_mode is LogprobsMode.PROCESSED and rule.is_lossy:
+            raise ValueError(f"logprobs_mode: {self.logprobs_mode} is not for the lossy rejection_sample_method {rule}")
+        return self
+
     @model_validator(mode="after")
     def _check_vllm(self) -> Self:
         """Refuse what vLLM cannot do."""
@@ -125,6 +142,8 @@ class ServiceConfig(PoolsConfig):
             raise ValueError("quantization: int8 is our own engine's; vLLM's go into engine_kwargs, by vLLM's names")
         if self.check_integrity:
             raise ValueError("check_integrity: vLLM keeps books of its own")
+        if self.logprobs_mode is not LogprobsMode.RAW:
+            raise ValueError(f"logprobs_mode: vLLM's are {LogprobsMode.RAW} here")
         if self.model.name in self.verifiers.lora_modules:
             raise ValueError(f"lora_modules: {self.model.name} is the model's own name")
         if self.speculative.rejection_sample_method is not AcceptanceRule.STANDARD:

@@ -11,9 +11,7 @@ from typing import Any
 
 from outrider.cluster.gateway.detokenizer import REPLACEMENT_CHARACTER
 from outrider.cluster.gateway.text_codec import TextCodec
-from outrider.verifier_service.messages.request import TokenLogprobs
-
-LOWEST_LOGPROB = -9999.0  # JSON has no -inf
+from outrider.verifier_service.messages.request import LOWEST_LOGPROB, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     GenerationRequest,
     LogitBias,
+    LogprobsMode,
     SamplingParams,
     StructuredOutput,
 )
@@ -54,6 +55,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     created: int  # Unix time
     acceptance: AcceptanceRule = AcceptanceRule.STANDARD  # of requests that name none
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW  # the same
     adapters: tuple[str, ...] = ()  # LoRA adapters; clients give an adapter's name as `model`
 
 
@@ -89,6 +91,7 @@ class RequestInput:
     logprobs: int | None = None
     logprobs_field: str = "logprobs"
     prompt_logprobs: int | None = None
+    logprobs_mode: str | None = None  # a `LogprobsMode`
     echo: bool | None = None
     disable_spec_decode: bool | None = None
     num_speculative_tokens: int | None = None  # a cap; 0: off
@@ -232,6 +235,7 @@ class RequestParser:
             **{name: getattr(request, name) for name in _SAMPLING_FIELDS},
             "top_k": self._top_k(request.top_k),
             "prompt_logprobs": _num_prompt_logprobs(request),
+            "logprobs_mode": self._logprobs_mode(request),
             "num_speculative_tokens": self._draft_cap(request),
             "acceptance": self._acceptance(request.rejection_sample_method),
         }
@@ -268,6 +272,16 @@ class RequestParser:
         rules = [rule.value for rule in AcceptanceRule]
         _require(name in rules, "rejection_sample_method", f"one of {', '.join(rules)}")
         return AcceptanceRule(name)
+
+    def _logprobs_mode(self, request: RequestInput) -> LogprobsMode | None:
+        """Return the mode; the model's is for requests with log probabilities alone: others may be lossy."""
+        name = request.logprobs_mode
+        if name is None:
+            has_some = request.logprobs is not None or request.prompt_logprobs is not None
+            return self.model.logprobs_mode if has_some else None
+        modes = [mode.value for mode in LogprobsMode]
+        _require(name in modes, "logprobs_mode", f"one of {', '.join(modes)}")
+        return LogprobsMode(name)
 
     def _draft_cap(self, request: RequestInput) -> int | None:
         cap = 0 if request.disable_spec_decode else request.num_speculative_tokens

@@ -75,6 +75,7 @@ class LLM:
             eos_token_ids=self._engine.eos_token_ids,
             plan=plan,
             acceptance=config.speculative.rejection_sample_method,
+            logprobs_mode=config.logprobs_mode,
             metrics=GatewayMetrics(CollectorRegistry(), model_name=config.model.name),
             clock=time.monotonic,
         )

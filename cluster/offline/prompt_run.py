@@ -22,6 +22,7 @@ from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     FinishReason,
     GenerationRequest,
+    LogprobsMode,
     SpeculationMetrics,
     SpeculationPlan,
     StructuredOutput,
@@ -40,6 +41,7 @@ class RunContext:
     eos_token_ids: frozenset[int]
     plan: SpeculationPlan
     acceptance: AcceptanceRule  # of prompts that name none
+    logprobs_mode: LogprobsMode  # the same
     metrics: GatewayMetrics  # not exposed: a `Choice` needs counters
     clock: Callable[[], float]  # monotonic, seconds
 
@@ -140,6 +142,7 @@ class PromptRun:
         engine_sampling = sampling.for_engine(
             max_model_len=context.max_model_len,
             acceptance=context.acceptance,
+            logprobs_mode=context.logprobs_mode,
             bad_words=context.codec.word_sequences_now(sampling.bad_words or ()),
         )
         self._warnings = _warnings(engine_sampling.structured)

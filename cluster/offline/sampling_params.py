@@ -10,7 +10,7 @@ from outrider.cluster.common.errors import InvalidRequest
 from outrider.cluster.gateway.bad_words import check_bad_words
 from outrider.cluster.gateway.structured_format import openai_structure
 from outrider.verifier_service.messages.draft import require
-from outrider.verifier_service.messages.request import AcceptanceRule, LogitBias, StructuredOutput
+from outrider.verifier_service.messages.request import AcceptanceRule, LogitBias, LogprobsMode, StructuredOutput
 from outrider.verifier_service.messages.request import SamplingParams as EngineSamplingParams
 
 MAX_TOKEN_ID = (1 << 31) - 1
@@ -53,6 +53,7 @@ class SamplingParams:
     detokenize: bool = True  # False: token ids alone, which saves time
     logprobs: int | None = None  # number of alternatives per output token
     prompt_logprobs: int | None = None
+    logprobs_mode: str | None = None  # raw_logprobs or processed_logprobs; None: the LLM's
     structured_outputs: Mapping[str, Any] | StructuredOutput | None = None  # {"json" | "regex" | "choice" | …: …}
     # not vLLM's
     num_speculative_tokens: int | None = None  # a cap on the draft length; 0: off
@@ -82,10 +83,12 @@ class SamplingParams:
             _is_token_id(id_) and _is_number(bias) for id_, bias in biases.items()
         )
         require(is_mapping, "logit_bias", "a mapping of token ids to numbers")
-        rules = [rule.value for rule in AcceptanceRule]
-        is_known = self.rejection_sample_method in (None, *rules)
-        require(is_known, "rejection_sample_method", f"one of {', '.join(rules)}, not {self.rejection_sample_method!r}")
-        self.for_engine(max_model_len=ANY_LENGTH, acceptance=AcceptanceRule.STANDARD)  # which has more checks
+        for name, kind in (("rejection_sample_method", AcceptanceRule), ("logprobs_mode", LogprobsMode)):
+            known, value = [each.value for each in kind], getattr(self, name)
+            require(value is None or value in known, name, f"one of {', '.join(known)}, not {value!r}")
+        self.for_engine(  # which has more checks
+            max_model_len=ANY_LENGTH, acceptance=AcceptanceRule.STANDARD, logprobs_mode=LogprobsMode.RAW
+        )
 
     def _check_stops(self) -> None:
         stop = () if self.stop is None else self.stop
@@ -101,14 +104,20 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def for_engine(
-        self, *, max_model_len: int, acceptance: AcceptanceRule, bad_words: tuple[tuple[int, ...], ...] = ()
+        self,
+        *,
+        max_model_len: int,
+        acceptance: AcceptanceRule,
+        logprobs_mode: LogprobsMode,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> EngineSamplingParams:
         """Return the engine's parameters of the first output.
 
-        `max_model_len` bounds `max_tokens` if that is None; `acceptance` is the default rule; `bad_words` are token
-        sequences of the field's texts.
+        `max_model_len` bounds `max_tokens` if that is None; `acceptance` is the default rule, and `logprobs_mode` that
+        of prompts with log probabilities; `bad_words` are token sequences of the field's texts.
         """
-        name = self.rejection_sample_method
+        name, has_logprobs = self.rejection_sample_method, (self.logprobs, self.prompt_logprobs) != (None, None)
+        default_mode = logprobs_mode if has_logprobs else LogprobsMode.RAW
         return EngineSamplingParams(
             **{field: getattr(self, field) for field in _AS_THEY_ARE},
             top_k=max(0, self.top_k),
@@ -118,6 +127,7 @@ class SamplingParams:
             logit_bias=tuple(LogitBias(token_id=id_, bias=bias) for id_, bias in (self.logit_bias or {}).items()),
             structured=_structured(self.structured_outputs),
             acceptance=acceptance if name is None else AcceptanceRule(name),
+            logprobs_mode=default_mode if self.logprobs_mode is None else LogprobsMode(self.logprobs_mode),
         )
 
 

@@ -30,7 +30,7 @@ from outrider.cluster.monitoring.fleet_metrics import FleetMetrics
 from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.cluster.monitoring.shared_metrics import SharedMetrics
 from outrider.cluster.replies.reader import ReplySyntax
-from outrider.verifier_service.messages.request import AcceptanceRule
+from outrider.verifier_service.messages.request import AcceptanceRule, LogprobsMode
 from outrider.verifier_service.model.architectures import read_description, read_eos_token_ids, resolve_description
 from outrider.verifier_service.model.config import ModelConfig
 from outrider.verifier_service.model.tokenizer import load_tokenizer
@@ -64,6 +64,7 @@ class GatewayReplica:
             model,
             await self._router.max_model_len(),
             config.speculative.rejection_sample_method,
+            config.logprobs_mode,
             adapters=tuple(config.verifiers.lora_modules),
         )
         self._backend = RoutedBackend(
@@ -172,7 +173,12 @@ def tracing_of(options: GatewayOptions, replica: str) -> Tracing | None:
 
 
 def model_info(
-    name: str, model: ModelConfig, max_model_len: int, acceptance: AcceptanceRule, adapters: tuple[str, ...] = ()
+    name: str,
+    model: ModelConfig,
+    max_model_len: int,
+    acceptance: AcceptanceRule,
+    logprobs_mode: LogprobsMode,
+    adapters: tuple[str, ...] = (),
 ) -> ModelInfo:
     """Describe a model by its files, without its weights; `max_model_len` is the verifiers'."""
     folder = resolve_description(model)
@@ -184,5 +190,6 @@ def model_info(
         eos_token_ids=read_eos_token_ids(folder, description),
         created=int(time.time()),
         acceptance=acceptance,
+        logprobs_mode=logprobs_mode,
         adapters=adapters,
     )

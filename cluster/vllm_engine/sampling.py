@@ -10,6 +10,7 @@ from outrider.cluster.hosted.vllm_settings import CAP_KEY
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     GenerationRequest,
+    LogprobsMode,
     SamplingParams,
     StructuredKind,
     StructuredOutput,
@@ -73,6 +74,8 @@ def _schema_of(structured: StructuredOutput) -> str:
 def _check(sampling: SamplingParams, num_published: int, *, has_drafts: bool) -> None:
     if sampling.acceptance is not AcceptanceRule.STANDARD:
         raise ValueError(f"acceptance: vLLM verifies by the standard rule, not {sampling.acceptance.value}")
+    if sampling.logprobs_mode is not LogprobsMode.RAW:
+        raise ValueError(f"logprobs_mode: vLLM's are {LogprobsMode.RAW} here, not {sampling.logprobs_mode.value}")
     if sampling.bad_words:
         raise ValueError("bad_words: vLLM takes none as tokens")
     if has_drafts and (sampling.min_p > 0.0 or sampling.logit_bias):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from exactness.hinted_drafts import Hints
 from exactness.small_engines import (
     Generated,
     Limits,
@@ -28,10 +29,10 @@ from exactness.small_engines import (
 from fakes.byte_tokens import UNFORCED, ByteTokens, allowed_ids, matches
 from fakes.processed import processed_row
 from outrider.verifier_service.drafting.coordinator import CoordinatorConfig, DraftCoordinator
-from outrider.verifier_service.messages.draft import ROOT, Commit, Draft
 from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
+    LogprobsMode,
     SamplingParams,
     SpeculationPlan,
     StructuredKind,
@@ -94,12 +95,17 @@ def plain_tokens(model: PreTrainedModel, request: GenerationRequest) -> list[int
     sampling, prompt, output = request.sampling, list(request.prompt_token_ids), []
     ends = {*sampling.stop_token_ids, EOS}
     while len(output) < sampling.max_tokens and not (output and output[-1] in ends):
-        row = full_logits(model, [*prompt, *output])[-1]
-        edited = processed_row(row, sampling, prompt=prompt, output=output, stop_token_ids=ends)
-        barred = sorted({*range(VOCAB_SIZE)} - may_follow(output, ends=ends))
-        masked = edited.index_fill(0, torch.tensor(barred), -torch.inf)
-        output.append(chosen(masked[None], sampling, len(prompt) + len(output)))
+        output.append(chosen(masked_row(model, request, output)[None], sampling, len(prompt) + len(output)))
     return output
+
+
+def masked_row(model: PreTrainedModel, request: GenerationRequest, output: list[int]) -> torch.Tensor:
+    """Return the logits that the token after `output` is chosen by, before temperature: float32 [VOCAB_SIZE]."""
+    prompt, ends = list(request.prompt_token_ids), {*request.sampling.stop_token_ids, EOS}
+    row = full_logits(model, [*prompt, *output])[-1]
+    edited = processed_row(row, request.sampling, prompt=prompt, output=output, stop_token_ids=ends)
+    barred = sorted({*range(VOCAB_SIZE)} - may_follow(output, ends=ends))
+    return edited.index_fill(0, torch.tensor(barred), -torch.inf)
 
 
 def chosen(logits: torch.Tensor, sampling: SamplingParams, position: int) -> int:
@@ -108,60 +114,6 @@ def chosen(logits: torch.Tensor, sampling: SamplingParams, position: int) -> int
     assert sampling.seed is not None
     noise = gumbel_noise(sampling.seed, sampling.choice_index, torch.tensor([position]), logits.shape[1], "cpu")
     return int(coupled_choice(target_probs(logits, [sampling]), noise))
-
-
-class Hints(RandomDrafts):
-    """A drafter that is shown the outputs beforehand and is often right; trees where it is asked for them."""
-
-    def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]]) -> None:
-        super().__init__(VOCAB_SIZE + 40)
-        self._expected = expected  # by the prompt
-        self._prompts: dict[str, int] = {}
-        self._tokens: dict[str, tuple[int, ...]] = {}
-        self.num_trees = 0
-
-    def send(self, drafter_id: str, messages: Sequence[object]) -> None:
-        for message in messages:
-            if hasattr(message, "sampling"):
-                self._tokens[message.request_id] = message.token_ids
-        super().send(drafter_id, messages)
-
-    def _draft(self, commit: Commit) -> Draft:
-        plain = super()._draft(commit)
-        tokens = self._tokens[commit.request_id] = self._tokens[commit.request_id] + commit.token_ids
-        rest = next(
-            output[len(tokens) - len(prompt) :]
-            for prompt, output in self._expected.items()
-            if tokens[: len(prompt)] == prompt
-        )
-        assert list(commit.forced_ids) == rest[: len(commit.forced_ids)], "forced, and yet something else"
-        if commit.max_nodes == 0:
-            hinted = (
-                right if self._rng.random() < 0.7 else wrong
-                for right, wrong in zip(rest, plain.token_ids, strict=False)
-            )
-            return replace(plain, token_ids=tuple(hinted))
-        return self._tree(plain, rest, commit)
-
-    def _tree(self, plain: Draft, rest: Sequence[int], commit: Commit) -> Draft:
-        """Grow a random tree around the right path, as far as there is one."""
-        token_ids, parents, depths, right = [], [], [], ROOT
-        for node in range(commit.max_nodes):
-            depth = 0 if right == ROOT else depths[right] + 1
-            if depth < min(commit.max_length, len(rest)) and self._rng.random() < 0.4:
-                parent, token_id, depth = right, rest[depth], depth
-                right = node
-            else:
-                parent = self._rng.randrange(ROOT, node)
-                depth = 0 if parent == ROOT else depths[parent] + 1
-                token_id = self._rng.randrange(self._vocab_size)
-            if depth >= commit.max_length or (parent, token_id) in zip(parents, token_ids, strict=True):
-                break
-            token_ids.append(token_id)
-            parents.append(parent)
-            depths.append(depth)
-        self.num_trees += bool(token_ids)
-        return replace(plain, token_ids=tuple(token_ids), parents=tuple(parents))
 
 
 @pytest.fixture(scope="module", params=CHOICES)
@@ -212,6 +164,24 @@ def test_a_drafter_that_is_often_right_changes_nothing(models, choice, expected,
     assert generated.token_ids == expected
     assert generated.num_accepted_tokens > 15
     assert (hints.num_trees > 10) == (max_tree_nodes > 0)
+
+
+@pytest.mark.parametrize("max_tree_nodes", [0, 12], ids=["chains", "trees"])
+def test_processed_logprobs_are_those_under_the_mask(models, choice, expected, max_tree_nodes):
+    asked = [
+        replace(request, sampling=replace(request.sampling, logprobs=0, logprobs_mode=LogprobsMode.PROCESSED))
+        for request in requests_of(choice)
+    ]
+    hints = Hints({request.prompt_token_ids: expected[request.request_id] for request in asked})
+    generated = run(models, hints, asked, max_tree_nodes=max_tree_nodes)
+    assert generated.token_ids == expected
+    for request in asked:
+        entries = [entry for output in generated.outputs[request.request_id] for entry in output.logprobs]
+        output = expected[request.request_id]
+        for index, entry in enumerate(entries):
+            masked = masked_row(models.model, request, output[:index])[None]
+            law = masked.softmax(1) if choice == "greedy" else target_probs(masked, [request.sampling])
+            assert entry.logprob == pytest.approx(float(law[0, output[index]].log()), abs=2e-4)
 
 
 def test_what_is_published_elsewhere_goes_on_as_it_would_have(models, choice, expected):

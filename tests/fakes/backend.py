@@ -19,6 +19,7 @@ from outrider.cluster.monitoring.metrics import GatewayMetrics
 from outrider.verifier_service.messages.request import (
     FinishReason,
     GenerationRequest,
+    LogprobsMode,
     RequestOutput,
     SpeculationMetrics,
     TokenLogprobs,
@@ -172,6 +173,7 @@ def build_gateway(
     *,
     max_model_len: int = 64,
     adapters: tuple[str, ...] = (),
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW,
     fleet_load: Callable[[], dict[str, Any]] = dict,
 ) -> Gateway:
     model = ModelInfo(
@@ -181,6 +183,7 @@ def build_gateway(
         eos_token_ids=(tokenizer.eos_token_id,),
         created=1_700_000_000,
         adapters=adapters,
+        logprobs_mode=logprobs_mode,
     )
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
     return Gateway(model, tokenizer, backend, metrics, TickingClock(), fleet_load=fleet_load)

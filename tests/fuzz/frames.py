@@ -28,6 +28,7 @@ from outrider.verifier_service.messages.link import (
     Welcome,
 )
 from outrider.verifier_service.messages.request import (
+    AcceptanceRule,
     GenerationRequest,
     LogitBias,
     RequestOutput,
@@ -86,6 +87,7 @@ CHECKED_FIELDS: dict[type, dict[str, st.SearchStrategy[Any]]] = {
         "repetition_penalty": st.floats(0.0, 100.0, exclude_min=True),
         "logprobs": st.none() | st.integers(0, 20),
         "prompt_logprobs": st.none() | st.integers(0, 20),
+        "acceptance": st.sampled_from([rule for rule in AcceptanceRule if not rule.is_lossy]),  # with any logprobs_mode
         "typical_epsilon": st.floats(0.0, 1.0, exclude_min=True),
         "typical_delta": st.floats(0.0, 1.0, exclude_min=True),
     },

@@ -168,6 +168,7 @@ class VerifierEngine:
             schedule=schedule,
             first_rows=first_rows,
             logits=logits,
+            entries=entries,
             verification=self._verify(logits, entries, self._generator, sampling_rows(schedule.items, first_rows)),
             began_s=begin_s,
             waited_since_s=waited_since_s,

@@ -12,6 +12,8 @@ from outrider.verifier_service.messages.request import FinishReason, Request
 from outrider.verifier_service.messages.tree import VerifiedTokens
 from outrider.verifier_service.pricing.cost_model import StepShape
 from outrider.verifier_service.pricing.offer import PricedStep
+from outrider.verifier_service.sampling.entries import VerificationEntry
+from outrider.verifier_service.sampling.logits_processors import LogitEdits
 from outrider.verifier_service.sampling.verification import Verification
 from outrider.verifier_service.scheduling.outcome import Outcome, is_leaf
 from outrider.verifier_service.scheduling.schedule import Schedule, ScheduledRequest
@@ -31,6 +33,7 @@ class LaunchedStep:
     schedule: Schedule
     first_rows: Sequence[int]  # where each item's rows begin in the logits
     logits: torch.Tensor
+    entries: Sequence[VerificationEntry]  # of the items that sample
     verification: Verification
     began_s: float
     waited_since_s: float  # when the step could have begun without waiting for drafts
@@ -85,6 +88,11 @@ class LaunchedStep:
     @property
     def _sampled_ids(self) -> list[str]:
         return [item.request.request_id for item in self.schedule.items if item.samples]
+
+    def edits(self) -> dict[str, LogitEdits]:
+        """Return the changes that verification makes to the sampled rows, by request id, where there are any."""
+        by_id = zip(self._sampled_ids, self.entries, strict=True)
+        return {request_id: entry.edits for request_id, entry in by_id if entry.edits is not None}
 
     def places(self) -> dict[str, int]:
         """Return, by request id, the index of its token among `verification.chosen`."""

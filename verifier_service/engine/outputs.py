@@ -31,7 +31,7 @@ class OutputBuilder:
     def build(self, step: LaunchedStep, outcomes: Sequence[Outcome]) -> list[RequestOutput]:
         """Return the outputs of a verified step; call it before a finished request is forgotten."""
         outputs: list[RequestOutput] = []
-        for outcome, logprobs in zip(outcomes, output_logprobs(outcomes, step.logits), strict=True):
+        for outcome, logprobs in zip(outcomes, output_logprobs(outcomes, step), strict=True):
             if not outcome.committed:
                 continue
             request = outcome.item.request

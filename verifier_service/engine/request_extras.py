@@ -18,7 +18,7 @@ from outrider.verifier_service.messages.request import (
 from outrider.verifier_service.sampling.entries import VerificationEntry
 from outrider.verifier_service.sampling.grammar import GrammarCompiler, GrammarState
 from outrider.verifier_service.sampling.logits_processors import LogitEdits, LogitsProcessor
-from outrider.verifier_service.sampling.logprobs import LogprobsQuery, token_logprobs
+from outrider.verifier_service.sampling.logprobs import LogprobsQuery, shape_of_logprobs, token_logprobs
 from outrider.verifier_service.scheduling.outcome import Outcome
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
@@ -124,9 +124,9 @@ class RequestExtras:
             start = item.request.num_computed_tokens + 1
             token_ids = item.request.token_ids[start : start + item.num_prompt_rows]
             kept.append((entries, start))
-            num_top = item.request.sampling.prompt_logprobs or 0
-            rows = range(row, row + len(token_ids))
-            queries.append(LogprobsQuery(rows=rows, token_ids=token_ids, num_top=num_top))
+            sampling, rows = item.request.sampling, range(row, row + len(token_ids))
+            num_top, shape = sampling.prompt_logprobs or 0, shape_of_logprobs(sampling)
+            queries.append(LogprobsQuery(rows=rows, token_ids=token_ids, num_top=num_top, shape=shape))
         for (entries, start), found in zip(kept, token_logprobs(logits, queries), strict=True):
             entries[start : start + len(found)] = found
 

@@ -7,9 +7,11 @@ from itertools import islice
 
 import torch
 
+from outrider.verifier_service.engine.launched_step import LaunchedStep
 from outrider.verifier_service.gpu.transfers import upload_rows
-from outrider.verifier_service.messages.request import Request, TokenLogprobs
-from outrider.verifier_service.sampling.logprobs import LogprobsQuery, token_logprobs
+from outrider.verifier_service.messages.request import LogprobsMode, Request, TokenLogprobs
+from outrider.verifier_service.sampling.logits_processors import LogitEdits
+from outrider.verifier_service.sampling.logprobs import LogprobsQuery, shape_of_logprobs, token_logprobs
 from outrider.verifier_service.scheduling.outcome import Outcome, num_choice_rows
 from outrider.verifier_service.scheduling.schedule import ScheduledRequest
 
@@ -25,16 +27,29 @@ def sampling_rows(items: Sequence[ScheduledRequest], first_rows: Sequence[int]) 
     ]
 
 
-def output_logprobs(outcomes: Sequence[Outcome], logits: torch.Tensor) -> list[tuple[TokenLogprobs, ...] | None]:
+def output_logprobs(outcomes: Sequence[Outcome], step: LaunchedStep) -> list[tuple[TokenLogprobs, ...] | None]:
     """Return the logprobs of each outcome's committed tokens; None where the request did not ask for them."""
-    wanted = [outcome.item.request.sampling.logprobs for outcome in outcomes]
-    queries = [
-        LogprobsQuery(rows=outcome.rows, token_ids=outcome.committed, num_top=num_top)
-        for outcome, num_top in zip(outcomes, wanted, strict=True)
-        if num_top is not None
-    ]
-    found = iter(token_logprobs(logits, queries))
+    asking = [outcome for outcome in outcomes if outcome.item.request.sampling.logprobs is not None]
+    if not asking:
+        return [None] * len(outcomes)
+    edits = step.edits()
+    queries = [_query(outcome, edits.get(outcome.item.request.request_id)) for outcome in asking]
+    found = iter(token_logprobs(step.logits, queries))
+    wanted = (outcome.item.request.sampling.logprobs for outcome in outcomes)
     return [None if num_top is None else tuple(next(found)) for num_top in wanted]
+
+
+def _query(outcome: Outcome, edits: LogitEdits | None) -> LogprobsQuery:
+    sampling, rows = outcome.item.request.sampling, outcome.rows
+    if sampling.logprobs_mode is LogprobsMode.RAW:
+        edits = None
+    return LogprobsQuery(
+        rows=rows,
+        token_ids=outcome.committed,
+        num_top=sampling.logprobs or 0,
+        shape=shape_of_logprobs(sampling),
+        edits=None if edits is None else edits.of_rows([row - outcome.first_row for row in rows]),
+    )
 
 
 def note_predictions(outcomes: Sequence[Outcome], logits: torch.Tensor, wants: Callable[[Request], bool]) -> None:

@@ -11,6 +11,7 @@ from outrider.verifier_service.messages.inter_token_time import InterTokenTime
 
 GREEDY_TEMPERATURE = 1e-5  # at most this: greedy, as in vLLM
 MAX_LOGPROBS = 20  # alternatives per token, as OpenAI and vLLM
+LOWEST_LOGPROB = -9999.0  # in place of -inf, which JSON lacks; as vLLM
 MAX_LOGIT_BIASES = 300  # as OpenAI
 MAX_PRIORITY = 1000
 MAX_TARGET_INTER_TOKEN_MS = 60_000.0
@@ -50,6 +51,18 @@ class AcceptanceRule(enum.StrEnum):
     STANDARD = "standard"  # token by token: rejection sampling, or equality for greedy and seeded requests
     BLOCK = "block"  # the same law, never fewer tokens on average (Sun et al. 2024)
     TYPICAL = "typical"  # tokens that are likely enough under the target (Medusa, Cai et al. 2024): changes the law
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the output's law differs from the target's."""
+        return self is AcceptanceRule.TYPICAL
+
+
+class LogprobsMode(enum.StrEnum):
+    """Which law a request's log probabilities are of; the words are vLLM's."""
+
+    RAW = "raw_logprobs"  # the model's own
+    PROCESSED = "processed_logprobs"  # the law that each token was drawn from; see sampling/logprobs.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +126,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
     logprobs: int | None = None  # number of alternatives beside each output token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW
     structured: StructuredOutput | None = None
     acceptance: AcceptanceRule = AcceptanceRule.STANDARD
     # typical acceptance: the target probability must exceed min(epsilon, delta * exp(-entropy))
@@ -140,6 +154,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, name)
             require(wanted is None or 0 <= wanted <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]")
+        is_of_law = self.logprobs_mode is LogprobsMode.RAW or not self.acceptance.is_lossy
+        expected = f"{LogprobsMode.RAW} with rejection_sample_method {self.acceptance}, which draws from another law"
+        require(is_of_law, "logprobs_mode", expected)
 
     @property
     def mode(self) -> VerificationMode:
@@ -245,7 +262,7 @@ class SpeculationMetrics:
     @property
     def is_lossy(self) -> bool:
         """Whether the output's law differs from the target's."""
-        return self.acceptance is AcceptanceRule.TYPICAL
+        return self.acceptance.is_lossy
 
     def plus(self, other: SpeculationMetrics) -> SpeculationMetrics:
         """Return the sums of both, and the first reason that either has."""
@@ -275,7 +292,7 @@ class SpeculationMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Log probabilities of one token and of the likeliest ones, before penalties, biases and temperature."""
+    """Log probabilities of one token and of the likeliest ones, of the law that the request's `LogprobsMode` names."""
 
     token_id: int
     logprob: float

@@ -58,6 +58,17 @@ class LogitEdits:
     penalties: np.ndarray  # float32 [num_rows, num_ids]
     allowed: np.ndarray | None = None  # uint8 [num_rows, num_bytes], low bit first: one bit per token; None: all
 
+    def of_rows(self, rows: Sequence[int]) -> LogitEdits:
+        """Return the changes to some of the rows, in the order of `rows`."""
+        index = list(rows)
+        return LogitEdits(
+            token_ids=self.token_ids,
+            biases=self.biases[index],
+            divisors=self.divisors[index],
+            penalties=self.penalties[index],
+            allowed=None if self.allowed is None else self.allowed[index],
+        )
+
 
 class LogitsProcessor:
     """One request's sampling parameters that change logits, with the counts of its tokens so far.

@@ -184,6 +184,33 @@ class LawShapes:
         return probs, is_right
 
 
+def log_laws(logits: torch.Tensor, sampling: Sequence[SamplingShape]) -> torch.Tensor:
+    """Return the logarithms of each row's law, -inf where a truncation leaves nothing; it may wait for the device.
+
+    logits float32 [num_rows, vocab_size] -> float32 [num_rows, vocab_size].
+    """
+    (temperatures,) = upload([_column([shape.temperature for shape in sampling], np.float32)], logits.device)
+    scaled = logits / temperatures
+    truncated = [row for row, shape in enumerate(sampling) if shape.top_k > 0 or shape.top_p < 1.0 or shape.min_p > 0.0]
+    if truncated:
+        rows = upload_rows(truncated, logits.device)
+        laws = _laws(logits.index_select(0, rows), [sampling[row] for row in truncated])
+        scaled.index_copy_(0, rows, scaled.index_select(0, rows).masked_fill_(laws == 0.0, float("-inf")))
+    return torch.log_softmax(scaled, dim=1)
+
+
+def _laws(logits: torch.Tensor, sampling: Sequence[SamplingShape]) -> torch.Tensor:
+    """Return what `LawShapes.probs` does, with the rows that were wrong ranked anew, as verification does."""
+    vocab_size, device = logits.shape[1], logits.device
+    probs, is_right = LawShapes.of(sampling, vocab_size, device).probs(logits)
+    wrong = [] if is_right is None else (~is_right).nonzero()[:, 0].tolist()
+    if wrong:
+        rows = upload_rows(wrong, device)
+        whole = LawShapes.of([sampling[row] for row in wrong], vocab_size, device, ranks_all=True)
+        probs.index_copy_(0, rows, whole.probs(logits.index_select(0, rows))[0])
+    return probs
+
+
 def _index(rows: Sequence[int], sampling: Sequence[SamplingShape], device: torch.device) -> torch.Tensor | None:
     return None if len(rows) == len(sampling) else upload_rows(rows, device)
 

@@ -111,6 +111,7 @@ class _Body(ModelBody):
     min_tokens: int | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     prompt_logprobs: int | None = None
+    logprobs_mode: str | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
     target_inter_token_ms: float | None = None

@@ -169,6 +169,7 @@ async def test_every_parameter_reaches_the_engine(tokenizer):
     same = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25, "seed": 7, "ignore_eos": True}
     same |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "max_tokens": 9}
     same |= {"logprobs": 1, "prompt_logprobs": 2, "num_speculative_tokens": 3, "min_tokens": 2}
+    same |= {"logprobs_mode": "processed_logprobs"}
     message = {"priority": -3, "target_inter_token_ms": 20.5, "session_id": "s", "cache_salt": "salt"}
     sampling = pb.SamplingParams(logit_bias={7: 2.0}, stop_token_ids=[9], bad_words=["dog"], **same)
     async with serving(backend, tokenizer) as (_, _, stub):

@@ -28,6 +28,7 @@ from outrider.cluster.common.errors import Overloaded, Unavailable
 from outrider.verifier_service.messages.request import (
     FinishReason,
     LogitBias,
+    LogprobsMode,
     SamplingParams,
     SpeculationMetrics,
     StructuredKind,
@@ -237,7 +238,7 @@ async def test_what_cannot_be_served_is_named(tokenizer, request_, field):
 async def test_our_own_switches_come_as_metadata(tokenizer):
     backend = FakeBackend(lambda _: [[5]])
     labels = [("x-outrider-session-id", "s"), ("x-outrider-cache-salt", "salt"), ("x-outrider-priority", "-3")]
-    labels += [("x-outrider-target-inter-token-ms", "20.5")]
+    labels += [("x-outrider-target-inter-token-ms", "20.5"), ("x-outrider-logprobs-mode", "processed_logprobs")]
     async with serving(build_gateway(backend, tokenizer)) as (_, stub):
         await responses(stub, asks(), [("x-outrider-num-speculative-tokens", "3"), *labels, ("x-request-id", "i")])
         await responses(stub, asks(), [("x-outrider-disable-spec-decode", "True")])
@@ -247,6 +248,7 @@ async def test_our_own_switches_come_as_metadata(tokenizer):
     assert (capped.session_id, capped.cache_salt, capped.priority) == ("s", "salt", -3)
     assert (off.session_id, off.cache_salt, free.priority) == (None, "", 0)
     assert (capped.target_inter_token_ms, free.target_inter_token_ms) == (20.5, None)
+    assert (capped.sampling.logprobs_mode, free.sampling.logprobs_mode) == (LogprobsMode.PROCESSED, LogprobsMode.RAW)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +261,7 @@ async def test_our_own_switches_come_as_metadata(tokenizer):
         ("x-outrider-priority", "1001", "priority"),
         ("x-outrider-target-inter-token-ms", "soon", "x-outrider-target-inter-token-ms"),
         ("x-outrider-target-inter-token-ms", "nan", "target_inter_token_ms"),
+        ("x-outrider-logprobs-mode", "cooked", "logprobs_mode"),
         ("x-outrider-cache-salt", "s" * 257, "cache_salt"),
         ("x-outrider-disable-speculation", "true", "x-outrider-disable-speculation"),
         ("x-outrider-cache-salt-bin", b"\xff", "x-outrider-cache-salt-bin"),

@@ -21,6 +21,11 @@ from outrider.verifier_service.engine.verifier_spec import VerifierSpec
         ({"engine": "vllm", "lora_modules": {"outrider-embedded": "folder"}}, "lora_modules: outrider-embedded is"),
         ({"engine": "vllm", "quantization": "int8"}, "quantization: int8 is our own engine's"),
         ({"engine": "vllm", "check_integrity": True}, "check_integrity: "),
+        ({"engine": "vllm", "logprobs_mode": "processed_logprobs"}, "logprobs_mode: "),
+        (
+            {"logprobs_mode": "processed_logprobs", "speculative_config": {"rejection_sample_method": "typical"}},
+            "logprobs_mode: .*rejection_sample_method",
+        ),
         ({"engine": "vllm", "engine_kwargs": {"tensor_parallel_size": 2}}, "engine_kwargs: tensor_parallel_size"),
         ({"engine": "vllm", "speculative_config": {"rejection_sample_method": "typical"}}, "rejection_sample_method"),
         ({"engine": "vllm", "speculative_config": {"method": "eagle3", "num_tree_nodes": 8}}, "num_tree_nodes"),

@@ -5,6 +5,7 @@ from outrider.cluster.config.service_config import ServiceConfig
 from outrider.cluster.router.fleet import PolicyMode
 from outrider.drafter_service import embedded
 from outrider.drafter_service.service.speculative_config import Location, Method
+from outrider.verifier_service.messages.request import LogprobsMode
 
 
 def test_nothing_given_serves_the_embedded_pair():
@@ -166,6 +167,13 @@ def test_eager_steps_are_asked_of_verifiers_and_drafters_alike():
 @pytest.mark.parametrize("is_async", [True, False])
 def test_asynchronous_scheduling_is_asked_of_verifiers(is_async: bool):
     assert ServiceConfig(async_scheduling=is_async).verifier_spec.async_scheduling is is_async
+
+
+def test_the_mode_of_log_probabilities_is_one_of_vllms_words():
+    assert ServiceConfig().logprobs_mode is LogprobsMode.RAW
+    assert ServiceConfig(logprobs_mode="processed_logprobs").logprobs_mode is LogprobsMode.PROCESSED
+    with pytest.raises(ValueError, match="logprobs_mode"):
+        ServiceConfig(logprobs_mode="processed_logits")
 
 
 def test_who_never_speculates_has_no_drafters():

@@ -14,6 +14,7 @@ from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     FinishReason,
     LogitBias,
+    LogprobsMode,
     SamplingParams,
     SpeculationMetrics,
     TokenOrigin,
@@ -193,6 +194,8 @@ async def test_an_id_that_runs_is_refused(tokenizer):
         ({"stop": "s" * 1025}, "stop"),
         ({"request_id": "r" * 129}, "request_id"),
         ({"rejection_sample_method": "blocks"}, "rejection_sample_method"),
+        ({"logprobs_mode": "cooked"}, "logprobs_mode"),
+        ({"logprobs_mode": "processed_logprobs", "rejection_sample_method": "typical"}, "logprobs_mode"),
         ({"request_id": "two\nlines"}, "request_id"),
     ],
 )
@@ -238,6 +241,22 @@ async def test_what_is_asked_for_reaches_the_engine(tokenizer):
     )
     assert {name: getattr(request, name) for name in message} == message
     assert request.group_id is None
+
+
+async def test_the_servers_mode_is_for_requests_with_logprobs(tokenizer):
+    """Others may be judged by a lossy rule; those name both fields when they are refused."""
+    gateway = build_gateway(FakeBackend(lambda _: [[5]]), tokenizer, logprobs_mode=LogprobsMode.PROCESSED)
+
+    async def mode(**fields) -> LogprobsMode:
+        return (await gateway.parse(RequestInput(prompt=[5], **fields))).sampling.logprobs_mode
+
+    assert await mode() is await mode(rejection_sample_method="typical") is LogprobsMode.RAW
+    assert await mode(logprobs=0) is await mode(prompt_logprobs=0) is LogprobsMode.PROCESSED
+    assert await mode(logprobs=0, logprobs_mode="raw_logprobs") is LogprobsMode.RAW
+    with pytest.raises(errors.InvalidRequest) as raised:
+        await mode(logprobs=0, rejection_sample_method="typical")
+    assert raised.value.field == "logprobs_mode"
+    assert "rejection_sample_method" in str(raised.value)
 
 
 async def test_choices_of_one_prompt_are_a_group_of_their_own(tokenizer):

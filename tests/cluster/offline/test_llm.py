@@ -77,6 +77,20 @@ def test_greedy_tokens_are_those_of_transformers(llm: LLM, expected: list[list[i
         assert (completion.logprobs, completion.cumulative_logprob) == (None, None)
 
 
+@pytest.mark.parametrize("drafts", ["off", "always"])
+def test_processed_logprobs_are_of_the_law_that_was_drawn_from(target: Target, drafts: str):
+    options = {"speculative_config": {"method": "ngram"}, "speculation": drafts, **SIZES}
+    asked = SamplingParams(temperature=0.4, seed=3, max_tokens=12, ignore_eos=True, logprobs=0)
+    with LLM(target[0], logprobs_mode="processed_logprobs", **options) as llm:
+        (output,) = llm.generate(TEXTS[0], asked)
+    completion = first([output])
+    laws = torch.log_softmax(full_logits(target[1], output.prompt_token_ids + completion.token_ids) / 0.4, dim=1)
+    assert completion.logprobs is not None
+    for place, by_id in enumerate(completion.logprobs, start=len(output.prompt_token_ids) - 1):
+        ((token_id, shown),) = by_id.items()
+        assert shown.logprob == pytest.approx(laws[place, token_id].item(), abs=5e-4)
+
+
 @pytest.mark.parametrize("drafter", ["none", "model", "process"])
 def test_whoever_drafts_they_stay_the_same(target: Target, expected, drafter: str):
     folder = str(target[0])

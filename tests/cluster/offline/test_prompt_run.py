@@ -18,6 +18,7 @@ from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     DisabledReason,
     FinishReason,
+    LogprobsMode,
     SpeculationMetrics,
     TokenLogprobs,
 )
@@ -52,6 +53,7 @@ def context(tokenizer) -> RunContext:
         eos_token_ids=frozenset([2]),
         plan=off(DisabledReason.CONFIG),
         acceptance=AcceptanceRule.STANDARD,
+        logprobs_mode=LogprobsMode.RAW,
         metrics=GatewayMetrics(CollectorRegistry(), model_name="m"),
         clock=lambda: 0.0,
     )

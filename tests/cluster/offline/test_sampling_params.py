@@ -11,6 +11,7 @@ from outrider.cluster.offline.sampling_params import SamplingParams
 from outrider.verifier_service.messages.request import (
     AcceptanceRule,
     LogitBias,
+    LogprobsMode,
     StructuredKind,
     StructuredOutput,
 )
@@ -44,7 +45,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 def for_engine(**fields: Any) -> EngineSamplingParams:
-    return SamplingParams(**fields).for_engine(max_model_len=100, acceptance=AcceptanceRule.BLOCK)
+    return SamplingParams(**fields).for_engine(
+        max_model_len=100, acceptance=AcceptanceRule.BLOCK, logprobs_mode=LogprobsMode.PROCESSED
+    )
 
 
 def test_the_defaults_are_vllms():
@@ -69,6 +72,15 @@ def test_the_engine_is_told_what_was_asked_for():
         stop_token_ids=(3,),
         acceptance=AcceptanceRule.TYPICAL,
     )
+
+
+def test_the_default_mode_is_for_prompts_with_logprobs():
+    """Others may be judged by a lossy rule, which has no log probabilities of the law that tokens are drawn from."""
+    assert for_engine().logprobs_mode is LogprobsMode.RAW
+    assert for_engine(logprobs=0).logprobs_mode is for_engine(prompt_logprobs=0).logprobs_mode is LogprobsMode.PROCESSED
+    assert for_engine(logprobs=0, logprobs_mode="raw_logprobs").logprobs_mode is LogprobsMode.RAW
+    with pytest.raises(ValueError, match=r"logprobs_mode must be raw_logprobs with rejection_sample_method typical"):
+        for_engine(logprobs=0, rejection_sample_method="typical")
 
 
 def test_without_a_limit_the_models_own_holds():
@@ -123,6 +135,8 @@ def test_stop_is_one_text_or_several(stop: Any, strings: tuple[str, ...]):
         ("detokenize", 0),
         ("logprobs", -1),
         ("prompt_logprobs", 21),
+        ("logprobs_mode", "processed"),
+        ("logprobs_mode", 1),
         ("structured_outputs", {"choices": ["a"]}),
         ("structured_outputs", {"regex": "("}),
         ("num_speculative_tokens", -1),

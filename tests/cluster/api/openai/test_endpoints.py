@@ -140,6 +140,13 @@ async def test_every_form_of_prompt(tokenizer, backend):
         ({"prompt": "a", "max_tokens": 1000}, "max_tokens"),
         ({"prompt": "a", "logprobs": True}, "logprobs"),
         ({"prompt": "a", "top_logprobs": 1}, "top_logprobs"),
+        ({"prompt": "a", "logprobs_mode": "processed"}, "logprobs_mode"),
+        ({"prompt": "a", "logprobs_mode": "processed_logits"}, "logprobs_mode"),
+        ({"prompt": "a", "logprobs_mode": 1}, "logprobs_mode"),
+        (
+            {"prompt": "a", "logprobs_mode": "processed_logprobs", "rejection_sample_method": "typical"},
+            "logprobs_mode",
+        ),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
         ({"prompt": "a", "logit_bias": {"9999": 1}}, "logit_bias"),
         ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
@@ -273,7 +280,7 @@ def events_of(answer):
 async def test_every_sampling_parameter_reaches_the_engine(tokenizer, backend, path, prompt):
     same = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 7, "ignore_eos": True, "min_tokens": 2}
     same |= {"presence_penalty": 1, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "max_tokens": 9}
-    same |= {"prompt_logprobs": 2, "num_speculative_tokens": 3}
+    same |= {"prompt_logprobs": 2, "num_speculative_tokens": 3, "logprobs_mode": "processed_logprobs"}
     message = {"priority": -3, "target_inter_token_ms": 20.5, "session_id": "s", "cache_salt": "salt"}
     logprobs = {"logprobs": True, "top_logprobs": 1} if "messages" in prompt else {"logprobs": 1}
     body = {**prompt, **same, **message, **logprobs, "logit_bias": {"7": 2}, "stop_token_ids": [9]}
