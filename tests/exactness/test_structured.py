@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from exactness.hinted_drafts import Hints
 from exactness.small_engines import (
     Generated,
+    Hints,
     Limits,
     ModelDrafts,
     Models,

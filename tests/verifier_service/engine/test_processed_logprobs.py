@@ -22,10 +22,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from exactness.hinted_drafts import Hints
 from exactness.small_engines import (
     Drafts,
     Generated,
+    Hints,
     Limits,
     ModelDrafts,
     Models,
