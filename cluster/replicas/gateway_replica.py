@@ -65,6 +65,7 @@ class GatewayReplica:
             await self._router.max_model_len(),
             config.speculative.rejection_sample_method,
             adapters=tuple(config.verifiers.lora_modules),
+            rollouts=config.verifiers.rollouts,
         )
         self._backend = RoutedBackend(
             self._router,
@@ -172,7 +173,13 @@ def tracing_of(options: GatewayOptions, replica: str) -> Tracing | None:
 
 
 def model_info(
-    name: str, model: ModelConfig, max_model_len: int, acceptance: AcceptanceRule, adapters: tuple[str, ...] = ()
+    name: str,
+    model: ModelConfig,
+    max_model_len: int,
+    acceptance: AcceptanceRule,
+    *,
+    adapters: tuple[str, ...] = (),
+    rollouts: bool = False,
 ) -> ModelInfo:
     """Describe a model by its files, without its weights; `max_model_len` is the verifiers'."""
     folder = resolve_description(model)
@@ -185,4 +192,5 @@ def model_info(
         created=int(time.time()),
         acceptance=acceptance,
         adapters=adapters,
+        rollouts=rollouts,
     )
