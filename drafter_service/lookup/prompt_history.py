@@ -6,7 +6,6 @@ of its own, of the last weight versions alone. All keys together are bounded; wh
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +16,9 @@ from outrider.verifier_service.messages.wire import decode, encode
 
 
 class Response(NamedTuple):
-    """A response that has ended: the number of the newest version known then, its length, and its last tokens."""
+    """A response that has ended: the number of the newest version known then, and its last tokens."""
 
     version: int
-    length: int
     token_ids: list[int]
 
 
@@ -31,33 +29,24 @@ class PromptHistory:
     tree: SuffixTree
     responses: deque[Response] = field(default_factory=deque)  # oldest first, versions ascending
     num_tokens: int = 0
-    _lengths: list[int] = field(default_factory=list)  # ascending
 
-    def expected_tokens(self, num_tokens: int) -> int | None:
-        """Return the median length of the responses longer than `num_tokens`; None: there is none."""
-        longer = self._lengths[bisect_right(self._lengths, num_tokens) :]
-        return longer[len(longer) // 2] if longer else None
-
-    def add(self, version: int, length: int, token_ids: Sequence[int]) -> None:
-        """Add a response of `length` tokens, of which `token_ids` are kept."""
+    def add(self, version: int, token_ids: Sequence[int]) -> None:
+        """Add a response that has ended."""
         for token_id in token_ids:
             self.tree.append(token_id)
-        self.responses.append(Response(version, length, self.tree.close()))
+        self.responses.append(Response(version, self.tree.close()))
         self.num_tokens += len(token_ids)
-        insort(self._lengths, length)
 
     def remove_oldest(self) -> None:
         """Remove the response that ended first."""
         oldest = self.responses.popleft()
         self.tree.remove(oldest.token_ids)
         self.num_tokens -= len(oldest.token_ids)
-        self._lengths.remove(oldest.length)
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if tree, tokens and lengths contradict each other."""
+        """Raise `AssertionError` if tree, tokens and versions contradict each other."""
         self.tree.check_integrity()
         assert self.num_tokens == sum(len(one.token_ids) for one in self.responses), "tokens that are in no response"
-        assert self._lengths == sorted(one.length for one in self.responses), "lengths of other responses"
         versions = [one.version for one in self.responses]
         assert versions == sorted(versions), "an older version after a newer one"
 
@@ -65,7 +54,6 @@ class PromptHistory:
 @dataclass(frozen=True, slots=True)
 class SavedResponse:
     version: int  # its place in `SavedHistories.versions`
-    length: int
     token_ids: list[int]
 
 
@@ -74,7 +62,7 @@ class SavedHistories:
     """All histories, as they are exported: keys in the order of their last use, responses in that of their end."""
 
     versions: list[str]
-    keys: list[tuple[str, list[SavedResponse]]]
+    keys: dict[str, list[SavedResponse]]
 
 
 class PromptHistories:
@@ -110,14 +98,14 @@ class PromptHistories:
         It counts as of the newest version known by now: a sample may have gone on under new weights.
         """
         self.use(key, weight_version)
-        self._add(key, self._newest, len(token_ids), token_ids)
+        self._add(key, self._newest, token_ids)
 
-    def _add(self, key: str, version: int, length: int, token_ids: Sequence[int]) -> None:
+    def _add(self, key: str, version: int, token_ids: Sequence[int]) -> None:
         kept = token_ids[max(0, len(token_ids) - self._max_tokens) :]
         if not self._max_responses or len(kept) < 2:  # no token has a next one
             return
         history = self._keys.setdefault(key, PromptHistory(SuffixTree(self._max_tree_depth)))
-        history.add(version, length, kept)
+        history.add(version, kept)
         self._num_responses += 1
         self._num_tokens += len(kept)
         while self._num_responses > self._max_responses or self._num_tokens > self._max_tokens:
@@ -145,30 +133,30 @@ class PromptHistories:
     def export(self) -> bytes:
         """Return all histories as msgpack."""
         first = self._newest - len(self._versions) + 1  # responses of older ones are about to be dropped
-        keys = [
-            (key, [SavedResponse(one.version - first, one.length, one.token_ids) for one in known.responses])
+        keys = {
+            key: [SavedResponse(one.version - first, one.token_ids) for one in known.responses if one.version >= first]
             for key, known in self._keys.items()
-        ]
-        kept = [(key, [one for one in responses if one.version >= 0]) for key, responses in keys]
-        return encode(SavedHistories(list(self._versions), [one for one in kept if one[1]]))
+        }
+        return encode(SavedHistories(list(self._versions), {key: kept for key, kept in keys.items() if kept}))
 
     def load(self, payload: bytes, vocab_size: int) -> None:
         """Replace all histories by exported ones; raises `ValueError` and changes nothing if they cannot be."""
         saved: SavedHistories = decode(payload, (SavedHistories,))
-        for key, responses in saved.keys:
+        if len(set(saved.versions)) < len(saved.versions):
+            raise ValueError("histories: a version twice")
+        for key, responses in saved.keys.items():
             check_ids(key, (one.token_ids for one in responses), vocab_size)
-            if any(not 0 <= one.version < len(saved.versions) for one in responses):
-                raise ValueError(f"histories: {key!r} has a response of no version")
-            if [one.version for one in responses] != sorted(one.version for one in responses):
-                raise ValueError(f"histories: {key!r} has an older version after a newer one")
+            versions = [one.version for one in responses]
+            if versions != sorted(versions) or any(not 0 <= version < len(saved.versions) for version in versions):
+                raise ValueError(f"histories: {key!r} has versions that are unknown or fall")
         self._keys.clear()
         self._versions.clear()
         self._newest = self._num_responses = self._num_tokens = 0
         for version in saved.versions:
             self._note_version(version)
-        for key, responses in saved.keys:
+        for key, responses in saved.keys.items():
             for one in responses:
-                self._add(key, one.version + 1, one.length, one.token_ids)
+                self._add(key, one.version + 1, one.token_ids)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if bounds are exceeded, or the sums are those of other histories."""

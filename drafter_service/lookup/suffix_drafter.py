@@ -205,11 +205,7 @@ class SuffixDrafter:
         forced = list(ask.forced_ids[: ask.length])
         places = self._places(session, forced)
         make = self._tree if ask.max_nodes else self._chain
-        draft = make(ask, session, forced, places)
-        if session.shared is not None and (known := self._histories.find(session.shared.key)) is not None:
-            num_output = len(ask.token_ids) - session.shared.num_prompt_tokens
-            draft.expected_tokens = known.expected_tokens(num_output)
-        return draft
+        return make(ask, session, forced, places)
 
     def _follow(self, ask: Ask) -> _Session:
         """Extend a session to its ask's tokens; if salt, history or earlier tokens differ, start a new one."""

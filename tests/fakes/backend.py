@@ -172,6 +172,7 @@ def build_gateway(
     *,
     max_model_len: int = 64,
     adapters: tuple[str, ...] = (),
+    rollouts: bool = False,
     fleet_load: Callable[[], dict[str, Any]] = dict,
 ) -> Gateway:
     model = ModelInfo(
@@ -181,6 +182,7 @@ def build_gateway(
         eos_token_ids=(tokenizer.eos_token_id,),
         created=1_700_000_000,
         adapters=adapters,
+        rollouts=rollouts,
     )
     metrics = GatewayMetrics(CollectorRegistry(), model_name="tiny")
     return Gateway(model, tokenizer, backend, metrics, TickingClock(), fleet_load=fleet_load)

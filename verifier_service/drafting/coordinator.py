@@ -186,7 +186,6 @@ class DraftCoordinator:
         self.round_trip_s.observe(now_s - outstanding.asked_s)
         session.has_answered = True
         request.draft = draft
-        request.expected_tokens = draft.expected_tokens or request.expected_tokens
         self._answered[request.request_id] = AnsweredRound(
             drafter_id=drafter_id, asked_s=outstanding.asked_s, received_s=now_s
         )

@@ -161,7 +161,6 @@ class Draft:
     draft_probs: tuple[SparseRow, ...] | None = None
     parents: tuple[int, ...] | None = None  # None: a chain
     confidences: tuple[float, ...] | None = None
-    expected_tokens: int | None = None  # of the whole output, by earlier ones of its history; None: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

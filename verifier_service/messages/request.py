@@ -214,7 +214,6 @@ class GenerationRequest:
     cache_salt: str = ""  # only requests with the same salt share prefixes
     # in rollouts: whose responses it drafts from and joins; None: those of its prompt, "": nobody's
     history_key: str | None = None
-    expected_tokens: int | None = None  # of output; None: unknown
     adapter: str | None = None  # name of a LoRA adapter, if the engine serves any
     priority: int = 0  # lower is served earlier
     target_inter_token_ms: float | None = None  # if slower, it keeps drafts longer under load; if far faster, shorter
@@ -351,7 +350,6 @@ class Request:
     group_id: str | None = None
     cache_salt: str = ""
     history_key: str | None = None
-    expected_tokens: int | None = None  # also learnt while it runs, from earlier samples of its prompt
     prediction_token_ids: tuple[int, ...] = ()
     priority: int = 0
     inter_token_time: InterTokenTime | None = None  # None: no target
@@ -381,7 +379,6 @@ class Request:
             group_id=message.group_id,
             cache_salt=message.cache_salt,
             history_key=message.history_key,
-            expected_tokens=message.expected_tokens,
             prediction_token_ids=message.prediction_token_ids,
             priority=message.priority,
             inter_token_time=None if target_ms is None else InterTokenTime(target_ms),
