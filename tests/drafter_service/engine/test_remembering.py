@@ -18,7 +18,8 @@ TOKENS = (1, 2, 20, 21, 22, 23)
 
 class Bench:
     def __init__(self) -> None:
-        self.engine = DraftEngine(SuffixDrafter(vocab_size=100), clock=lambda: 0.0, config=DraftEngineConfig())
+        self.drafter = SuffixDrafter(vocab_size=100)
+        self.engine = DraftEngine(self.drafter, clock=lambda: 0.0, config=DraftEngineConfig())
 
     def open(self, peer: str, token_ids: Sequence[int], history: History | None = HISTORY) -> None:
         self.engine.handle(peer, Open(request_id="r", sampling=GREEDY, token_ids=tuple(token_ids), history=history))
@@ -63,6 +64,7 @@ def test_a_session_without_a_key_leaves_nothing_to_others(history: History | Non
     bench = Bench()
     bench.open("verifier", TOKENS, history)
     bench.engine.handle("verifier", Close(request_id="r"))
+    assert bench.drafter.export() == SuffixDrafter(vocab_size=100).export(), "not in memory either"
     assert bench.found() == ()
 
 
